@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -13,13 +11,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import check_page, tables
 from benchmarks.catalog import CASES, SOURCES
-from benchmarks.counters import counters_of, differences
+from benchmarks.counters import Figure, counters_of, differences
+from benchmarks.result import RESULTS, read_result, version_of
+from benchmarks.tables import ROOT
 
-ROOT, RESULTS = tables.ROOT, tables.RESULTS
 OWN = {"memkit", "torch", "numpy"}
 # What a child runs: a case whose result file goes into another folder.
 CHILD = """
@@ -109,7 +107,7 @@ def check(name: str, sources: Path | None) -> bool:
 def run_into(folder: Path, name: str, sources: Path | None = None) -> str | None:
     """Run a case in its own process, its result file in a folder; what went wrong, in words."""
     case = CASES[name]
-    if absent := [peer for peer in peers(name) if not is_installed(peer)]:
+    if absent := [peer for peer in peers(name) if not version_of(peer)]:
         return f"needs {', '.join(absent)}"
     if case.takes_sources and sources is None:
         return f"needs {case.needs}: --sources FOLDER"
@@ -124,35 +122,23 @@ def run_into(folder: Path, name: str, sources: Path | None = None) -> str | None
 
 def compare(name: str, found: Path, expected: Path) -> list[str]:
     """A line for each counter that differs between the result files of two folders."""
-    before, now = (counters_of(load(name, folder)["figures"], CASES[name].counters) for folder in (expected, found))
+    before, now = (
+        counters_of(read_result(name, folder)["figures"], CASES[name].counters) for folder in (expected, found)
+    )
     return differences(before, now)
 
 
+def counters_in(name: str, folder: Path) -> dict[str, Figure]:
+    return counters_of(read_result(name, folder)["figures"], CASES[name].counters)
+
+
 def num_counters(name: str) -> int:
-    return len(counters_of(committed(name)["figures"], CASES[name].counters))
+    return len(counters_in(name, RESULTS))
 
 
 def peers(name: str) -> list[str]:
     """The packages besides memkit's own whose versions the committed file names."""
-    return [package for package in committed(name)["environment"]["versions"] if package not in OWN]
-
-
-def committed(name: str) -> dict[str, Any]:
-    """The committed result file; one without figures for a case that has not run yet."""
-    if (RESULTS / f"{name}.json").exists():
-        return load(name, RESULTS)
-    return {"environment": {"versions": {}}, "figures": {}}
-
-
-def load(name: str, folder: Path) -> dict[str, Any]:
-    return json.loads((folder / f"{name}.json").read_text())
-
-
-def is_installed(package: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    return [package for package in read_result(name)["environment"]["versions"] if package not in OWN]
 
 
 if __name__ == "__main__":

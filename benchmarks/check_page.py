@@ -5,12 +5,11 @@ The part stands between ``<!-- rules -->`` and ``<!-- rules end -->``. Run: pyth
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import FOLDER
+from benchmarks.result import read_result
 from memkit.check.check import RULES
 from memkit.check.findings import Rule
 from memkit.check.launch import RULES as SHELL_RULES
@@ -19,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "check.md"
 
 
 def render(text: str) -> str:
-    figures = json.loads((FOLDER / "check_scripts.json").read_text())["figures"]
+    figures = read_result("check_scripts")["figures"]
     rules = "\n".join(section(rule, figures["rules"][rule.id]) for rule in RULES)
     part = f"<!-- rules -->\n{summary(figures)}\n{rules}<!-- rules end -->"
     return re.sub(r"<!-- rules -->.*<!-- rules end -->", lambda _: part, text, flags=re.DOTALL)

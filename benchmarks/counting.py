@@ -1,12 +1,18 @@
-"""How many operators the steps of a simulation dispatch."""
+"""How many operators the steps of a simulation dispatch, and what it costs for each of them."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import _get_dispatch_mode as get_dispatch_mode, _TorchDispatchModeKey as TorchDispatchModeKey
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.timing import seconds_of
+
+ROUNDS = 9
 
 
 class Count(TorchDispatchMode):
@@ -20,3 +26,20 @@ class Count(TorchDispatchMode):
         is_step = get_dispatch_mode(TorchDispatchModeKey.FAKE) is not None
         self.num_operators += is_step and func is not torch.ops.prim.device.default
         return func(*args, **(kwargs or {}))
+
+
+def cost(simulate: Callable[[], object]) -> dict[str, float]:
+    """Processor time, the least of nine calls after the first: other programs on the machine only add to it."""
+
+    def seconds() -> float:
+        gc.collect()
+        return seconds_of(simulate)
+
+    with Count() as count:
+        simulate()
+    least = min(seconds() for _ in range(ROUNDS))
+    return {
+        "num_operators_in_two_steps": count.num_operators,
+        "seconds": round(least, 3),
+        "ms_per_operator": round(1e3 * least / count.num_operators, 4),
+    }

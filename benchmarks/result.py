@@ -1,4 +1,4 @@
-"""Write a case's result file: figures, and the environment and commit that they came from."""
+"""A case's result file: figures, and the environment and commit that they came from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import memkit
 from memkit._machine.files import write_text
 
-FOLDER = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"  # the committed ones
+FOLDER = RESULTS  # where a case writes; `python -m benchmarks check` takes another one
 
 
 def write_result(case: str, figures: dict[str, Any], *, peers: tuple[str, ...] = ()) -> Path:
@@ -30,28 +31,35 @@ def write_result(case: str, figures: dict[str, Any], *, peers: tuple[str, ...] =
     return path
 
 
+def read_result(case: str, folder: Path | None = None) -> dict[str, Any]:
+    """A result file; one without figures for a case that has not run yet."""
+    path = (folder or FOLDER) / f"{case}.json"
+    return json.loads(path.read_text()) if path.exists() else {"environment": {"versions": {}}, "figures": {}}
+
+
 def environment(peers: tuple[str, ...]) -> dict[str, Any]:
     return {
         "commit": _commit(),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"memkit": memkit.__version__} | {name: _version(name) for name in ("torch", "numpy", *peers)},
+        "versions": {"memkit": memkit.__version__} | {name: version_of(name) for name in ("torch", "numpy", *peers)},
     }
 
 
 def _commit() -> str | None:
     """The commit, "-dirty" where files differ from it; result files do not count: a run writes them."""
     commit = _git("describe", "--always")
-    changed = _git("status", "--porcelain", "--", ":/", f":(exclude){FOLDER}")
+    changed = _git("status", "--porcelain", "--", ":/", f":(exclude){RESULTS}")
     return f"{commit}-dirty" if commit and changed else commit or None
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], check=False, capture_output=True, text=True, cwd=FOLDER)
+    done = subprocess.run(["git", *arguments], check=False, capture_output=True, text=True, cwd=RESULTS)
     return done.stdout.strip()
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """None where the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

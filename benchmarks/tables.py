@@ -6,434 +6,631 @@ file. Run: python -m benchmarks.tables
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    tables_acceptance,
-    tables_patches,
-    tables_peers,
-    tables_plan,
-    tables_runs,
-    tables_versions,
-    tables_voxel,
-)
-from benchmarks.markdown import table
+from benchmarks import tables_patches, tables_peers
+from benchmarks.acceptance.project import all_projects
+from benchmarks.markdown import Across, Row, Table, rows_at
+from benchmarks.result import RESULTS, read_result
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _TABLE = re.compile(r"(<!-- result: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OF_CI = "2.13.0"
+
+MODELS = {"transformer": "transformer, 12 blocks", "unet": "3D U-Net"}
+ADVISED = {
+    "language": "transformer, text",
+    "unet": "3D U-Net, MNI152 brain",
+    "denoiser": "convolutions, a slice of it",
+    "edge_mlp": "edge MLP, fsaverage5",
+    "residual_net": "residual net with BatchNorm, digits",
+    "vae": "variational autoencoder, digits",
+    "point_net": "point net, fsaverage5",
+    "wide_mlp": "wide MLP, foreach AdamW",
+}
+IN_README = {  # of the acceptance kit's projects, one of each kind
+    "dcgan": "the generator's activations wait on the disk",
+    "improved_diffusion": "its micro-batches, with exact weights",
+    "nanogpt": "logits and their loss in chunks, exact accumulation",
+    "nerf": "rays and points in chunks, backward too",
+    "vae": "a batch in 8 parts, for a loss that is a sum",
+}
+LINES_AND_PEAKS = (  # a figure and its unit stay on one line
+    "+{lines_added}&nbsp;-{lines_removed} | "
+    "{peak_bytes/plain:.0f in MB}&nbsp;MB → {peak_bytes/memkit:.0f in MB}&nbsp;MB ({more:+.0%})"
+)
+LOOP_SEMANTICS = {
+    "10 batches, one skipped by the loss scaler: optimiser steps / schedule steps": (
+        "{LIB/skipped_step/optimizer_steps} / {LIB/skipped_step/schedule_steps}"
+    ),
+    "52 samples, 4 x 4 to a step: gradient of the last step (1 is right)": "{LIB/last_group/last_group_ratio:.2f}",
+    "stopped after 9 of 16 shuffled batches: samples of that epoch never trained on": (
+        "{LIB/resume/never_trained_on} of {LIB/resume/trained_on}"
+    ),
+    "the same weights as without the stop": "{LIB/resume/same_weights:yes|no}",
+}
+Rows = Iterator[dict[str, Any]]
 
 
-def tail_group(result: dict[str, Any]) -> str:
-    versions = result["environment"]["versions"]
-    names = {"plain": "plain loop, `loss / steps`", "memkit": "memkit"}
-    rows = [
-        [
-            names.get(name, f"{name} {versions.get(name)}"),
-            f"{row['whole_groups_mean_ratio']:.4f}",
-            f"{row['last_group_ratio']:.4f}",
-        ]
-        for name, row in result["figures"].items()
-    ]
-    return table(["library", "whole groups", "last group"], rows)
+def more(place: str, than: str) -> Callable[[Row], float]:
+    """By how much a figure is above another, as a share."""
+    return lambda row: row[place] / row[than] - 1
 
 
-def megabytes(num_bytes: int, of: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" + (f" ({num_bytes / of - 1:+.0%})" if num_bytes != of else "")
+def with_more(place: str, than: str) -> Callable[[Row], str]:
+    """Bytes, and by how much they differ, where they do."""
+
+    def shown(row: Row) -> str:
+        change = f" ({more(place, than)(row):+.0%})" if row[place] != row[than] else ""
+        return row.show(f"{{{place}:.1f MB}}") + change
+
+    return shown
 
 
-def wrapper_memory(result: dict[str, Any]) -> str:
-    models = {"transformer": "transformer, 12 blocks", "unet": "3D U-Net"}
-    rows = [
-        [
-            models[task],
-            setting,
-            *(megabytes(row[key], settings["plain"][key]) for key in ("peak_bytes", "activation_bytes", "saved_bytes")),
-            f"{row['backward_flops'] / row['forward_flops']:.2f}",
-            f"{row['time_ratio']:.2f}",
-        ]
-        for task, settings in result["figures"].items()
-        for setting, row in settings.items()
-    ]
-    header = ["model", "setting", "peak", "activations", "saved for backward", "backward / forward FLOPs", "time"]
-    return table(header, rows)
+def measured(row: Row, name: str) -> str:
+    """A name that starts with a library's, with the version that was measured."""
+    library, comma, rest = name.partition(",")
+    version = row["result/environment/versions"].get(library.lower())
+    return f"{library} {version}{comma}{rest}" if version and library != "memkit" else name
 
 
-def wrapper_overhead(result: dict[str, Any]) -> str:
-    figures = result["figures"]
-    rows = [
-        [
-            f"{name} micro-batches",
-            *(
-                f"{row[f'{mode}_us_per_microbatch']:.0f} us ({row[f'{mode}_ratio'] - 1:+.1%})"
-                for mode in ("raise", "exact")
-            ),
-        ]
-        for name, row in figures["overhead"].items()
-    ]
-    reads = [[name, str(num)] for name, num in figures["host_reads"].items()]
-    overhead = table(["step", 'per micro-batch, `on_oom="raise"`', 'per micro-batch, `on_oom="exact"`'], rows)
-    return overhead + "\n" + table(["loss", "host reads per step"], reads)
+def projects_in_readme(result: Any) -> Rows:
+    for name, words in IN_README.items():
+        yield {"name": name, "words": words, **result["figures"][name]}
 
 
-def step_faults(result: dict[str, Any]) -> str:
-    figures = result["figures"]
-    rows = []
-    for name, ends in figures["faults"].items():
-        row = figures["memory"][name]["equal"]
-        torn = [f"{ends[way]['torn']} of {ends[way]['faults']}" for way in ("plain", "guarded", "in chunks")]
-        peaks = [f"{row[f'{way}_peak']:.2f}" for way in ("plain", "guarded", "in_chunks")]
-        times = [f"{row[f'{way}_time_ratio']:.2f}" for way in ("guarded", "in_chunks")]
-        rows.append([name, *torn, " / ".join(peaks), " / ".join(times)])
-    header = [
-        "step",
-        "plain: torn of faults",
-        "wrapper: torn",
-        "`atomic_steps`: torn",
-        "peaks of the three",
-        "times of the last two",
-    ]
-    return table(header, rows)
+def patches(result: Any) -> Rows:
+    return (vars(project) for name, project in all_projects().items() if name in result["figures"])
 
 
-def recovery_search(result: dict[str, Any]) -> str:
-    figures = result["figures"]
-    faults = [
-        [name, str(row["operators"]), str(row["faults"]), str(row["cut"]), str(len(row["wrong"]))]
-        for name, row in figures["faults"].items()
-    ]
-    interrupts = [
-        [name, str(row["interrupts"]), str(row["done"]), str(row["interrupts"] - row["done"]), str(len(row["wrong"]))]
-        for name, row in figures["interrupts"].items()
-    ]
-    first = table(
-        ["model, optimizer", "operators", "faults, in three threads", "runs with other parts", "wrong"], faults
-    )
-    second = table(["model, optimizer", "interrupts", "step done", "step undone", "wrong"], interrupts)
-    return first + "\n" + second
+def controls(result: Any) -> Rows:
+    for project in patches(result):
+        if found := result["figures"][project["name"]].get("control"):
+            yield {"name": project["name"], "wrong": project["control"], **found}
 
 
-def hygiene(result: dict[str, Any]) -> str:
-    rows = [
-        [name, row["claim"], f"{row['saving']:.0%}", f"{row['bad_bytes'] / 1e6:.1f} MB", row["note"]]
-        for name, row in result["figures"].items()
-    ]
-    return table(["habit", "claimed", "saves", "of", "note"], rows)
+def verified(row: Row) -> list[dict[str, Any]]:
+    return [each for each in row["advice"].values() if each["status"] == "verified"]
 
 
-def track_cost(result: dict[str, Any]) -> str:
-    sizes = result["figures"]
-    ways = [way for way in next(iter(sizes.values()))["ways"] if way != "bare"]
-    rows = [
-        [
-            f"`{way}`" if way.startswith("track") else way,
-            *(
-                f"{size['ways'][way]['steps_ratio']:.2f} ({size['ways'][way]['whole_ratio']:.2f})"
-                for size in sizes.values()
-            ),
-        ]
-        for way in ways
-    ]
-    return table(
-        ["way", *(f"{name}, {size['ways']['bare']['ms_per_step']:.1f} ms" for name, size in sizes.items())], rows
-    )
+def errors_of(key: str) -> Callable[[Row], str]:
+    def shown(row: Row) -> str:
+        errors = [each[key] for each in verified(row) if each.get(key) is not None]
+        return f"{statistics.median(errors):.1%} ({max(errors):.1%})" if errors else ""
+
+    return shown
 
 
-def first_step(result: dict[str, Any]) -> str:
-    def ooms(row: dict[str, Any]) -> str:
-        return str(row["num_ooms"][0]) if "num_ooms" in row else "died"
-
-    cases = result["figures"]["cases"]
-    shares = [f"{limit['share']:.0%}" for limit in next(iter(cases.values()))["limits"]]
-    rows = [
-        [name, way, *(ooms(limit[key]) for limit in case["limits"])]
-        for name, case in cases.items()
-        for way, key in (("foreseen", "with"), ("tried", "without"))
-    ]
-    return table(["model", "size", *shares], rows)
+def ratios(key: str) -> Callable[[Row], str]:
+    return lambda row: ", ".join(f"{each[key]:.2f}" for each in row["budgets"])
 
 
-def edge_mlp(result: dict[str, Any]) -> str:
-    rows = []
-    for case in result["figures"]["cases"]:
-        what = case["reduce"] + (", gathered" if case["gather"] else "")
-        name = f"{case['hidden']}, {case['edges']:,} edges, {what}"
-        for way, row in case["ways"].items():
-            peak = f"{row['peak_bytes'] / 2**20:,.1f} MiB"
-            error = f"{row['gradient_error']:.1e}" if "gradient_error" in row else ""
-            rows.append([name, way, peak, f"{row['ratio']:.2f}" if "ratio" in row else "", error])
-            name = ""
-    return table(["hidden layers, edges, reduction", "way", "peak", "time", "gradient error"], rows)
+def added_by(manager: str) -> Callable[[Row], str]:
+    def shown(row: Row) -> str:
+        loop = row[f"result/figures/loops/{manager}: {row['step']}"]
+        return f"{loop['extra_us']:.0f} us ({loop['ratio'] - 1:.1%})"
+
+    return shown
 
 
-def chunk_budget(result: dict[str, Any]) -> str:
-    rows = []
-    for case in result["figures"]["cases"]:
-        name = f"{case['edges']:,} edges, {case['reduce']}" + (", gathered" if case["gather"] else "")
-        for way, row in case["ways"].items():
-            plan = [f"{row[key]:,}" if key in row else "" for key in ("chunk_size", "num_chunks", "num_kept")]
-            peaks = [f"{row[key] / 2**20:,.2f} MiB" for key in ("peak_bytes", "first_peak_bytes")]
-            rows.append([name, way, *plan, *peaks, f"{row['ratio']:.2f}"])
-            name = ""
-    return table(["edges, reduction", "budget", "rows", "chunks", "kept", "peak", "first call", "time"], rows)
+def chunked_losses(result: Any) -> Rows:
+    for row in rows_at(result, "rows/{way}"):
+        yield {"loss": "MLP, 50,000 rows", "way": row["way"], **row.figures}
+    for row in rows_at(result, "cross_entropy/{case}/modes/{way}"):
+        loss = row.show("{case/rows:,} tokens of width {case/width}, {case/num_classes:,} words")
+        yield {"loss": loss, "way": row["way"], **row.figures}
 
 
-def chunked_loss(result: dict[str, Any]) -> str:
-    cases = {"MLP, 50,000 rows": result["figures"]["rows"]}
-    for case in result["figures"]["cross_entropy"]:
-        name = f"{case['rows']:,} tokens of width {case['width']}, {case['num_classes']:,} words"
-        cases[name] = case["modes"]
-    rows = []
-    for name, modes in cases.items():
-        for number, (way, row) in enumerate(modes.items()):
-            peak, ratio = f"{row['peak_bytes'] / 2**20:,.1f} MiB", f"{row['time_ratio']:.2f}"
-            rows.append(["" if number else name, way, peak, ratio, f"{row['gradient_difference']:.0e}"])
-    return table(["loss", "way", "peak", "time", "gradients differ by"], rows)
+def first_steps(result: Any) -> Rows:
+    for model in result["figures"]["cases"]:
+        yield {"model": model, "way": "foreseen", "key": "with"}
+        yield {"model": model, "way": "tried", "key": "without"}
 
 
-def tiled(result: dict[str, Any]) -> str:
-    figures = result["figures"]
-    rows = []
-    for way, row in figures["inference"].items():
-        trained = figures["training"].get(way)
-        training = [f"{trained['peak_bytes'] / 1e6:.0f} MB", f"{trained['time_ratio']:.2f}"] if trained else ["", ""]
-        error = "" if row["error"] is None else f"{row['error']:.0e}"
-        rows.append([way, *training, f"{row['peak_bytes'] / 1e6:.0f} MB", f"{row['time_ratio']:.2f}", error])
-    return table(["way", "training: peak", "time", "inference: peak", "time", "error"], rows)
-
-
-def manager_cost(result: dict[str, Any]) -> str:
-    loops = result["figures"]["loops"]
-    ways = {"memory only": "memory only", "log file": "log file", "reset_peaks": "`reset_peaks=True`"}
-    rows = [
-        [
-            name.replace("step()", "`step()`").replace(", ", " and "),
-            *(
-                f"{loops[f'{way}: {name}']['extra_us']:.0f} us ({loops[f'{way}: {name}']['ratio'] - 1:.1%})"
-                for way in ways
-            ),
-        ]
-        for name in ("step()", "3 phases, step()", "4 phases, step()")
-    ]
-    return table(["in each training step", *ways.values()], rows)
-
-
-def sparse_voxels(result: dict[str, Any]) -> str:
-    convolutions = [
-        [
-            name,
-            f"{row['occupancy']:.2%}",
-            f"{row['dense']['peak_bytes'] / 1e6:.1f} MB",
-            f"{row['sparse']['peak_bytes'] / 1e6:.2f} MB + {row['neighbours']['bytes'] / 1e6:.2f} MB",
-            f"{row['sparse']['ratio']:.3f} ({row['neighbours']['ratio']:.3f})",
-            f"{row['error_float64']:.0e}",
-        ]
-        for name, row in result["figures"]["convolution"].items()
-    ]
-    header = ["surface", "occupied", "dense, peak", "sparse, peak + neighbours", "time (neighbours)", "error, float64"]
-    modes = [
-        [
-            name if way == "dense" else "",
-            f"`{way}`" if way == row["mode"] else f"`{way}`: `{row['mode']}`",
-            f"{row['computed']:.0%}",
-            f"{row['peak_bytes'] / 1e6:.0f} MB",
-            f"{row['ratio']:.2f}",
-            f"{row['error']:.0e}",
-        ]
-        for name, ways in result["figures"]["modes"].items()
-        for way, row in ways.items()
-    ]
-    return table(header, convolutions) + "\n" + table(["network", "mode", "runs over", "peak", "time", "error"], modes)
-
-
-def resolution_levels(result: dict[str, Any]) -> str:
-    figures = result["figures"]
-    levels = [[str(level), f"{num:,}"] for level, num in enumerate(figures["num_active_by_level"])]
-    times = [[name, f"{ms:.0f} ms"] for name, ms in figures["ms"].items()]
-    return table(["level", "occupied voxels"], levels) + "\n" + table(["all levels by", "time"], times)
-
-
-def leak_watch(result: dict[str, Any]) -> str:
-    summary, costs = result["figures"]["summary"], result["figures"]["costs"]
-    rows = [
-        ["planted leaks named", f"{summary['named']} of {summary['planted']}"],
-        ["reports of something else in those scripts", str(summary["other_reports"])],
-        ["clean scripts with an alarm", f"{summary['false_alarms']} of {summary['clean']}"],
-        [f"a check among {costs['objects']:,} Python objects", f"{costs['check_without_suspects_ms']:.0f} ms"],
-        ["of it one garbage collection", f"{costs['collect_ms']:.0f} ms"],
-        ["a check while something grows", f"{costs['check_with_a_leak_ms']:.0f} ms"],
-    ]
-    return table(["what", "figure"], rows)
-
-
-def grid_sampler(result: dict[str, Any]) -> str:
-    scenes = result["figures"]
+def samplers(result: Any) -> Rows:
+    """Each way of sampling a grid, and whether its sample is random."""
     exact = {"loop", "global sort, float64", "global sort, int64"}
-    ways = [way for way in next(iter(scenes.values()))["ms"] if way not in ("memkit", "index, cold")]
-
-    def row(name: str, key: str, note: str) -> list[str]:
-        cells = [f"{each['ms'][key]:.1f} ms" for each in scenes.values()]
-        if key in ways:
-            pairs = zip(cells, scenes.values(), strict=True)
-            cells = [f"{cell} ({each['times_faster'][key]:#.3g})".replace(".)", ")") for cell, each in pairs]
-        return [name, note, *cells]
-
-    rows = [row("memkit", "memkit", "yes")]
-    rows += [row(way, way, "" if way.endswith("pass") else "yes" if way in exact else "no") for way in ways]
-    rows += [row("`GridIndex.from_coords`, once", "index, cold", "")]
-    rows.append(["memory of a draw", "", *(f"{each['extra_bytes'] / 1e6:.1f} MB" for each in scenes.values())])
-    return table(["way", "random sample", *scenes], rows)
+    yield {"way": "memkit", "key": "memkit", "random": "yes"}
+    for way in next(iter(result["figures"].values()))["times_faster"]:
+        if way != "index, cold":
+            yield {"way": way, "key": way, "random": "" if way.endswith("pass") else "yes" if way in exact else "no"}
+    yield {"way": "`GridIndex.from_coords`, once", "key": "index, cold", "random": ""}
+    yield {"way": "memory of a draw", "key": "", "random": ""}
 
 
-def budget_batches(result: dict[str, Any]) -> str:
-    ways: dict[str, list[str]] = {}
-    for case in result["figures"]["cases"].values():
-        for way, row in case.items():
-            cell = f"{row['num_batches']:.0f}"
-            if "fill" in row:
-                cell += f" ({row['fill']:.1%} full, spread {row['spread']:.2f})"
-            ways.setdefault(way, []).append(cell)
-    return table(["way", *result["figures"]["cases"]], [[way, *cells] for way, cells in ways.items()])
+def sampler_cell(row: Row) -> str:
+    key = row["key"]
+    if not key:
+        return row.show("{scene/extra_bytes:.1f MB}")
+    shown = f"{row['scene/ms'][key]:.1f} ms"
+    if key in ("memkit", "index, cold"):
+        return shown
+    return f"{shown} ({row['scene/times_faster'][key]:#.3g})".replace(".)", ")")
 
 
-def density_training(result: dict[str, Any]) -> str:
-    figures = result["figures"]
-    modes = [
-        [f"`{mode}`", f"{row['peak_bytes'] / 1e6:.0f} MB", f"{row['time_ratio']:.2f}", f"{row['gradient_error']:.0e}"]
-        for mode, row in figures["modes"].items()
-    ]
-    scores = [
-        [
-            way,
-            *(f"{row[each]['right']:.1%} ({row[each]['right_if_dense']:.1%})" for each in ("dense", "half", "single")),
-            f"{row['single']['same']:.1%}",
-        ]
-        for way, row in figures["training"].items()
-    ]
-    shares = [
-        [f"{int(num_points):,}", f"{row['sampling_ms']:.1f} ms", f"{row['step_ms']:.0f} ms", f"{row['share']:.1%}"]
-        for num_points, row in figures["sampling"].items()
-    ]
-    return (
-        table(["mode", "peak of a step", "time", "gradient against joint"], modes)
-        + "\n"
-        + table(["trained on", "dense", "half", "single", "single as dense"], scores)
-        + "\n"
-        + table(["points", "sampling", "step", "share"], shares)
-    )
+def batches(row: Row) -> str:
+    fill = row.show(" ({case/@way/fill?:.1%} full, spread {case/@way/spread?:.2f})")
+    return row.show("{case/@way/num_batches:.0f}") + fill
 
 
-def dry_run(result: dict[str, Any]) -> str:
-    figures, versions = result["figures"], result["environment"]["versions"]
-    truth, large = figures["truth"], figures["70B"]
-    packages = {"memkit": "this", "MemTracker": f"torch {versions['torch']}, MemTracker"}
-    scores = [
-        [
-            packages.get(tool, f"{tool} {versions.get(tool)}"),
-            f"{score['answers']} of {truth['num_models']}",
-            str(score["within_64_bytes"]),
-            f"{score['median_error']:.2%}",
-            f"{score['largest_error']:.0%}",
-            f"{truth['interval_holds']} of {truth['num_models']}" if tool == "memkit" else "no interval",
-        ]
-        for tool, score in truth["scores"].items()
-    ]
-    speeds = [
-        [name, f"{row['num_operators_in_two_steps']:,}", f"{row['ms_per_operator']:.3f} ms", f"{row['seconds']:.2f} s"]
-        for name, row in figures["speed"].items()
-    ]
-    memory = large["highest_resident_bytes_of_the_process"] / 1e9
-    parameters = f"{large['num_parameters'] / 1e9:.1f} billion parameters, {memory:.2f} GB of host memory"
-    speeds.append([parameters, "", "", f"{large['seconds']:.1f} s"])
-    header = ["tool", "answers", "within 64 bytes", "median error", "largest", "peak inside the interval"]
-    return table(header, scores) + "\n" + table(["step", "operators, two steps", "each", "in all"], speeds)
+def process_peak(row: Row) -> int | None:
+    size = {"20k": "20000", "200k uniform": "200000"}.get(row["size"])
+    return row[f"result/figures/kdtree_process_peak_bytes/{size}"] if row["way"] == "kdtree" and size else None
 
 
-def public_runs(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            name.replace("_", " ").replace("medium", "sequences of"),
-            row["precision"],
-            f"{row['gpu_peak_bytes']:,}",
-            f"{row['peak_bytes'] - row['gpu_peak_bytes']:+,}" if row["peak_bytes"] != row["gpu_peak_bytes"] else "0",
-            f"{row['gpu_reserved_bytes']:,}",
-            f"{row['reserved_bytes'] / row['gpu_reserved_bytes'] - 1:+.2%}"
-            if row["reserved_bytes"] != row["gpu_reserved_bytes"]
-            else "0",
-            f"{row['num_allocations_alike']:,} of {row['num_gpu_allocations']:,}" if row["num_gpu_allocations"] else "",
-        ]
-        for name, row in result["figures"].items()
-    ]
-    header = ["run", "precision", "GPU's peak", "memkit", "GPU's reserve", "memkit", "allocations in the same order"]
-    return table(header, rows)
+def only_here(figures: dict[str, Any], version: str) -> dict[str, str]:
+    """Tests that a version of PyTorch skips and the one that CI runs does not, with the reasons."""
+    usual = figures.get(OF_CI, {"skipped": {}})["skipped"]
+    return {name: reason for name, reason in figures[version]["skipped"].items() if name not in usual}
 
 
-def liger_rows(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            name.partition(", ")[0].replace("_", " "),
-            name.partition(", ")[2],
-            f"{row['num_as_printed']} of {row['num_rows']}",
-            f"{row['smallest_peak_bytes'] / 2**20:,.0f} to {row['largest_peak_bytes'] / 2**20:,.0f} MiB",
-        ]
-        for name, row in result["figures"].items()
-    ]
-    return table(["operator", "card", "rows met in every digit", "peaks"], rows)
+def lacks(result: Any) -> Rows:
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for version in result["figures"]:
+        for reason in only_here(result["figures"], version).values():
+            lack = re.sub(r"^PyTorch has no ", "", re.sub(r"^Skipped: ", "", reason)).partition(" (")[0]
+            found[lack][version] += 1
+    for lack, counts in sorted(found.items()):
+        yield {"lack": lack, "versions": ", ".join(f"{version} ({count})" for version, count in counts.items())}
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    render_case.__name__: render_case
-    for render_case in (
-        tail_group,
-        wrapper_memory,
-        wrapper_overhead,
-        step_faults,
-        recovery_search,
-        hygiene,
-        track_cost,
-        first_step,
-        edge_mlp,
-        chunk_budget,
-        chunked_loss,
-        tiled,
-        manager_cost,
-        leak_watch,
-        sparse_voxels,
-        resolution_levels,
-        grid_sampler,
-        budget_batches,
-        density_training,
-        dry_run,
-        public_runs,
-        liger_rows,
-        *tables_acceptance.RENDERERS,
-        *tables_peers.RENDERERS,
-        *tables_plan.RENDERERS,
-        *tables_runs.RENDERERS,
-        *tables_versions.RENDERERS,
-        *tables_voxel.RENDERERS,
-    )
+def peaks_that_differ(result: Any) -> Rows:
+    versions = [row["peak_bytes"] for row in result["figures"].values()]
+    for place in ("cpu", "RTX 4090"):
+        for model in sorted({model for peaks in versions for model in peaks[place]}):
+            if len({peaks[place].get(model) for peaks in versions}) > 1:
+                yield {"model": model, "place": place}
+
+
+TABLES: dict[str, Table | tuple[Table, ...]] = {
+    # All result files
+    "all.peers": tables_peers.PEERS,
+    "all.counts": tables_peers.COUNTED,
+    # Public code and whole runs
+    "acceptance": Table(
+        "{project}",
+        "project | lines | peak | time | losses differ by | state differs by | compared in, allowed | steps",
+        f"[{{project}}](https://github.com/{{repository}}/tree/{{commit}}) | {LINES_AND_PEAKS} | {{time_ratio:.2f}} | "
+        "{exactness/loss_difference?not alike:.0e} | {exactness/state_difference?not alike:.0e} | "
+        "{exactness/dtype}, {exactness/stated:.0e} | {exactness/num_steps}",
+        {"more": more("peak_bytes/memkit", "peak_bytes/plain")},
+    ),
+    "acceptance.short": Table(
+        projects_in_readme,
+        "project | what memkit does in it | lines | peak | time | losses differ by",
+        f"[{{name}}](https://github.com/{{repository}}) | {{words}} | {LINES_AND_PEAKS} | {{time_ratio:.2f}} | "
+        "{exactness/loss_difference?not alike:.0e}",
+        {"more": more("peak_bytes/memkit", "peak_bytes/plain")},
+    ),
+    "acceptance.patches": Table(
+        patches, "project | what memkit does in it | trained on | what failed", "{name} | {shows} | {data} | {failed}"
+    ),
+    "acceptance.controls": Table(
+        controls,
+        "project | wrong on purpose | losses differ by | state differs by",
+        "{name} | {wrong?} | {loss_difference?not alike:.0e} | {state_difference?not alike:.0e}",
+    ),
+    "dryrun_scripts": Table(
+        "scripts/{number}",
+        "script | peak | reserved | parameters, gradients, optimizer state | activations, card to CPU | "
+        "what the card takes otherwise",
+        "{script} | {peak_bytes:,.0f MiB} | {reserved_bytes:,.0f MiB} | {is_equal:equal|differ} | "
+        "{activations_ratio:.3f} | {otherwise}",
+        {"otherwise": lambda row: row["differs"] or "nothing"},
+    ),
+    "public_runs": Table(
+        "{run}",
+        "run | precision | GPU's peak | memkit | GPU's reserve | memkit | allocations in the same order",
+        "{name} | {precision} | {gpu_peak_bytes:,} | {off:+,} | {gpu_reserved_bytes:,} | {reserve_off:+.2%} | "
+        "{num_allocations_alike?:,} of {num_gpu_allocations?:,}",
+        {
+            "name": lambda row: row["run"].replace("_", " ").replace("medium", "sequences of"),
+            "off": lambda row: row["peak_bytes"] - row["gpu_peak_bytes"],
+            "reserve_off": more("reserved_bytes", "gpu_reserved_bytes"),
+        },
+    ),
+    "liger_rows": Table(
+        "{row}",
+        "operator | card | rows met in every digit | peaks",
+        "{operator} | {card} | {num_as_printed} of {num_rows} | "
+        "{smallest_peak_bytes:,.0f in MiB} to {largest_peak_bytes:,.0f MiB}",
+        {
+            "operator": lambda row: row["row"].partition(", ")[0].replace("_", " "),
+            "card": lambda row: row["row"].partition(", ")[2],
+        },
+    ),
+    "torch_versions": Table(
+        "{version}",
+        "version | build | commit | Python | passed | skipped | ... for this version | failed",
+        "{version} | {build} | {commit} | {python} | {num_passed:,} | {skipped:num} | {only_here:num} | {failed:num}",
+        {"only_here": lambda row: only_here(row["result/figures"], row["version"])},
+    ),
+    "torch_versions.skipped": Table(
+        lacks, "what is missing | versions (tests)", "`{lack}` | {versions}", empty="None.\n"
+    ),
+    "torch_versions.peaks": Table(
+        peaks_that_differ,
+        "model | on",
+        "{model} | {place}",
+        across=Across("{version}", "{version}", "{version/peak_bytes/@place/@model?None:,}"),
+        empty="None differs.\n",
+    ),
+    "silence": Table(
+        "",
+        " | steps",
+        """
+        steps, each split and judged | {num_steps:,}
+        parts train something else than the whole batch | {num_unequal:,}
+        ... of these warned of | {verdicts/unequal, told?0:,}
+        ... refused | {verdicts/unequal, refused?0:,}
+        ... silent | {num_silent:,}
+        raw errors | {num_crashes:,}
+        equal | {num_equal:,}
+        ... warned of or refused all the same | {num_false_alarms:,}
+        """,
+    ),
+    "leak_watch": Table(
+        "",
+        "what | figure",
+        """
+        planted leaks named | {summary/named} of {summary/planted}
+        reports of something else in those scripts | {summary/other_reports}
+        clean scripts with an alarm | {summary/false_alarms} of {summary/clean}
+        a check among {costs/objects:,} Python objects | {costs/check_without_suspects_ms:.0f} ms
+        of it one garbage collection | {costs/collect_ms:.0f} ms
+        a check while something grows | {costs/check_with_a_leak_ms:.0f} ms
+        """,
+    ),
+    # Training steps and loops
+    "tail_group": Table(
+        "{library}",
+        "library | whole groups | last group",
+        "{name} | {whole_groups_mean_ratio:.4f} | {last_group_ratio:.4f}",
+        {"name": lambda row: measured(row, row["library"]).replace("plain", "plain loop, `loss / steps`")},
+    ),
+    "loop_semantics": Table(
+        "",
+        " | memkit | accelerate | Lightning",
+        "\n".join(
+            " | ".join([words, *(cell.replace("LIB", library) for library in ("memkit", "accelerate", "lightning"))])
+            for words, cell in LOOP_SEMANTICS.items()
+        ),
+    ),
+    "loop_cost": Table(
+        "",
+        " | ratio",
+        """
+        the loop by hand, over another one | {cost/by hand again, over by hand/ratio:.3f}
+        `MemoryEfficientTrainLoop`, over `train_step` in a loop by hand | {cost/loop, over train_step by hand/ratio:.3f}
+        ... with `on_oom="raise"`, over the loop by hand | {cost/loop with on_oom='raise', over by hand/ratio:.3f}
+        `MemoryEfficientTrainLoop`, over the loop by hand | {cost/loop, over by hand/ratio:.3f}
+        Lightning, over the loop by hand | {cost/lightning, over by hand/ratio:.3f}
+        """,
+    ),
+    "kill_nine": Table(
+        "{way}",
+        "way | killed in a save | states that could not be read | temporary files left",
+        "{name} | {kills_in_save} | {unreadable} | {temporary_files_left}",
+        {"name": lambda row: measured(row, row["way"])},
+    ),
+    "trainer_parts": Table(
+        "{step:plain|whole|2 parts|4 parts|8 parts}",
+        "step | peak | gradient's error | time",
+        "{name} | {peak} | {gradient_error:.1g} | {time_ratio:.2f}",
+        {
+            "name": lambda row: row["step"].replace("plain", "`Trainer`"),
+            "peak": with_more("peak_bytes", "result/figures/plain/peak_bytes"),
+        },
+    ),
+    "wrapper_memory": Table(
+        "{model}/{setting}",
+        "model | setting | peak | activations | saved for backward | backward / forward FLOPs | time",
+        "{name} | {setting} | {peak} | {activations} | {saved} | {flops_ratio:.2f} | {time_ratio:.2f}",
+        {
+            "name": lambda row: MODELS[row["model"]],
+            "peak": with_more("peak_bytes", "model/plain/peak_bytes"),
+            "activations": with_more("activation_bytes", "model/plain/activation_bytes"),
+            "saved": with_more("saved_bytes", "model/plain/saved_bytes"),
+            "flops_ratio": lambda row: row["backward_flops"] / row["forward_flops"],
+        },
+    ),
+    "wrapper_overhead": (
+        Table(
+            "overhead/{step}",
+            'step | per micro-batch, `on_oom="raise"` | per micro-batch, `on_oom="exact"`',
+            "{step} micro-batches | {raise_us_per_microbatch:.0f} us ({raise:+.1%}) | "
+            "{exact_us_per_microbatch:.0f} us ({exact:+.1%})",
+            {"raise": lambda row: row["raise_ratio"] - 1, "exact": lambda row: row["exact_ratio"] - 1},
+        ),
+        Table("host_reads/{loss}", "loss | host reads per step", "{loss} | {}"),
+    ),
+    "step_faults": Table(
+        "faults/{step}",
+        "step | plain: torn of faults | wrapper: torn | `atomic_steps`: torn | peaks of the three | "
+        "times of the last two",
+        "{step} | {plain/torn} of {plain/faults} | {guarded/torn} of {guarded/faults} | "
+        "{in chunks/torn} of {in chunks/faults} | "
+        "{costs/plain_peak:.2f} / {costs/guarded_peak:.2f} / {costs/in_chunks_peak:.2f} | "
+        "{costs/guarded_time_ratio:.2f} / {costs/in_chunks_time_ratio:.2f}",
+        {"costs": lambda row: row["result/figures/memory/@step/equal"]},
+    ),
+    "recovery_search": (
+        Table(
+            "faults/{step}",
+            "model, optimizer | operators | faults, in three threads | runs with other parts | wrong",
+            "{step} | {operators} | {faults} | {cut} | {wrong:num}",
+        ),
+        Table(
+            "interrupts/{step}",
+            "model, optimizer | interrupts | step done | step undone | wrong",
+            "{step} | {interrupts} | {done} | {undone} | {wrong:num}",
+            {"undone": lambda row: row["interrupts"] - row["done"]},
+        ),
+    ),
+    "first_step": Table(
+        first_steps,
+        "model | size",
+        "{model} | {way}",
+        across=Across(
+            "cases/mlp/limits/{number}",
+            "{share:.0%}",
+            "{result/figures/cases/@model/limits/@number/@key/num_ooms/0?died}",
+        ),
+    ),
+    "hygiene": Table(
+        "{habit}",
+        "habit | claimed | saves | of | note",
+        "{habit} | {claim} | {saving:.0%} | {bad_bytes:.1f MB} | {note}",
+    ),
+    "split_check": Table(
+        "{step}",
+        "step | peak of a look, of a plain step | operations, in plain steps | time, in plain steps",
+        "{step} | {look_bytes:,.0f in MiB} of {plain_bytes:,.0f MiB} | {operations:.2f} | {time_ratio:.2f}",
+        {"operations": lambda row: row["look_flops"] / row["plain_flops"]},
+    ),
+    # What is measured and foretold
+    "track_cost": Table(
+        lambda result: ({"way": way} for way in next(iter(result["figures"].values()))["ways"] if way != "bare"),
+        "way",
+        "{name}",
+        {"name": lambda row: f"`{row['way']}`" if row["way"].startswith("track") else row["way"]},
+        Across(
+            "{size}",
+            "{size}, {ways/bare/ms_per_step:.1f} ms",
+            "{size/ways/@way/steps_ratio:.2f} ({size/ways/@way/whole_ratio:.2f})",
+        ),
+    ),
+    "manager_cost": Table(
+        lambda _: ({"step": step} for step in ("step()", "3 phases, step()", "4 phases, step()")),
+        "in each training step | memory only | log file | `reset_peaks=True`",
+        "{name} | {memory} | {log} | {peaks}",
+        {
+            "name": lambda row: row["step"].replace("step()", "`step()`").replace(", ", " and "),
+            "memory": added_by("memory only"),
+            "log": added_by("log file"),
+            "peaks": added_by("reset_peaks"),
+        },
+    ),
+    "dry_run": (
+        Table(
+            "truth/scores/{tool}",
+            "tool | answers | within 64 bytes | median error | largest | peak inside the interval",
+            "{name} | {answers} of {truth/num_models} | {within_64_bytes} | {median_error:.2%} | "
+            "{largest_error:.0%} | {inside}",
+            {
+                "name": lambda row: measured(row, row["tool"].replace("MemTracker", "torch, MemTracker")),
+                "inside": lambda row: row.show(
+                    "{truth/interval_holds} of {truth/num_models}" if row["tool"] == "memkit" else "no interval"
+                ),
+                "truth": lambda row: row["result/figures/truth"],
+            },
+        ),
+        Table(
+            "speed/{step}",
+            "step | operators, two steps | each | in all",
+            "{step} | {num_operators_in_two_steps:,} | {ms_per_operator:.3f} ms | {seconds:.2f} s",
+            {"billions": lambda row: row["result/figures/70B/num_parameters"] / 1e9},
+            last="{billions:.1f} billion parameters, {70B/highest_resident_bytes_of_the_process:.2f GB} of host memory"
+            " |  |  | {70B/seconds:.1f} s",
+        ),
+    ),
+    "scaling_law": Table(
+        "families/{family}/train",
+        "step | n | law | law over dry run, 100 times as large | processor time | secant over dry run | "
+        "law over a real run that fits | real run within the interval",
+        "{family} | {n} | {law} | {predicted_over_dry_run?:.7f} | {seconds:.1f} s | {secant_over_actual?:.3f} | "
+        "{predicted_over_real?:.7f} | {real_is_in_interval?:yes|no}",
+        {"law": lambda row: row["tier"] + row.show(", order {order?}")},
+    ),
+    "s0_sweep": Table(
+        "bytes_at_one_million_edges/{mlp:edge MLP 64x64|edge MLP 128x128x128|edge MLP 256x256x256}",
+        "MLP | training | inference",
+        "{widths} | {train:.2f in GiB} | {inference:.2f in GiB}",
+        {"widths": lambda row: row["mlp"].removeprefix("edge MLP ")},
+    ),
+    # What makes a step fit
+    "advice": Table(
+        "models/{model}",
+        "model | plain peak | verified | saves most, by the allocator | live tensors, largest error | "
+        "with what kernels take inside, median (largest) | by subtraction, median (largest)",
+        "{name} | {peak_bytes:.1f MB} | {verified:num} | {best/name}: {best/allocator_saved_bytes:.1f MB} | "
+        "{off:.1%} | {allocator} | {naive}",
+        {
+            "name": lambda row: ADVISED[row["model"]],
+            "verified": verified,
+            "best": lambda row: max(verified(row), key=lambda each: each["allocator_saved_bytes"]),
+            "off": lambda row: max(each["saved_off_by"] for each in verified(row)),
+            "allocator": errors_of("allocator_off_by"),
+            "naive": errors_of("naive_off_by"),
+        },
+    ),
+    "planner": Table(
+        "{model}",
+        "model | budgets that held | time over the best that fits, `measure=True` | by predicted times alone | "
+        "gradient error, float64",
+        "{model} | {held} of {budgets:num} | {measured} | {predicted} | {error:.1e}",
+        {
+            "held": lambda row: sum(each["fits"] for each in row["budgets"]),
+            "measured": ratios("time_over_best"),
+            "predicted": ratios("by_prediction_over_best"),
+            "error": lambda row: max(each["gradient_error"] for each in row["budgets"]),
+        },
+    ),
+    "block_treatments": Table(
+        "cases/{model}/{way}",
+        "model | treatment | peak | saved | backward / forward FLOPs | bit-equal | time",
+        "{model} | {treatment} | {peak} | {saved_bytes?:.1f MB} | {backward_over_forward_flops?:.2f} | "
+        "{is_bit_equal?:yes|no} | {time_ratio?:.2f}",
+        {
+            "treatment": lambda row: row["way"] if row["way"].startswith(("keep", "torch")) else f"**{row['way']}**",
+            "peak": lambda row: row.show("{peak_bytes?:.1f MB}") or row["error"].partition("!")[0].strip(),
+        },
+    ),
+    "edge_mlp": Table(
+        "cases/{case}/ways/{way}",
+        "hidden layers, edges, reduction | way | peak | time | gradient error",
+        "{case/hidden}, {case/edges:,} edges, {case/reduce}{case/gather:, gathered|} | {way} | {peak_bytes:,.1f MiB} | "
+        "{ratio?:.2f} | {gradient_error?:.1e}",
+        is_grouped=True,
+    ),
+    "chunk_budget": Table(
+        "cases/{case}/ways/{way}",
+        "edges, reduction | budget | rows | chunks | kept | peak | first call | time",
+        "{case/edges:,} edges, {case/reduce}{case/gather:, gathered|} | {way} | {chunk_size?:,} | {num_chunks?:,} | "
+        "{num_kept?:,} | {peak_bytes:,.2f MiB} | {first_peak_bytes:,.2f MiB} | {ratio:.2f}",
+        is_grouped=True,
+    ),
+    "chunked_loss": Table(
+        chunked_losses,
+        "loss | way | peak | time | gradients differ by",
+        "{loss} | {way} | {peak_bytes:,.1f MiB} | {time_ratio:.2f} | {gradient_difference:.0e}",
+        is_grouped=True,
+    ),
+    "tiled": Table(
+        "inference/{way}",
+        "way | training: peak | time | inference: peak | time | error",
+        "{way} | {trained/peak_bytes?:.0f MB} | {trained/time_ratio?:.2f} | {peak_bytes:.0f MB} | {time_ratio:.2f} | "
+        "{error?:.0e}",
+        {"trained": lambda row: row["result/figures/training/@way"]},
+    ),
+    # Points, clouds, voxels
+    "budget_batches": Table(
+        "cases/1,600 points/{way}", "way", "{way}", {"batches": batches}, Across("cases/{case}", "{case}", "{batches}")
+    ),
+    "grid_sampler": Table(
+        samplers,
+        "way | random sample",
+        "{way} | {random}",
+        {"cell": sampler_cell},
+        Across("{scene}", "{scene}", "{cell}"),
+    ),
+    "density_training": (
+        Table(
+            "modes/{mode}",
+            "mode | peak of a step | time | gradient against joint",
+            "`{mode}` | {peak_bytes:.0f MB} | {time_ratio:.2f} | {gradient_error:.0e}",
+        ),
+        Table(
+            "training/{way}",
+            "trained on | dense | half | single | single as dense",
+            "{way} | {dense/right:.1%} ({dense/right_if_dense:.1%}) | {half/right:.1%} ({half/right_if_dense:.1%}) | "
+            "{single/right:.1%} ({single/right_if_dense:.1%}) | {single/same:.1%}",
+        ),
+        Table(
+            "sampling/{points}",
+            "points | sampling | step | share",
+            "{num_points:,} | {sampling_ms:.1f} ms | {step_ms:.0f} ms | {share:.1%}",
+            {"num_points": lambda row: int(row["points"])},
+        ),
+    ),
+    "clouds": Table(
+        "{size:20k|200k uniform|200k lidar-like}/{way}",
+        "points of each cloud | way | peak of tensors | processor time | peak of the process",
+        "{size} | {name} | {peak_bytes:,.1f MB} | {cpu_seconds:.2f} s | {process?:.1f MB}",
+        {
+            "name": lambda row: row.show("`torch.cdist`, {way}" if row["way"] == "all pairs" else '`backend="{way}"`'),
+            "process": process_peak,
+        },
+    ),
+    "clouds.far": Table(
+        "far_away/{number}",
+        "distance of the clouds from the origin | `torch.cdist` | tiled | pruned | k-d tree",
+        "{offset_m:g} m | {torch.cdist:.1e} | {tiled:.1e} | {pruned:.1e} | {kdtree:.1e}",
+    ),
+    "clouds.oracles": Table(
+        "oracles/{metric}",
+        "metric | memkit | the other | relative difference",
+        "{metric} | {memkit:.6f} | {other:.6f} | {relative:.0e}",
+    ),
+    "resolution_levels": (
+        Table("num_active_by_level/{level}", "level | occupied voxels", "{level} | {:,}"),
+        Table("ms/{way}", "all levels by | time", "{way} | {:.0f} ms"),
+    ),
+    "sparse_voxels": (
+        Table(
+            "convolution/{surface}",
+            "surface | occupied | dense, peak | sparse, peak + neighbours | time (neighbours) | error, float64",
+            "{surface} | {occupancy:.2%} | {dense/peak_bytes:.1f MB} | "
+            "{sparse/peak_bytes:.2f MB} + {neighbours/bytes:.2f MB} | "
+            "{sparse/ratio:.3f} ({neighbours/ratio:.3f}) | {error_float64:.0e}",
+        ),
+        Table(
+            "modes/{network}/{way}",
+            "network | mode | runs over | peak | time | error",
+            "{network} | {shown} | {computed:.0%} | {peak_bytes:.0f MB} | {ratio:.2f} | {error:.0e}",
+            {"shown": lambda row: row.show("`{way}`" if row["way"] == row["mode"] else "`{way}`: `{mode}`")},
+            is_grouped=True,
+        ),
+    ),
+    "voxel_losses": Table(
+        "perceptual/4 x 64^3/{way}",
+        "way | peak, 4 x 4 x 64³ | of plain | time, 2 x 4 x 48³",
+        "{way} | {peak_bytes:,.0f MiB} | 1/{part:.1f} | {result/figures/time_of_plain/@way:.2f}",
+        {"part": lambda row: row["result/figures/perceptual/4 x 64^3/plain/peak_bytes"] / row["peak_bytes"]},
+    ),
+    "voxel_losses.growth": Table(
+        "growth/{way}", "way | 2 samples | 4 | 8", "{way} | {2:,.1f MiB} | {4:,.1f MiB} | {8:,.1f MiB}"
+    ),
+    "voxel_losses.grids": Table(
+        "grids/{loss}/peaks_in_grids/{way}",
+        "loss | peak | time",
+        "{loss}, {way} | {:.2f} | {loss/time_of_plain/@way:.2f}",
+    ),
+    "voxel_augmentation": Table(
+        "costs/{volume}/ways/{way}",
+        "volume | way | input | peak / input | time / the usual form's",
+        "{volume}, {volume/occupancy:.0%} occupied | {way} | {input_bytes:.1f MB} | {peak_of_input:.2f} | "
+        "{time_ratio:.2f}",
+    ),
+    "voxel_augmentation.inputs": Table(
+        "fuzz/counts/{outcome}",
+        "{fuzz/num_inputs:,} inputs | number",
+        "{outcome} | {:,}",
+        last="anything else | {fuzz/anything_else:num}",
+    ),
 }
 
 
 def load(case: str) -> dict[str, Any]:
     """A case's result file; of "all" every one, by its case."""
     if case == "all":
-        return {path.stem: load(path.stem) for path in RESULTS.glob("*.json")}
-    return json.loads((RESULTS / f"{case}.json").read_text())
+        return {path.stem: read_result(path.stem) for path in RESULTS.glob("*.json")}
+    return read_result(case)
+
+
+def render_tables(name: str) -> str:
+    tables, result = TABLES[name], load(name.partition(".")[0])
+    return "\n".join(each.render(result) for each in (tables if isinstance(tables, tuple) else (tables,)))
 
 
 def render(text: str) -> str:
-    def replace(match: re.Match[str]) -> str:
-        result = load(match[2].partition(".")[0])
-        return match[1] + RENDERERS[match[2].replace(".", "_")](result) + match[3]
-
-    return tables_patches.render(_TABLE.sub(replace, text))
+    return tables_patches.render(_TABLE.sub(lambda match: match[1] + render_tables(match[2]) + match[3], text))
 
 
 def main() -> None:

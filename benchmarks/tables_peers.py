@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import Table, at
 
 NO_DIFFERENCE_IN_BYTES, NO_DIFFERENCE_IN_TIME = 0.01, 0.1  # as shares of memkit's figure
 Results = Mapping[str, dict[str, Any]]  # every result file by its case
@@ -35,25 +35,28 @@ class Twin:
     plain: str = "plain"
     time: str = "{place}/{way}/time_ratio"
 
-    def rows(self, results: Results) -> Iterator[list[str]]:
+    def rows(self, results: Results) -> Iterator[dict[str, Any]]:
         result = results[self.case]
         plain, ours = (self._bytes(result, way) for way in (self.plain, self.memkit))
-        shown = [self.work, megabytes(plain), megabytes(ours)]
         for peer, package in self.peers.items():
-            name = with_version(peer, package, result)
+            row = {
+                "work": self.work,
+                "plain": megabytes(plain),
+                "memkit": megabytes(ours),
+                "peer": with_version(peer, package, result),
+            }
             if "peak_bytes" not in figure(result, f"{self.place}/{peer}"):
-                yield [*shown, name, "", "", "", "the peer fails"]
+                yield {**row, "words": "the peer fails"}
                 continue
             more_bytes = self._bytes(result, peer) / ours
             more_time = self._time(result, peer) / self._time(result, self.memkit)
-            yield [
-                *shown,
-                name,
-                megabytes(self._bytes(result, peer)),
-                f"{more_bytes:.2f}",
-                f"{more_time:.2f}",
-                f"{takes(more_bytes)}, {is_fast(more_time)}",
-            ]
+            yield {
+                **row,
+                "peak": megabytes(self._bytes(result, peer)),
+                "more_bytes": more_bytes,
+                "more_time": more_time,
+                "words": f"{takes(more_bytes)}, {is_fast(more_time)}",
+            }
 
     def _bytes(self, result: dict[str, Any], way: str) -> int:
         return figure(result, f"{self.place}/{way}/peak_bytes")
@@ -98,20 +101,20 @@ class Count:
     best: float | str = 0
     plain: str = ""
 
-    def rows(self, results: Results) -> Iterator[list[str]]:
+    def rows(self, results: Results) -> Iterator[dict[str, Any]]:
         result = results[self.case]
         (memkit, _), *peers = self.ways.items()
         ours = self._figure(result, memkit)
         for peer, package in peers:
             theirs = self._figure(result, peer)
-            yield [
-                self.what,
-                short(self._figure(result, self.plain)) if self.plain else "",
-                short(ours),
-                with_version(peer, package, result),
-                short(theirs),
-                self._verdict(result, ours, theirs),
-            ]
+            yield {
+                "what": self.what,
+                "plain": short(self._figure(result, self.plain)) if self.plain else "",
+                "memkit": short(ours),
+                "peer": with_version(peer, package, result),
+                "theirs": short(theirs),
+                "words": self._verdict(result, ours, theirs),
+            }
 
     def _figure(self, result: dict[str, Any], way: str) -> float:
         return figure(result, self.place.format(way=way))
@@ -125,10 +128,7 @@ class Count:
 
 
 def figure(result: dict[str, Any], place: str) -> Any:
-    found = result["figures"]
-    for key in filter(None, place.split("/")):
-        found = found[int(key) if isinstance(found, list) else key]
-    return found
+    return at(result["figures"], place.split("/"))
 
 
 def with_version(peer: str, package: str, result: dict[str, Any]) -> str:
@@ -207,14 +207,13 @@ COUNTS = (
 )  # fmt: skip
 
 
-def all_peers(results: Results) -> str:
-    header = ["work", "plain", "memkit", "peer", "peak", "peak over memkit's", "time over memkit's", "in words"]
-    return table(header, [row for twin in TWINS for row in twin.rows(results)])
-
-
-def all_counts(results: Results) -> str:
-    header = ["counted", "plain", "memkit", "peer", "the peer's", "in words"]
-    return table(header, [row for count in COUNTS for row in count.rows(results)])
-
-
-RENDERERS = (all_peers, all_counts)
+PEERS = Table(
+    lambda results: (row for twin in TWINS for row in twin.rows(results)),
+    "work | plain | memkit | peer | peak | peak over memkit's | time over memkit's | in words",
+    "{work} | {plain} | {memkit} | {peer} | {peak?} | {more_bytes?:.2f} | {more_time?:.2f} | {words}",
+)
+COUNTED = Table(
+    lambda results: (row for count in COUNTS for row in count.rows(results)),
+    "counted | plain | memkit | peer | the peer's | in words",
+    "{what} | {plain} | {memkit} | {peer} | {theirs} | {words}",
+)

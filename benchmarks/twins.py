@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.timing import in_turns, median_ratio
 from tests.allocations import trace_allocations
 
 Way = Callable[[], Sequence[Tensor]]
@@ -41,22 +40,21 @@ def measure(ways: dict[str, Way], *, rounds: int = 5) -> dict[str, dict[str, Any
     figures: dict[str, dict[str, Any]] = {}
     for name, way in ways.items():
         # Before the peak is taken: what a way prepares in its first call is there in all others.
-        difference = max(largest_difference(a, b) for a, b in zip(way(), wanted, strict=True))
+        difference = max(differences(way(), wanted))
         with FlopCounterMode(display=False) as flops:
             way()
         peak_bytes = trace_allocations(way).peak
         figures[name] = {"peak_bytes": peak_bytes, "flops": flops.get_total_flops(), "difference": difference}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            start = time.process_time()
-            way()
-            seconds[name].append(time.process_time() - start)
+    seconds = in_turns(ways, rounds)
     for name, taken in seconds.items():
-        figures[name]["time_ratio"] = statistics.median(map(float.__truediv__, taken, seconds[plain]))
+        figures[name]["time_ratio"] = median_ratio(taken, seconds[plain])
     return figures
+
+
+def differences(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
+    return [largest_difference(a, b) for a, b in zip(found, wanted, strict=True)]
 
 
 def largest_difference(found: Tensor, wanted: Tensor) -> float:
     """As a share of the largest number wanted."""
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny))
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)).item()

@@ -6,11 +6,8 @@ import re
 import pytest
 
 from benchmarks.__main__ import (
-    RESULTS,
     ROOT,
     compare,
-    is_installed,
-    load,
     main,
     num_counters,
     peers,
@@ -19,6 +16,7 @@ from benchmarks.__main__ import (
 )
 from benchmarks.catalog import CASES
 from benchmarks.counters import counters_of, differences, named_figures
+from benchmarks.result import RESULTS, read_result, version_of
 
 FAST = "liger_rows"  # a few seconds, with what the test extra brings; the default run has it in two tests below
 QUICK = [name for name, case in CASES.items() if case.is_quick and case.counters and name != FAST]
@@ -40,14 +38,14 @@ def test_counters_are_the_committed_ones(today):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_counters_of_every_quick_case_are_the_committed_ones(name, tmp_path):
-    if absent := [peer for peer in peers(name) if not is_installed(peer)]:
+    if absent := [peer for peer in peers(name) if not version_of(peer)]:
         pytest.skip(f"needs {', '.join(absent)}")
     assert run_into(tmp_path, name) is None
     assert compare(name, tmp_path, RESULTS) == []
 
 
 def test_a_counter_that_differs_is_named_with_both_values(today, tmp_path):
-    result = load(FAST, RESULTS)
+    result = read_result(FAST)
     kind, figures = next(iter(result["figures"].items()))
     right = figures["largest_error_bytes"]
     figures["largest_error_bytes"] += 1
@@ -86,7 +84,7 @@ def test_every_case_is_declared_and_every_declaration_has_a_case():
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_pattern_names_a_figure_and_none_that_changes(name):
-    figures = load(name, RESULTS)["figures"]
+    figures = read_result(name)["figures"]
     for pattern in CASES[name].counters:
         found = counters_of(figures, (pattern,))
         assert found, pattern

@@ -8,14 +8,13 @@ skipped. The entries of the projects that ran are written to benchmarks/results/
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from benchmarks.acceptance.compare import measure
 from benchmarks.acceptance.project import Project, all_projects
 from benchmarks.acceptance.sources import find_repository, how_to_get
-from benchmarks.result import FOLDER, environment, write_result
+from benchmarks.result import environment, read_result, write_result
 
 
 def run_project(folder: Path, project: Project) -> bool:
@@ -25,9 +24,8 @@ def run_project(folder: Path, project: Project) -> bool:
         print(f"{project.name}: skipped, no sources. How to get them: {how_to_get(project)}")
         return True
     entry = measure(repository, project) | {"environment": environment(project.peers)}
-    path = FOLDER / "acceptance.json"
-    figures = json.loads(path.read_text())["figures"] if path.exists() else {}
-    write_result("acceptance", dict(sorted((figures | {project.name: entry}).items())))
+    figures = read_result("acceptance")["figures"] | {project.name: entry}
+    write_result("acceptance", dict(sorted(figures.items())))
     peaks = entry["peak_bytes"]
     print(
         f"{project.name}: {entry['lines_added']} lines, exactness {entry['exactness']}, "

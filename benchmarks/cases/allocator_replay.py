@@ -10,13 +10,13 @@ Run: python -m benchmarks.cases.allocator_replay   (10 seconds)
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from benchmarks.result import write_result
+from benchmarks.timing import seconds_of
 from memkit._simulation.cuda.allocator import CachingAllocator
 from tests.simulation.allocator_replay import ALLOC, FOLDER, FREE_COMPLETED, FREE_REQUESTED, TRACES, replay
 from tests.simulation.test_allocator import WRONG, is_faithful
@@ -65,8 +65,7 @@ def requests(name: str) -> list[list[int]]:
     return kept
 
 
-def seconds(tapes: list[list[list[int]]]) -> float:
-    start = time.process_time()
+def play(tapes: list[list[list[int]]]) -> None:
     for tape in tapes:
         gpu = CachingAllocator(2**50)
         blocks = {}
@@ -77,13 +76,12 @@ def seconds(tapes: list[list[list[int]]]) -> float:
                 gpu.request_free(blocks[address])
             else:
                 gpu.complete_free(blocks[address])
-    return time.process_time() - start
 
 
 def main() -> None:
     tapes = [requests(name) for name in TRACES]
     num_events = sum(map(len, tapes))
-    times = [seconds(tapes) for _ in range(ROUNDS)]
+    times = [seconds_of(lambda: play(tapes)) for _ in range(ROUNDS)]
     traces = {name: figures_of(name) for name in TRACES}
     figures = {
         "num_allocations": sum(trace["num_allocations"] for trace in traces.values()),

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import Decoder
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, median_ratio
 from memkit import estimate_memory_usage
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
@@ -117,11 +116,6 @@ class Subject:
             loss.backward()
         return backward.get_total_flops() / forward.get_total_flops()
 
-    def seconds(self) -> float:
-        start = time.process_time()
-        self.step()
-        return time.process_time() - start
-
 
 def treated(treatment: str) -> Callable[[nn.Module, list[str]], None]:
     def apply(model: nn.Module, names: list[str]) -> None:
@@ -193,12 +187,9 @@ def measure(case: str) -> dict[str, Any]:
         if "budget" not in name:
             figures[name]["backward_over_forward_flops"] = subject.flops_ratio()
         subjects[name] = subject
-    seconds: dict[str, list[float]] = {name: [] for name in subjects}
-    for _ in range(ROUNDS):
-        for name, subject in subjects.items():
-            seconds[name].append(subject.seconds())
+    seconds = in_turns({name: subject.step for name, subject in subjects.items()}, ROUNDS)
     for name, subject in subjects.items():
-        figures[name]["time_ratio"] = statistics.median(map(float.__truediv__, seconds[name], seconds["keep"]))
+        figures[name]["time_ratio"] = median_ratio(seconds[name], seconds["keep"])
         if not name.startswith("torch"):
             figures[name] |= peaks(subject)
     return figures

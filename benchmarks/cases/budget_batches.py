@@ -12,7 +12,6 @@ Run: python -m benchmarks.cases.budget_batches
 from __future__ import annotations
 
 import ast
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result import write_result
+from benchmarks.timing import seconds_of
 from memkit.points.batches import BudgetBatchSampler
 
 BUDGETS = {
@@ -96,9 +96,7 @@ def microseconds(num_columns: int) -> float:
     batches = BudgetBatchSampler(
         {each: columns[each] for each in names}, **{f"max_{n}": budgets[f"max_{n}"] for n in names}
     )
-    start = time.process_time()
-    batches.set_epoch(1)
-    return 1e6 * (time.process_time() - start) / len(points)
+    return 1e6 * seconds_of(lambda: batches.set_epoch(1)) / len(points)
 
 
 def main() -> None:

@@ -13,14 +13,13 @@ Run: python -m benchmarks.cases.check_scripts FOLDER   (20 seconds)
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import FOLDER, write_result
+from benchmarks.result import RESULTS, read_result, write_result
 from memkit.check.check import RULES, check_paths
 
 
@@ -79,7 +78,7 @@ def time_of(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     (given,) = sys.argv[1:]
-    before = json.loads((FOLDER / "check_scripts.json").read_text())["figures"]
+    before = read_result("check_scripts", RESULTS)["figures"]
     num_read = review(before["scripts"], Path(given))
     print(f"{num_read} of {len(before['scripts'])} scripts are here, and their findings are those of the result file")
     assert num_read, "no script found"

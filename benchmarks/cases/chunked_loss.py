@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -21,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, median_ratio, seconds_of
+from benchmarks.twins import differences
 from memkit.chunk.cross_entropy import choose_chunk_size, chunked_linear_cross_entropy
 from memkit.chunk.loss import chunked_loss
 from tests.allocations import trace_allocations
@@ -143,27 +143,21 @@ def measure(losses: dict[str, Loss], leaves: list[Tensor], rounds: int) -> dict[
         for leaf in leaves:
             leaf.grad = None
 
-    seconds: dict[str, list[float]] = {name: [] for name in losses}
-    gradients = {}
-    for _ in range(rounds):
-        for name, loss in losses.items():
-            clear()
-            start = time.process_time()
-            loss().backward()
-            seconds[name].append(time.process_time() - start)
-            gradients[name] = [leaf.grad.double() for leaf in leaves]
-    figures = {}
+    def seconds_of_loss(loss: Loss) -> float:
+        clear()
+        return seconds_of(lambda: loss().backward())
+
+    seconds = in_turns(losses, rounds, seconds_of_loss)
+    figures, gradients = {}, {}
     for name, loss in losses.items():
         clear()
         peak = trace_allocations(lambda loss=loss: loss().backward()).peak
-        errors = [
-            float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients[name], gradients["plain"], strict=True)
-        ]
+        gradients[name] = [leaf.grad.double() for leaf in leaves]
         figures[name] = {
             "peak_bytes": peak,
-            "time_ratio": statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)),
-            "time_over_memkit": statistics.median(a / b for a, b in zip(seconds[name], seconds["memkit"], strict=True)),
-            "gradient_difference": max(errors),
+            "time_ratio": median_ratio(seconds[name], seconds["plain"]),
+            "time_over_memkit": median_ratio(seconds[name], seconds["memkit"]),
+            "gradient_difference": max(differences(gradients[name], gradients["plain"])),
         }
     return figures
 

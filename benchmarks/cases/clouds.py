@@ -13,7 +13,6 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import write_result
+from benchmarks.timing import seconds_of
 from memkit.voxel.clouds import chamfer_distance, hausdorff_distance
 from memkit.voxel.nearest import nearest_points
 from tests.allocations import trace_allocations
@@ -73,21 +73,19 @@ def chamfer(a: Tensor, b: Tensor, *, backend: str) -> Tensor:
     return chamfer_distance(a, b, backend=backend, memory_budget=BUDGET)  # type: ignore[arg-type]
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    gc.collect()
-    start = time.process_time()
-    run()
-    return round(time.process_time() - start, 3)
-
-
 def memory_and_time(
     num_points: int, clouds: Callable[[int], tuple[Tensor, Tensor]], ways: tuple[str, ...]
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for way in ways:
         a, b = clouds(num_points)
-        trace = trace_allocations(lambda: chamfer(a, b, backend=way).backward())  # noqa: B023 - called at once
-        figures[way] = {"peak_bytes": trace.peak, "cpu_seconds": seconds(lambda: chamfer(a, b, backend=way).backward())}  # noqa: B023
+
+        def run(a: Tensor = a, b: Tensor = b, way: str = way) -> None:
+            chamfer(a, b, backend=way).backward()
+
+        peak_bytes = trace_allocations(run).peak
+        gc.collect()
+        figures[way] = {"peak_bytes": peak_bytes, "cpu_seconds": round(seconds_of(run), 3)}
     return figures
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import memkit as mk
 from benchmarks.density import GRID_MM, PointNet, Score, load, scores, train
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, seconds_of
 from memkit.points.nested import single_within
 
 NUM_POINTS, NUM_STEPS, SEEDS = 30_000, 100, (0, 1, 2)
@@ -85,12 +86,7 @@ def modes(scene: mk.recipes.PointScene) -> dict[str, dict[str, float]]:
                 trainer.train_step(scene)
             rows[mode] = {"peak_bytes": tracker.peak_bytes}
         steps[mode] = trainer_of(copy.deepcopy(net), mode)
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for _ in range(ROUNDS):
-        for mode, trainer in steps.items():
-            start = time.process_time()
-            trainer.train_step(scene)
-            seconds[mode].append(time.process_time() - start)
+    seconds = in_turns(steps, ROUNDS, lambda trainer: seconds_of(lambda: trainer.train_step(scene)))
     for mode in MODES:
         rows[mode]["time_ratio"] = min(seconds[mode][1:]) / min(seconds["joint"][1:])
         rows[mode]["gradient_error"] = gradient_error(net, mode)

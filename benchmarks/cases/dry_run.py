@@ -10,7 +10,6 @@ Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.dry_run   (5 minutes; needs a
 
 from __future__ import annotations
 
-import gc
 import json
 import resource
 import statistics
@@ -32,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.counting import Count
+from benchmarks.counting import cost
 from benchmarks.models import transformer
 from benchmarks.result import write_result
 from memkit._recorder.recorder import Recorder
@@ -43,9 +42,6 @@ from tests.predict.steps import STEPS, Step
 from tests.predict.steps_transformers import STEPS as TRANSFORMERS
 from tests.predict.test_dryrun import build
 from tests.predict.truth import NUMBERS, estimate_of, real_step
-
-ROUNDS = 9
-
 
 # ------------------------------------------------------------------------------------------------------- truth
 
@@ -141,26 +137,10 @@ def truth() -> dict[str, Any]:
 
 
 def speed() -> dict[str, Any]:
-    rows = {}
     cases = {name: build(name) for name in ("mlp", "resnet", "unet3d", "encoder", "message_passing", "tied_decoder")}
     task = transformer(num_blocks=12, width=768, length=512, rows=8)
     cases["transformer of 12 blocks"] = Step(task.model, task.batch, task.loss_fn)
-    for name, step in cases.items():
-        with Count() as count:
-            estimate_of(step)
-        times = []
-        for _ in range(ROUNDS):
-            gc.collect()
-            start = time.process_time()
-            estimate_of(step)
-            times.append(time.process_time() - start)
-        seconds = min(times)  # other programs on the machine only add to it
-        rows[name] = {
-            "num_operators_in_two_steps": count.num_operators,
-            "seconds": round(seconds, 3),
-            "ms_per_operator": round(1e3 * seconds / count.num_operators, 4),
-        }
-    return rows
+    return {name: cost(partial(estimate_of, step)) for name, step in cases.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- 70B

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, seconds_of
+from benchmarks.twins import differences
 from memkit.chunk.segments import chunked_segment_reduce
 from tests.allocations import trace_allocations
 
@@ -173,21 +175,20 @@ def add_errors(rows: dict[str, dict[str, Any]], module: Message, graph: Graph, w
     exact = gradients(plain if len(graph.rows) <= 100_000 else MEMKIT["memkit, chunks of 1024"], truth, graph.double())
     for name, way in ways.items():
         found = gradients(way, module, graph)
-        errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, exact, strict=True)]
+        errors = differences(found, exact)
         rows[name] |= {"output_error": errors[0], "gradient_error": max(errors[1:])}
 
 
 def smallest_times(ways: Ways, module: nn.Module, graph: Graph, rounds: int) -> dict[str, float]:
     """Processor time of a step, of all ways in turns."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            gc.collect()
-            start = time.process_time()
-            step(way, module, graph)
-            times[name].append(time.process_time() - start)
-            forget(module, graph)
-    return {name: min(values, default=0.0) for name, values in times.items()}
+
+    def seconds(way: Any) -> float:
+        gc.collect()
+        taken = seconds_of(lambda: step(way, module, graph))
+        forget(module, graph)
+        return taken
+
+    return {name: min(values, default=0.0) for name, values in in_turns(ways, rounds, seconds).items()}
 
 
 def measure(hidden: tuple[int, ...], num_edges: int, reduce: str, ways: Ways, rounds: int, *, gather: bool) -> Any:

@@ -10,8 +10,6 @@ Run: pip install -c constraints.txt -e ".[bench]" && python -m benchmarks.cases.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +23,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 import memkit as mk
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, median_ratio, seconds_of
 from tests.allocations import trace_allocations
 from tests.voxel.brain import crops, damaged
 
@@ -112,14 +111,9 @@ def measure(ways: dict[str, Callable[[], Metric]], prediction: Tensor, target: T
             "stays_bytes": int(trace.live[-1]),
             "difference": float((found - wanted).abs().max()),
         }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, make in ways.items():
-            start = time.process_time()
-            run(make, prediction, target)
-            seconds[name].append(time.process_time() - start)
+    seconds = in_turns(ways, ROUNDS, lambda make: seconds_of(lambda: run(make, prediction, target)))
     for name, taken in seconds.items():
-        figures[name]["time_ratio"] = statistics.median(map(float.__truediv__, taken, seconds["plain"]))
+        figures[name]["time_ratio"] = median_ratio(taken, seconds["plain"])
     return figures
 
 

@@ -16,7 +16,6 @@ Run: python -m benchmarks.cases.grid_sampler
 from __future__ import annotations
 
 import mmap
-import time
 import tracemalloc
 from collections.abc import Callable
 from statistics import median
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import write_result
+from benchmarks.timing import seconds_of
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 from tests.allocations import trace_allocations
@@ -110,9 +110,7 @@ def milliseconds(ways: dict[str, Callable[[], object]], rounds: dict[str, int]) 
     for number in range(max(rounds.values())):
         for name, way in ways.items():
             if number < rounds[name]:
-                start = time.process_time()
-                way()
-                times[name].append(1000 * (time.process_time() - start))
+                times[name].append(1000 * seconds_of(way))
     return {name: median(each) for name, each in times.items()}
 
 

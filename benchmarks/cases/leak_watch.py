@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.result import write_result
+from benchmarks.timing import seconds_of
 from memkit.memory.leaks import LeakWatch
 from tests.memory.leak_clean import CLEAN
 from tests.memory.leak_scripts import PLANTED, Outcome, run_script
@@ -53,12 +53,7 @@ def clean() -> dict[str, int]:
 
 
 def median_ms(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(NUM_TIMED):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return round(sorted(times)[NUM_TIMED // 2] * 1e3, 1)
+    return round(sorted(seconds_of(run) for _ in range(NUM_TIMED))[NUM_TIMED // 2] * 1e3, 1)
 
 
 def costs() -> dict[str, Any]:

@@ -27,6 +27,7 @@ import torch
 import memkit as mk
 from benchmarks.models import Task, transformer
 from benchmarks.result import write_result
+from benchmarks.timing import seconds_of
 
 ROUNDS = 2
 PAIRS = 150  # of a round
@@ -68,12 +69,6 @@ class Loop:
 
 def _nothing() -> None:
     pass
-
-
-def seconds_of(step: Callable[[], None]) -> float:
-    start = time.process_time()
-    step()
-    return time.process_time() - start
 
 
 def extra_seconds(step: Callable[[], None], bare: Callable[[], None]) -> list[float]:

@@ -11,7 +11,6 @@ Run: python -m benchmarks.cases.packed_batches   (1 minute)
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GraphConv
 
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns
 from memkit._gradients.loss import Loss
 from memkit.integrations.torch_geometric import split_graphs
 from memkit.points.packed import split_packed
@@ -44,13 +44,7 @@ def graphs(cube: float) -> list[Data]:
 
 
 def milliseconds(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            start = time.process_time()
-            way()
-            seconds[name].append(time.process_time() - start)
-    return {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    return {name: 1e3 * statistics.median(each) for name, each in in_turns(ways, ROUNDS).items()}
 
 
 def cutting(cube: float) -> dict[str, Any]:

@@ -16,7 +16,6 @@ Run: python -m benchmarks.cases.planner [MODEL ...]   (with names only these, ke
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import sys
 import time
@@ -33,7 +32,8 @@ from torch import Tensor, nn
 
 import memkit as mk
 from benchmarks.models import DecoderBlock, Task, UNet, transformer
-from benchmarks.result import FOLDER, write_result
+from benchmarks.result import read_result, write_result
+from benchmarks.timing import in_turns
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import micro_batch_counts
 from memkit.recipes.planned import plan_training
@@ -175,11 +175,6 @@ class Run:
         warm = num_bytes([*there, *state]) + trace_allocations(self.step).peak
         self.peak_bytes = max(warm, num_bytes(there) + first)
 
-    def time_step(self) -> float:
-        start = time.process_time()
-        self.step()
-        return time.process_time() - start
-
 
 def tensors_of(batch: Any) -> list[Tensor]:
     return list(batch) if isinstance(batch, tuple) else [batch]
@@ -255,12 +250,9 @@ def settings_by_prediction(plan: TrainingPlan) -> Settings:
 
 
 def time_all(runs: list[Run]) -> None:
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
-        for taken, run in zip(seconds, runs, strict=True):
-            taken.append(run.time_step())
-    for taken, run in zip(seconds, runs, strict=True):
-        run.seconds = statistics.median(taken)
+    seconds = in_turns(dict(enumerate(run.step for run in runs)), ROUNDS)
+    for number, run in enumerate(runs):
+        run.seconds = statistics.median(seconds[number])
 
 
 def judge(
@@ -294,8 +286,7 @@ def describe(settings: Settings) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    path = FOLDER / "planner.json"
-    figures = json.loads(path.read_text())["figures"] if path.exists() and sys.argv[1:] else {}
+    figures = read_result("planner")["figures"] if sys.argv[1:] else {}
     for name in sys.argv[1:] or TASKS:
         figures[name] = measure(TASKS[name]())
         for row in figures[name]["budgets"]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.cases.sparse_voxels import seconds
 from benchmarks.result import write_result
+from benchmarks.timing import least_seconds
 from memkit.chunk.resolution import DynamicResolutionProcessor
 from tests.chunk.scenes import vertices
 
-NUM_POINTS, LEVELS = 300_000, 10
+NUM_POINTS, LEVELS, ROUNDS = 300_000, 10, 7
 
 
 def main() -> None:
@@ -28,14 +28,14 @@ def main() -> None:
     processor = DynamicResolutionProcessor(NUM_POINTS, levels=LEVELS)
     by_unique = [len((cells >> level).unique(dim=0)) for level in range(LEVELS + 1)]
     assert list(processor.choose(cells).num_active_by_level) == by_unique
-    times = seconds({
+    ways = {
         "one sort": lambda: processor.choose(cells),
         "unique": lambda: [(cells >> level).unique(dim=0) for level in range(LEVELS + 1)],
-    })  # fmt: skip
+    }
     figures = {
         "num_points": NUM_POINTS,
         "num_active_by_level": by_unique,
-        "ms": {name: 1000 * least for name, least in times.items()},
+        "ms": {name: 1000 * least for name, least in least_seconds(ways, ROUNDS).items()},
     }
     print(figures)
     print(write_result("resolution_levels", figures, peers=("nilearn",)))

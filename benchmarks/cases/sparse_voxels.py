@@ -10,14 +10,16 @@ Run: python -m benchmarks.cases.sparse_voxels
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.result import write_result
+from benchmarks.timing import least_seconds
+from benchmarks.twins import differences
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.sparse import SparsityAwareProcessor
 from memkit.chunk.submanifold import submanifold_conv3d
@@ -27,20 +29,6 @@ from tests.chunk.scenes import cortex
 SIZE, CHANNELS, ROUNDS = 64, 16, 7
 SURFACES = {"infl_left": "inflated cortex", "white_left": "white matter surface", "pial_left": "pial surface"}
 KERNEL, ALONE = (3, 3, 3), (1, 1, 1)
-
-
-def seconds(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    least = dict.fromkeys(ways, float("inf"))
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            start = time.process_time()
-            way()
-            least[name] = min(least[name], time.process_time() - start)
-    return least
-
-
-def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
 def scenes() -> dict[str, Tensor]:
@@ -80,17 +68,18 @@ def both_convolutions(
 
 def convolution(coords: Tensor) -> dict[str, Any]:
     voxels, sparse, dense = both_convolutions(coords, torch.float32)
-    error = relative([each.detach() for each in sparse()], dense())
+    error = max(differences(sparse(), dense()))
     _, exact_sparse, exact_dense = both_convolutions(coords, torch.float64)
     pairs = voxels.sites.pairs(KERNEL, ALONE)
     features = voxels.features
-    times = seconds({
+    ways: dict[str, Callable[[], object]] = {
         "dense": dense,
         "sparse": sparse,
         "neighbours": lambda: SparseVoxels.from_coords(
             coords, features, shape=voxels.shape
         ).sites.pairs(KERNEL, ALONE),
-    })  # fmt: skip
+    }  # fmt: skip
+    times = least_seconds(ways, ROUNDS)
     return {
         "occupancy": voxels.occupancy,
         "dense": {"peak_bytes": trace_allocations(dense).peak, "ms": 1000 * times["dense"]},
@@ -100,7 +89,7 @@ def convolution(coords: Tensor) -> dict[str, Any]:
             "ratio": times["neighbours"] / times["dense"],
         },
         "error": error,
-        "error_float64": relative([each.detach() for each in exact_sparse()], exact_dense()),
+        "error_float64": max(differences(exact_sparse(), exact_dense())),
     }
 
 
@@ -127,7 +116,7 @@ def modes(net: nn.Module) -> dict[str, Any]:
     expected = step(processors["dense"])
     rows: dict[str, Any] = {}
     for name, processor in processors.items():
-        rows[name] = {"error": relative(step(processor), expected)}
+        rows[name] = {"error": max(differences(step(processor), expected))}
         assert processor.last_plan is not None
         rows[name] |= {
             "mode": processor.last_plan.mode,
@@ -137,7 +126,7 @@ def modes(net: nn.Module) -> dict[str, Any]:
     del expected
     for name, processor in processors.items():
         rows[name]["peak_bytes"] = trace_allocations(lambda processor=processor: step(processor)).peak
-    times = seconds({name: lambda processor=processor: step(processor) for name, processor in processors.items()})
+    times = least_seconds({name: partial(step, processor) for name, processor in processors.items()}, ROUNDS)
     return {name: row | {"ratio": times[name] / times["dense"]} for name, row in rows.items()}
 
 

@@ -10,8 +10,6 @@ Run: python -m benchmarks.cases.step_faults   (5 minutes)
 from __future__ import annotations
 
 import gc
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, median_ratio, seconds_of
 from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state
 from memkit.train.transaction import atomic_steps
@@ -109,25 +108,15 @@ def measure(kind: str, shapes: list[tuple[int, ...]], *, foreach: bool) -> dict[
         parameter.grad = torch.randn_like(parameter)
     state_bytes = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     there = state_bytes + 2 * sum(parameter.nbytes for parameter in parameters)
-    seconds: dict[Callable[[Optimizer], None], list[float]] = {plain: [], guarded: [], in_chunks: []}
-    for _ in range(ROUNDS):
-        for step, taken in seconds.items():
-            start = time.process_time()
-            step(optimizer)
-            taken.append(time.process_time() - start)
+    ways = {"plain": plain, "guarded": guarded, "in chunks": in_chunks}
+    seconds = in_turns(ways, ROUNDS, lambda step: seconds_of(lambda: step(optimizer)))
     return {
         "plain_peak": 1 + trace_allocations(lambda: plain(optimizer)).peak / there,
         "guarded_peak": 1 + trace_allocations(lambda: guarded(optimizer)).peak / there,
         "in_chunks_peak": 1 + trace_allocations(lambda: in_chunks(optimizer)).peak / there,
-        "guarded_time_ratio": statistics.median(b / a for a, b in zip(seconds[plain], seconds[guarded], strict=True)),
-        "in_chunks_time_ratio": statistics.median(
-            b / a for a, b in zip(seconds[plain], seconds[in_chunks], strict=True)
-        ),
+        "guarded_time_ratio": median_ratio(seconds["guarded"], seconds["plain"]),
+        "in_chunks_time_ratio": median_ratio(seconds["in chunks"], seconds["plain"]),
     }
-
-
-def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:

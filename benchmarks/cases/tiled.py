@@ -9,8 +9,8 @@ Run: python -m benchmarks.cases.tiled
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from nilearn.datasets import load_mni152_template
 from torch import Tensor, nn
 
 from benchmarks.result import write_result
+from benchmarks.timing import least_seconds
+from benchmarks.twins import differences, largest_difference
 from memkit.chunk.tiled import tiled_apply
 from tests.allocations import trace_allocations
 
@@ -49,20 +51,6 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Conv3d(16, 4, 3, padding=1))
 
 
-def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    least = dict.fromkeys(runs, float("inf"))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            least[name] = min(least[name], time.process_time() - start)
-    return least
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 def training(net: nn.Module, x: Tensor) -> dict[str, dict[str, Any]]:
     ways: dict[str, Run] = {"plain": net}
     ways |= {name: lambda x, size=size: tiled_apply(net, x, size) for name, size in TILE_SIZES.items()}
@@ -76,14 +64,14 @@ def training(net: nn.Module, x: Tensor) -> dict[str, dict[str, Any]]:
     rows = {}
     for name in ways:
         step(name)  # the halo is found here
-        error = max(relative(a, b) for a, b in zip(kept[name], kept["plain"], strict=True))
+        error = max(differences(kept[name], kept["plain"]))
         rows[name] = {"gradient_error": error}
     plain = kept.pop("plain")
     for name in ways:
         kept.clear()
         rows[name]["peak_bytes"] = trace_allocations(lambda name=name: step(name)).peak
     del plain
-    times = seconds({name: (lambda name=name: step(name)) for name in ways}, ROUNDS)
+    times = least_seconds({name: partial(step, name) for name in ways}, ROUNDS)
     return {name: row | {"time_ratio": times[name] / times["plain"]} for name, row in rows.items()}
 
 
@@ -103,12 +91,12 @@ def inference(net: nn.Module, x: Tensor) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, way in ways.items():
         y = way(x)
-        rows[name] = {"error": relative(y, expected) if y.is_floating_point() else None}
+        rows[name] = {"error": largest_difference(y, expected) if y.is_floating_point() else None}
         if not y.is_floating_point():
             rows[name]["share_of_equal_labels"] = float((y == expected.argmax(1)).double().mean())
         del y
         rows[name]["peak_bytes"] = trace_allocations(lambda way=way: way(x)).peak
-    times = seconds({name: (lambda way=way: way(x)) for name, way in ways.items()}, 1)
+    times = least_seconds({name: partial(way, x) for name, way in ways.items()}, 1)
     return {name: row | {"time_ratio": times[name] / times["plain"]} for name, row in rows.items()}
 
 
@@ -123,7 +111,7 @@ def float64_errors(x: Tensor) -> dict[str, float]:
     for name, halo in {"halo found": HALO, "halo one short": HALO - 1}.items():
         y = tiled_apply(net, part, 8, halo=halo)
         found = torch.autograd.grad(y.square().mean(), inputs)
-        errors[name] = max(relative(a, b) for a, b in zip((y, *found), (expected, *gradients), strict=True))
+        errors[name] = max(differences((y, *found), (expected, *gradients)))
     return errors
 
 

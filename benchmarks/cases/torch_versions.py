@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result, tables
-from benchmarks.tables_versions import only_here
 
 ROOT = Path(__file__).parents[2]
 CASE = "torch_versions"
@@ -57,7 +56,7 @@ def run(version: str, python: str, environment: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="memkit-versions-") as folder:
         scratch = Path(folder)
         home = environment or make_environment(scratch / "venv", version, python)
-        figures = {**written(), version: test(home, scratch)}
+        figures = {**result.read_result(CASE)["figures"], version: test(home, scratch)}
         figures = dict(sorted(figures.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
         result.write_result(CASE, figures)
         row = figures[version]
@@ -65,12 +64,6 @@ def run(version: str, python: str, environment: Path | None) -> int:
         print(f"{version}: {row['num_passed']} passed, {len(row['skipped'])} skipped, {len(row['failed'])} failed")
         print(*map(": ".join, row["failed"].items()), *unexplained(figures, version), sep="\n")
         return int(bool(row["failed"] or unexplained(figures, version)))
-
-
-def written() -> dict[str, Any]:
-    path = result.FOLDER / f"{CASE}.json"
-    rows: dict[str, Any] = json.loads(path.read_text())["figures"] if path.is_file() else {}
-    return rows
 
 
 def make_environment(home: Path, version: str, python: str) -> Path:
@@ -121,7 +114,7 @@ def unexplained(figures: dict[str, Any], version: str) -> list[str]:
     """Tests that a version skips, the one that CI runs does not, and whose reason names nothing that is lacking."""
     return [
         f"skipped without naming what is lacking: {name}: {reason}"
-        for name, reason in only_here(figures, version).items()
+        for name, reason in tables.only_here(figures, version).items()
         if not LACKS.match(reason)
     ]
 

@@ -13,7 +13,6 @@ import argparse
 import gc
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, seconds_of
 from memkit.integrations.transformers import MemoryEfficientTrainer
 from tests.allocations import trace_allocations
 
@@ -47,9 +47,7 @@ def step(trainer: Trainer) -> float:
     trainer.model.zero_grad()
     inputs = batch()
     num_items = (inputs["labels"][:, 1:] != -100).sum()
-    start = time.process_time()
-    trainer.training_step(trainer.model, inputs, num_items)
-    return time.process_time() - start
+    return seconds_of(lambda: trainer.training_step(trainer.model, inputs, num_items))
 
 
 def gradient(trainer: Trainer) -> torch.Tensor:
@@ -63,16 +61,13 @@ def main() -> None:
         trainers = {"plain": make(None, folder)}
         trainers |= {f"{num} parts" if num > 1 else "whole": make(num, folder) for num in (1, 2, 4, 8)}
         figures: dict[str, Any] = {}
-        seconds: dict[str, list[float]] = {name: [] for name in trainers}
         for name, trainer in trainers.items():
             step(trainer)  # measures what the loss is, and probes
             figures[name] = {
                 "gradient_error": float((gradient(trainer) - gradient(trainers["plain"])).norm())
                 / float(gradient(trainers["plain"]).norm()),
             }
-        for _ in range(ROUNDS):
-            for name, trainer in trainers.items():
-                seconds[name].append(step(trainer))
+        seconds = in_turns(trainers, ROUNDS, step)
         for name, trainer in trainers.items():
             trainer.model.zero_grad()
             figures[name]["peak_bytes"] = trace_allocations(lambda trainer=trainer: step(trainer)).peak

@@ -7,23 +7,20 @@ Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.virtual_gpu_cost   (1 minute)
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
 import torch
 
-from benchmarks.counting import Count
+from benchmarks.counting import cost
 from benchmarks.result import write_result
 from memkit.predict.usage import estimate_memory_usage
+from tests.predict.steps import Step
 from tests.predict.test_dryrun import build
 
 MODELS = ("mlp", "resnet", "unet3d", "encoder", "message_passing", "tied_decoder")
-ROUNDS = 9
 
 
-def estimate(name: str) -> float:
-    """Processor seconds of one estimate."""
-    step = build(name)
-    start = time.process_time()
+def estimate(step: Step) -> None:
     estimate_memory_usage(
         step.model,
         step.batch,
@@ -33,20 +30,8 @@ def estimate(name: str) -> float:
         accumulation_steps=step.accumulation_steps,
         target="RTX 4090",
     )
-    return time.process_time() - start
-
-
-def cost(name: str) -> dict[str, float]:
-    with Count() as count:
-        estimate(name)
-    seconds = min(estimate(name) for _ in range(ROUNDS))
-    return {
-        "num_operators_in_two_steps": count.num_operators,
-        "seconds": round(seconds, 3),
-        "ms_per_operator": round(1e3 * seconds / count.num_operators, 3),
-    }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write_result("virtual_gpu_cost", {name: cost(name) for name in MODELS})
+    write_result("virtual_gpu_cost", {name: cost(partial(estimate, build(name))) for name in MODELS})

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import write_result
+from benchmarks.timing import least_seconds
 from memkit._core.errors import MemkitError, MemkitWarning
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
@@ -88,7 +88,9 @@ def costs(x: Tensor) -> dict[str, Any]:
         "memkit, flips and turns alone": (lambda: aug.apply(x, params.geometry()), x.nbytes),
         "memkit, sparse": (lambda: aug.apply(few, params), few_bytes),
     }
-    times = least_seconds({name: call for name, (call, _) in calls.items()})
+    ways = {name: call for name, (call, _) in calls.items()}
+    least_seconds(ways, 1)  # what the first calls alone do
+    times = least_seconds(ways, 5)
     rows = {}
     for name, (call, size) in calls.items():
         peak = trace_allocations(call).peak
@@ -101,17 +103,6 @@ def costs(x: Tensor) -> dict[str, Any]:
     assert torch.equal(aug.apply(few, params).to_dense(), aug.apply(x, params))
     assert torch.equal(aug.inverse(aug.apply(x, params.geometry()), params), x)
     return {"shape": list(x.shape), "occupancy": few.occupancy, "ways": rows}
-
-
-def least_seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    times = dict.fromkeys(calls, float("inf"))
-    for attempt in range(6):
-        for name, call in calls.items():
-            start = time.process_time()
-            call()
-            if attempt:
-                times[name] = min(times[name], time.process_time() - start)
-    return times
 
 
 # ---- inputs made at random

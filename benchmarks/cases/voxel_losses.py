@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, median_ratio, seconds_of
 from memkit.voxel.losses import OccupancyAwareLoss, StructurePreservingLoss
 from memkit.voxel.perceptual import Perceptual3DLoss
 from tests.allocations import trace_allocations
@@ -89,22 +88,16 @@ def peak(loss: Loss, num_samples: int, size: int) -> int:
     return trace_allocations(lambda: loss(prediction, target).backward()).peak
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    gc.collect()
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def times(ways: dict[str, Loss], num_samples: int, size: int, num_rounds: int) -> dict[str, float]:
-    """Medians of rounds in which each way runs once, as shares of the first."""
+    """Medians of rounds, as shares of the plain way's."""
     prediction, target = volumes(num_samples, size)
-    rounds = [
-        {name: seconds(lambda: loss(prediction, target).backward()) for name, loss in ways.items()}  # noqa: B023
-        for _ in range(num_rounds)
-    ]
-    first = next(iter(ways))
-    return {name: round(statistics.median(each[name] / each[first] for each in rounds), 2) for name in ways}
+
+    def seconds(loss: Loss) -> float:
+        gc.collect()
+        return seconds_of(lambda: loss(prediction, target).backward())
+
+    found = in_turns(ways, num_rounds, seconds)
+    return {name: round(median_ratio(each, found["plain"]), 2) for name, each in found.items()}
 
 
 def digits() -> dict[str, float]:

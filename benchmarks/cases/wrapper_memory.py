@@ -9,8 +9,6 @@ Run: python -m benchmarks.cases.wrapper_memory   (6 minutes)
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memkit as mk
 from benchmarks.models import Task, transformer, unet
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, median_ratio
 from memkit.train.split import split_batch
 from tests.allocations import mark, trace_allocations
 
@@ -124,17 +123,9 @@ def measure_flops(run: Run) -> dict[str, int]:
 
 
 def time_ratios(runs: dict[str, Run]) -> dict[str, float]:
-    """Processor time over the plain step's, median over rounds in which all runs take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            start = time.process_time()
-            run.step()
-            seconds[name].append(time.process_time() - start)
-    return {
-        name: statistics.median(a / b for a, b in zip(taken, seconds["plain"], strict=True))
-        for name, taken in seconds.items()
-    }
+    """Processor time over the plain step's, median over rounds."""
+    seconds = in_turns({name: run.step for name, run in runs.items()}, ROUNDS)
+    return {name: median_ratio(taken, seconds["plain"]) for name, taken in seconds.items()}
 
 
 def measure(build: Callable[..., Task]) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from benchmarks.result import write_result
+from benchmarks.timing import in_turns, seconds_of
 
 ROUNDS = 41
 MICROBATCHES = (1, 4)
@@ -79,22 +79,15 @@ def wrapped(width: int, rows: int, num_microbatches: int, on_oom: str) -> Callab
     return lambda: trainer.train_step(batch, mean_loss)
 
 
-def block_seconds(step: Callable[[], None], num_steps: int) -> float:
-    start = time.process_time()
-    for _ in range(num_steps):
-        step()
-    return (time.process_time() - start) / num_steps
-
-
 def measure_overhead(width: int, rows: int, num_steps: int, num_microbatches: int) -> dict[str, float]:
     steps = {"by hand": by_hand(width, rows, num_microbatches)}
     steps |= {on_oom: wrapped(width, rows, num_microbatches, on_oom) for on_oom in ("raise", "exact")}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        block_seconds(step, num_steps)
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            seconds[name].append(block_seconds(step, num_steps))
+
+    def seconds_of_a_step(step: Callable[[], None]) -> float:
+        return seconds_of(lambda: [step() for _ in range(num_steps)]) / num_steps
+
+    in_turns(steps, 1, seconds_of_a_step)  # what the first steps alone do
+    seconds = in_turns(steps, ROUNDS, seconds_of_a_step)
     hand = statistics.median(seconds["by hand"])
     row = {"by_hand_us_per_microbatch": 1e6 * hand / num_microbatches}
     for name in ("raise", "exact"):

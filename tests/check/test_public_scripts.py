@@ -1,13 +1,11 @@
 """The docs say of the rules what the rules say, and of the public scripts what the reviewed verdicts say."""
 
-import json
-
 from benchmarks.cases.check_scripts import by_rule, counts
 from benchmarks.check_page import PAGE, render
-from benchmarks.result import FOLDER
+from benchmarks.result import read_result
 from memkit.check.check import RULES
 
-FIGURES = json.loads((FOLDER / "check_scripts.json").read_text())["figures"]
+FIGURES = read_result("check_scripts")["figures"]
 
 
 def test_the_page_is_what_the_rules_and_the_result_say():

@@ -1,9 +1,7 @@
 """A part of what `benchmarks/cases/voxel_augmentation.py` tries: its result file says how many inputs it tried."""
 
-import json
-
 from benchmarks.cases.voxel_augmentation import fuzz
-from benchmarks.result import FOLDER
+from benchmarks.result import read_result
 
 
 def test_every_input_gives_a_result_that_keeps_the_laws_or_a_typed_error():
@@ -14,7 +12,7 @@ def test_every_input_gives_a_result_that_keeps_the_laws_or_a_typed_error():
 
 
 def test_the_recorded_run_was_large_enough():
-    figures = json.loads((FOLDER / "voxel_augmentation.json").read_text())["figures"]
+    figures = read_result("voxel_augmentation")["figures"]
     assert figures["fuzz"]["num_inputs"] >= 50_000
     assert figures["fuzz"]["anything_else"] == []
     for volume in figures["costs"].values():

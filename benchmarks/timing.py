@@ -1,0 +1,33 @@
+"""Time of ways to do the same work. They take turns, so that a busy machine disturbs all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Processor time of one call."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def in_turns(ways: Mapping[Any, Any], rounds: int, measure: Callable[[Any], Any] = seconds_of) -> dict[Any, list[Any]]:
+    """What is measured of each way in each round."""
+    found: dict[Any, list[Any]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            found[name].append(measure(way))
+    return found
+
+
+def least_seconds(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Of each way's rounds: other programs on the machine only add to it."""
+    return {name: min(each) for name, each in in_turns(ways, rounds).items()}
+
+
+def median_ratio(seconds: list[float], of: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(seconds, of, strict=True))
