@@ -25,14 +25,17 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.cases import wrapper_overhead
+from benchmarks.cases.wrapper_overhead import Batch, mean_loss
+from benchmarks.models import Task
 from benchmarks.result import write_result
 from memkit.recipes.loop import MemoryEfficientTrainLoop
 from memkit.train.compact import CompactStrings
@@ -42,20 +45,11 @@ REPEATS, PAIRS, WARM_UP = 8, 80, 10
 WIDTH, ROWS = 384, 384
 NAMES = 500_000
 
-Batch = tuple[Tensor, Tensor]
 OnOom = Literal["exact", "raise"]
 
 
-def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def make() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
-    batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3), batch
+    return wrapper_overhead.make(WIDTH, ROWS)
 
 
 class Turns:
@@ -87,19 +81,13 @@ class Turns:
 
 def by_hand() -> Callable[[], object]:
     model, optimizer, batch = make()
-
-    def step() -> None:
-        loss_fn(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return partial(Task(model, batch, mean_loss).step, optimizer)
 
 
 def wrapped(on_oom: OnOom = "exact") -> Callable[[], object]:
     model, optimizer, batch = make()
     trainer = MemoryEfficientTrainingWrapper(model, optimizer, on_oom=on_oom)
-    return lambda: trainer.train_step(batch, loss_fn)
+    return lambda: trainer.train_step(batch, mean_loss)
 
 
 def run_steps(turns: Turns, step: Callable[[], object]) -> None:
@@ -111,7 +99,7 @@ def run_loop(turns: Turns, on_oom: OnOom = "exact") -> None:
     model, optimizer, _ = make()
     logging.getLogger("memkit").setLevel(logging.INFO)  # reports are made, as in a real run
     trainer = MemoryEfficientTrainingWrapper(model, optimizer, on_oom=on_oom)
-    MemoryEfficientTrainLoop(trainer, turns, loss_fn, report_every=10).run()
+    MemoryEfficientTrainLoop(trainer, turns, mean_loss, report_every=10).run()
 
 
 def run_lightning(turns: Turns) -> None:
@@ -126,7 +114,7 @@ def run_lightning(turns: Turns) -> None:
             self.model = model
 
         def training_step(self, batch: Batch) -> Tensor:
-            return loss_fn(self.model, batch)
+            return mean_loss(self.model, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer

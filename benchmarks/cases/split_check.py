@@ -13,6 +13,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,16 +45,8 @@ def look(task: Task) -> None:
     assert examination.verdict.exact, examination.verdict
 
 
-class Plain:
-    """Steps by hand."""
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.optimizer = task, task.make_optimizer()
-
-    def __call__(self) -> None:
-        self.task.loss_fn(self.task.model, self.task.batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+def by_hand(task: Task) -> Callable[[], None]:
+    return partial(task.step, task.make_optimizer())
 
 
 def count_flops(run: Callable[[], None]) -> int:
@@ -70,10 +63,10 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def measure(make: Callable[[], Task]) -> dict[str, Any]:
-    plain_bytes = trace_allocations(Plain(make())).peak
+    plain_bytes = trace_allocations(by_hand(make())).peak
     task = make()
     look_bytes = trace_allocations(lambda: look(task)).peak
-    plain = Plain(task)
+    plain = by_hand(task)
     plain()
     flops = count_flops(plain), count_flops(lambda: look(task))
     times = [(seconds(plain), seconds(lambda: look(task))) for _ in range(ROUNDS)]

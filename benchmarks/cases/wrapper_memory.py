@@ -55,9 +55,7 @@ class Run:
         if self.trainer is not None:
             self.trainer.train_step(self.task.batch, self.task.loss_fn)
             return
-        self.task.loss_fn(self.task.model, self.task.batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.task.step(self.optimizer)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return self.trainer.autocast() if self.trainer is not None else contextlib.nullcontext()
