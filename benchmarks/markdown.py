@@ -105,16 +105,15 @@ def rows_at(result: Any, pattern: str) -> list[Row]:
             continue
         name, _, chosen = step[1:-1].partition(":")
         rows = [
-            Row(result, each, {**row.names, name: (key, each)})
+            Row(result, row.figures[key], {**row.names, name: (key, row.figures[key])})
             for row in rows
-            for key, each in items(row.figures)
-            if not chosen or key in chosen.split("|")
+            for key in (chosen.split("|") if chosen else keys_of(row.figures))
         ]
     return rows
 
 
-def items(figures: Any) -> Iterable[tuple[Any, Any]]:
-    return enumerate(figures) if isinstance(figures, list) else figures.items()
+def keys_of(figures: Any) -> Iterable[Any]:
+    return range(len(figures)) if isinstance(figures, list) else figures
 
 
 @dataclass(frozen=True)

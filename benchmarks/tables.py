@@ -196,16 +196,19 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "acceptance": Table(
         "{project}",
         "project | lines | peak | time | losses differ by | state differs by | compared in, allowed | steps",
-        f"[{{project}}](https://github.com/{{repository}}/tree/{{commit}}) | {LINES_AND_PEAKS} | {{time_ratio:.2f}} | "
-        "{exactness/loss_difference?not alike:.0e} | {exactness/state_difference?not alike:.0e} | "
-        "{exactness/dtype}, {exactness/stated:.0e} | {exactness/num_steps}",
+        "[{project}](https://github.com/{repository}/tree/{commit}) | "
+        + LINES_AND_PEAKS
+        + " | {time_ratio:.2f} | {exactness/loss_difference?not alike:.0e} | "
+        "{exactness/state_difference?not alike:.0e} | {exactness/dtype}, {exactness/stated:.0e} | "
+        "{exactness/num_steps}",
         {"more": more("peak_bytes/memkit", "peak_bytes/plain")},
     ),
     "acceptance.short": Table(
         projects_in_readme,
         "project | what memkit does in it | lines | peak | time | losses differ by",
-        f"[{{name}}](https://github.com/{{repository}}) | {{words}} | {LINES_AND_PEAKS} | {{time_ratio:.2f}} | "
-        "{exactness/loss_difference?not alike:.0e}",
+        "[{name}](https://github.com/{repository}) | {words} | "
+        + LINES_AND_PEAKS
+        + " | {time_ratio:.2f} | {exactness/loss_difference?not alike:.0e}",
         {"more": more("peak_bytes/memkit", "peak_bytes/plain")},
     ),
     "acceptance.patches": Table(
