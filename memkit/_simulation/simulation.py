@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.protocols import SimulatedGpu
-from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss, LossFn, detached, read_loss
 from memkit._machine import random_state
 from memkit._recorder.recorder import UNSHARD, Events, Recorder, Whereabouts
@@ -496,8 +495,13 @@ def loss_of(
 
 def check_model(call: str, model: object) -> None:
     """Raise an error unless ``model`` is a module; ``call`` is the name of the user's call."""
-    fix = "pass the model; put several models into torch.nn.ModuleList([...])."
-    Checker(f"{call}({type(model).__name__}, ...)").instance(model, nn.Module, "a torch.nn.Module", fix)
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(
+            f"{call}({type(model).__name__}, ...)",
+            got=f"a {type(model).__name__}",
+            expected="a torch.nn.Module",
+            fix="pass the model; put several models into torch.nn.ModuleList([...]).",
+        )
 
 
 # ---------------------------------------------------------------------------------------------- optimizers

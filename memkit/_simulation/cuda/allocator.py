@@ -135,7 +135,8 @@ class CachingAllocator:
         Raises:
             InputError: ``fraction`` is not between 0 and 1.
         """
-        Checker("set_memory_fraction(fraction)", InputError).number("fraction", fraction, 0, 1)
+        if not 0 <= fraction <= 1:
+            Checker("set_memory_fraction(fraction)", InputError).number("fraction", fraction, 0, 1)
         self._limit_bytes = int(fraction * self.driver.capacity_bytes) if fraction < 1 else None
 
     def allocate(self, num_bytes: SupportsIndex | str, stream: int = 0) -> Block:
