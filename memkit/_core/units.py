@@ -129,3 +129,15 @@ def format_bytes(num_bytes: int) -> str:
         if round(magnitude / size, 2) >= 1:
             return f"{sign}{magnitude / size:.2f} {unit}"
     return f"{sign}{magnitude} B"
+
+
+def format_gib(num_bytes: int, *, is_change: bool = False) -> str:
+    """Format bytes in GiB, whatever their size; a change that rounds to zero has no sign.
+
+    Example:
+        >>> from memkit._core.units import format_gib
+        >>> format_gib(2**29), format_gib(-(2**31), is_change=True), format_gib(-512, is_change=True)
+        ('0.50 GiB', '-2.00 GiB', '0.00 GiB')
+    """
+    text = f"{num_bytes / GIB:+.2f}" if is_change else f"{num_bytes / GIB:.2f}"
+    return f"{text.lstrip('+-') if float(text) == 0 else text} GiB"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from memkit._core.units import GIB
+from memkit._charts.axes import ChartAxis, shown_levels, x_axis, y_axis
+from memkit._charts.charts import Bars, Curve, Lines
+from memkit._core.units import format_gib
 from memkit._version import __version__
 from memkit.report.markdown import is_right
-from memkit.report.nodes import Bars, Bullets, Cell, Lines, Node, Paragraph, Report, Share, Size, Table
-from memkit.report.words import Words, bytes_text, gib_text, share_text
+from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Size, Table
+from memkit.report.words import Words, bytes_text
 
 # The page may run its own script and style, and load nothing else.
 _POLICY = (
@@ -69,7 +70,7 @@ def _node(node: Node, words: Words) -> Iterator[str]:
         case Bars():
             yield from _bars(node)
         case Lines():
-            yield from _curves(node, words)
+            yield from _lines(node, words)
 
 
 def _table(table: Table, words: Words) -> Iterator[str]:
@@ -103,78 +104,85 @@ def _cell(cell: Cell, words: Words) -> str:
 
 
 def _bars(bars: Bars) -> Iterator[str]:
-    whole = bars.whole_bytes or max((size for _, size in bars.rows), default=0) or 1
     yield f'<figure><figcaption>{_text(bars.caption)}</figcaption><div class="bars">'
     for name, size in bars.rows:
-        share = f" · {share_text(Share(size / whole))}" if bars.whole_bytes else ""
-        width = min(100.0, 100 * max(0, size) / whole)
-        value = f"<b>{gib_text(size)}{share}</b>"
+        share = f" · {size / bars.whole_bytes:.1%}" if bars.whole_bytes else ""
+        width = min(100.0, 100 * max(0, size) / bars.full_bytes)
+        value = f"<b>{format_gib(size)}{share}</b>"
         yield f'<div><span>{_text(name)}</span><i style="--w:{width:.2f}%"></i>{value}</div>'
     yield "</div></figure>"
 
 
-def _curves(chart: Lines, words: Words) -> Iterator[str]:
-    start, end = min(min(line.x) for line in chart.lines), max(max(line.x) for line in chart.lines)
-    bottom, top, ticks = _scale(min(min(line.y) for line in chart.lines), max(max(line.y) for line in chart.lines))
-    height = top - bottom
-    across = _WIDTH / (end - start or 1)
-    yield f'<figure><figcaption>{_text(chart.caption)}</figcaption><div class="plot">'
-    yield f'<div class="ys">{"".join(f"<span>{tick}</span>" for tick in reversed(ticks))}</div>'
+def _lines(chart: Lines, words: Words) -> Iterator[str]:
+    across, up = x_axis(chart), y_axis(chart)
+
+    def at(x: float | None, y: float | None) -> str:
+        left = "" if x is None else f"left:{100 * across.place(x):.2f}%;"
+        return left + ("" if y is None else f"top:{100 - 100 * up.place(y):.2f}%")
+
+    yield f'<figure><figcaption>{_text(chart.caption)}</figcaption>{_key(chart)}<div class="plot">'
+    ticks = (f'<span style="{at(None, tick)}">{text} {chart.unit}</span>' for tick, text in up.ticks)
+    yield f'<div class="y">{_text(chart.y_name)}</div><div class="ys">{"".join(ticks)}</div>'
     label = _text(f"{chart.caption}. {words('chart_hint')}")
     yield f'<div class="area" tabindex="0" role="img" aria-label="{label}">'
     yield f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
-    for tick in range(len(ticks)):
-        y = _HEIGHT * tick / (len(ticks) - 1)
-        yield f'<line x1="0" x2="{_WIDTH}" y1="{y:g}" y2="{y:g}"/>'
-    for number, line in enumerate(chart.lines):
-        places = (
-            f"{across * (x - start):.1f},{_HEIGHT * (top - y) / height:.1f}"
-            for x, y in zip(line.x, line.y, strict=True)
-        )
-        yield f'<polyline class="l{number % _NUM_COLORS}" points="{" ".join(places)}"/>'
+    yield from (_rule(_HEIGHT - _HEIGHT * up.place(tick)) for tick, _ in up.ticks)
+    levels = shown_levels(chart, up)
+    yield from (_rule(_HEIGHT - _HEIGHT * up.place(height), "level") for _, height in levels)
+    for line in chart.lines:
+        if line.is_line:
+            points = zip(line.x, line.y, strict=True)
+            places = (f"{_WIDTH * across.place(x):.1f},{_HEIGHT - _HEIGHT * up.place(y):.1f}" for x, y in points)
+            yield f'<polyline class="{_classes(chart, line)}" points="{" ".join(places)}"/>'
     yield "</svg>"
-    number, line = max(enumerate(chart.lines), key=lambda each: max(each[1].y))
-    y = max(line.y)
-    x = line.x[line.y.index(y)]
-    place = f"left:{100 * (x - start) / (end - start or 1):.2f}%;top:{100 * (top - y) / height:.2f}%"
-    yield f'<span class="top l{number % _NUM_COLORS}" style="{place}"></span>'
-    yield f'<span class="dot"></span><output class="tip"></output>{_data(chart, start, end, bottom, top)}</div>'
-    marks = (f"<span>{mark}</span>" for mark in _marks(start, end))
-    yield f'<div class="xs">{"".join(marks)}</div><div class="x">{_text(chart.x_name)}</div></div>'
-    yield f'<ul class="legend">{"".join(_key(number, line.name) for number, line in enumerate(chart.lines))}</ul>'
-    yield "</figure>"
+    yield from (f'<span class="level" style="{at(None, height)}">{_text(name)}</span>' for name, height in levels)
+    for line in chart.lines:
+        if not line.is_line:
+            marks = (at(x, y) for x, y in zip(line.x, line.y, strict=True))
+            yield from (f'<span class="{_classes(chart, line)}" style="{mark}"></span>' for mark in marks)
+    highest = max((line for line in chart.lines if len(line.x)), key=lambda line: max(line.y))
+    top = max(highest.y)
+    place = at(highest.x[list(highest.y).index(top)], top)
+    yield f'<span class="top {_classes(chart, highest)}" style="{place}"></span>'
+    yield f'<span class="dot"></span><output class="tip"></output>{_data(chart, across, up)}</div>'
+    marks = (f'<span style="{at(tick, None)}">{text}</span>' for tick, text in across.ticks)
+    yield f'<div class="xs">{"".join(marks)}</div><div class="x">{_text(chart.x_name)}</div></div></figure>'
 
 
-def _key(number: int, name: str) -> str:
-    line = f'<polyline class="l{number % _NUM_COLORS}" points="0,5 24,5"/>'
-    return f'<li><svg viewBox="0 0 24 10" aria-hidden="true">{line}</svg>{_text(name)}</li>'
+def _rule(y: float, name: str = "rule") -> str:
+    return f'<line class="{name}" x1="0" x2="{_WIDTH}" y1="{y:g}" y2="{y:g}"/>'
 
 
-def _data(chart: Lines, start: float, end: float, bottom: float, top: float) -> str:
+def _classes(chart: Lines, line: Curve) -> str:
+    """Return the classes of a curve. Without dashed curves, dashes tell the colors apart, as on paper."""
+    is_told = not line.is_line or any(each.style == "dashed" for each in chart.lines)
+    return f"l{chart.colors[line.name] % _NUM_COLORS}" + f" {line.style}" * is_told
+
+
+def _key(chart: Lines) -> str:
+    """Return the legend, with an entry for each name."""
+    entries = []
+    for name in chart.colors:
+        line = next(line for line in chart.lines if line.name == name)
+        places = "0,5 24,5" if line.is_line else "12,5 12,5"
+        stroke = f'<polyline class="{_classes(chart, line)}" points="{places}"/>'
+        entries.append(f'<li><svg viewBox="0 0 24 10" aria-hidden="true">{stroke}</svg>{_text(name)}</li>')
+    return f'<ul class="legend">{"".join(entries)}</ul>'
+
+
+def _data(chart: Lines, across: ChartAxis, up: ChartAxis) -> str:
     """Embed the points for the script. No text in them can end the element."""
     lines = [
-        {"n": line.name, "x": [round(x, 4) for x in line.x], "y": line.y, "t": line.labels} for line in chart.lines
+        {
+            "n": line.name,
+            "l": chart.colors[line.name] % _NUM_COLORS,
+            "x": [round(x, 4) for x in line.x],
+            "y": line.y,
+            "t": line.labels,
+        }
+        for line in chart.lines
     ]
-    data = {"x0": start, "x1": end, "bottom": bottom, "top": top, "unit": chart.x_name, "lines": lines}
+    axes = {name: [axis.low, axis.high, axis.is_log] for name, axis in (("across", across), ("up", up))}
+    data = {**axes, "xName": chart.x_name, "unit": chart.unit, "factor": chart.factor, "lines": lines}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
-
-
-def _scale(smallest: int, largest: int) -> tuple[float, float, list[str]]:
-    """Choose the range of an axis in bytes, and its tick labels from the bottom up; zero is one of them."""
-    low, high = min(smallest, 0) / GIB, max(largest, 0) / GIB
-    gib = high - low or 1 / GIB
-    step = 10 ** math.floor(math.log10(gib / 4))
-    step *= next(factor for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if 4 * step * factor >= gib * (1 - 1e-9))
-    first = math.floor(low / step * (1 - 1e-9))
-    last = max(math.ceil(high / step * (1 - 1e-9)), first + 4)
-    return first * step * GIB, last * step * GIB, [f"{step * tick:.3g} GiB" for tick in range(first, last + 1)]
-
-
-def _marks(start: float, end: float) -> list[str]:
-    """Choose evenly spaced tick labels for an axis; counts get whole numbers."""
-    num = 4
-    if start == int(start) and end == int(end) and end - start < 40:
-        num = next(each for each in (4, 3, 2, 1) if (end - start) % each == 0)
-    places = (start + (end - start) * part / num for part in range(num + 1))
-    return [f"{place:,.0f}" if abs(place) >= 100 or place == int(place) else f"{place:.3g}" for place in places]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from memkit._charts.charts import Bars, Lines
+from memkit._charts.text import align, chart_lines
 from memkit._version import __version__
-from memkit.report.nodes import Bars, Bullets, Cell, Lines, Node, Paragraph, Report, Table
-from memkit.report.textcharts import align, bar_lines, curve_lines
+from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Table
 from memkit.report.words import Words
 
 # Names come from a file: none of them may turn into a link, a tag, emphasis, or a new cell.
@@ -72,7 +73,7 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
             yield f"{escape(node.caption)}:"
             yield ""
             # Indented code: no name can end it, as it could end a fence.
-            yield from (f"    {line}" for line in _chart(node))
+            yield from (f"    {line}" for line in chart_lines(node))
 
 
 def _markdown_rows(columns: tuple[str, ...], rows: tuple[tuple[Cell, ...], ...], words: Words) -> list[str]:
@@ -99,11 +100,7 @@ def _text(node: Node, words: Words) -> Iterator[str]:
             yield from align(rows, is_right(len(node.columns), node.rows))
         case Bars() | Lines():
             yield f"{node.caption}:"
-            yield from (f"  {line}" for line in _chart(node))
-
-
-def _chart(node: Bars | Lines) -> list[str]:
-    return bar_lines(node) if isinstance(node, Bars) else curve_lines(node)
+            yield from (f"  {line}" for line in chart_lines(node))
 
 
 def is_right(num_columns: int, rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from memkit._charts.charts import Bars as Bars, Curve as Curve, Lines as Lines
 from memkit._core.printable import printable
 from memkit._events.reader import EventLog
 
@@ -87,46 +88,6 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
     is_folded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Bars:
-    """A chart of sizes of one kind, one bar each.
-
-    Attributes:
-        rows: Name and bytes.
-        caption: Caption of the chart.
-        whole_bytes: Bytes of a full bar; None uses the largest row.
-    """
-
-    rows: tuple[tuple[str, int], ...]
-    caption: str
-    whole_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One curve: positions on the axis, bytes, and a label for each point."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[int, ...]
-    labels: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """A chart of bytes over time, steps or events.
-
-    Attributes:
-        lines: The curves.
-        x_name: Unit of the horizontal axis.
-        caption: Caption of the chart.
-    """
-
-    lines: tuple[Curve, ...]
-    x_name: str
-    caption: str
 
 
 Node = Paragraph | Bullets | Table | Bars | Lines

@@ -3,20 +3,22 @@ const root = document.documentElement;
 const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme:dark)").matches ? "dark" : "light")) === "dark";
 document.querySelector("button").addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
 for (const area of document.querySelectorAll(".area")) {
-  const {x0, x1, bottom, top, unit, lines} = JSON.parse(area.querySelector("script").textContent);
-  const points = lines.flatMap((line, index) => line.x.map((x, i) => ({x, y: line.y[i], text: line.t[i], name: line.n, index})));
-  points.sort((a, b) => a.x - b.x || a.index - b.index);
+  const {across, up, xName, unit, factor, lines} = JSON.parse(area.querySelector("script").textContent);
+  const points = lines.flatMap(line => line.x.map((x, i) => ({x, y: line.y[i], text: line.t[i], name: line.n, color: line.l})));
+  points.sort((a, b) => a.x - b.x);
   const dot = area.querySelector(".dot"), tip = area.querySelector(".tip");
-  const left = p => (p.x - x0) / (x1 - x0 || 1), up = p => (top - p.y) / (top - bottom);
+  const place = (v, [low, high, log]) => log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low || 1);
+  const left = p => place(p.x, across), down = p => 1 - place(p.y, up);
+  const bytes = y => unit && " (" + y.toLocaleString("en") + " B)";
   let at = -1;
   const show = i => {
     at = Math.max(0, Math.min(points.length - 1, i));
     const p = points[at];
     area.classList.add("on");
-    dot.className = "dot l" + p.index % 4;
+    dot.className = "dot l" + p.color;
     dot.style.left = 100 * left(p) + "%";
-    dot.style.top = 100 * up(p) + "%";
-    tip.textContent = (p.text && p.text + " · ") + p.name + " " + (p.y / 2 ** 30).toFixed(2) + " GiB (" + p.y.toLocaleString("en") + " B) · " + unit + " " + p.x;
+    dot.style.top = 100 * down(p) + "%";
+    tip.textContent = (p.text ? p.text + " · " : "") + p.name + " " + (p.y / factor).toFixed(2) + " " + unit + bytes(p.y) + " · " + xName + " " + p.x;
     tip.style.left = left(p) < .5 ? 100 * left(p) + "%" : "auto";
     tip.style.right = left(p) < .5 ? "auto" : 100 * (1 - left(p)) + "%";
   };
@@ -25,7 +27,7 @@ for (const area of document.querySelectorAll(".area")) {
     const box = area.getBoundingClientRect();
     let best = 0, least = Infinity;
     points.forEach((p, i) => {
-      const far = Math.hypot((left(p) * box.width - event.clientX + box.left), (up(p) * box.height - event.clientY + box.top) / 3);
+      const far = Math.hypot((left(p) * box.width - event.clientX + box.left), (down(p) * box.height - event.clientY + box.top) / 3);
       if (far < least) { least = far; best = i; }
     });
     show(best);

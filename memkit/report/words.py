@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from memkit._core.settings import Checker
-from memkit._core.units import GIB
+from memkit._core.units import format_gib
 from memkit.report.nodes import Cell, Share, Size, clean
 
 Language = Literal["en", "zh"]
@@ -51,7 +51,7 @@ class Words:
         return self("size_range", low=self._bytes(low, size, exact=exact), high=self._bytes(high, size, exact=exact))
 
     def _bytes(self, num_bytes: int | None, size: Size, *, exact: bool) -> str:
-        gib, plain = gib_text(num_bytes or 0, is_change=size.is_change), bytes_text(num_bytes or 0, size)
+        gib, plain = format_gib(num_bytes or 0, is_change=size.is_change), bytes_text(num_bytes or 0, size)
         return f"{gib} ({plain})" if exact else gib
 
     def cell(self, cell: Cell, *, exact: bool = True) -> str:
@@ -75,12 +75,6 @@ def texts() -> dict[str, dict[str, str]]:
     text = Path(__file__).with_name("texts.json").read_text("utf-8")
     table: dict[str, dict[str, str]] = json.loads(text)
     return table
-
-
-def gib_text(num_bytes: int, *, is_change: bool = False) -> str:
-    """Format bytes in GiB; a change that rounds to zero has no sign."""
-    text = f"{num_bytes / GIB:+.2f}" if is_change else f"{num_bytes / GIB:.2f}"
-    return f"{text.lstrip('+-') if float(text) == 0 else text} GiB"
 
 
 def bytes_text(num_bytes: int, size: Size) -> str:

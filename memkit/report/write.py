@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -86,11 +87,8 @@ def _plain(node: Node) -> dict[str, object]:
     if isinstance(node, Table):
         rows = [[_plain_cell(cell) for cell in row] for row in node.rows]
         return {"kind": kind, "caption": node.caption, "columns": node.columns, "rows": rows}
-    if isinstance(node, Bars):
-        return {"kind": kind, "caption": node.caption, "rows": node.rows}
-    if isinstance(node, Lines):
-        lines = [{"name": line.name, "x": line.x, "y": line.y, "labels": line.labels} for line in node.lines]
-        return {"kind": kind, "caption": node.caption, "x_name": node.x_name, "lines": lines}
+    if isinstance(node, (Bars, Lines)):
+        return {"kind": kind, **dataclasses.asdict(node)}
     return {"kind": kind, "text": node.text if isinstance(node, Paragraph) else node.items}
 
 

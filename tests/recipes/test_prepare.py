@@ -265,7 +265,11 @@ def test_it_explains_itself():
     lines = plan.explain().splitlines()
     assert sum("<- chosen" in line for line in lines) == 1
     assert sum("too much" in line for line in lines) == sum(not each.fits for each in plan.candidates)
-    assert sum("*" in line for line in lines) == 1
+    (field, key) = ([line.partition("|")[2] for line in lines if "|" in line], lines[-len(plan.notes) - 4])
+    assert sum(line.count("*") for line in field) == 1
+    assert key.split("   ")[-1] == "- budget 2.44 MiB"
+    assert "* chosen" in key
+    assert ("x too large" in key) == any("x" in line for line in field)
     figures = plan.as_dict()
     assert figures["estimate"]["peak_bytes"] == plan.predicted_peak_bytes
     assert len(figures["candidates"]) == len(plan.candidates)

@@ -83,9 +83,33 @@ def test_a_curve_below_zero_stays_in_its_chart():
     curve = Curve("a", (1.0, 2.0, 3.0, 4.0), tuple(size * 2**29 for size in sizes), ("",) * 4)
     own = Section("Own", (Lines((curve,), "step", "changes"),))
     page = render_report(make_report(log_of(Event("a")), sections=[lambda log, language: own]), ".html")
-    points, _ = re.findall(r'<polyline class="l0" points="([^"]*)"', page)
+    _, points = re.findall(r'<polyline class="l0" points="([^"]*)"', page)
     assert [float(point.split(",")[1]) for point in points.split()] == [300 * (3 - size / 2) / 5 for size in sizes]
-    assert re.findall(r"<span>([-\d.]+) GiB</span>", page) == ["3", "2", "1", "0", "-1", "-2"]
+    ticks = re.findall(r'<span style="top:([\d.]+)%">([-\d.]+) GiB</span>', page)
+    assert ticks == [(f"{100 * (3 - tick) / 5:.2f}", str(tick)) for tick in range(-2, 4)]
+
+
+def test_a_page_draws_curves_of_every_style_and_scale():
+    curves = [
+        Curve("law", (1, 10, 100), (2**20, 10 * 2**20, 100 * 2**20)),
+        Curve("theory", (1, 100), (2**19, 50 * 2**20), style="dashed"),
+        Curve("law", (10,), (10 * 2**20,), style="points"),
+        Curve("law", (100,), (100 * 2**20,), style="crosses"),
+    ]
+    levels = [("card <24>", 50 * 2**20)]
+    chart = Lines(curves, "n", "By size", "peak", "MiB", levels, "log")
+    page = render_report(make_report(log_of(Event("a")), sections=[lambda *_: Section("Own", (chart,))]), ".html")
+    law, theory = re.findall(r'<polyline class="([^"]*)" points="([^"]*,[^"]*,[^"]*)"', page)[2:]
+    assert (law[0], theory[0]) == ("l0 line", "l1 dashed")
+    lows, highs = zip(*(place.split(",") for place in law[1].split()), strict=True)
+    assert float(lows[1]) == pytest.approx(500)  # ten is halfway between one and a hundred
+    (dot,) = re.findall(r'<span class="l0 points" style="left:([\d.]+)%;top:([\d.]+)%"></span>', page)
+    assert [float(each) for each in dot] == pytest.approx([50, float(highs[1]) / 3], abs=0.1)
+    assert re.findall(r'<span class="l0 crosses" style="left:([\d.]+)%', page) == [f"{float(lows[2]) / 10:.2f}"]
+    assert '<span class="level" style="top:' in page
+    assert ">card &lt;24&gt;</span>" in page
+    assert ">100 MiB</span>" in page
+    assert page.count("<li><svg") == 2  # an entry for each name
 
 
 def test_survived_errors_are_counted():

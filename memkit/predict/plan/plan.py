@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memkit._charts.charts import Curve, Lines, unit_of
+from memkit._charts.text import align, chart_lines
 from memkit._core.units import format_bytes
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.trial import Arrangement, PlannedTreatment, Trial
-
-_WIDTH, _HEIGHT = 60, 12
-_CHOSEN, _FITS, _TOO_LARGE = "*", "o", "x"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +165,9 @@ class TrainingPlan:
         """Return a readable report: every candidate and why it lost, and a plot of time against memory."""
         columns = ["rows x steps", "precision", "blocks", "needs", "time", ""]
         rows = [columns, *map(self._row, sorted(self.candidates, key=lambda each: each.seconds))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         where = f"budget {format_bytes(self.budget_bytes)}; peak in {self.estimate.peak_where}"
         notes = [where, f"time: over that of the largest micro-batches, untreated, by {self.speeds}", *self.notes]
-        return "\n".join([*lines, "", *self._plot(), "", *notes])
+        return "\n".join([*align(rows, [False] * len(columns)), "", *chart_lines(self._chart()), "", *notes])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, ready for JSON."""
@@ -202,18 +199,19 @@ class TrainingPlan:
             return f"{format_bytes(candidate.required_bytes - self.budget_bytes)} too much"
         return f"{candidate.seconds / self.predicted_seconds:.2f} times the time of the chosen one{measured}"
 
-    def _plot(self) -> list[str]:
-        """Plot time upwards and memory to the right, with the budget as a line."""
-        right = max(self.budget_bytes, *(each.required_bytes for each in self.candidates))
-        times = [self._slowdown(each) for each in self.candidates]
-        low, high = min(times), max(times)
-        field = [[" "] * (_WIDTH + 1) for _ in range(_HEIGHT)]
-        for line in field:
-            line[round(_WIDTH * self.budget_bytes / right)] = "|"
-        for each in sorted(self.candidates, key=self._is_chosen):  # the chosen one on top
-            column = round(_WIDTH * each.required_bytes / right)
-            row = round((_HEIGHT - 1) * (high - self._slowdown(each)) / ((high - low) or 1))
-            field[row][column] = _CHOSEN if self._is_chosen(each) else _FITS if each.fits else _TOO_LARGE
-        names = {0: f"{high:.2f}", _HEIGHT - 1: f"{low:.2f}"}
-        lines = [f"{names.get(number, ''):>6} {''.join(line).rstrip()}" for number, line in enumerate(field)]
-        return [*lines, f"  time 0 {'memory, | the budget':^{_WIDTH - 12}} {format_bytes(right)}"]
+    def _chart(self) -> Lines:
+        kinds: dict[str, list[PlanCandidate]] = {"chosen": [], "fits": [], "too large": []}
+        for each in self.candidates:
+            kinds["chosen" if self._is_chosen(each) else "fits" if each.fits else "too large"].append(each)
+        curves = [
+            Curve(
+                name,
+                [self._slowdown(each) for each in kind],
+                [each.required_bytes for each in kind],
+                style="crosses" if name == "too large" else "points",
+            )
+            for name, kind in kinds.items()
+            if kind
+        ]
+        budget = (f"budget {format_bytes(self.budget_bytes)}", self.budget_bytes)
+        return Lines(curves, "time", "Memory by time", "memory", unit_of(self.budget_bytes), [budget])

@@ -70,6 +70,14 @@ class Law(Protocol):
         """Return module, operator, phase and source line of the peak at size ``n``; empty if unknown."""
 
 
+def predicted(law: Law | None, n: int) -> int | None:
+    """Return the peak in bytes at size ``n``; None if there is no law, or it does not extend to ``n``."""
+    try:
+        return None if law is None else law.predict(n)
+    except InputError:
+        return None
+
+
 def checked_size(n: Any, call: str) -> int:
     """Check that ``n`` is a size, and return it as a Python int; NumPy's would overflow."""
     if isinstance(n, bool) or not isinstance(n, numbers.Integral):

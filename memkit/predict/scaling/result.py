@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from memkit._core.errors import ConfigError, InputError
+from memkit._charts.charts import Figure, Lines, unit_of
+from memkit._charts.pictures import to_png, to_svg
+from memkit._core.errors import ConfigError
 from memkit._core.printable import printable
-from memkit._core.units import GIB, format_bytes
+from memkit._core.units import format_bytes
 from memkit._machine.files import write_bytes, write_text
-from memkit.predict.scaling.figures import Figure, Panel, Series, to_png, to_svg
-from memkit.predict.scaling.law import Law
+from memkit.predict.scaling.figures import peak_curves
+from memkit.predict.scaling.law import Law, predicted
 from memkit.predict.scaling.points import MODES, ScalingPoint, StepMode
-
-_NUM_STEPS = 60  # points along the line of a law
 
 
 @dataclass(frozen=True)
@@ -145,19 +145,13 @@ class ScalingResult:
         return to_svg(figure)
 
     def _figure(self) -> Figure:
-        series = []
-        for color, mode in enumerate(mode for mode in MODES if self._with_logarithm(mode)):
-            peaks = self._with_logarithm(mode)
-            low, high = min(peaks), max(peaks)
-            between = {round(low * (high / low) ** (step / _NUM_STEPS)) for step in range(_NUM_STEPS)}
-            curve = {n: height for n in sorted({*peaks, *between}) if (height := self._peak(mode, n))}
-            series += [
-                Series("", list(curve), [height / GIB for height in curve.values()], color, "line"),
-                Series(mode, list(peaks), [height / GIB for height in peaks.values()], color, "points"),
-            ]
+        modes = {mode: [point for point in self.points if point.mode == mode] for mode in MODES}
+        curves = [curve for mode in modes for curve in peak_curves(mode, modes[mode], self.law.get(mode))]
         notes = [f"Line, {mode}: {law.tier} law." for mode, law in self.law.items()]
-        panels = [Panel("By size", "n", "peak (GiB)", series)] if series else []
-        return Figure("Peak memory of one step", panels, notes)
+        notes += ["Crosses: out of memory."] * any(curve.style == "crosses" for curve in curves)
+        unit = unit_of(max((max(curve.y) for curve in curves), default=0))
+        charts = [Lines(curves, "n", "By size", "peak", unit, scale="log")] if curves else []
+        return Figure("Peak memory of one step", charts, notes)
 
     def _with_logarithm(self, mode: StepMode) -> dict[int, int]:
         """The peaks that are not zero."""
@@ -166,12 +160,7 @@ class ScalingResult:
     def _peak(self, mode: StepMode, n: int) -> int | None:
         """Return the peak from a point, or else from the law."""
         known = self.peaks(mode)
-        if n in known or mode not in self.law:
-            return known.get(n)
-        try:
-            return self.law[mode].predict(n)
-        except InputError:  # the law does not reach there
-            return None
+        return known[n] if n in known else predicted(self.law.get(mode), n)
 
     def _cell(self, mode: StepMode, size: int) -> str:
         at_size = [point for point in self.points if (point.mode, point.size) == (mode, size)]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from memkit._core.errors import InputError
 from memkit._core.units import GIB
 from memkit.predict.gpus import GPU, CapacityLike, all_gpus, find_gpu
-from memkit.predict.scaling.law import Law
+from memkit.predict.scaling.law import predicted
 from memkit.predict.scaling.points import StepMode
 from memkit.predict.scaling.result import ScalingResult
 from memkit.recipes.memory_test.reference import EdgeCase
-
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,21 +42,17 @@ class ScalingCurve:
 
     def predicted_bytes(self, mode: StepMode, size: int) -> int | None:
         """The peak by the law; None if there is no law, or the size is out of its range."""
-        return self._ask(mode, lambda law: law.predict(size))
+        return predicted(self.result.law.get(mode), size)
 
     def growth_bytes(self, mode: StepMode, size: int) -> int | None:
         """Growth when the number of edges doubles, by the law: the edges' share, without the constant part."""
-        return self._ask(mode, lambda law: law.predict(2 * size) - law.predict(size))
+        once, twice = self.predicted_bytes(mode, size), self.predicted_bytes(mode, 2 * size)
+        return None if once is None or twice is None else twice - once
 
     def largest(self, mode: StepMode, budget: CapacityLike) -> int | None:
         """The largest size whose predicted peak fits; None if no law gives one, or if every size fits."""
-        return self._ask(mode, lambda law: law.max_n(budget))
-
-    def _ask(self, mode: StepMode, question: Callable[[Law], _Answer]) -> _Answer | None:
-        if mode not in self.result.law:
-            return None
         try:
-            return question(self.result.law[mode])
+            return self.result.law[mode].max_n(budget) if mode in self.result.law else None
         except InputError:  # out of the law's range
             return None
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memkit._charts.charts import Figure
+from memkit._charts.pictures import to_png, to_svg
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
 from memkit._machine.files import write_bytes, write_text
-from memkit.predict.scaling.figures import Figure, to_png, to_svg
 from memkit.predict.scaling.points import StepMode
 from memkit.recipes.memory_test.curves import Capacity, ScalingCurve
-from memkit.recipes.memory_test.plots import Analysis, panels
+from memkit.recipes.memory_test.plots import Analysis, charts
 
 _TITLES = {
     "full": "Memory of a neural operator by its number of edges",
@@ -107,7 +108,8 @@ class MemoryTestResult:
         notes = [self.how, "Dots: points. Crosses: out of memory. Lines: the law. Dotted: what a card leaves torch."]
         notes += [self._others] * bool(self._others)
         cards = [each.card for each in self.capacities]
-        return Figure(_TITLES[self.analysis], panels(self.analysis, self.curves, self._shown, cards), notes)
+        drawn = charts(self.analysis, self.curves, self._shown, cards)
+        return Figure(_TITLES[self.analysis], tuple(drawn), notes)
 
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write CSV, JSON and SVG, and PNG if matplotlib is installed, each atomically.

@@ -270,6 +270,16 @@ def test_plots(result, tmp_path, monkeypatch):
         result.plot(tmp_path / "law.jpeg")
 
 
+def test_a_plot_has_crosses_where_memory_ran_out_and_a_line_only_of_a_law(result):
+    ran_out = ScalingPoint(8000, "train", "oom", None, "", "measured", requested_bytes=2**20)
+    strokes = lambda each, width: each.plot().count(f'stroke-width="{width}"')  # noqa: E731
+    without_law = ScalingResult((*result.points, ran_out), {})
+    assert strokes(result, 2.5) == 0
+    assert strokes(without_law, 2.5) == 2  # a cross
+    assert strokes(without_law, 1.6) == 0 < strokes(result, 1.6)
+    assert "Crosses: out of memory." in without_law.plot()
+
+
 def test_a_step_without_tensors_and_points_without_peaks_have_text_and_plot():
     empty = profile_scaling(lambda n: lambda: None, [10, 20], ["train"])
     assert (empty.peaks("train"), empty.scaling_factor("train")) == ({10: 0, 20: 0}, None)

@@ -1,0 +1,113 @@
+"""Charts as text, for plain text, Markdown and a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+
+from memkit._charts.axes import ChartAxis, shown_levels, x_axis, y_axis
+from memkit._charts.charts import Bars, Curve, Lines
+from memkit._core.units import format_gib
+
+_BAR_WIDTH, _LINE_WIDTH = 30, 60
+_FIELD_HEIGHT = 13
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_SIGNS = "*o+#@"  # by color; crosses are an x
+_LONGEST_NAME = 36
+
+
+def chart_lines(chart: Bars | Lines) -> list[str]:
+    """Draw a chart: bars as one line each, curves as one line each, points as a field."""
+    if isinstance(chart, Bars):
+        return _bars(chart)
+    return _rows(chart) if any(line.is_line for line in chart.lines) else _field(chart)
+
+
+def _bars(bars: Bars) -> list[str]:
+    """Draw bars; lengths are rounded, but a nonzero bar always shows."""
+    names = [_shorten(name) for name, _ in bars.rows]
+    width = max((display_width(name) for name in names), default=0)
+    lines = []
+    for name, (_, size) in zip(names, bars.rows, strict=True):
+        filled = min(_BAR_WIDTH, max(int(size > 0), round(_BAR_WIDTH * size / bars.full_bytes)))
+        bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
+        share = f"{size / bars.whole_bytes:>7.1%}" if bars.whole_bytes else ""
+        lines.append(f"{pad(name, width)}  {bar} {format_gib(size):>12}{share}")
+    return lines
+
+
+def _rows(chart: Lines) -> list[str]:
+    """Draw each curve as one line of block heights; each cell shows the largest value that falls on it."""
+    across, up = x_axis(chart), y_axis(chart)
+    num = Counter(line.name for line in chart.lines)
+    names = [line.name if num[line.name] == 1 else f"{line.name}, {line.style}" for line in chart.lines]
+    width = max(map(display_width, names))
+    xs = [x for line in chart.lines for x in line.x]
+    lines = [
+        f"{pad(name, width)}  {_blocks(line, across, up)}  {chart.text(min(line.y))} .. {chart.text(max(line.y))}"
+        for name, line in zip(names, chart.lines, strict=True)
+    ]
+    below = [f"{min(xs):g} .. {max(xs):g}: {chart.x_name}", *(f"- {name}" for name, _ in shown_levels(chart, up))]
+    return [*lines, *(f"{' ' * width}  {line}" for line in below)]
+
+
+def _blocks(line: Curve, across: ChartAxis, up: ChartAxis) -> str:
+    places: dict[int, float] = {}
+    for x, y in zip(line.x, line.y, strict=True):
+        place = min(_LINE_WIDTH - 1, int(_LINE_WIDTH * across.place(x)))
+        places[place] = max(up.place(y), places.get(place, 0.0))
+    last = len(_HEIGHTS) - 1
+    return "".join(_HEIGHTS[round(last * places[n])] if n in places else " " for n in range(_LINE_WIDTH))
+
+
+def _field(chart: Lines) -> list[str]:
+    """Draw points on a pair of axes, those of the first curve on top, with the levels as lines."""
+    across, up = x_axis(chart), y_axis(chart)
+
+    def row(y: float) -> int:
+        return round((_FIELD_HEIGHT - 1) * (1 - up.place(y)))
+
+    levels = shown_levels(chart, up)
+    field = [[" "] * _LINE_WIDTH for _ in range(_FIELD_HEIGHT)]
+    for _, height in levels:
+        field[row(height)] = ["-"] * _LINE_WIDTH
+    keys = []
+    for line in reversed(chart.lines):
+        sign = "x" if line.style == "crosses" else _SIGNS[chart.colors[line.name] % len(_SIGNS)]
+        keys.insert(0, f"{sign} {line.name}")
+        for x, y in zip(line.x, line.y, strict=True):
+            field[row(y)][round((_LINE_WIDTH - 1) * across.place(x))] = sign
+    ticks = {row(tick): f"{text} {chart.unit}".rstrip() for tick, text in up.ticks}
+    width = max(map(display_width, ticks.values()))
+    lines = [f"{pad(ticks.get(n, ''), width, right=True)} |{''.join(cells)}".rstrip() for n, cells in enumerate(field)]
+    start, end = (f"{value:.3g}" for value in (across.low, across.high))
+    axis = f"{start} {chart.x_name:^{_LINE_WIDTH - len(start) - len(end) - 2}} {end}"
+    keys += [f"- {name}" for name, _ in levels]
+    return [*lines, f"{' ' * (width + 2)}{axis}", f"{' ' * (width + 2)}{'   '.join(keys)}"]
+
+
+def display_width(text: str) -> int:
+    """Count the terminal columns of a text: Chinese characters take two."""
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
+
+
+def pad(text: str, width: int, *, right: bool = False) -> str:
+    """Pad with spaces."""
+    spaces = " " * (width - display_width(text))
+    return spaces + text if right else text + spaces
+
+
+def align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
+    """Align rows in columns."""
+    widths = [max(display_width(row[column]) for row in rows) for column in range(len(is_right))]
+    return [
+        "  ".join(
+            pad(text, width, right=right) for text, width, right in zip(row, widths, is_right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
