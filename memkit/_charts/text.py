@@ -72,7 +72,7 @@ def _field(chart: Lines) -> list[str]:
     field = [[" "] * _LINE_WIDTH for _ in range(_FIELD_HEIGHT)]
     for _, height in levels:
         field[row(height)] = ["-"] * _LINE_WIDTH
-    keys = []
+    keys: list[str] = []
     for line in reversed(chart.lines):
         sign = "x" if line.style == "crosses" else _SIGNS[chart.colors[line.name] % len(_SIGNS)]
         keys.insert(0, f"{sign} {line.name}")
@@ -98,8 +98,9 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
     return spaces + text if right else text + spaces
 
 
-def align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
-    """Align rows in columns."""
+def align(rows: Sequence[Sequence[str]], is_right: Sequence[bool] | None = None) -> list[str]:
+    """Align rows in columns, those of figures to the right: all but the first unless ``is_right`` says which."""
+    is_right = is_right or [column > 0 for column in range(len(rows[0]))]
     widths = [max(display_width(row[column]) for row in rows) for column in range(len(is_right))]
     return [
         "  ".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from memkit._charts.text import align
 from memkit.check.check import RULES, UNKNOWN, UNKNOWN_FIX, UNKNOWN_WHAT, UNKNOWN_WHY, CheckResult, check_paths
 from memkit.cli._codes import NO, WRONG_USE, YES
 from memkit.cli._terminal import say, say_all
@@ -58,6 +59,5 @@ def _show_rules(*, as_json: bool) -> None:
     if as_json:
         say_all(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
         return
-    width = max(len(row[0]) for row in rows)
-    for name, level, what, *_ in rows:
-        say(f"{name:<{width}}  {level:<7}  {what}")
+    for line in align([row[:3] for row in rows], [False] * 3):
+        say(line)

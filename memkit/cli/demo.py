@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from memkit._charts.text import align
 from memkit._core.units import format_bytes
 from memkit.cli._codes import NO, YES
 from memkit.cli._terminal import say_all
@@ -51,8 +52,7 @@ def render(result: DemoResult) -> str:
         f"A character transformer learns the source of Python's standard library: float32, AdamW, on {device}.",
         f"Limited: the process gets {format_bytes(LIMIT_BYTES)} for it, and no more. Peak: bytes in live tensors.",
         "",
-        f"{'run':<20} {'peak':>10} {'time':>7}  result",
-        *(_row(name, run) for name, run in runs.items()),
+        *align([("run", "peak", "time", "result"), *map(_row, runs, runs.values())], [False, True, True, False]),
         "",
         *(f"{_TITLES[name]}: {run.error}" for name, run in runs.items() if run.error),
     ]
@@ -69,11 +69,11 @@ def render(result: DemoResult) -> str:
     return "\n".join(lines)
 
 
-def _row(name: RunName, run: DemoRun) -> str:
+def _row(name: RunName, run: DemoRun) -> tuple[str, str, str, str]:
     peak = "-" if run.peak_bytes is None else format_bytes(run.peak_bytes)
     time = "-" if run.seconds is None else f"{run.seconds:.1f} s"
     if run.error:
         end = f"died in step {len(run.losses) + 1}"
     else:
         end = f"finished {len(run.losses)} steps, loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
-    return f"{_TITLES[name]:<20} {peak:>10} {time:>7}  {end}"
+    return _TITLES[name], peak, time, end

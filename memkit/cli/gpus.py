@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from memkit._core.units import GIB, parse_bytes
+from memkit._charts.text import align
+from memkit._core.units import GIB, format_gib, parse_bytes
 from memkit.cli._codes import NO, YES
 from memkit.cli._terminal import say, say_all
 from memkit.predict.gpus import GPU, all_gpus, find_gpu, write_gpus
@@ -56,9 +57,9 @@ def _show_one(gpu: GPU, *, as_json: bool) -> None:
         "name": gpu.name,
         "vendor": f"{gpu.vendor}, architecture {gpu.architecture}",
         "on the box": f"{gpu.box_bytes / GIB:.0f} GiB",
-        "torch sees": f"{lowest / GIB:.2f} to {highest / GIB:.2f} GiB",
-        "driver and libraries": f"{least / GIB:.2f} to {most / GIB:.2f} GiB",
-        "usable": f"{gpu.usable_bytes / GIB:.2f} GiB",
+        "torch sees": f"{lowest / GIB:.2f} to {format_gib(highest)}",
+        "driver and libraries": f"{least / GIB:.2f} to {format_gib(most)}",
+        "usable": format_gib(gpu.usable_bytes),
         "confidence": gpu.confidence,
         "source": f"{gpu.source} ({gpu.date})",
     }
@@ -70,11 +71,12 @@ def _show_table(gpus: list[GPU], *, as_json: bool) -> None:
     if as_json:
         say_all(json.dumps([_record(gpu) for gpu in gpus], indent=2))
         return
-    say(f"{'card (sizes in GiB)':<24} {'box':>5} {'torch sees':>10} {'context':>7} {'usable':>7}  confidence")
+    rows: list[tuple[str, ...]] = [("card (sizes in GiB)", "box", "torch sees", "context", "usable", "confidence")]
     for gpu in gpus:
-        sizes = (gpu.total_bytes / GIB, gpu.context_bytes / GIB, gpu.usable_bytes / GIB)
-        total, context, usable = (f"{size:.2f}" for size in sizes)
-        say(f"{gpu.name:<24} {gpu.box_bytes / GIB:>5.0f} {total:>10} {context:>7} {usable:>7}  {gpu.confidence}")
+        sizes = (f"{size / GIB:.2f}" for size in (gpu.total_bytes, gpu.context_bytes, gpu.usable_bytes))
+        rows.append((gpu.name, f"{gpu.box_bytes / GIB:.0f}", *sizes, gpu.confidence))
+    for line in align(rows, [False, True, True, True, True, False]):
+        say(line)
 
 
 def _record(gpu: GPU) -> dict[str, object]:

@@ -6,7 +6,8 @@ import argparse
 import json
 import warnings
 
-from memkit._core.units import GIB
+from memkit._charts.text import align
+from memkit._core.units import format_gib
 from memkit.cli._codes import YES
 from memkit.cli._terminal import say, say_all
 from memkit.predict.config import TrainingConfig
@@ -55,13 +56,13 @@ def _show_table(*, as_json: bool) -> None:
             )
         )
         return
-    say(f"{'preset':<8} {'cards':<16} {'batch':>5} {'accumulation':>12} {'channels':>8} {'estimated total':>15}")
+    rows: list[tuple[str, ...]] = [("preset", "cards", "batch", "accumulation", "channels", "estimated total")]
     for name, config in configs.items():
-        total = f"{estimate_by_formula(config).required_bytes / GIB:.2f} GiB"
-        say(
-            f"{name:<8} {PRESETS[name].cards:<16} {config.batch_size:>5} {config.gradient_accumulation_steps:>12} "
-            f"{config.model_channels:>8} {total:>15}"
-        )
+        numbers = (config.batch_size, config.gradient_accumulation_steps, config.model_channels)
+        total = format_gib(estimate_by_formula(config).required_bytes)
+        rows.append((name, PRESETS[name].cards, *map(str, numbers), total))
+    for line in align(rows, [False, False, True, True, True, True]):
+        say(line)
 
 
 def _record(config: TrainingConfig) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from memkit._charts.text import align
 from memkit._core.records import MemorySnapshot
 from memkit._core.units import format_bytes
 from memkit.memory.phases import PhaseTotals
@@ -53,8 +54,7 @@ def summarize(
     lines = [summarize_line(snapshot, where, watched_bytes)]
     rows = [_row(path, totals) for path, totals in phases.items() if totals.num_calls]
     if rows:
-        widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]
-        lines += ["", *(_align(row, widths) for row in (_HEADER, *rows)), ""]
+        lines += ["", *align([_HEADER, *rows]), ""]
         lines += [text for sign, text in _LEGEND.items() if any(sign in cell for row in rows for cell in row[5:])]
         lines.append("Times are the host's clock: an accelerator may still work when the host is done.")
     return "\n".join([*lines, *(f"- {note}" for note in notes)])
@@ -70,11 +70,6 @@ def _row(path: str, totals: PhaseTotals) -> tuple[str, ...]:
         _peak(totals.peak_bytes, totals.peak_at_most_bytes),
         _peak(totals.host_peak_bytes, totals.host_peak_at_most_bytes),
     )
-
-
-def _align(row: tuple[str, ...], widths: list[int]) -> str:
-    first, *others = zip(row, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)])
 
 
 def _peak(known: int | None, at_most: int | None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memkit._core.errors import ConfigError, MemkitWarning
-from memkit._core.units import GIB
+from memkit._core.units import GIB, format_gib
 from memkit.predict.config import TrainingConfig
 from memkit.predict.formula import RANGES_GB, estimate_by_formula
 
@@ -113,7 +113,7 @@ def _advice(config: TrainingConfig, gpu_memory_gb: float, *, overridden: bool) -
         if estimate.fits(int(gpu_memory_gb * GIB)):
             return None
         return (
-            f"preset {config.preset!r} with these overrides is estimated at {estimate.required_bytes / GIB:.2f} GiB, "
+            f"preset {config.preset!r} with these overrides is estimated at {format_gib(estimate.required_bytes)}, "
             f"more than a card of {gpu_memory_gb:g} GB has: lower batch_size or resolution, or set checkpointing=True."
         )
     fitting = [name for name, preset in PRESETS.items() if preset.min_gpu_gb <= gpu_memory_gb]
@@ -121,7 +121,7 @@ def _advice(config: TrainingConfig, gpu_memory_gb: float, *, overridden: bool) -
         lean = estimate_by_formula(get_preset_config("low", checkpointing=True))
         return (
             f"no preset fits a card of {gpu_memory_gb:g} GB: the smallest, 'low', is for {PRESETS['low'].cards}. "
-            f"Override checkpointing=True (estimated at {lean.required_bytes / GIB:.2f} GiB) or lower the resolution."
+            f"Override checkpointing=True (estimated at {format_gib(lean.required_bytes)}) or lower the resolution."
         )
     if fitting[-1] == config.preset:
         return None

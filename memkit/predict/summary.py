@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from memkit._core.units import GIB
+from memkit._core.units import GIB, format_gib
 from memkit.predict.config import TrainingConfig
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.formula import estimate_by_formula
@@ -35,7 +35,7 @@ def print_config_summary(config: TrainingConfig, file: TextIO | None = None) -> 
     if config.gpu_memory_gb is not None:
         headroom_bytes = estimate.headroom_bytes(int(config.gpu_memory_gb * GIB))
         verdict = "fits" if headroom_bytes >= 0 else "does not fit"
-        left = f"{_gib(abs(headroom_bytes))} {'free' if headroom_bytes >= 0 else 'short'}"
+        left = f"{format_gib(abs(headroom_bytes))} {'free' if headroom_bytes >= 0 else 'short'}"
         lines.append(_row(f"card of {config.gpu_memory_gb:g} GB", f"{verdict}, {left}"))
     (sys.stdout if file is None else file).write("\n".join(lines) + "\n")
 
@@ -47,7 +47,7 @@ def _memory_rows(estimate: MemoryEstimate) -> list[str]:
         "driver and libraries": f"  {estimate.confidence}",
     }
     return [
-        _row(name, _gib(num_bytes) + remarks.get(name, ""))
+        _row(name, format_gib(num_bytes) + remarks.get(name, ""))
         for name, num_bytes in estimate.parts().items()
         if num_bytes is not None
     ]
@@ -55,7 +55,3 @@ def _memory_rows(estimate: MemoryEstimate) -> list[str]:
 
 def _row(name: str, value: str) -> str:
     return f"  {name:<28} {value}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

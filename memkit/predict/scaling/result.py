@@ -14,6 +14,7 @@ from typing import Any
 
 from memkit._charts.charts import Figure, Lines, unit_of
 from memkit._charts.pictures import to_png, to_svg
+from memkit._charts.text import align
 from memkit._core.errors import ConfigError
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
@@ -79,13 +80,13 @@ class ScalingResult:
         """Return a readable table: laws, points, and the ratio of training to inference."""
         lines = [line for mode, law in self.law.items() for line in self._explain_law(mode, law)]
         modes = list(dict.fromkeys(point.mode for point in self.points))
-        lines.append("n".rjust(12) + "".join(mode.rjust(14) for mode in modes) + "train / inference".rjust(20))
+        rows = [("n", *modes, "train / inference")]
         for size in sorted({point.size for point in self.points}):
             ratio = self.ratio(size)
-            cells = "".join(self._cell(mode, size).rjust(14) for mode in modes)
-            lines.append(f"{size:12}{cells}" + ("-" if ratio is None else f"{ratio:.2f}").rjust(20))
-        for title, rows in (("not known, because", self.doubts), ("answered without data", self.guesses)):
-            lines += ["", title, *(f"  {printable(row)}" for row in rows)] if rows else []
+            rows.append((str(size), *(self._cell(m, size) for m in modes), "-" if ratio is None else f"{ratio:.2f}"))
+        lines += align(rows, [True] * len(rows[0]))
+        for title, texts in (("not known, because", self.doubts), ("answered without data", self.guesses)):
+            lines += ["", title, *(f"  {printable(text)}" for text in texts)] if texts else []
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from memkit._charts.charts import Figure
 from memkit._charts.pictures import to_png, to_svg
+from memkit._charts.text import align
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
 from memkit._machine.files import write_bytes, write_text
@@ -168,38 +169,29 @@ class MemoryTestResult:
         return f"Shown: {self._shown[0].name.partition(', ')[2]}. {num_others} other combinations are in the CSV file."
 
     def _laws(self) -> list[str]:
-        head = f"{'law':<16} {'factor*':>7} {'smallest':>11} {'largest':>11} {'train/inf.':>13} {'actual/theory':>13}"
-        lines = [f"{'':<{self._width}} {head}"]
-        lines += [
-            f"{f'{curve.name}, {mode}':<{self._width}} {_law_row(curve, mode)}"
-            for curve in self._shown
-            for mode in curve.modes
-        ]
+        head = ("", "law", "factor*", "smallest", "largest", "train/inf.", "actual/theory")
+        rows = [head, *(_law_row(curve, mode) for curve in self._shown for mode in curve.modes)]
+        lines = align(rows, [False, False, True, True, True, True, True])
         note = "* the source's scaling factor, from the smallest to the largest point; it includes the constant part."
         return [*lines, *filter(None, [self._others]), note]
 
     def _advice(self) -> list[str]:
         rows = [
-            ("largest size that fits, by the law, on", [each.card.name for each in self.capacities]),
-            ("which holds least of the cards of", [each.name for each in self.capacities]),
-            ("rule of thumb of GAOT-3D", [f"{each.advised or 0:,}" for each in self.capacities]),
+            ("largest size that fits, by the law, on", *(each.card.name for each in self.capacities)),
+            ("which holds least of the cards of", *(each.name for each in self.capacities)),
+            ("rule of thumb of GAOT-3D", *(f"{each.advised or 0:,}" for each in self.capacities)),
         ]
         is_own = self.analysis == "script"
         rows = rows[:1] if not self.capacities[0].name else rows[:2] if is_own else rows
         for curve in self._shown:
             for mode in curve.result.law:
                 sizes = [curve.largest(mode, each.card.usable_bytes) for each in self.capacities]
-                rows.append(
-                    (f"{curve.name}, {mode}", ["no limit known" if size is None else f"{size:,}" for size in sizes])
-                )
-        return [f"{name:<{self._width}}" + "".join(f"{cell:>18}" for cell in cells) for name, cells in rows]
-
-    @property
-    def _width(self) -> int:
-        return max(40, *(len(curve.name) + 12 for curve in self._shown))
+                known = ("no limit known" if size is None else f"{size:,}" for size in sizes)
+                rows.append((f"{curve.name}, {mode}", *known))
+        return align(rows)
 
 
-def _law_row(curve: ScalingCurve, mode: StepMode) -> str:
+def _law_row(curve: ScalingCurve, mode: StepMode) -> tuple[str, ...]:
     law, factor, peaks = curve.result.law.get(mode), curve.result.scaling_factor(mode), curve.result.peaks(mode)
     shares = [
         row["actual_over_theoretical"]
@@ -209,8 +201,12 @@ def _law_row(curve: ScalingCurve, mode: StepMode) -> str:
     power = "" if law is None or law.order is None else f", n^{law.order:g}"
     ends = [format_bytes(peaks[end(peaks)]) if peaks else "-" for end in (min, max)]
     return (
-        f"{'none' if law is None else law.tier + power:<16} {'-' if factor is None else f'{factor:.2f}':>7} "
-        f"{ends[0]:>11} {ends[1]:>11} {_span(list(curve.ratios().values())):>13} {_span(shares):>13}"
+        f"{curve.name}, {mode}",
+        "none" if law is None else law.tier + power,
+        "-" if factor is None else f"{factor:.2f}",
+        *ends,
+        _span(list(curve.ratios().values())),
+        _span(shares),
     )
 
 
