@@ -74,21 +74,24 @@ def log_ticks(low: float, high: float) -> list[float]:
 def linear_ticks(low: float, high: float) -> list[float]:
     """Return round numbers in four equal steps or more, zero among them, that enclose a range."""
     low, high = min(low, 0), max(high, 0)
-    span = high - low or 1
-    step: float = 10.0 ** math.floor(math.log10(span / 4))
-    step *= next(factor for factor in _STEPS if 4 * step * factor >= span * (1 - 1e-9))
+    step = _step(high - low)
     first = math.floor(low / step * (1 - 1e-9))
     last = max(math.ceil(high / step * (1 - 1e-9)), first + 4)
     return [step * tick for tick in range(first, last + 1)]
+
+
+def _step(length: float) -> float:
+    """Return the smallest round step of which four reach as far."""
+    length = length or 1
+    power: float = 10.0 ** math.floor(math.log10(length / 4))
+    return power * next(factor for factor in _STEPS if 4 * power * factor >= length * (1 - 1e-9))
 
 
 def _even(low: float, high: float, *, is_whole: bool) -> Sequence[float]:
     """Return round numbers within a range, in equal steps; whole ones for counts."""
     if low == high:
         return [low]
-    step = 10.0 ** math.floor(math.log10((high - low) / 3))
-    step *= next(factor for factor in (5, 2, 1) if factor * step * 3 <= high - low or factor == 1)
-    step = max(step, 1) if is_whole else step
+    step = math.ceil(_step(high - low)) if is_whole else _step(high - low)
     return [step * tick for tick in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

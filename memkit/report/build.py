@@ -13,10 +13,10 @@ from memkit._core.settings import Checker
 from memkit._events.reader import EventLog
 from memkit.report.advice import recommend
 from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
-from memkit.report.comparing import compare_figures, compare_section
+from memkit.report.comparing import CHANGE_COLUMNS, compare_figures, compare_section
 from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, overview, verdict
 from memkit.report.figures import ReportFigures, read_figures
-from memkit.report.nodes import Cell, Paragraph, Report, Section, SectionMaker, Share, Size
+from memkit.report.nodes import Cell, Paragraph, Report, Section, SectionMaker, Share
 from memkit.report.rating import Rating, rate
 from memkit.report.usage import usage_sections
 from memkit.report.words import Words
@@ -76,16 +76,12 @@ def build_comparison(before: EventLog, after: EventLog, *, language: str = "en")
     old, new = _figures("before", before, None), _figures("after", after, None)
     changes = compare_figures(old, new)
     peak = changes[0]
-    sizes = (Size.of(peak.before_bytes), Size.of(peak.after_bytes), Size.of(peak.change_bytes, is_change=True))
-    cells: tuple[Cell, ...] = (*sizes, Share(peak.share, is_change=True))
+    cells: tuple[Cell, ...] = (*peak.sizes, Share(peak.share, is_change=True))
     texts = [words.cell(cell) for cell in cells]
     return Report(
         title=words("compare_title"),
         verdict=words("compare_line", before=texts[0], after=texts[1], change=texts[2], share=texts[3]),
-        highlights=tuple(
-            (words(key), cell)
-            for key, cell in zip(("col_before", "col_after", "col_change", "col_change_share"), cells, strict=True)
-        ),
+        highlights=tuple((words(key), cell) for key, cell in zip(CHANGE_COLUMNS, cells, strict=True)),
         sections=(compare_section(old, new, words),),
         language=language,
         figures=lambda: {"changes": _jsonable(changes), "peak_share": peak.share},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memkit.report.figures import ReportFigures
-from memkit.report.nodes import Node, Paragraph, Share, Size, Table
+from memkit.report.nodes import Node, Paragraph, Share, Size
 from memkit.report.words import Words
 
 _FITS_UP_TO = 0.85  # of the usable bytes; above this, another allocation order or a longer input may not fit
@@ -66,7 +66,7 @@ def card_nodes(figures: ReportFigures, fits: tuple[Fit, ...], words: Words) -> I
     border = next((index for index, fit in enumerate(fits) if fit.verdict != "no"), len(fits))
     room = next((index for index, fit in enumerate(fits) if fit.verdict == "fits"), len(fits))
     near = fits[max(0, border - _NEAR) : room + _NEAR]
-    columns = (words("col_card"), words("col_verdict"), words("col_usable"), words("col_used"), words("col_confidence"))
+    columns = ("col_card", "col_verdict", "col_usable", "col_used", "col_confidence")
     for shown, caption, is_folded in ((near, "cards_near", False), (fits, "cards_all", True)):
         if is_folded and len(near) == len(fits):
             return
@@ -80,4 +80,4 @@ def card_nodes(figures: ReportFigures, fits: tuple[Fit, ...], words: Words) -> I
             )
             for fit in shown
         )
-        yield Table(columns, rows, words(caption), is_folded)
+        yield words.table(columns, rows, words(caption), is_folded=is_folded)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memkit.report.figures import ReportFigures
-from memkit.report.nodes import Cell, Node, Paragraph, Section, Share, Size, Table, clean
+from memkit.report.nodes import Cell, Node, Paragraph, Section, Share, Size, clean
 from memkit.report.words import Words
 
 _MOST_ROWS = 60
+CHANGE_COLUMNS = ("col_before", "col_after", "col_change", "col_change_share")
 
 Presence = Literal["both", "new", "gone"]
 
@@ -38,6 +39,12 @@ class FigureChange:
         """Bytes added."""
         both = self.before_bytes is not None and self.after_bytes is not None
         return self.after_bytes - self.before_bytes if both else None  # type: ignore[operator]
+
+    @property
+    def sizes(self) -> tuple[Size, Size, Size]:
+        """Before, after, and the change."""
+        change = Size.of(self.change_bytes, is_change=True)
+        return Size.of(self.before_bytes), Size.of(self.after_bytes), change
 
     @property
     def share(self) -> float | None:
@@ -80,21 +87,13 @@ def _nodes(before: ReportFigures, after: ReportFigures, words: Words) -> Iterato
     yield Paragraph(words("compare_text"))
     differences = tuple(_settings(before, after))
     if differences:
-        heads = (words("col_fact"), words("col_before"), words("col_after"))
-        yield Table(heads, differences, words("compare_settings"))
+        yield words.table(("col_fact", "col_before", "col_after"), differences, words("compare_settings"))
     rows = [
-        (
-            _name(change, words),
-            Size.of(change.before_bytes),
-            Size.of(change.after_bytes),
-            Size.of(change.change_bytes, is_change=True),
-            _share(change, words),
-        )
+        (_name(change, words), *change.sizes, _share(change, words))
         for change in changes[:_MOST_ROWS]
         if change.before_bytes is not None or change.after_bytes is not None
     ]
-    columns = tuple(words(each) for each in ("col_figure", "col_before", "col_after", "col_change", "col_change_share"))
-    yield Table(columns, tuple(rows))
+    yield words.table(("col_figure", *CHANGE_COLUMNS), rows)
     if len(changes) > _MOST_ROWS:
         yield Paragraph(words("left_out", count=f"{len(changes) - _MOST_ROWS:,}"))
 

@@ -52,23 +52,22 @@ def overview(log: EventLog, figures: ReportFigures, words: Words) -> Section:
     facts = tuple(_facts(log, figures, words))
     rows = tuple(fact for fact in facts if words.cell(fact[1]) != words("not_recorded"))
     missing = [name for name, value in facts if words.cell(value) == words("not_recorded")]
-    nodes: list[Node] = [Table((words("col_fact"), words("col_value")), rows)]
+    nodes: list[Node] = [words.table(("col_fact", "col_value"), rows)]
     if missing:
         nodes.append(Paragraph(words("facts_missing", names=words.join(missing))))
     if figures.layers.total_bytes is None and not figures.is_on_cpu:
         nodes.append(Paragraph(words("facts_gpu")))
     if figures.ranks:
         peaks = tuple((str(rank), Size.of(num_bytes)) for rank, num_bytes in figures.ranks.items())
-        nodes.append(Table((words("col_rank"), words("col_peak")), peaks, words("ranks_caption")))
+        nodes.append(words.table(("col_rank", "col_peak"), peaks, words("ranks_caption")))
     if figures.earlier:
-        columns = (words("col_began"), words("col_events"), words("col_peak"))
         earlier = tuple(
             (None if run.wall_s is None else _date(run.wall_s), run.num_events, run.peak)
             for run in figures.earlier[-_MOST_PROBLEMS:]
         )
         nodes += [
             Paragraph(words("runs_earlier", count=f"{len(figures.earlier):,}")),
-            Table(columns, earlier, words("runs_caption")),
+            words.table(("col_began", "col_events", "col_peak"), earlier, words("runs_caption")),
         ]
     if log.problems:
         shown = tuple(clean_sentence(problem) for problem in log.problems[:_MOST_PROBLEMS])
@@ -143,7 +142,7 @@ def efficiency(rating: Rating, words: Words) -> Section:
             text += words("rating_gpu")
     else:
         text = words("rating_text", points=rating.points, count=rating.num_inputs, total=len(rating.marks))
-    table = Table(tuple(words(each) for each in columns), rows)
+    table = words.table(columns, rows)
     return Section(words("efficiency_title"), (Paragraph(text), table, Paragraph(words("rating_method"))))
 
 
@@ -208,12 +207,8 @@ def _findings(figures: ReportFigures, rating: Rating, words: Words) -> Iterator[
         yield words("finding_unattributed", size=words.size(Size.of(found.unattributed_bytes)))
     if figures.is_cumulative:
         yield words("cumulative_text")
-    if figures.steps and figures.steps.trend:
-        is_added = figures.steps.measure == "incremental"
-        growth, flat = (
-            ("finding_growth_added", "finding_flat_added") if is_added else ("finding_growth", "finding_flat")
-        )
-        yield words(growth if figures.steps.trend.is_growth else flat)
+    if figures.steps and figures.steps.course:
+        yield words(f"finding_{figures.steps.course}")
     if figures.steps and figures.steps.rise is not None:
         yield rise_text(figures.steps.rise, words)
     if rating.points is not None:

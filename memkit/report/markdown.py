@@ -56,8 +56,7 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
         case Paragraph():
             yield _start(node.text)
         case Bullets():
-            marks = (f"{number}." if node.is_numbered else "-" for number in range(1, len(node.items) + 1))
-            yield from (f"{mark} {_start(item)}" for mark, item in zip(marks, node.items, strict=True))
+            yield from (f"{mark} {_start(item)}" for mark, item in _marked(node))
         case Table():
             # GitHub and others fold this; renderers that do not know the tag show its content.
             count = words("show_rows", count=len(node.rows))
@@ -88,8 +87,7 @@ def _text(node: Node, words: Words) -> Iterator[str]:
         case Paragraph():
             yield node.text
         case Bullets():
-            marks = (f"{number}." if node.is_numbered else "-" for number in range(1, len(node.items) + 1))
-            yield from (f"{mark} {item}" for mark, item in zip(marks, node.items, strict=True))
+            yield from (f"{mark} {item}" for mark, item in _marked(node))
         case Table():
             if node.caption:
                 yield node.caption
@@ -101,6 +99,11 @@ def _text(node: Node, words: Words) -> Iterator[str]:
         case Bars() | Lines():
             yield f"{node.caption}:"
             yield from (f"  {line}" for line in chart_lines(node))
+
+
+def _marked(node: Bullets) -> Iterator[tuple[str, str]]:
+    for number, item in enumerate(node.items, 1):
+        yield f"{number}." if node.is_numbered else "-", item
 
 
 def is_right(num_columns: int, rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:

@@ -101,6 +101,15 @@ class LoggedSteps:
         return (max(peaks) - min(peaks)) / max(peaks)
 
     @property
+    def course(self) -> Literal["growth", "flat", "growth_added", "flat_added"] | None:
+        """Whether the trend is a growth, and whether it is that of what the steps added; None without a trend."""
+        if self.trend is None:
+            return None
+        if self.measure == "incremental":
+            return "growth_added" if self.trend.is_growth else "flat_added"
+        return "growth" if self.trend.is_growth else "flat"
+
+    @property
     def growth_bytes(self) -> float | None:
         """Growth over all steps: by the trend, or else by the rise of a record that did not stand above them."""
         if self.trend is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from memkit.report.components import Components, Load
 from memkit.report.figures import ReportFigures
-from memkit.report.nodes import Bars, Bullets, Cell, Curve, Lines, Node, Paragraph, Section, Share, Size, Table, clean
-from memkit.report.observed import Observed
+from memkit.report.nodes import Bars, Bullets, Cell, Curve, Lines, Node, Paragraph, Section, Share, Size, clean
 from memkit.report.stages import EventStage, LoggedStep, LoggedSteps
 from memkit.report.thin import thin
 from memkit.report.words import Words
@@ -61,29 +60,18 @@ def _layers(figures: ReportFigures, words: Words) -> Iterator[Node]:
             bars.append((words(key), extra))
         below = level
     rows.append((words("layer_host"), Size.of(layers.host_bytes), "", ""))
-    columns = (words("col_layer"), words("col_layer_own"), words("col_layer_level"), words("col_of_device"))
     yield Paragraph(words("layers_text"))
-    yield Table(columns, tuple(rows))
+    yield words.table(("col_layer", "col_layer_own", "col_layer_level", "col_of_device"), rows)
     if bars:
         yield Bars(tuple(bars), words("layers_chart"), layers.total_bytes)
     if figures.segments:
         heads = ("col_segments", "col_number", "col_blocks", "col_asked", "col_rounded", "col_reserved", "col_largest")
-        yield Table(
-            tuple(words(head) for head in heads),
-            tuple(
-                (
-                    words(f"segments_{each.kind}"),
-                    each.num_segments,
-                    each.num_blocks,
-                    Size.of(each.requested_bytes),
-                    Size.of(each.allocated_bytes),
-                    Size.of(each.reserved_bytes),
-                    Size.of(each.largest_free_bytes),
-                )
-                for each in figures.segments[:MOST_ROWS]
-            ),
-            words("segments_caption"),
-        )
+        segments: list[tuple[Cell, ...]] = []
+        for each in figures.segments[:MOST_ROWS]:
+            sizes = (each.requested_bytes, each.allocated_bytes, each.reserved_bytes, each.largest_free_bytes)
+            name = words(f"segments_{each.kind}")
+            segments.append((name, each.num_segments, each.num_blocks, *map(Size.of, sizes)))
+        yield words.table(heads, segments, words("segments_caption"))
 
 
 def _components(figures: ReportFigures, words: Words) -> Iterator[Node]:
@@ -99,9 +87,7 @@ def _components(figures: ReportFigures, words: Words) -> Iterator[Node]:
         rows.insert(0, (words("component_before"), before, _share(found.before_bytes, whole), ""))
     rows.append(_unattributed_row(found, words))
     rows.append((words("component_whole"), Size.of(whole), _share(whole, whole), clean(found.whole_event or "")))
-    yield Table(
-        (words("col_component"), words("col_size"), words("col_share_loaded"), words("col_counted")), tuple(rows)
-    )
+    yield words.table(("col_component", "col_size", "col_share_loaded", "col_counted"), rows)
     yield from _left_out(num_left, words)
     named = [(clean(load.name), load.num_bytes) for load in loads if load.num_bytes is not None and load.num_bytes >= 0]
     if found.unattributed_bytes is not None and found.unattributed_bytes > 0:
@@ -143,9 +129,9 @@ def _stages(figures: ReportFigures, words: Words, missing: Sequence[str]) -> Ite
     has_added = any(stage.added_bytes is not None for stage in stages)
     rows = [_stage_row(stage, peak, has_added=has_added, has_time=has_time) for stage in stages]
     rows += [(name, 0, *[None] * (2 + has_added + has_time)) for name in missing]
-    columns = [words("col_stage"), words("col_events"), words("col_peak"), words("col_of_peak")]
-    columns += [words("col_added")] * has_added + [words("col_host_time")] * has_time
-    yield Table(tuple(columns), tuple(rows))
+    columns = ["col_stage", "col_events", "col_peak", "col_of_peak"]
+    columns += ["col_added"] * has_added + ["col_host_time"] * has_time
+    yield words.table(columns, rows)
     yield from _left_out(num_left, words)
     bars = [(clean(stage.name), stage.peak.low) for stage in stages if stage.peak.low is not None]
     if len(bars) > 1:
@@ -176,12 +162,9 @@ def _steps(steps: LoggedSteps | None, words: Words) -> Iterator[Node]:
         yield Paragraph(words("steps_shown", first=_FIRST_STEPS, last=_LAST_STEPS))
     has_peak = any(step.peak.low is not None or step.peak.high is not None for step in shown)
     has_held = any(step.held_bytes is not None for step in shown)
-    columns = [words("col_step")] + [words("col_peak")] * has_peak + [words("col_held")] * has_held
-    change = words(f"col_change_{steps.measure}") if steps.measure else words("col_change")
-    yield Table(
-        (*columns, change),
-        tuple(_step_row(step, has_peak=has_peak, has_held=has_held) for step in shown),
-    )
+    columns = ["col_step"] + ["col_peak"] * has_peak + ["col_held"] * has_held
+    change = f"col_change_{steps.measure}" if steps.measure else "col_change"
+    yield words.table((*columns, change), (_step_row(step, has_peak=has_peak, has_held=has_held) for step in shown))
     changes = [step.change_bytes for step in steps.steps if step.change_bytes is not None]
     if changes:
         lowest, highest = (words.size(Size.of(end(changes), is_change=True)) for end in (min, max))
@@ -189,9 +172,14 @@ def _steps(steps: LoggedSteps | None, words: Words) -> Iterator[Node]:
         yield Paragraph(words(key, lowest=lowest, highest=highest))
     if steps.rise is not None:
         yield Paragraph(rise_text(steps.rise, words))
-    lines = [line for line in _step_lines(steps, words) if len(line.x) > 1]
-    if lines:
-        yield Lines(tuple(lines), words("axis_step"), words("steps_chart"))
+    is_added = steps.measure == "incremental"
+    values = {
+        "line_peak": [step.peak.low if step.peak.is_known else None for step in steps.steps],
+        "line_held": [step.held_bytes for step in steps.steps],
+        "line_change": [step.change_bytes if is_added else None for step in steps.steps],
+    }
+    if lines := _curves(values, [float(number) for number in numbers], [""] * count, words):
+        yield Lines(lines, words("axis_step"), words("steps_chart"))
 
 
 def rise_text(rise: tuple[int, int], words: Words) -> str:
@@ -205,18 +193,17 @@ def _step_row(step: LoggedStep, *, has_peak: bool, has_held: bool) -> tuple[Cell
     return (str(step.number), *[step.peak] * has_peak, *[Size.of(step.held_bytes)] * has_held, change)
 
 
-def _step_lines(steps: LoggedSteps, words: Words) -> Iterator[Curve]:
-    for key, values in (
-        ("line_peak", [step.peak.low if step.peak.is_known else None for step in steps.steps]),
-        ("line_held", [step.held_bytes for step in steps.steps]),
-        ("line_change", [step.change_bytes for step in steps.steps] if steps.measure == "incremental" else []),
-    ):
-        points = [
-            (float(step.number), value, "")
-            for step, value in zip(steps.steps, values, strict=False)
-            if value is not None
-        ]
-        yield thin(words(key), points)
+def _curves(
+    values: Mapping[str, Sequence[int | None]], places: Sequence[float], labels: Sequence[str], words: Words
+) -> tuple[Curve, ...]:
+    """Make a curve of each row of values that has two known ones or more."""
+    curves = []
+    for key, sizes in values.items():
+        each = zip(places, sizes, labels, strict=True)
+        points = [(place, size, label) for place, size, label in each if size is not None]
+        if len(points) > 1:
+            curves.append(thin(words(key), points))
+    return tuple(curves)
 
 
 def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
@@ -225,10 +212,15 @@ def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
     has_clock = bool(walls) and None not in walls
     start = min((wall for wall in walls if wall is not None), default=0.0)
     places = [(wall or 0.0) - start if has_clock else float(index) for index, wall in enumerate(walls)]
-    lines = [line for line in _time_lines(events, places, words) if len(line.x) > 1]
-    if lines:
+    values = {
+        "line_reserved": [each.event.reserved_bytes for each in events],
+        "line_record": [each.event.peak_total_bytes for each in events],
+        "line_peak": [each.event.peak_bytes for each in events],
+        "line_held": [each.event.allocated_bytes for each in events],
+    }
+    if lines := _curves(values, places, [each.event.event for each in events], words):
         axis = words("axis_seconds") if has_clock else words("axis_event")
-        yield Lines(tuple(lines), axis, words("timeline_chart"))
+        yield Lines(lines, axis, words("timeline_chart"))
     else:
         yield Paragraph(words("timeline_none"))
     if not figures.splits:
@@ -244,25 +236,9 @@ def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
             rows.append((words("rest", count=f"{num_left:,}"), Size.of(rest), _share(rest, split.whole_bytes)))
         caption = words(f"split_{split.name.removeprefix('peak_by_')}", event=clean(split.event))
         yield Bars(tuple(parts), caption, split.whole_bytes)
-        yield Table((words("col_part"), words("col_size"), words("col_share_split")), tuple(rows))
+        yield words.table(("col_part", "col_size", "col_share_split"), rows)
         key = "split_beyond" if missing is not None and missing < 0 else "split_missing"
         yield Paragraph(words(key, size=words.size(Size.of(None if missing is None else abs(missing)))))
-
-
-def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Words) -> Iterator[Curve]:
-    values = {
-        "line_reserved": [each.event.reserved_bytes for each in events],
-        "line_record": [each.event.peak_total_bytes for each in events],
-        "line_peak": [each.event.peak_bytes for each in events],
-        "line_held": [each.event.allocated_bytes for each in events],
-    }
-    for key, sizes in values.items():
-        points = [
-            (place, size, each.event.event)
-            for place, size, each in zip(places, sizes, events, strict=True)
-            if size is not None
-        ]
-        yield thin(words(key), points)
 
 
 def shortage_texts(figures: ReportFigures, words: Words) -> Iterator[str]:
@@ -289,13 +265,8 @@ def _pattern(figures: ReportFigures, words: Words) -> Iterator[str]:
     if found.whole_bytes is not None and peak.num_bytes:
         yield words("pattern_loaded", share=f"{found.whole_bytes / peak.num_bytes:.1%}")
     if steps and steps.trend:
-        is_added = steps.measure == "incremental"
-        growth, flat = (
-            ("pattern_growth_added", "pattern_flat_added") if is_added else ("pattern_growth", "pattern_flat")
-        )
-        key = growth if steps.trend.is_growth else flat
-        slope, low, high = (round(each) for each in (steps.trend.slope, steps.trend.low, steps.trend.high))
-        yield words(key, slope=f"{slope:+,}", low=f"{low:+,}", high=f"{high:+,}")
+        slope, low, high = (f"{round(each):+,}" for each in (steps.trend.slope, steps.trend.low, steps.trend.high))
+        yield words(f"pattern_{steps.course}", slope=slope, low=low, high=high)
     elif steps and steps.rise is not None:
         yield rise_text(steps.rise, words)
     elif steps:

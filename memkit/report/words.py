@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from memkit._core.settings import Checker
 from memkit._core.units import format_gib
-from memkit.report.nodes import Cell, Share, Size, clean
+from memkit.report.nodes import Cell, Share, Size, Table, clean
 
 Language = Literal["en", "zh"]
 
@@ -63,6 +63,12 @@ class Words:
         if isinstance(cell, int):
             return f"{cell:,}"
         return self("not_recorded") if cell is None else cell
+
+    def table(
+        self, columns: Iterable[str], rows: Iterable[tuple[Cell, ...]], caption: str = "", *, is_folded: bool = False
+    ) -> Table:
+        """Make a table; its columns are keys of texts, its caption is a text."""
+        return Table(tuple(self(column) for column in columns), tuple(rows), caption, is_folded)
 
     def join(self, parts: Iterable[str]) -> str:
         """Join clauses."""

@@ -43,8 +43,9 @@ def test_ticks_of_time_are_round_and_within(start, length):
 def test_steps_have_whole_ticks_with_all_their_digits():
     texts = lambda *x: [text for _, text in x_axis(Lines((Curve("a", x, x),), "", "")).ticks]  # noqa: E731
     assert texts(1, 3) == ["1", "2", "3"]
-    assert texts(1, 60) == ["10", "20", "30", "40", "50", "60"]
-    assert texts(100_000, 100_900) == ["100,000", "100,200", "100,400", "100,600", "100,800"]
+    assert texts(1, 7) == ["2", "4", "6"]
+    assert texts(1, 60) == ["15", "30", "45", "60"]
+    assert texts(100_000, 100_900) == ["100,000", "100,250", "100,500", "100,750"]
     assert texts(0.0, 0.35) == ["0", "0.1", "0.2", "0.3"]
     assert texts(5) == ["5"]
 

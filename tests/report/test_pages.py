@@ -44,10 +44,11 @@ def test_every_text_that_is_asked_for_is_there_and_every_one_is_used():
     code = "\n".join(path.read_text("utf-8") for path in ROOM.glob("*.py"))
     tree = ast.parse(code.replace("from __future__ import annotations", ""))
     constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    starts = tuple(re.findall(r'words\(f"([a-z_]+_)\{', code))
+    starts = tuple(re.findall(r'(?:words\(f"|f"(?=col_))([a-z_]+_)\{', code))  # a table's columns are keys, too
     unused = {key for key in texts() if key not in constants and not key.startswith(starts)}
     assert not unused
-    asked = set(re.findall(r'(?:words|self)\("([a-z_]+)"', code))
+    asked = set(re.findall(r'(?:words|self)\("([a-z_]+)"|"(?=col_)([a-z_]+)"', code))
+    asked = {key for pair in asked for key in pair if key}
     assert asked <= set(texts())
 
 
