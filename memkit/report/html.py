@@ -22,6 +22,7 @@ _POLICY = (
 )
 _WIDTH, _HEIGHT = 1000, 300  # of a curve's own coordinates; the page scales them
 _NUM_COLORS = 4
+_MOST_DASHED = 120  # points of a curve; among more, dashes are lost
 
 
 def to_html(report: Report, mark: str) -> str:
@@ -154,8 +155,9 @@ def _rule(y: float, name: str = "rule") -> str:
 
 
 def _classes(chart: Lines, line: Curve) -> str:
-    """Return the classes of a curve. Without dashed curves, dashes tell the colors apart, as on paper."""
-    is_told = not line.is_line or any(each.style == "dashed" for each in chart.lines)
+    """Return the classes of a curve. Dashes tell the colors apart on paper, where they can be seen and mean no more."""
+    is_dense = max(len(each.x) for each in chart.lines) > _MOST_DASHED
+    is_told = not line.is_line or is_dense or any(each.style == "dashed" for each in chart.lines)
     return f"l{chart.colors[line.name] % _NUM_COLORS}" + f" {line.style}" * is_told
 
 
