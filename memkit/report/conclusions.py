@@ -11,7 +11,7 @@ from memkit._core.printable import printable
 from memkit._events.reader import EventLog
 from memkit.report.cards import Fit, smallest_card
 from memkit.report.figures import LogPeak, ReportFigures
-from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, Table, clean
+from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, clean
 from memkit.report.rating import Rating
 from memkit.report.usage import rise_text, shortage_texts
 from memkit.report.words import Words, describe, share_text
@@ -149,7 +149,7 @@ def efficiency(rating: Rating, words: Words) -> Section:
 def advice_section(advice: Sequence[Tip], words: Words) -> Section:
     """Build the section with short-, middle- and long-term advice."""
     nodes: list[Node] = []
-    columns = (words("col_advice"), words("col_evidence"), words("col_results"), words("col_saves"))
+    columns = ("col_advice", "col_evidence", "col_results", "col_saves")
     results = {True: words("results_same"), False: words("results_change"), None: ""}
     for horizon in HORIZONS:
         rows = tuple(
@@ -158,7 +158,9 @@ def advice_section(advice: Sequence[Tip], words: Words) -> Section:
             if each.horizon == horizon
         )
         caption = words(f"horizon_{horizon}")
-        nodes.append(Table(columns, rows, caption) if rows else Paragraph(words("horizon_empty", horizon=caption)))
+        nodes.append(
+            words.table(columns, rows, caption) if rows else Paragraph(words("horizon_empty", horizon=caption))
+        )
     nodes.append(Paragraph(words("advice_method")))
     return Section(words("advice_title"), tuple(nodes))
 

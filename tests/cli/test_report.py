@@ -68,7 +68,7 @@ def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
         (["report", "--log", "none.json"], "no file there"),
         (["report", "--log", str(S1), "--output", "report.pdf"], "the suffix '.pdf'"),
         (["report", "--log", str(S1), "--output", str(S1)], "a file that is there and is no memkit report"),
-        (["report", "--log", str(S1), "--language", "de"], "expected one of en, zh"),
+        (["report", "--log", str(S1), "--language", "de"], "expected one of 'en', 'zh'"),
         (["report", "--log", str(S1), "--gpu", "none"], "a name of no card"),
         (["compare", str(S1), "none.json"], "no file there"),
         (["compare", str(S1), str(S1), "--output", "x.pdf"], "the report 'x.pdf': got the suffix"),
