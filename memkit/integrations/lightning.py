@@ -20,7 +20,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from memkit._core.errors import ConfigError, FileFormatError, MemkitWarning
+from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._core.settings import check_version
 from memkit._gradients.loss import Loss
 from memkit.integrations.lightning_parts import BatchPart, BatchParts, detached_part, rows_of, with_places
 from memkit.memory.manager import MemoryManager
@@ -342,11 +343,5 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore `state_dict`; `on_fit_start` passes it on."""
-        if state_dict.get("version") != _VERSION:
-            raise FileFormatError(
-                "MemoryCallback.load_state_dict(state)",
-                got=f"version {state_dict.get('version')!r}",
-                expected=f"version {_VERSION}",
-                fix="load the checkpoint with the memkit that saved it.",
-            )
+        check_version("MemoryCallback.load_state_dict(state)", state_dict, _VERSION)
         self._sizes = state_dict["sizes"]
