@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
 from memkit.chunk.halo import find_reach
 from memkit.chunk.sizing import is_auto
@@ -128,10 +129,9 @@ def _check_input(module: object, x: object) -> None:
     way_out = "put the function into the forward of a module that holds its layers."
     module = Checker(CALL).instance(module, nn.Module, "an nn.Module, whose parameters are known", way_out)
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
-        got = f"a tensor of {x.dim()} dimensions, {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise InputTypeError(
             CALL,
-            got=got,
+            got=described(x),
             expected="a floating point tensor (B, C, *spatial)",
             fix="add the missing dimensions with x[None, None]; convert with x.float().",
         )

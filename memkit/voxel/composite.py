@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from memkit._core.errors import InputTypeError, StateError
+from memkit._core.printable import described
 from memkit._core.settings import Checker, check_version
 
 VoxelLoss: TypeAlias = Callable[..., Tensor]
@@ -117,10 +118,9 @@ class CompositeLoss3D(nn.Module):
         for name, weight in weights.items():
             value: Any = self.losses[name](prediction, target)
             if not isinstance(value, Tensor) or value.dim():
-                what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise InputTypeError(
                     call,
-                    got=f"{what} from {name!r}",
+                    got=f"{described(value)} from {name!r}",
                     expected="a 0-dim tensor",
                     fix="average inside of the loss: reduction='mean'.",
                 )
