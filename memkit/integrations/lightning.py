@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._core.errors import ConfigError, warn_user
 from memkit._core.settings import check_version
 from memkit._gradients.loss import Loss
 from memkit.integrations.lightning_parts import BatchPart, BatchParts, detached_part, rows_of, with_places
@@ -297,12 +296,10 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
             multiply_gradients(list_parameters([optimizer]), num_batches * self._unit / num_rows)
         elif 0 < len(self._rows) < num_batches and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"Lightning divides the gradient of the epoch's last {len(self._rows)} batches by "
                 f"accumulate_grad_batches={num_batches}: this step counts {len(self._rows)}/{num_batches} of the "
-                "others. MemoryCallback(exact_accumulation=True) gives every step the mean over its rows.",
-                MemkitWarning,
-                stacklevel=2,
+                "others. MemoryCallback(exact_accumulation=True) gives every step the mean over its rows."
             )
 
     def on_train_batch_end(

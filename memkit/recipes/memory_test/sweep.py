@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, SupportsIndex, TypeAlias
 
-from memkit._core.errors import ConfigError, InputTypeError, MemkitWarning
+from memkit._core.errors import ConfigError, InputTypeError, warn_user
 from memkit._core.units import parse_bytes
 from memkit._machine.devices import resolve_device
 from memkit.predict.scaling.measured import measure_scaling
@@ -156,10 +155,8 @@ def _device_of(config: MemoryTestConfig) -> str | None:
     try:
         return str(resolve_device(config.device))
     except ConfigError:
-        warnings.warn(
-            f"this machine has no {config.device}: all points are predicted. Way out: device='cpu' measures here.",
-            MemkitWarning,
-            stacklevel=4,
+        warn_user(
+            f"this machine has no {config.device}: all points are predicted. Way out: device='cpu' measures here."
         )
         return None
 

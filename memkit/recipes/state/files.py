@@ -22,7 +22,6 @@ import shutil
 import stat
 import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import IO, Any, final
 if sys.platform != "win32":
     import fcntl
 
-from memkit._core.errors import MemkitWarning, StateError
+from memkit._core.errors import StateError, warn_user
 from memkit._machine.files import write_text
 
 LARGEST_STEP = 10**18 - 1
@@ -141,7 +140,7 @@ def _lock(descriptor: int, directory: Path, kind: int) -> None:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         text = f"TrainingStateManager has waited {_PATIENCE_S:.0f} s for another process that uses {directory}"
-        reminder = threading.Timer(_PATIENCE_S, warnings.warn, (text, MemkitWarning))
+        reminder = threading.Timer(_PATIENCE_S, warn_user, (text,))
         reminder.daemon = True
         reminder.start()
         try:
@@ -150,7 +149,7 @@ def _lock(descriptor: int, directory: Path, kind: int) -> None:
             reminder.cancel()
     except OSError as error:
         text = f"TrainingStateManager cannot lock {directory} ({error.strerror}): let one process at a time use it"
-        warnings.warn(text, MemkitWarning, stacklevel=2)
+        warn_user(text)
 
 
 @contextlib.contextmanager
@@ -258,7 +257,7 @@ def _is_own_folder(path: Path) -> bool:
 
 def _warn_of_what_stays(path: Path, reason: str) -> None:
     text = f"TrainingStateManager does not remove {path}, which it no longer needs: {reason}"
-    warnings.warn(text, MemkitWarning, stacklevel=2)
+    warn_user(text)
 
 
 def _free_path(path: Path) -> Path:

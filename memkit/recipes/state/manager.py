@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from numbers import Integral
@@ -15,7 +14,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.settings import Checker, as_whole
 from memkit._machine import random_state
@@ -298,11 +297,9 @@ class TrainingStateManager(Uncopied, Closing):
         best = self._find_best(states)
         others = {notes["mode"] for notes in _read_notes(states).values()} - {None, self.mode or "min"}
         if self.mode is not None and others:
-            warnings.warn(
+            warn_user(
                 f"TrainingStateManager(mode={self.mode!r}): {self.directory} has states that were saved with "
-                f"mode={others.pop()!r}. The best of them is not kept. Use another directory, or leave mode out.",
-                MemkitWarning,
-                stacklevel=2,
+                f"mode={others.pop()!r}. The best of them is not kept. Use another directory, or leave mode out."
             )
         remove_states(state for state in states[self._keep :] if state != best)
 
@@ -352,7 +349,7 @@ class TrainingStateManager(Uncopied, Closing):
             problem = next((each for each in crew.gather(_find_problem(saved, crew)) if each), None)
             if problem is None:
                 return saved
-            _warn(f"passes over {saved.path}: {problem}", stacklevel=4)
+            _warn(f"passes over {saved.path}: {problem}")
         raise FileFormatError(
             "TrainingStateManager.restore()",
             got=f"no state that is whole in {self.directory} ({len(candidates)} tried)",
@@ -434,12 +431,12 @@ def _find_problem(saved: SavedState, crew: Crew) -> str | None:
     return None
 
 
-def _warn(text: str, *, stacklevel: int = 3) -> None:
-    warnings.warn(f"TrainingStateManager.restore(): {text}.", MemkitWarning, stacklevel=stacklevel)
+def _warn(text: str) -> None:
+    warn_user(f"TrainingStateManager.restore(): {text}.")
 
 
 def _tell_of_failures(failures: list[str], directory: Path) -> None:
     """Warn about a state that was not written, if no later call could raise the error."""
     for failure in failures:
         text = f"TrainingStateManager(background=True) could not write the last state in {directory}: {failure}"
-        warnings.warn(f"{text}. Call close() at the end, which raises the error.", MemkitWarning, stacklevel=2)
+        warn_user(f"{text}. Call close() at the end, which raises the error.")
