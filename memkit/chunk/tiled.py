@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
 from memkit.chunk.halo import find_reach
@@ -194,12 +193,10 @@ def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> No
     needed = {dim: max(reach.before, reach.after) for dim, reach in reaches.items()}
     short = [dim for dim in reaches if halos[dim] < needed[dim]]
     if short:
-        warnings.warn(
+        warn_user(
             f"tiled_apply: halo={tuple(halos[dim] for dim in short)} in dimensions {tuple(short)}, but results of the "
             f"module depend on places up to {tuple(needed[dim] for dim in short)} away: they and gradients are wrong "
-            "near the cuts. halo='auto' takes these.",
-            MemkitWarning,
-            stacklevel=3,
+            "near the cuts. halo='auto' takes these."
         )
 
 
@@ -207,9 +204,7 @@ def _warn_of_no_effect(x: Tensor, axes: Sequence[Axis], reaches: dict[int, Reach
     if any(axis.length < axis.size for axis in axes):
         return
     halos = ", ".join(f"{reach.before} + {reach.after}" for reach in reaches.values())
-    warnings.warn(
+    warn_user(
         f"tiled_apply: a tile with its halo ({halos}) is as large as the volume {tuple(x.shape[2:])}: the module runs "
-        "whole. A larger volume, or a module that looks less far, can be cut.",
-        MemkitWarning,
-        stacklevel=3,
+        "whole. A larger volume, or a module that looks less far, can be cut."
     )

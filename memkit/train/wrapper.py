@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import InputError, MemkitError, MemkitWarning, StateError
+from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss, LossFn, read_loss
@@ -392,7 +391,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._precision.scaler.load_state_dict(state["scaler"])
         elif self._precision.scaler or state["scaler"]:
             has = "no loss scale, which starts anew" if self._precision.scaler else "a loss scale, which is not used"
-            warnings.warn(f"{call}: the state is of another precision: it has {has}.", MemkitWarning, stacklevel=2)
+            warn_user(f"{call}: the state is of another precision: it has {has}.")
 
     def close(self) -> None:
         """Restore the model: its own forwards and dtypes, no hooks, DDP synchronizing in backward."""
