@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 import unicodedata
+from typing import Any
 
 # Control and format characters (escape sequences, bidirectional overrides), lone surrogates, line separators.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -50,6 +51,13 @@ def _escape(found: re.Match[str]) -> str:
 
 def _is_hidden(character: str) -> bool:
     return unicodedata.category(character) in _HIDDEN
+
+
+def described(value: Any) -> str:
+    """Describe a value by its type; a tensor or an array also by its shape and dtype."""
+    kind = f"a {type(value).__name__}"
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return f"{kind} of shape {tuple(value.shape)}, {value.dtype}" if is_array else kind
 
 
 def short(value: object) -> str:

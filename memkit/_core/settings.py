@@ -10,7 +10,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, TypeVar
 
-from memkit._core.errors import ConfigError, InputTypeError, MemkitError
+from memkit._core.errors import ConfigError, FileFormatError, InputTypeError, MemkitError
 
 T = TypeVar("T")
 LARGEST_WHOLE = 2**63 - 1
@@ -163,6 +163,22 @@ def _nearest_whole(value: Any, low: int, high: int) -> int:
         return low if isinstance(value, bool) else min(max(int(float(value)), low), high)
     except (TypeError, ValueError, OverflowError):
         return low
+
+
+def check_version(call: str, state: object, *known: int) -> None:
+    """Refuse a saved state that this memkit cannot read.
+
+    Raises:
+        FileFormatError: It has another version, or none.
+    """
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if type(version) is not int or version not in known:  # a tensor would not compare
+        raise FileFormatError(
+            call,
+            got=f"version {version!r}" if isinstance(state, Mapping) else f"a {type(state).__name__}",
+            expected=f"version {' or '.join(map(str, known))}",
+            fix="load the state with the memkit that saved it.",
+        )
 
 
 def as_whole(value: Any) -> int | None:

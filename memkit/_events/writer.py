@@ -7,7 +7,6 @@ import json
 import operator
 import os
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memkit._core.errors import FileFormatError, InputError, MemkitWarning, StateError
+from memkit._core.errors import FileFormatError, InputError, StateError, warn_user
 from memkit._core.printable import printable_json
 from memkit._events.log import EVENT_KEYS, Event, LogHeader, require_rank
 from memkit._machine.files import atomic_writer, write_bytes
@@ -165,11 +164,9 @@ class EventWriter:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._has_failed = True
-            warnings.warn(
+            warn_user(
                 f"The memory log {str(self.path)!r} cannot be written any more ({error}). The run goes on without it; "
-                f"the last {_NUM_UNWRITTEN} events from here on are in EventWriter.unwritten.",
-                MemkitWarning,
-                stacklevel=4,
+                f"the last {_NUM_UNWRITTEN} events from here on are in EventWriter.unwritten."
             )
         return rest
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from memkit._core.errors import FileFormatError, StateError
+from memkit._core.errors import StateError
+from memkit._core.settings import check_version
 
 _VERSION = 2
 _POSITION = 624  # words of the Mersenne twister; the next word is its position
@@ -84,13 +85,8 @@ class RandomState:
         Raises:
             FileFormatError: This version of memkit cannot read the state's version.
         """
-        if state.get("version") not in {1, _VERSION}:  # version 1 had only the current accelerator
-            raise FileFormatError(
-                "RandomState.from_state_dict(state)",
-                got=f"version {state.get('version')!r}",
-                expected=f"version {_VERSION} or 1",
-                fix="load the state with the memkit that saved it.",
-            )
+        # Version 1 had only the current accelerator.
+        check_version("RandomState.from_state_dict(state)", state, _VERSION, 1)
         name, key, position, has_gauss, cached_gaussian = state["numpy"]
         version, internal, gauss_next = state["python"]
         return cls(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._recovery.attempt import Done, Failed, unless_failed
@@ -294,10 +295,9 @@ def _refusal(got: str, fix: str) -> InputError:
 
 def _check_volume(volume: object) -> None:
     if not isinstance(volume, Tensor) or volume.dim() != 5 or not volume.is_floating_point():
-        got = f"{tuple(volume.shape)}, {volume.dtype}" if isinstance(volume, Tensor) else f"a {type(volume).__name__}"
         raise InputTypeError(
             CALL,
-            got=got,
+            got=described(volume),
             expected="a floating point volume (B, C, D, H, W), or SparseVoxels",
             fix="add the missing dimensions with volume[None, None]; convert with volume.float().",
         )

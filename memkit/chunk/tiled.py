@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
 from memkit.chunk.halo import find_reach
 from memkit.chunk.sizing import is_auto
@@ -128,10 +128,9 @@ def _check_input(module: object, x: object) -> None:
     way_out = "put the function into the forward of a module that holds its layers."
     module = Checker(CALL).instance(module, nn.Module, "an nn.Module, whose parameters are known", way_out)
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
-        got = f"a tensor of {x.dim()} dimensions, {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise InputTypeError(
             CALL,
-            got=got,
+            got=described(x),
             expected="a floating point tensor (B, C, *spatial)",
             fix="add the missing dimensions with x[None, None]; convert with x.float().",
         )
@@ -194,12 +193,10 @@ def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> No
     needed = {dim: max(reach.before, reach.after) for dim, reach in reaches.items()}
     short = [dim for dim in reaches if halos[dim] < needed[dim]]
     if short:
-        warnings.warn(
+        warn_user(
             f"tiled_apply: halo={tuple(halos[dim] for dim in short)} in dimensions {tuple(short)}, but results of the "
             f"module depend on places up to {tuple(needed[dim] for dim in short)} away: they and gradients are wrong "
-            "near the cuts. halo='auto' takes these.",
-            MemkitWarning,
-            stacklevel=3,
+            "near the cuts. halo='auto' takes these."
         )
 
 
@@ -207,9 +204,7 @@ def _warn_of_no_effect(x: Tensor, axes: Sequence[Axis], reaches: dict[int, Reach
     if any(axis.length < axis.size for axis in axes):
         return
     halos = ", ".join(f"{reach.before} + {reach.after}" for reach in reaches.values())
-    warnings.warn(
+    warn_user(
         f"tiled_apply: a tile with its halo ({halos}) is as large as the volume {tuple(x.shape[2:])}: the module runs "
-        "whole. A larger volume, or a module that looks less far, can be cut.",
-        MemkitWarning,
-        stacklevel=3,
+        "whole. A larger volume, or a module that looks less far, can be cut."
     )

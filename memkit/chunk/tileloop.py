@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, without_hooks
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.circumstances import Circumstances
@@ -197,10 +198,9 @@ def _reduced(part: Tensor, reduce: Callable[[Tensor], Tensor], num_spatial: int)
 
 def _refuse_other_forms(x: Tensor, y: object) -> None:
     if not isinstance(y, Tensor) or y.dim() != x.dim() or len(y) != len(x):
-        got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise InputTypeError(
             CALL,
-            got=f"a module that returns {got} for an input of shape {tuple(x.shape)}",
+            got=f"a module that returns {described(y)} for an input of shape {tuple(x.shape)}",
             expected="one tensor (B, channels, *spatial) with as many dimensions as the input",
             fix="wrap the module in one that returns the tensor you need; pool or flatten outside.",
         )

@@ -114,7 +114,7 @@ def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> SweepJo
 def _results(
     arguments: argparse.Namespace, config: MemoryTestConfig, journal: SweepJournal | None
 ) -> list[MemoryTestResult]:
-    from memkit.recipes.memory_test.sweep import run_memory_test, run_own_step  # these import torch
+    from memkit.recipes.memory_test.sweep import run_memory_test, sweep  # these import torch
 
     predicted = set[str]()
 
@@ -135,7 +135,7 @@ def _results(
     }
     if arguments.step is not None:
         build_step = load_function("profile", arguments.step)
-        return [run_own_step(arguments.step, build_step, _sizes(arguments.sizes), config, **options)]
+        return [sweep("script", [(arguments.step, None, build_step)], _sizes(arguments.sizes), config, **options)]
     both: tuple[Literal["full", "core"], ...] = ("full", "core")
     analyses = [name for name in both if getattr(arguments, name)] or both
     return [run_memory_test(config, analysis, **options) for analysis in analyses]

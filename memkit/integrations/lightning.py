@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +19,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from memkit._core.errors import ConfigError, FileFormatError, MemkitWarning
+from memkit._core.errors import ConfigError, warn_user
+from memkit._core.settings import check_version
 from memkit._gradients.loss import Loss
 from memkit.integrations.lightning_parts import BatchPart, BatchParts, detached_part, rows_of, with_places
 from memkit.memory.manager import MemoryManager
@@ -296,12 +296,10 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
             multiply_gradients(list_parameters([optimizer]), num_batches * self._unit / num_rows)
         elif 0 < len(self._rows) < num_batches and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"Lightning divides the gradient of the epoch's last {len(self._rows)} batches by "
                 f"accumulate_grad_batches={num_batches}: this step counts {len(self._rows)}/{num_batches} of the "
-                "others. MemoryCallback(exact_accumulation=True) gives every step the mean over its rows.",
-                MemkitWarning,
-                stacklevel=2,
+                "others. MemoryCallback(exact_accumulation=True) gives every step the mean over its rows."
             )
 
     def on_train_batch_end(
@@ -342,11 +340,5 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore `state_dict`; `on_fit_start` passes it on."""
-        if state_dict.get("version") != _VERSION:
-            raise FileFormatError(
-                "MemoryCallback.load_state_dict(state)",
-                got=f"version {state_dict.get('version')!r}",
-                expected=f"version {_VERSION}",
-                fix="load the checkpoint with the memkit that saved it.",
-            )
+        check_version("MemoryCallback.load_state_dict(state)", state_dict, _VERSION)
         self._sizes = state_dict["sizes"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memkit._torch.modules import BUFFERS
 from memkit._torch.pytree import keystr, tree_leaves_with_path
 from memkit.memory.graphs import GraphWalk, grad_of, graph_of, storages_of
-from memkit.memory.holders import References, attributes, is_a
+from memkit.memory.holders import References, attributes, instances_of, is_a
 
 _Owners = dict[int, tuple[str, Any]]  # by id of a tensor: its category, and the parameter that it belongs to
 
@@ -60,10 +60,10 @@ def take_census(device: torch.device, num_largest: int) -> Census:
         num_largest: Number of storages to list with their holders.
     """
     objects = gc.get_objects()  # no closure may hold it: its cell would be in the list, a cycle that is never freed
-    tensors: list[Tensor] = _all_of(Tensor, objects)
-    layers = _all_of(nn.Module, objects)
+    tensors: list[Tensor] = instances_of(Tensor, objects)
+    layers = instances_of(nn.Module, objects)
     gradients = [(gradient, tensor) for tensor in tensors if (gradient := grad_of(tensor)) is not None]
-    states = list(_optimizer_states(_all_of(torch.optim.Optimizer, objects)))
+    states = list(_optimizer_states(instances_of(torch.optim.Optimizer, objects)))
     there = {
         key: (nbytes, tensor)
         for tensor in (*(gradient for gradient, _ in gradients), *tensors)
@@ -102,12 +102,6 @@ def take_census(device: torch.device, num_largest: int) -> Census:
             for key, tensor in largest.items()
         ),
     )
-
-
-def _all_of(base: type, objects: list[object]) -> list[Any]:
-    """Return the instances of a class by their true types, without consulting a proxy's ``__class__``."""
-    kinds = {kind for kind in set(map(type, objects)) if base in type.__getattribute__(kind, "__mro__")}
-    return [each for each in objects if type(each) in kinds]
 
 
 def _optimizer_states(optimizers: list[Any]) -> Iterator[tuple[Tensor, str, Any]]:

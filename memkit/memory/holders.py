@@ -36,7 +36,7 @@ _LOCALS_ARE_FAST = 0x1  # code flag: a function's locals, not a module's dict
 _SHOWS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 _UNSHARED = 3  # references to a frame's dict of locals: the frame's, the variable's, the argument's
 _LAST_ERRORS = ("last_exc", "last_value", "last_traceback")
-_CACHE = type(functools.lru_cache(maxsize=1)(id))
+CACHE = type(functools.lru_cache(maxsize=1)(id))
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 _INTERNAL = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
@@ -44,6 +44,12 @@ _INTERNAL = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 def is_a(value: object, kind: type) -> bool:
     """`isinstance` without consulting the object: a proxy's ``__class__`` may run code, or fail."""
     return kind in type.__getattribute__(type(value), "__mro__")
+
+
+def instances_of(base: type, objects: list[object]) -> list[Any]:
+    """Return the instances of a class by their true types, without consulting a proxy's ``__class__``."""
+    kinds = {kind for kind in set(map(type, objects)) if base in type.__getattribute__(kind, "__mro__")}
+    return [each for each in objects if type(each) in kinds]
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -276,7 +282,7 @@ def _names_in(parent: Any) -> Iterator[tuple[NamedReference, Any]]:
     """Yield the named references of an object."""
     if type(parent) is FunctionType:
         yield from _names_in_function(parent)
-    elif type(parent) is _CACHE:
+    elif type(parent) is CACHE:
         function = parent.__wrapped__
         place = NamePlace(function.__qualname__, function.__code__.co_filename, function.__code__.co_firstlineno)
         yield from ((NamedReference("lru_cache of function", place), value) for value in gc.get_referents(parent))
@@ -350,7 +356,7 @@ def _carriers(parent: Any) -> set[int]:
         return set(map(id, (*cells, cells, parent.__defaults__, parent.__kwdefaults__, parent.__dict__)))
     if is_a(parent, threading.local):
         return set(map(id, [*gc.get_referents(parent), *_dicts_of_threads(parent)]))
-    if is_a(parent, type) or type(parent) is _CACHE:
+    if is_a(parent, type) or type(parent) is CACHE:
         return {id(each) for each in gc.get_referents(parent) if type(each) is dict}
     return {id(namespace_of(parent))}
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from memkit._core.errors import MemkitWarning, StateError
+from memkit._core.errors import StateError, warn_user
 from memkit._core.settings import Checker
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.writer import EventWriter, parse_event, rank_path, save_events, save_legacy
@@ -71,11 +70,9 @@ class EventJournal:
             self._writer.write_texts(events)
         except StateError:
             self.close()  # this process's copy
-            warnings.warn(
+            warn_user(
                 f"Process {os.getpid()} was forked from the one that writes the memory log: its own events stay in its "
-                "memory. Make a MemoryManager with another log there to keep them.",
-                MemkitWarning,
-                stacklevel=5,
+                "memory. Make a MemoryManager with another log there to keep them."
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

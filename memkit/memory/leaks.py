@@ -16,7 +16,7 @@ from memkit._core.units import KIB, format_bytes
 from memkit._torch.graph import next_sequence_number
 from memkit._torch.modules import HOOKS
 from memkit.memory.graphs import grad_of, spanning
-from memkit.memory.holders import References, Referrer, attributes
+from memkit.memory.holders import References, Referrer, attributes, instances_of
 from memkit.memory.sources import Growth, find_call, find_growth
 from memkit.memory.suspects import CONTAINERS, GrowthKind, Suspect, growing_containers, growing_graph, hook_dicts
 
@@ -183,11 +183,11 @@ class LeakWatch:
         """
         gc.collect()
         objects = gc.get_objects()
-        tensors = _all_of(Tensor, objects)
+        tensors = instances_of(Tensor, objects)
         self._stamp(tensors)
-        layers = _all_of(nn.Module, objects)
+        layers = instances_of(nn.Module, objects)
         suspects = [*self._grown_hooks(layers), *self._grown_graphs(tensors)]
-        targets = self._targets(tensors, _all_of(torch.optim.Optimizer, objects))
+        targets = self._targets(tensors, instances_of(torch.optim.Optimizer, objects))
         leaks: list[Leak] = []
         if targets or suspects:
             references = References(objects, layers)
@@ -298,12 +298,6 @@ class LeakWatch:
         return record.streak >= (_PATIENCE_IF_EMPTIED if growth.is_emptied else _PATIENCE)
 
 
-def _all_of(base: type, objects: list[object]) -> list[Any]:
-    """Return the instances of a class by their true types, without consulting a proxy's ``__class__``."""
-    kinds = {kind for kind in set(map(type, objects)) if base in type.__getattribute__(kind, "__mro__")}
-    return [each for each in objects if type(each) in kinds]
-
-
 def _holder_of(suspect: Suspect, references: References, tensors: list[Tensor]) -> Referrer:
     holder = references.holder_of(suspect.value)
     if holder.place is None:
@@ -316,10 +310,10 @@ def _holder_of(suspect: Suspect, references: References, tensors: list[Tensor]) 
 
 def _growth_of(holder: Referrer, files: list[str]) -> Growth:
     if holder.place is None:
-        return Growth(None, is_certain=False, is_emptied=False, is_restarted=False)
+        return Growth()
     if holder.place.name in HOOKS:
         line = find_call(HOOKS[holder.place.name], files)
-        return Growth(line, is_certain=line is not None, is_emptied=False, is_restarted=False)
+        return Growth(line, is_certain=line is not None)
     return find_growth(holder.place, files)
 
 

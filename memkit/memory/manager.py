@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from memkit._advice.suggest import Facts, Tip, suggest
-from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._core.errors import ConfigError, MemkitWarning, warn_user
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.records import MemorySnapshot
 from memkit._core.settings import Checker
@@ -332,12 +331,12 @@ class MemoryManager(Uncopied, Closing):
             _LOGGER.error("out of memory: see %s", path)
         except Exception as problem:  # noqa: BLE001 - nothing may hide the error being raised
             with contextlib.suppress(MemkitWarning):  # if warnings are errors
-                warnings.warn(f"The post-mortem could not be written: {problem!r}", MemkitWarning, stacklevel=5)
+                warn_user(f"The post-mortem could not be written: {problem!r}")
 
     def _warn_of_sharing(self) -> None:
         others = self._claim.others() if self._claim else ()
         for tip in suggest(Facts(others=others)):
-            warnings.warn(f"MemoryManager({str(self.device)!r}): {tip}", MemkitWarning, stacklevel=3)
+            warn_user(f"MemoryManager({str(self.device)!r}): {tip}")
 
 
 def _finish(ledger: Ledger, journal: EventJournal) -> None:

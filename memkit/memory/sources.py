@@ -41,10 +41,10 @@ class Growth:
         is_restarted: Whether an outer loop recreates it: at each epoch, or at each step.
     """
 
-    line: str | None
-    is_certain: bool
-    is_emptied: bool
-    is_restarted: bool
+    line: str | None = None
+    is_certain: bool = False
+    is_emptied: bool = False
+    is_restarted: bool = False
 
 
 def find_growth(place: NamePlace, other_files: Iterable[str]) -> Growth:
@@ -72,9 +72,7 @@ def find_growth(place: NamePlace, other_files: Iterable[str]) -> Growth:
                 is_restarted=any(each is block for each in search.restarts for block in blocks if _is_loop(block)),
             )
     line = _class_line(place.scope, place.file) if isinstance(place.scope, str) else place.scope
-    return Growth(
-        f"{place.file}:{line}" if place.file and line else None, is_certain=False, is_emptied=False, is_restarted=False
-    )
+    return Growth(f"{place.file}:{line}" if place.file and line else None)
 
 
 def find_call(method: str, files: Iterable[str]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from memkit._torch.modules import HOOKS
 from memkit.memory.graphs import GraphWalk, graph_of, nodes_before, storages_of
-from memkit.memory.holders import References, is_a, is_object_array, namespace_of
+from memkit.memory.holders import CACHE, References, is_a, is_object_array, namespace_of
 
 GrowthKind = Literal["tensors", "graph", "tensors and graph", "hooks"]
 Grew = Callable[[Any, list[tuple[int, int]]], bool]
 Age = Callable[[Tensor], int | None]
 CONTAINERS = (list, tuple, dict, set, deque)
-_CACHE = type(functools.lru_cache(maxsize=1)(id))
 _WIDEST, _DEEPEST = 64, 8  # bounds of the upward search: objects per level, levels
 _MOST_CONTENTS = 20_000  # objects inspected inside one container
 
@@ -120,7 +118,7 @@ def _is_container(value: object) -> bool:
 
 
 def _is_bounded(value: Any) -> bool:
-    if type(value) is _CACHE:
+    if type(value) is CACHE:
         return value.cache_parameters()["maxsize"] is not None
     return is_a(value, deque) and deque.maxlen.__get__(value) is not None
 

@@ -36,11 +36,11 @@ def resolved(backend: GridBackend, device: torch.device, call: str) -> GridBacke
     Raises:
         ConfigError: The backend does not run on the device, or is not installed.
     """
-    fitting: tuple[GridBackend, ...] = ("torch", "triton") if device.type != "cpu" else get_args(GridBackend)
+    fitting: tuple[GridBackend, ...] = ("auto", "torch", "triton") if device.type != "cpu" else get_args(GridBackend)
     if backend == "auto":
         with_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         return "numpy" if device.type == "cpu" else "triton" if with_triton else "torch"
-    _check_known(backend, call, ("auto", *fitting))
+    _check_known(backend, call, fitting)
     _check_installed(backend, call)
     if backend == "triton" and device.type == "cpu":
         _refuse_without_interpreter(call)
@@ -68,6 +68,4 @@ def _check_installed(backend: GridBackend, call: str) -> None:
 
 
 def _check_known(backend: str, call: str, known: tuple[str, ...]) -> None:
-    Checker(call).choice(
-        "backend", backend, tuple(dict.fromkeys(known)), fix="leave it out: all give the same samples."
-    )
+    Checker(call).choice("backend", backend, known, fix="leave it out: all give the same samples.")

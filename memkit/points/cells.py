@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from memkit._core.errors import InputError, InputTypeError, MemkitWarning
+from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit.points.passes import Passes, grid_coords
 
 Points = ArrayLike | Tensor
@@ -160,9 +159,7 @@ def _compact_keys(points: NDArray[Any], size: NDArray[np.float64], origin: NDArr
 
 def _warn_coarse(dtype: np.dtype[Any], sides: NDArray[Any], size: NDArray[np.float64], call: str) -> None:
     if dtype.kind == "f" and bool((np.spacing(np.abs(sides).max(axis=0)) > 0.01 * size).any()):
-        warnings.warn(
+        warn_user(
             f"{call}: far from the origin, {dtype} tells points apart only by more than 1% of grid_size, so that cell "
-            "borders are rounding. Subtract an offset in float64 before the points are stored.",
-            MemkitWarning,
-            stacklevel=4,
+            "borders are rounding. Subtract an offset in float64 before the points are stored."
         )

@@ -5,6 +5,7 @@ The host knows how many points are kept, so nothing waits for the device. Sample
 
 from __future__ import annotations
 
+import functools
 import importlib
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -76,11 +77,7 @@ class DeviceDraws:
         return held[place]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (self._device, self._with_triton)
-
-
-def _remade(device: torch.device, with_triton: bool) -> DeviceDraws:  # noqa: FBT001 # called by __reduce__
-    return DeviceDraws(device, with_triton=with_triton)
+        return functools.partial(DeviceDraws, with_triton=self._with_triton), (self._device,)
 
 
 def _layout_on(layout: Layout, device: torch.device) -> DeviceLayout:

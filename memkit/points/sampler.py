@@ -345,10 +345,8 @@ def _joined(parts: list[Ints]) -> Ints:
 
 
 def _checked_scenarios(scenarios: Iterable[Scenario], call: str) -> list[Scenario]:
-    wanted = list(scenarios)
-    if unknown := [each for each in wanted if each not in _CODES]:
-        raise InputError(call, got=repr(unknown[0]), expected=", ".join(map(repr, _CODES)), fix="leave the others out.")
-    return wanted
+    check = Checker(call, InputError)
+    return [check.choice("scenarios", each, _CODES, fix="leave the others out.") for each in scenarios]
 
 
 def _checked_weights(weights: Points, num_points: int) -> Floats:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from memkit._core.errors import MemkitWarning
+from memkit._core.errors import warn_user
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
 from memkit.predict.gpus import CapacityLike, capacity_bytes
@@ -304,12 +303,10 @@ class MemoryEstimate:
         return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
 
 
-def warn_of_doubts(call: str, estimate: MemoryEstimate, stacklevel: int = 3) -> None:
-    """Warn if an estimate that is being used has doubts; ``stacklevel`` points to the user's call."""
+def warn_of_doubts(call: str, estimate: MemoryEstimate) -> None:
+    """Warn if an estimate that is being used has doubts."""
     if estimate.doubts:
-        warnings.warn(
+        warn_user(
             f"{call}(...) is not known to hold: {'; '.join(estimate.doubts)}. Way out: let no size and no branch of "
-            "the step depend on values of its tensors.",
-            MemkitWarning,
-            stacklevel=stacklevel,
+            "the step depend on values of its tensors."
         )

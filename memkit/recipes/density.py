@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputError
+from memkit._core.printable import described
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss, LossFn
@@ -313,17 +314,16 @@ def _take(output: Any, rows: Tensor) -> Any:
 def _scalar(loss: object, name: str) -> Tensor:
     if isinstance(loss, Tensor) and loss.ndim == 0:
         return loss
-    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise InputError(_CALL, got=f"{got} from {name}", expected="a 0-dim tensor", fix="return the mean over the points.")
+    got = f"{described(loss)} from {name}"
+    raise InputError(_CALL, got=got, expected="a 0-dim tensor", fix="return the mean over the points.")
 
 
 def _check_rows(leaves: list[Any], num_points: int) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_points:
-            got = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise InputError(
                 _CALL,
-                got=f"{got} from the model for {num_points} points",
+                got=f"{described(leaf)} from the model for {num_points} points",
                 expected="tensors with one row for each point of the batch",
                 fix="return predictions or features of points only.",
             )

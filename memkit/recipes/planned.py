@@ -10,37 +10,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.protocols import Scheduler
-from memkit._core.units import format_bytes
+from memkit._core.settings import Checker
+from memkit._core.units import format_bytes, parse_bytes
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit.predict.estimate import warn_of_doubts
-from memkit.predict.gpus import GPU, CapacityLike
+from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.predict.plan.plan import TrainingPlan
-from memkit.predict.plan.search import fastest, search
+from memkit.predict.plan.search import fastest, micro_batch_counts, search
 from memkit.predict.plan.speeds import card_speeds, host_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
-from memkit.recipes.planned_checks import (
-    PlannedPrecision,
-    allowed_counts,
-    check_measurable,
-    check_precisions,
-    find_place,
-    rows_to_plan,
-    shown,
-)
 from memkit.train.checkpointing import choose_blocks
-from memkit.train.models import unwrap_model
+from memkit.train.models import device_of, unwrap_model
 from memkit.train.split import count_rows, take_rows
+from memkit.train.split_check import check_split, scan_modules
 from memkit.train.treatments import KEPT_OPERATORS
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
@@ -48,6 +41,7 @@ _NUM_FINALISTS = 5
 _NUM_TIMED = 5
 _SLACK = 1.5  # predicted times may be off by this factor when candidates are timed
 
+PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
 RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
 
 
@@ -83,7 +77,6 @@ def plan_training(
             if listed.
         micro_batch_size: Rows of a micro-batch, to fix it yourself; ``notes`` say if splitting changes the gradient.
             ``micro_batch_size=len(batch)`` plans only the blocks. None: the plan chooses.
-            gradient. ``micro_batch_size=len(batch)`` plans the blocks alone. None: the plan chooses.
         measure: Whether to run real steps, on a copy of the model, of up to five candidates that are expected to be the
             fastest, and choose the one with the least processor time; also one step of each candidate whose fit depends
             on the kernels' workspace, to measure that workspace. CPU only.
@@ -120,12 +113,12 @@ def plan_training(
         (True, True)
     """
     check_model("plan_training", model)
-    check_precisions(precisions)
-    gpu, budget_bytes = find_place(model, budget, target)
+    _check_precisions(precisions)
+    gpu, budget_bytes = _find_place(model, budget, target)
     if measure:
-        check_measurable(model, gpu)
-    num_rows = rows_to_plan(sample_batch)
-    counts, notes, is_exact = allowed_counts(model, sample_batch, loss_fn, num_rows, micro_batch_size)
+        _check_measurable(model, gpu)
+    num_rows = _rows_to_plan(sample_batch)
+    counts, notes, is_exact = _allowed_counts(model, sample_batch, loss_fn, num_rows, micro_batch_size)
     speeds = host_speeds() if gpu is None else card_speeds(gpu)
     rehearsal = StepTrials(
         model=model,
@@ -254,6 +247,101 @@ def prepare(
     return trainer
 
 
+def _check_precisions(precisions: Any) -> None:
+    """Refuse anything that is not a list of precisions."""
+    check, known = Checker("plan_training(...)"), (None, *get_args(PlannedPrecision))
+    if not check.items("precisions", precisions) or any(each not in known for each in precisions):
+        raise check.refuse("precisions", precisions, f"a list of one or more of {known}")
+
+
+def _find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None) -> tuple[GPU | None, int]:
+    """Return the card, None for the CPU, and its budget in bytes."""
+    try:
+        num_bytes = parse_bytes(budget, name="budget")  # type: ignore[arg-type]  # refuses a card as not a size
+    except (InputError, InputTypeError):
+        if not isinstance(budget, (str, GPU)):
+            raise
+        capacity_bytes(budget)  # refuses anything that is neither a size nor a card, with a message on both
+        gpu = find_gpu(budget)
+        if target is not None:
+            raise ConfigError(
+                f"plan_training(..., budget={_shown(budget)}, target={_shown(target)})",
+                got="two devices",
+                expected="a budget in bytes where there is a target",
+                fix="leave target out, or write the budget as a size such as '20GiB'.",
+            ) from None
+        return gpu, gpu.total_bytes
+    where = target or device_of(model).type
+    return (None if where in ("cpu", "meta") else find_gpu(where)), num_bytes
+
+
+def _check_measurable(model: nn.Module, gpu: GPU | None) -> None:
+    """Refuse to measure steps that cannot run here."""
+    if gpu is not None or device_of(model).type != "cpu":
+        raise ConfigError(
+            "plan_training(..., measure=True)",
+            got=f"a model on {device_of(model)}" + (f" and a budget on {gpu.name}" if gpu else ""),
+            expected="a model with data on the CPU, and a budget there: steps are run",
+            fix="leave measure out: the plan then goes by the device's speeds.",
+        )
+
+
+def _rows_to_plan(batch: Any) -> int:
+    """Rows of a batch, at least one."""
+    try:
+        num_rows, got = count_rows(batch), "a batch without rows"
+    except InputError as error:
+        num_rows, got = 0, error.got
+    if not num_rows:
+        raise InputError(
+            "plan_training(model, sample_batch)",
+            got=got,
+            expected="tensors that all have the rows of one optimizer step in dimension 0",
+            fix="cut a packed batch yourself: MemoryEfficientTrainingWrapper(..., split_fn=...), and "
+            "estimate_memory_usage(...) says what a part of it takes.",
+        )
+    return num_rows
+
+
+def _allowed_counts(
+    model: nn.Module, batch: Any, loss_fn: LossFn, num_rows: int, micro_batch_size: int | None
+) -> tuple[list[int], list[str], bool | None]:
+    """Numbers of micro-batches to try, notes on them, and whether they have the gradient of the whole batch."""
+    if micro_batch_size is None:
+        counts = micro_batch_counts(num_rows)
+    else:
+        check = Checker(f"plan_training(...) of a batch of {num_rows} rows")
+        counts = [-(-num_rows // check.whole("micro_batch_size", micro_batch_size, 1, num_rows))]
+    if counts == [1]:
+        return counts, [], None
+    is_exact, reason = _judge_split(model, batch, loss_fn)
+    if is_exact is None:
+        return counts, [f"Not checked that the batch may be split: {reason}."], None
+    if is_exact:
+        return counts, [], True
+    if micro_batch_size is None:
+        return [1], [f"The batch is kept whole: {reason}"], False
+    return counts, [f"Cut into {micro_batch_size} rows as asked, though {reason}"], False
+
+
+def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | None, str]:
+    """Whether parts have the gradient of the whole (None if unknown), and the reason."""
+    if device_of(model).type == "meta":
+        norms = scan_modules(model)
+        if norms:
+            return False, f"{', '.join(norms)} normalize over its rows."
+        return None, "the model has no data"
+    verdict = check_split(unwrap_model(model), batch, loss_fn)
+    if verdict.exact is False or verdict.modules:
+        return False, f"parts have another gradient. {verdict.advice}"
+    return verdict.exact, verdict.reason
+
+
+def _shown(place: object) -> str:
+    """Show a budget or a target the way the user may have written it."""
+    return place.name if isinstance(place, GPU) else repr(place)
+
+
 @contextlib.contextmanager
 def _wrapped(
     model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int
@@ -331,7 +419,7 @@ def _refuse(budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequ
     arrangement = nearest.arrangement
     treated = f", {len(arrangement.treatments)} blocks treated" if arrangement.treatments else ""
     raise ConfigError(
-        f"plan_training(..., budget={shown(budget)})",
+        f"plan_training(..., budget={_shown(budget)})",
         got=f"{format_bytes(nearest.required_bytes)} at the least, with micro-batches of "
         f"{arrangement.micro_batch_size} rows{treated}; its largest holders are {holders}",
         expected=f"a plan that takes {format_bytes(budget_bytes)} at most",

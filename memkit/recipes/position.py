@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memkit._core.epochs import refuse_to_go_on
-from memkit._core.errors import FileFormatError
 from memkit._core.protocols import ResumableOrder
+from memkit._core.settings import check_version
 from memkit._machine import random_state
 from memkit.recipes.order import ResumableLoader, check_samples, tell_epoch
 
@@ -96,13 +96,7 @@ class Position:
         Raises:
             FileFormatError: The state is of another version.
         """
-        if state.get("version") != _VERSION:
-            raise FileFormatError(
-                "loop.load_state_dict(state)",
-                got=f"version {state.get('version')!r}",
-                expected=f"version {_VERSION}",
-                fix="load the state with the memkit that saved it.",
-            )
+        check_version("loop.load_state_dict(state)", state, _VERSION)
         self._num_loads += 1
         self.epoch, self.num_batches, self._start = state["epoch"], state["num_batches"], state["start"]
         if self._order and state["order"] is not None and self.num_batches:

@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from memkit._core.errors import ConfigError, FileFormatError, InputError
-from memkit._core.settings import Checker
+from memkit._core.errors import ConfigError, InputError
+from memkit._core.settings import Checker, check_version
 from memkit._torch.modules import BatchNorm
 from memkit.recipes.order import tell_epoch
 from memkit.train.loader import to_device
@@ -163,13 +163,7 @@ class ProgressiveTrainer:
         Raises:
             FileFormatError: The state is of another version.
         """
-        if state.get("version") != _VERSION:
-            raise FileFormatError(
-                "ProgressiveTrainer.load_state_dict(state)",
-                got=f"version {state.get('version')!r}",
-                expected=f"version {_VERSION}",
-                fix="load the state with the memkit that saved it.",
-            )
+        check_version("ProgressiveTrainer.load_state_dict(state)", state, _VERSION)
         stage, epoch = state["done"]
         self._done = (stage, epoch)
 

@@ -23,8 +23,27 @@ class Reducer(Protocol):
         """Reset to the initial state."""
 
 
+class _Ratio:
+    """Two running sums, on the host; the figure is the one over the other."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset to the initial state."""
+        self._sum = self._weight = 0.0
+
+    def result(self) -> float | None:
+        """Return the figure; None if there were no values, or none with a weight."""
+        return self._sum / self._weight if self._weight else None
+
+    def _add(self, part: Tensor, weight: float) -> None:
+        self._sum += part.item()
+        self._weight += weight
+
+
 @final
-class Mean:
+class Mean(_Ratio):
     """The mean of all values, summed in float64.
 
     Memory cost: two numbers.
@@ -38,26 +57,14 @@ class Mean:
         4.0
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Reset to the initial state."""
-        self._total, self._count = 0.0, 0
-
     def update(self, *values: Tensor) -> None:
         """Add values of any shape; booleans count as 0 and 1."""
         for each in values:
-            self._total += each.sum(dtype=torch.float64).item()
-            self._count += each.numel()
-
-    def result(self) -> float | None:
-        """Return the mean; None if there were no values."""
-        return self._total / self._count if self._count else None
+            self._add(each.sum(dtype=torch.float64), each.numel())
 
 
 @final
-class WeightedMean:
+class WeightedMean(_Ratio):
     """The weighted mean of values, summed in float64. A weight of 0 counts for nothing, even with a NaN value.
 
     Memory cost: two numbers.
@@ -70,13 +77,6 @@ class WeightedMean:
         1.75
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Reset to the initial state."""
-        self._total, self._weight = 0.0, 0.0
-
     def update(self, *values: Tensor) -> None:
         """Add ``(values, weights)``, two tensors of the same shape.
 
@@ -87,16 +87,11 @@ class WeightedMean:
         if len(values) != 2 or shapes[0] != shapes[1]:
             _refuse("WeightedMean.update(values, weights)", f"shapes {shapes}", "two tensors of the same shape")
         value, weight = (each.double() for each in values)
-        self._total += torch.where(weight == 0, 0.0, value * weight).sum().item()
-        self._weight += weight.sum().item()
-
-    def result(self) -> float | None:
-        """Return the mean; None if the total weight is 0."""
-        return self._total / self._weight if self._weight else None
+        self._add(torch.where(weight == 0, 0.0, value * weight).sum(), weight.sum().item())
 
 
 @final
-class Accuracy:
+class Accuracy(_Ratio):
     """The share of rows whose class is among the ``top`` highest scores. A row with a NaN score counts as wrong.
 
     Args:
@@ -114,12 +109,8 @@ class Accuracy:
     """
 
     def __init__(self, top: int = 1, *, ignore_index: int | None = None) -> None:
+        super().__init__()
         self._top, self._ignored = top, ignore_index
-        self.reset()
-
-    def reset(self) -> None:
-        """Reset to the initial state."""
-        self._right, self._count = 0, 0
 
     def update(self, *values: Tensor) -> None:
         """Add ``(scores, targets)``: (N, C) of any float dtype, and (N,) class indices.
@@ -135,12 +126,7 @@ class Accuracy:
         is_right = (best == targets[:, None]).any(dim=1) & ~scores.isnan().any(dim=1)
         if self._ignored is not None:
             is_right = is_right[targets != self._ignored]
-        self._right += int(is_right.sum())
-        self._count += is_right.numel()
-
-    def result(self) -> float | None:
-        """Return the share; None if there were no rows."""
-        return self._right / self._count if self._count else None
+        self._add(is_right.sum(), is_right.numel())
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._core.settings import Checker
 from memkit._gradients.loss import read_loss
 from memkit._machine import random_state
@@ -102,7 +103,7 @@ class ValidationMonitor:
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputTypeError(
                 f"{_CALL}.update(value)",
-                got=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value),
+                got=described(value) if isinstance(value, Tensor) else repr(value),
                 expected=f"a number, the figure {self.metric!r} of a validation",
                 fix="let val_fn give rows that weigh something, or watch another figure with metric=....",
             ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss
 from memkit.train.backward_steps import steps_in_backward
@@ -233,21 +232,17 @@ def refuse_missing_gradients() -> NoReturn:
 
 def warn_of_idle_step() -> None:
     """Warn that a step had no gradients though its group has nonzero weight."""
-    warnings.warn(
+    warn_user(
         "GradientAccumulator.step: nothing was trained, as no parameter of the optimizer got a gradient from this "
         "group's losses. Compute the loss from these parameters; see whether they are all frozen "
-        "(requires_grad=False), or whether the optimizer was built before the model's parameters were replaced.",
-        MemkitWarning,
-        stacklevel=6,
+        "(requires_grad=False), or whether the optimizer was built before the model's parameters were replaced."
     )
 
 
 def warn_of_foreign_gradients() -> None:
     """Warn that gradients from another backward were present when a group began."""
-    warnings.warn(
+    warn_user(
         "GradientAccumulator.backward: gradients that another backward() left on this optimizer's parameters were "
         "dropped at the start of the group. If they belong to the step, send their loss through "
-        "accumulator.backward() too.",
-        MemkitWarning,
-        stacklevel=4,
+        "accumulator.backward() too."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, InputError, MemkitWarning
+from memkit._core.errors import ConfigError, InputError, warn_user
 from memkit._core.protocols import MemoryWatch
 from memkit._core.units import format_bytes, parse_budget
 from memkit._machine import devices
@@ -138,11 +137,9 @@ class Foresight:
         """
         if self._failure and not self._has_warned:  # the step itself succeeded, since this is called again
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 "MemoryEfficientTrainingWrapper: memory=... is not used where nothing can be foreseen: running "
-                f"{_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with {self._failure}. Set accumulation_steps.",
-                MemkitWarning,
-                stacklevel=3,
+                f"{_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with {self._failure}. Set accumulation_steps."
             )
         try:
             key, num_rows = shape_key(batch), count_rows(batch)
@@ -184,12 +181,10 @@ class Foresight:
         # The sum of the parts' gradients.
         available -= sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
         if forecast.peak_bytes(1) > available:
-            warnings.warn(
+            warn_user(
                 f"MemoryEfficientTrainingWrapper: forward and backward of a single row are foreseen to take "
                 f"{format_bytes(forecast.peak_bytes(1))}, and {format_bytes(max(0, available))} are left for them "
-                "(memory=...). It is tried all the same: set checkpoint='auto', a lower precision or a larger budget.",
-                MemkitWarning,
-                stacklevel=4,
+                "(memory=...). It is tried all the same: set checkpoint='auto', a lower precision or a larger budget."
             )
         return forecast.max_rows(available, num_rows)
 

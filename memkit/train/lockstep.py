@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memkit._core.errors import MemkitWarning, StateError
+from memkit._core.errors import StateError, warn_user
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit._torch.ranks import COLLECTIVES, is_root, missing_for_lockstep, parameter_group, state_of
@@ -203,12 +202,10 @@ class Lockstep:
         if self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             "MemoryEfficientTrainingWrapper: no recovery from out-of-memory from now on, and such errors "
             f"pass through: {reason}, so that a rank that has failed cannot keep the others company. Raise "
-            "accumulation_steps or set checkpoint='auto' instead.",
-            MemkitWarning,
-            stacklevel=4,
+            "accumulation_steps or set checkpoint='auto' instead."
         )
 
     def _tap(self, group: Any, name: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memkit._core.errors import MemkitWarning
+from memkit._core.errors import warn_user
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import missing_for_lockstep
 
@@ -39,13 +38,11 @@ def may_recover_alone(
     if not is_sharded and not (num_ranks > 1 and exchanges_statistics(model)):
         return True
     obstacle = is_sharded and (missing_for_lockstep() or "with split_fn=..., or this torch shards in another way")
-    warnings.warn(
+    warn_user(
         f"{call}: no recovery from out-of-memory here: the ranks exchange "
         + (f"parameters (and cannot agree: {obstacle})" if is_sharded else "batch statistics")
         + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
-        "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",
-        MemkitWarning,
-        stacklevel=3,
+        "pass through. Raise accumulation_steps or set checkpoint='auto' instead."
     )
     return False
 

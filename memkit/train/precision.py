@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from memkit._core.errors import MemkitWarning
+from memkit._core.errors import warn_user
 from memkit._core.settings import Checker
 from memkit._machine import devices
 from memkit.train.gradients import set_gradient_dtype
@@ -43,12 +42,10 @@ class Precision:
         if name == "auto":
             name = "bf16-mixed" if devices.prefers_bfloat16(device) else None
         if name == "fp16-mixed" and device.type == "cpu":
-            warnings.warn(
+            warn_user(
                 "precision='fp16-mixed' on a CPU, which emulates float16: steps are 4 to 60 times slower than in "
                 "float32 and save hardly any memory. Use precision=None, or 'bf16-mixed' on a CPU that has bfloat16; a "
-                "model for an accelerator goes there first: model.to('cuda').",
-                MemkitWarning,
-                stacklevel=3,
+                "model for an accelerator goes there first: model.to('cuda')."
             )
         self.name = name
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16-mixed" else None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, warn_user
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._torch.graph import inputs_of
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
@@ -52,11 +51,9 @@ def unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.Distributed
     if not isinstance(replica, nn.parallel.DistributedDataParallel):
         return model, None
     if is_compiled:
-        warnings.warn(
+        warn_user(
             f"{CALL}: torch.compile around DistributedDataParallel has no effect here: the parts run the module "
-            "within. Compile first, then wrap.",
-            MemkitWarning,
-            stacklevel=4,
+            "within. Compile first, then wrap."
         )
     return replica.module, replica
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import FileFormatError, InputError, MemkitError, MemkitWarning, StateError
+from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
@@ -384,21 +383,15 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         Raises:
             FileFormatError: The state has another version, or belongs to another set of parameters.
         """
-        if state.get("version") != _VERSION:
-            raise FileFormatError(
-                "MemoryEfficientTrainingWrapper.load_state_dict(state)",
-                got=f"version {state.get('version')!r}",
-                expected=f"version {_VERSION}",
-                fix="load the state with the memkit that saved it.",
-            )
+        call = "MemoryEfficientTrainingWrapper.load_state_dict(state)"
+        check_version(call, state, _VERSION)
         self._sum.load_state_dict(state["accumulator"])
         self._driver.sizes.load_state_dict(state["sizes"])
         if self._precision.scaler and state["scaler"]:
             self._precision.scaler.load_state_dict(state["scaler"])
         elif self._precision.scaler or state["scaler"]:
             has = "no loss scale, which starts anew" if self._precision.scaler else "a loss scale, which is not used"
-            call = "MemoryEfficientTrainingWrapper.load_state_dict(state)"
-            warnings.warn(f"{call}: the state is of another precision: it has {has}.", MemkitWarning, stacklevel=2)
+            warn_user(f"{call}: the state is of another precision: it has {has}.")
 
     def close(self) -> None:
         """Restore the model: its own forwards and dtypes, no hooks, DDP synchronizing in backward."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError, MemkitWarning
+from memkit._core.errors import InputError, warn_user
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels, Triple
 from memkit.voxel.augment_base import (
@@ -99,11 +98,9 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
         refuse_no_layout(check, self.layout)
         for name, kind in _KIND_OF_JITTER.items():
             if getattr(self, name) and (self.layout is None or kind not in self.layout.channels):
-                warnings.warn(
+                warn_user(
                     f"VoxelAugmentation({name}={getattr(self, name)}) has no effect: no channel of the layout is "
-                    f"{kind!r}. Name it in layout=VoxelLayout(channels).",
-                    MemkitWarning,
-                    stacklevel=3,
+                    f"{kind!r}. Name it in layout=VoxelLayout(channels)."
                 )
 
     @classmethod
@@ -173,12 +170,10 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
             moved |= {"X", "Y"}
         wrong = "".join(axis for axis in layout.off_center(shape) if axis in moved)
         if wrong and "doppler" in layout.channels:
-            warnings.warn(
+            warn_user(
                 f"VoxelAugmentation moves the sensor along {wrong}: it is not in the middle of the grid there, so a "
                 "network sees Doppler values of a sensor that stands elsewhere. Leave these axes out of flip_axes, and "
-                "set rotate_prob=0 for X or Y; or give the network the sensor's place, from sensor_after(params).",
-                MemkitWarning,
-                stacklevel=3,
+                "set rotate_prob=0 for X or Y; or give the network the sensor's place, from sensor_after(params)."
             )
 
     def sensor_after(self, params: VoxelParams) -> Tensor:

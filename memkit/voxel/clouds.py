@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError
+from memkit._core.printable import described
 from memkit._core.settings import Checker
 from memkit.voxel.nearest import NearestBackend, NearestPoints, nearest_points
 
@@ -262,12 +263,9 @@ def _convention(convention: ConventionName | ChamferConvention) -> ChamferConven
 
 
 def _refuse_batches(call: str, a: object, b: object) -> NoReturn:
-    def describe(each: object) -> str:
-        return f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
-
     raise InputError(
         call,
-        got=f"{describe(a)} and {describe(b)}",
+        got=f"{described(a)} and {described(b)}",
         expected="two clouds (N, D), two batches (B, N, D), two sequences of as many clouds, or one NearestPoints",
         fix="give as many clouds of the one as of the other; one at least.",
     )

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from memkit._core.errors import FileFormatError, InputTypeError, StateError
-from memkit._core.settings import Checker
+from memkit._core.errors import InputTypeError, StateError
+from memkit._core.printable import described
+from memkit._core.settings import Checker, check_version
 
 VoxelLoss: TypeAlias = Callable[..., Tensor]
 LossWeight: TypeAlias = float | Callable[[int], float]
@@ -117,10 +118,9 @@ class CompositeLoss3D(nn.Module):
         for name, weight in weights.items():
             value: Any = self.losses[name](prediction, target)
             if not isinstance(value, Tensor) or value.dim():
-                what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise InputTypeError(
                     call,
-                    got=f"{what} from {name!r}",
+                    got=f"{described(value)} from {name!r}",
                     expected="a 0-dim tensor",
                     fix="average inside of the loss: reduction='mean'.",
                 )
@@ -144,11 +144,5 @@ class CompositeLoss3D(nn.Module):
         Raises:
             FileFormatError: The state has a different version.
         """
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-            raise FileFormatError(
-                "CompositeLoss3D({...}).load_state_dict(state)",
-                got=repr(state)[:80],
-                expected=f"version {_VERSION}",
-                fix="load the state with the memkit that saved it.",
-            )
+        check_version("CompositeLoss3D({...}).load_state_dict(state)", state, _VERSION)
         self.num_steps = state["num_steps"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from memkit._core.errors import ConfigError, InputTypeError, MemkitWarning
+from memkit._core.errors import ConfigError, InputTypeError, warn_user
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._torch import pytree
@@ -193,13 +192,11 @@ class VoxelDataset(Dataset[Any]):
         if is_again and num_again > max(2, _MOST_AGAIN * num_seen) and not has_warned:
             self._told[_HAS_WARNED] = 1
             epoch = int(self._told[_EPOCH])
-            warnings.warn(
+            warn_user(
                 f"VoxelDataset: {min(num_again, num_seen)} of {num_seen} samples of epoch {epoch} were handed out once "
                 "more, with the same draws. Call dataset.set_epoch(epoch) before each epoch's loop (memkit's loops "
                 f"do); where the same draws are meant, call set_epoch({epoch}); for a validation pass "
-                "use_augmentation=False.",
-                MemkitWarning,
-                stacklevel=3,
+                "use_augmentation=False."
             )
 
 

@@ -11,6 +11,7 @@ from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from memkit._core.errors import InputError, InputTypeError, StateError
+from memkit._core.printable import described
 from memkit._torch.modules import apply_to
 from memkit.voxel.pairs import VolumeLoss, work_dtype
 
@@ -102,10 +103,9 @@ def levels_of(network: Callable[..., Any], volume: Tensor, *, use_checkpoint: bo
         is_list = isinstance(found, list | tuple) and len(found) > 0 and len(stages) == 1
         for level in found if is_list else [found]:
             if not isinstance(level, Tensor) or level.dim() < 2 or len(level) != len(volume) or not level.numel():
-                what = f"a tensor {tuple(level.shape)}" if isinstance(level, Tensor) else f"a {type(found).__name__}"
                 raise InputTypeError(
                     call,
-                    got=f"an extractor that returns {what} for a volume {tuple(volume.shape)}",
+                    got=f"an extractor that returns {described(level)} for a volume {tuple(volume.shape)}",
                     expected="features (B, C, ...), or a list of them; from each stage of an nn.Sequential one",
                     fix="wrap it in a module that returns the feature maps to compare.",
                 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._core.voxel_keys import LinearKeys
 from memkit.voxel.nearest import NearestPoints
@@ -210,10 +211,9 @@ def _samples(grid: object, call: str) -> Tensor:
     """Return the samples of a grid as (B, D, H, W)."""
     channels = grid.shape[1] if isinstance(grid, Tensor) and grid.dim() == 5 else 1
     if not isinstance(grid, Tensor) or grid.dim() not in _DENSE or channels != 1 or grid.is_complex():
-        what = f"a tensor {tuple(grid.shape)}, {grid.dtype}" if isinstance(grid, Tensor) else f"a {type(grid).__name__}"
         raise InputTypeError(
             call,
-            got=what,
+            got=described(grid),
             expected="(D, H, W), (B, D, H, W) or (B, 1, D, H, W), or SparseVoxels",
             fix="take the channel that says what is occupied: volume[:, 0].",
         )
@@ -263,8 +263,8 @@ def _both_dense(a: Grid, b: Grid, call: str) -> tuple[Tensor, Tensor]:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         _refuse_types(call, a, b)
     if a.shape != b.shape or a.dim() != 5 or a.is_complex() or b.is_complex():
-        forms = [f"{tuple(each.shape)}, {each.dtype}" for each in (a, b)]
-        _refuse(call, " and ".join(forms), "two volumes (B, C, D, H, W) of one shape, of real numbers", _RESIZE)
+        forms = f"{described(a)} and {described(b)}"
+        _refuse(call, forms, "two volumes (B, C, D, H, W) of one shape, of real numbers", _RESIZE)
     return a, b
 
 

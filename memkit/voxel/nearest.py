@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._core.units import parse_bytes
 from memkit.voxel.pruned import nearest_pruned, squared_distances
 
@@ -175,10 +176,9 @@ def _refuse(backend: str, what: str, expected: str) -> NoReturn:
 
 def _checked(cloud: object, name: str) -> Tensor:
     if not isinstance(cloud, Tensor) or cloud.dim() != 2 or not cloud.is_floating_point() or not cloud.shape[1]:
-        what = f"{tuple(cloud.shape)}, {cloud.dtype}" if isinstance(cloud, Tensor) else f"a {type(cloud).__name__}"
         raise InputTypeError(
             _CALL,
-            got=f"{name}: {what}",
+            got=f"{name}: {described(cloud)}",
             expected="floating point coordinates (N, D)",
             fix="give one row for each point; of a batch, one cloud at a time.",
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._gradients.streamed import sum_of_chunks
 
 
@@ -74,7 +75,7 @@ def _real(call: str, name: str, volume: object) -> Tensor:
     ):
         raise InputTypeError(
             call,
-            got=f"{name}: {volume.dtype}" if isinstance(volume, Tensor) else f"{name}: a {type(volume).__name__}",
+            got=f"{name}: {described(volume)}",
             expected="tensors of real numbers, the prediction floating",
             fix="convert with volume.float(); SparseVoxels with voxels.to_dense().",
         )

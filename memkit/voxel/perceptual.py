@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._core.settings import Checker
 from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
@@ -165,10 +166,9 @@ class SliceLoss(FrozenNetworkLoss):
     def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
         found = self.network(prediction, target)
         if not isinstance(found, Tensor) or found.numel() not in {1, len(prediction)}:
-            what = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise InputTypeError(
                 self._call,
-                got=f"a distance that returns {what} for {len(prediction)} slices",
+                got=f"a distance that returns {described(found)} for {len(prediction)} slices",
                 expected="a number for each slice, or their mean",
                 fix="average over channels and places inside of it.",
             )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from memkit._core.errors import ConfigError
+from memkit._core.settings import Checker
 from memkit.voxel.clouds import Cloud, mean_of_clouds
 from memkit.voxel.nearest import NearestBackend, NearestPoints
 
@@ -115,20 +114,15 @@ def _precision_recall(
     limits = _limits(name, threshold)
     call = f"{name}(prediction, target)"
     found = mean_of_clouds(call, lambda pairs: _shares(pairs, limits), prediction, target, *search)
-    return PrecisionRecall(*(found[:, 0] if isinstance(threshold, float | int) else found))
+    return PrecisionRecall(*(found if isinstance(threshold, list | tuple) else found[:, 0]))
 
 
-def _limits(name: str, threshold: object) -> list[float]:
+def _limits(name: str, threshold: float | Sequence[float]) -> list[float]:
+    check, fix = Checker(f"{name}(...)"), "pass for example threshold=0.1, in the unit of the coordinates."
     given = threshold if isinstance(threshold, list | tuple) else [threshold]
-    limits = [each for each in given if isinstance(each, float | int) and 0 < each < math.inf]
-    if not limits or len(limits) != len(given):
-        raise ConfigError(
-            f"{name}(..., threshold={threshold!r})",
-            got=repr(threshold),
-            expected="a distance above zero, or several",
-            fix="write for example threshold=0.1, in the unit of the coordinates.",
-        )
-    return limits
+    if not given:
+        raise check.refuse("threshold", threshold, "one or several distances above 0", fix=fix)
+    return [check.number("threshold", each, above=0, fix=fix) for each in given]
 
 
 @torch.no_grad()

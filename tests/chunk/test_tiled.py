@@ -289,7 +289,7 @@ def test_forms():
         tiled_apply(torch.relu, x, 8)
     with pytest.raises(InputTypeError, match=r"\(B, C, \*spatial\)"):
         tiled_apply(same(1, 2), x.long(), 8)
-    with pytest.raises(InputTypeError, match=r"returns shape \(1, 64\)"):
+    with pytest.raises(InputTypeError, match=r"returns a Tensor of shape \(1, 64\)"):
         tiled_apply(nn.Sequential(same(1, 1), nn.Flatten()), x[..., :12, :12], 8, mode="constant")
     with pytest.warns(MemkitWarning, match=r"halo=\(0, 0\)"), pytest.raises(InputError, match="lacks places"):
         tiled_apply(nn.Conv2d(1, 1, 5), x, 8, halo=0)

@@ -386,9 +386,9 @@ def test_refuses_scenes(scenes, text):
 @pytest.mark.parametrize(
     ("output", "loss_fn", "text"),
     [
-        (lambda x: x[:-1], F.cross_entropy, r"shape \(\d+, 2\) from the model"),
+        (lambda x: x[:-1], F.cross_entropy, r"shape \(\d+, 2\), .* from the model"),
         (lambda x: (x, 3), F.cross_entropy, "a int from the model"),
-        (lambda x: x, lambda x, y: F.cross_entropy(x, y, reduction="none"), r"shape \(400,\) from loss_fn"),
+        (lambda x: x, lambda x, y: F.cross_entropy(x, y, reduction="none"), r"shape \(400,\), .* from loss_fn"),
         (lambda x: x, lambda x, y: 0.0, "a float from loss_fn"),
     ],
 )

@@ -146,9 +146,15 @@ def test_steps_are_whole_numbers(manager):
         manager.save(1.5, model=model_of(3.0))
 
 
-@pytest.mark.parametrize("settings", [{"keep": 0}, {"mode": "least"}])
-def test_settings(tmp_path, settings):
-    with pytest.raises(ConfigError, match="expected keep of 1 or more, and mode 'min' or 'max'"):
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"keep": 0}, "got keep=0; expected a whole number, 1 or more"),
+        ({"mode": "least"}, "expected one of .min., .max."),
+    ],
+)
+def test_settings(tmp_path, settings, text):
+    with pytest.raises(ConfigError, match=text):
         TrainingStateManager(tmp_path, **settings)
 
 

@@ -198,7 +198,7 @@ def test_a_composite_refuses_what_is_no_loss():
     ]:
         with pytest.raises(ConfigError, match=words):
             CompositeLoss3D(losses)
-    with pytest.raises(InputTypeError, match=r"a tensor \(1, 1, 2, 2, 2\) from 'a'"):
+    with pytest.raises(InputTypeError, match=r"a Tensor of shape \(1, 1, 2, 2, 2\), torch.float32 from 'a'"):
         CompositeLoss3D({"a": (lambda p, t: p - t, 1.0)})(a, a)
     with pytest.raises(ConfigError, match="at step 0"):
         CompositeLoss3D({"a": (F.l1_loss, lambda step: "1")})(a, a)

@@ -160,7 +160,7 @@ def test_wrong_inputs_and_settings_are_refused():
         (volume[0], InputError, r"\(4, 4, 4, 4\)"),
         (volume[:0], InputError, "hold nothing"),
         (volume[:, :3], InputError, r"in_channels=4.*Perceptual3DLoss\(in_channels=3\)"),
-        (volume.long(), InputTypeError, r"prediction: torch\.int64"),
+        (volume.long(), InputTypeError, r"prediction: a Tensor of shape .*, torch\.int64"),
         (SparseVoxels.from_dense(volume), InputTypeError, "to_dense"),
     ]:
         with pytest.raises(error, match=words):
@@ -171,7 +171,7 @@ def test_wrong_inputs_and_settings_are_refused():
         Perceptual3DLoss(4, 4).bfloat16()(volume, volume)
     with pytest.raises(InputError, match=r"volumes on meta, a network on cpu.*loss\.to\(device\)"):
         loss(volume.to("meta"), volume.to("meta"))
-    for found, words in [({}, "a dict"), ([], "a list"), (volume[0, 0, 0, 0], r"a tensor \(4,\)")]:
+    for found, words in [({}, "a dict"), ([], "a list"), (volume[0, 0, 0, 0], r"a Tensor of shape \(4,\)")]:
         with pytest.raises(InputTypeError, match=words):
             Perceptual3DLoss(extractor=lambda volume: found)(volume, volume)  # noqa: B023 - called at once
     for settings in ({"in_channels": 0}, {"num_levels": 1.5}, {"chunk_size": True}, {"seed": -1}):
@@ -208,7 +208,7 @@ def test_a_2d_distance_on_all_slices(chunk_size):
 def test_slices_of_a_mean_and_of_nonsense():
     a, b = torch.rand(2, 2, 1, 3, 4, 5)
     assert torch.allclose(SliceLoss(nn.L1Loss(), axes="H", chunk_size=3)(a, b), (a - b).abs().mean())
-    with pytest.raises(InputTypeError, match=r"a tensor \(2, 1, 4, 5\) for 2 slices"):
+    with pytest.raises(InputTypeError, match=r"a Tensor of shape \(2, 1, 4, 5\), torch.float32 for 2 slices"):
         SliceLoss(lambda p, t: p - t, axes="D", chunk_size=2)(a, b)
     for axes in ("", "DD", "X"):
         with pytest.raises(ConfigError, match="D, H and W"):

@@ -149,7 +149,7 @@ def test_thresholds_that_lie_close_together_stay_apart():
     ("settings", "text"),
     [
         ({"thresholds": [0.1, 0.1]}, "each threshold, quantile and convention once"),
-        ({"thresholds": [-1.0]}, "a distance above zero"),
+        ({"thresholds": [-1.0]}, "a finite number above 0"),
         ({"thresholds": 0.1}, "got thresholds=0.1; expected a list"),
         ({"conventions": "pytorch3d"}, "got conventions='pytorch3d'; expected a list"),
         ({"quantiles": [1.5]}, r"from 0 to 1"),

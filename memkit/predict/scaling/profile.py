@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 
-from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._core.errors import ConfigError, warn_user
 from memkit.predict.scaling.deterministic import DeterministicLaw
 from memkit.predict.scaling.law import Law, checked_size
 from memkit.predict.scaling.points import ScalingPoint, StepMode
@@ -87,11 +86,9 @@ def profile_scaling(
         guesses |= dict.fromkeys(guess for each in traces for guess in each.guesses)
         doubts |= dict.fromkeys(doubt for each in traces for doubt in each.doubts)
     if doubts:
-        warnings.warn(
+        warn_user(
             f"the laws are not known to hold: {'; '.join(doubts)}. Way out: let no size and no branch of the step "
-            "depend on values of its tensors, or take measure_scaling, which has them.",
-            MemkitWarning,
-            stacklevel=2,
+            "depend on values of its tensors, or take measure_scaling, which has them."
         )
     return ScalingResult(tuple(points), laws, tuple(guesses), tuple(doubts))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -93,7 +92,7 @@ class MemoryTestConfig(Settings):
         """The edge counts of the full analysis, from `min_edges` to `max_edges`, geometrically spaced."""
         ratio = self.max_edges / self.min_edges
         last = self.num_test_points - 1
-        return _rising(round(self.min_edges * ratio ** (point / last)) for point in range(self.num_test_points))
+        return tuple(sorted({round(self.min_edges * ratio ** (point / last)) for point in range(last + 1)}))
 
     @property
     def modes(self) -> tuple[StepMode, ...]:
@@ -103,7 +102,3 @@ class MemoryTestConfig(Settings):
             ("inference", self.test_inference_mode),
         )
         return tuple(mode for mode, is_on in switches if is_on)
-
-
-def _rising(sizes: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, SupportsIndex, TypeAlias
 
-from memkit._core.errors import ConfigError, InputTypeError, MemkitWarning
+from memkit._core.errors import ConfigError, InputTypeError, warn_user
 from memkit._core.units import parse_bytes
 from memkit._machine.devices import resolve_device
 from memkit.predict.scaling.measured import measure_scaling
@@ -89,46 +88,33 @@ def run_memory_test(
         )
     sizes = config.num_edges if analysis == "full" else config.core_num_edges
     steps = [(_name(case), case, case.build_step) for case in cases]
-    return _swept(analysis, steps, sizes, config, gpus, memory_limit, known, on_point)
+    return sweep(analysis, steps, sizes, config, gpus=gpus, memory_limit=memory_limit, known=known, on_point=on_point)
 
 
-# The options of run_memory_test are repeated in full: a command and users call both with keywords.
-def run_own_step(
-    name: str,
-    build_step: BuildStep,
-    sizes: Sequence[int],
-    config: MemoryTestConfig,
-    *,
-    gpus: Sequence[str] = (),
-    memory_limit: SupportsIndex | str | None = None,
-    known: Known | None = None,
-    on_point: OnPoint = lambda *_: None,
-) -> MemoryTestResult:
-    """Run the same analysis on the user's own step, with `profile_scaling` or `measure_scaling` as configured.
-
-    Args:
-        name: Name of the step.
-        build_step: As for `profile_scaling`; for a measured run as for `measure_scaling`.
-        sizes: The sizes to sweep over.
-        config: Source, device and modes; its edges and parts are not used.
-        gpus: As for `run_memory_test`.
-        memory_limit: As for `run_memory_test`.
-        known: As for `run_memory_test`.
-        on_point: As for `run_memory_test`.
-    """
-    return _swept("script", [(name, None, build_step)], sizes, config, gpus, memory_limit, known, on_point)
-
-
-def _swept(
+def sweep(
     analysis: Analysis,
     steps: Sequence[tuple[str, EdgeCase | None, BuildStep]],
     sizes: Sequence[int],
     config: MemoryTestConfig,
+    *,
     gpus: Sequence[str],
     memory_limit: SupportsIndex | str | None,
     known: Known | None,
     on_point: OnPoint,
 ) -> MemoryTestResult:
+    """Run an analysis: of the reference operator, or ``"script"``, of the user's own step.
+
+    Args:
+        analysis: Its name.
+        steps: For each curve its name, the part of the operator (None for the user's own step), and what builds a step:
+            as for `profile_scaling`, for a measured run as for `measure_scaling`.
+        sizes: The sizes to sweep over.
+        config: Source, device and modes.
+        gpus: As for `run_memory_test`.
+        memory_limit: As for `run_memory_test`.
+        known: As for `run_memory_test`.
+        on_point: As for `run_memory_test`.
+    """
     if memory_limit is not None:
         parse_bytes(memory_limit, name="memory_limit")
         if config.source == "fake":
@@ -169,10 +155,8 @@ def _device_of(config: MemoryTestConfig) -> str | None:
     try:
         return str(resolve_device(config.device))
     except ConfigError:
-        warnings.warn(
-            f"this machine has no {config.device}: all points are predicted. Way out: device='cpu' measures here.",
-            MemkitWarning,
-            stacklevel=4,
+        warn_user(
+            f"this machine has no {config.device}: all points are predicted. Way out: device='cpu' measures here."
         )
         return None
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
 import stat
 import sys
 import threading
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +31,18 @@ from typing import IO, Any, final
 if sys.platform != "win32":
     import fcntl
 
-from memkit._core.errors import MemkitWarning, StateError
+from memkit._core.errors import StateError, warn_user
 from memkit._machine.files import write_text
-from memkit.recipes.state.manifest import MANIFEST, OWN_FILE, ManifestEntry, parse_manifest, write_manifest
 
+LARGEST_STEP = 10**18 - 1
+ManifestEntry = dict[str, Any]  # one file: its size in bytes, and its SHA-256
+_MANIFEST = "manifest.json"
+_VERSION = 2
 _LARGEST_MANIFEST_BYTES = 2**26  # enough for some 300,000 files
+# Files that a writer creates in a state's folder: its own, and temporary ones that are renamed when whole.
+_OWN_FILE = re.compile(
+    r"rank-\d+\.pt|manifest\.json|__\d+_\d+\.distcp|\.metadata(\.tmp)?|\.[0-9a-f]{8}\..*\.memkit-tmp", re.ASCII
+)
 _NAME = re.compile(r"(\d{8,12})-step-(\d{1,18})", re.ASCII)
 _DRAFT = ".memkit-new"
 _HIDDEN = re.compile(rf"({re.escape(_DRAFT)}|\.memkit-{_NAME.pattern})(-[0-9a-f]{{8}})?", re.ASCII)
@@ -63,9 +71,9 @@ class SavedState:
             ValueError: It is not what was written.
             OSError: It cannot be read.
         """
-        content = parse_manifest(read_file(self.path / MANIFEST, num_bytes=_LARGEST_MANIFEST_BYTES).decode())
+        content = _parse_manifest(read_file(self.path / _MANIFEST, num_bytes=_LARGEST_MANIFEST_BYTES).decode())
         if content["step"] != self.step:
-            raise ValueError(f"{MANIFEST} is of step {content['step']}: the folder was renamed")
+            raise ValueError(f"{_MANIFEST} is of step {content['step']}: the folder was renamed")
         return content
 
     def check_files(self, files: Mapping[str, ManifestEntry]) -> None:
@@ -132,7 +140,7 @@ def _lock(descriptor: int, directory: Path, kind: int) -> None:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         text = f"TrainingStateManager has waited {_PATIENCE_S:.0f} s for another process that uses {directory}"
-        reminder = threading.Timer(_PATIENCE_S, warnings.warn, (text, MemkitWarning))
+        reminder = threading.Timer(_PATIENCE_S, warn_user, (text,))
         reminder.daemon = True
         reminder.start()
         try:
@@ -141,7 +149,7 @@ def _lock(descriptor: int, directory: Path, kind: int) -> None:
             reminder.cancel()
     except OSError as error:
         text = f"TrainingStateManager cannot lock {directory} ({error.strerror}): let one process at a time use it"
-        warnings.warn(text, MemkitWarning, stacklevel=2)
+        warn_user(text)
 
 
 @contextlib.contextmanager
@@ -191,8 +199,8 @@ class Draft:
             files: The results of `write_file`, by name.
             notes: More plain values for the manifest.
         """
-        text = write_manifest({"step": step, "files": dict(files), **notes})
-        write_text(self.path / MANIFEST, text)  # flushes the folder's entries too
+        text = _write_manifest({"step": step, "files": dict(files), **notes})
+        write_text(self.path / _MANIFEST, text)  # flushes the folder's entries too
         # Anything with a state's name uses up its number: a rename onto it would fail, or replace an empty folder.
         serial = max((int(match[1]) for _, match in _named_as_states(self._directory)), default=0) + 1
         name = f"{serial:08d}-step-{step}"
@@ -242,14 +250,14 @@ def _is_own_folder(path: Path) -> bool:
         if not stat.S_ISDIR(path.lstat().st_mode):
             return False
         with os.scandir(path) as entries:
-            return all(OWN_FILE.fullmatch(each.name) and each.is_file(follow_symlinks=False) for each in entries)
+            return all(_OWN_FILE.fullmatch(each.name) and each.is_file(follow_symlinks=False) for each in entries)
     except OSError:
         return False
 
 
 def _warn_of_what_stays(path: Path, reason: str) -> None:
     text = f"TrainingStateManager does not remove {path}, which it no longer needs: {reason}"
-    warnings.warn(text, MemkitWarning, stacklevel=2)
+    warn_user(text)
 
 
 def _free_path(path: Path) -> Path:
@@ -346,3 +354,66 @@ class _HashedFile:
 
     def entry(self) -> ManifestEntry:
         return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
+
+
+# ---- the manifest: the files that belong to a state, with a checksum of each and one of its own
+
+
+def _write_manifest(content: Mapping[str, Any]) -> str:
+    """Return the text of a manifest."""
+    versioned = {"version": _VERSION, **content}
+    return json.dumps({"sha256": _digest(versioned), "content": versioned}, indent=1) + "\n"
+
+
+def _parse_manifest(text: str) -> dict[str, Any]:
+    """Parse a manifest.
+
+    Raises:
+        ValueError: It was not written by `_write_manifest`.
+    """
+    try:
+        record = json.loads(text, object_pairs_hook=_unique)
+        if not isinstance(record, dict) or record.get("sha256") != _digest(record.get("content")):
+            raise ValueError(f"{_MANIFEST} does not match its own checksum")
+    except RecursionError:
+        raise ValueError(f"{_MANIFEST} is nested too deeply") from None
+    content = record["content"]
+    if not isinstance(content, dict) or type(content.get("version")) is not int:
+        raise ValueError(f"{_MANIFEST} has no version")
+    if content["version"] != _VERSION:
+        raise ValueError(f"{_MANIFEST} has version {content['version']}, this memkit reads {_VERSION}")
+    if not _is_manifest(content):
+        raise ValueError(f"{_MANIFEST} has other entries than those of a state")
+    return content
+
+
+def file_of_rank(rank: int) -> str:
+    """Return the name of a rank's own file."""
+    return f"rank-{rank}.pt"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError(f"{_MANIFEST} has {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} twice")
+    return values
+
+
+def _is_manifest(content: Mapping[str, Any]) -> bool:
+    """Whether a manifest has the entries of a state, each of the right type."""
+    files, num_ranks = content.get("files"), content.get("num_ranks")
+    if type(content.get("step")) is not int or type(num_ranks) is not int or num_ranks < 1:
+        return False
+    if type(content.get("metric", "")) not in {float, type(None)} or type(content.get("is_sharded")) is not bool:
+        return False
+    if content.get("mode", "") not in (None, "min", "max") or not isinstance(files, dict):
+        return False
+    is_whole = all(file_of_rank(rank) in files for rank in range(min(num_ranks, len(files) + 1)))
+    return is_whole and all(
+        _OWN_FILE.fullmatch(name) and isinstance(entry, dict) and type(entry.get("bytes")) is int
+        for name, entry in files.items()
+    )
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

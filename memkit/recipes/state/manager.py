@@ -6,30 +6,31 @@ import contextlib
 import math
 import os
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
 
-from memkit._core.errors import ConfigError, FileFormatError, InputError, MemkitWarning, StateError
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.protocols import Closing, Uncopied
+from memkit._core.settings import Checker, as_whole
 from memkit._machine import random_state
-from memkit.recipes.state.checks import as_metric, as_step, check_given, check_which
 from memkit.recipes.state.files import (
+    LARGEST_STEP,
     Draft,
     SavedState,
     describe_file,
     drafting,
+    file_of_rank,
     list_states,
     list_strays,
     locked,
     remove_states,
     write_file,
 )
-from memkit.recipes.state.manifest import file_of_rank
 from memkit.recipes.state.objects import (
     check_objects,
     describe_object,
@@ -97,16 +98,12 @@ class TrainingStateManager(Uncopied, Closing):
         mode: Literal["min", "max"] | None = None,
         background: bool = False,
     ) -> None:
-        if keep < 1 or mode not in {None, "min", "max"}:
-            raise ConfigError(
-                f"TrainingStateManager(directory, keep={keep!r}, mode={mode!r})",
-                got=f"keep={keep!r}, mode={mode!r}",
-                expected="keep of 1 or more, and mode 'min' or 'max'",
-                fix="leave them out for keep=3 and the least metric.",
-            )
+        check = Checker("TrainingStateManager(...)")
+        if mode is not None:
+            check.choice("mode", mode, ("min", "max"))
         self.directory = Path(directory)
         self.mode = mode
-        self._keep, self._background = keep, background
+        self._keep, self._background = check.whole("keep", keep, 1), background
         self._busy = threading.Lock()
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -145,7 +142,7 @@ class TrainingStateManager(Uncopied, Closing):
             ConfigError: ``background=True`` on several ranks.
         """
         with self._alone():
-            self._save(as_step(step), as_metric(step, metric), objects)
+            self._save(_as_step(step), _as_metric(step, metric), objects)
 
     def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
         """Restore a state into the objects, with the random state: into all of them or none.
@@ -170,13 +167,16 @@ class TrainingStateManager(Uncopied, Closing):
             InputTypeError: An object has no state.
             OSError: The directory cannot be read.
         """
-        check_which(which)
+        _check_which(which)
         with self._alone(), contextlib.ExitStack() as stack:
             crew = Crew()
             if not crew.first(self.directory.exists):
                 return None
-            # Before the states are listed: a writer removes old ones.
-            crew.together(lambda: _discard(stack.enter_context(locked(self.directory, alone=False))))
+
+            def lock() -> None:  # before the states are listed: a writer removes old ones
+                stack.enter_context(locked(self.directory, alone=False))
+
+            crew.together(lock)
             candidates = crew.first(lambda: self._choose(which))
             for stray in crew.first(lambda: list_strays(self.directory)) if which == "latest" else ():
                 _warn(f"passes over {stray}: it is no folder")
@@ -197,7 +197,7 @@ class TrainingStateManager(Uncopied, Closing):
         self.wait()
 
     def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
-        check_given(step, objects)
+        _check_given(step, objects)
         crew = Crew()
         flattener = Flattener(copy=self._background)
         replicated = find_replicated(objects) if crew.rank else set()  # rank 0 has them
@@ -297,11 +297,9 @@ class TrainingStateManager(Uncopied, Closing):
         best = self._find_best(states)
         others = {notes["mode"] for notes in _read_notes(states).values()} - {None, self.mode or "min"}
         if self.mode is not None and others:
-            warnings.warn(
+            warn_user(
                 f"TrainingStateManager(mode={self.mode!r}): {self.directory} has states that were saved with "
-                f"mode={others.pop()!r}. The best of them is not kept. Use another directory, or leave mode out.",
-                MemkitWarning,
-                stacklevel=2,
+                f"mode={others.pop()!r}. The best of them is not kept. Use another directory, or leave mode out."
             )
         remove_states(state for state in states[self._keep :] if state != best)
 
@@ -351,12 +349,67 @@ class TrainingStateManager(Uncopied, Closing):
             problem = next((each for each in crew.gather(_find_problem(saved, crew)) if each), None)
             if problem is None:
                 return saved
-            _warn(f"passes over {saved.path}: {problem}", stacklevel=4)
+            _warn(f"passes over {saved.path}: {problem}")
         raise FileFormatError(
             "TrainingStateManager.restore()",
             got=f"no state that is whole in {self.directory} ({len(candidates)} tried)",
             expected="files that are what was written",
             fix="look at the warnings for the reasons; move the folders away to start from the beginning.",
+        )
+
+
+def _check_given(step: int, objects: Collection[str]) -> None:
+    """Refuse a state without objects."""
+    if not objects:
+        raise InputError(
+            f"TrainingStateManager.save({step})",
+            got="no object",
+            expected="what the next step depends on",
+            fix="write save(step, model=model, optimizer=optimizer, ...).",
+        )
+
+
+def _as_step(step: object) -> int:
+    """Return the step as an int."""
+    number = as_whole(step)
+    if number is None:
+        raise InputTypeError(
+            f"TrainingStateManager.save({step!r})",
+            got=type(step).__name__,
+            expected="a whole number",
+            fix="count the optimizer steps from the start of the training.",
+        )
+    if not 0 <= number <= LARGEST_STEP:
+        raise InputError(
+            f"TrainingStateManager.save({number})",
+            got=str(number),
+            expected="a step of 0 or more" if number < 0 else "a step of at most 18 digits",
+            fix="count the optimizer steps from the start of the training.",
+        )
+    return number
+
+
+def _as_metric(step: object, metric: object) -> float | None:
+    """Return the metric as a float."""
+    try:
+        return None if metric is None else float(metric)  # type: ignore[arg-type] # non-numbers are refused here
+    except (TypeError, ValueError, RuntimeError):
+        raise InputTypeError(
+            f"TrainingStateManager.save({step!r}, metric=...)",
+            got=type(metric).__name__,
+            expected="a number, or a tensor with one",
+            fix="pass metric=loss.item(), or leave it out.",
+        ) from None
+
+
+def _check_which(which: object) -> None:
+    """Refuse an invalid choice of state."""
+    if which not in ("latest", "best") and not isinstance(which, Integral):
+        raise InputError(
+            f"TrainingStateManager.restore({which!r})",
+            got=repr(which),
+            expected="'latest', 'best', or a step as a whole number",
+            fix="restore() without it takes the newest.",
         )
 
 
@@ -378,16 +431,12 @@ def _find_problem(saved: SavedState, crew: Crew) -> str | None:
     return None
 
 
-def _warn(text: str, *, stacklevel: int = 3) -> None:
-    warnings.warn(f"TrainingStateManager.restore(): {text}.", MemkitWarning, stacklevel=stacklevel)
+def _warn(text: str) -> None:
+    warn_user(f"TrainingStateManager.restore(): {text}.")
 
 
 def _tell_of_failures(failures: list[str], directory: Path) -> None:
     """Warn about a state that was not written, if no later call could raise the error."""
     for failure in failures:
         text = f"TrainingStateManager(background=True) could not write the last state in {directory}: {failure}"
-        warnings.warn(f"{text}. Call close() at the end, which raises the error.", MemkitWarning, stacklevel=2)
-
-
-def _discard(_: object) -> None:
-    """Return None: the ranks do not need each other's result."""
+        warn_user(f"{text}. Call close() at the end, which raises the error.")

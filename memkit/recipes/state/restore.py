@@ -14,8 +14,7 @@ from memkit._core.errors import FileFormatError, MemkitError
 from memkit._core.pickles import refuse_pickle
 from memkit._core.protocols import Stateful
 from memkit._machine import random_state
-from memkit.recipes.state.files import SavedState, opened
-from memkit.recipes.state.manifest import file_of_rank
+from memkit.recipes.state.files import SavedState, file_of_rank, opened
 from memkit.recipes.state.objects import (
     Parameters,
     check_fits,
