@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import memkit as mk
+
 
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
     """Linear layers with an activation between them."""
@@ -72,3 +74,8 @@ def square_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def trainer_of(model: nn.Module, **settings: Any) -> mk.MemoryEfficientTrainingWrapper:
+    """A wrapper that trains the model by plain SGD."""
+    return mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)

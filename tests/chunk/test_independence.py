@@ -8,7 +8,7 @@ from torch import nn
 
 import memkit as mk
 from memkit.chunk.independence import check_independence
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 
 
 def check(fn, *rows):
@@ -47,11 +47,15 @@ def test_what_mixes_rows_is_refused_by_name(fn, name):
     ],
 )
 def test_functions_of_each_row_pass(fn):
-    check(fn, torch.randn(20, 4))
+    rows, state = torch.randn(20, 4), torch.get_rng_state()
+    check(fn, rows)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_one_row_and_integers_prove_nothing():
-    check(lambda x: x - x.mean(0), torch.randn(1, 4))
+    centered = lambda x: x - x.mean(0)  # noqa: E731
+    check(centered, torch.randn(1, 4))
+    assert_refused(lambda: check(centered, torch.randn(2, 4)), mk.errors.InputError, "its own code")
     check(nn.Embedding(10, 3), torch.arange(10))
 
 
@@ -59,6 +63,8 @@ def test_a_nan_that_was_there_is_no_sign():
     rows = torch.randn(6, 2)
     rows[0, 0] = float("nan")
     check(lambda x: x * 2, rows)
+    assert rows.isnan().sum() == 1
+    assert_refused(lambda: check(lambda x: x - x[1:].mean(0), rows), mk.errors.InputError, "its own code")
 
 
 def test_nothing_is_left_behind():

@@ -11,7 +11,7 @@ import memkit as mk
 from memkit._gradients.loss import read_loss
 from memkit.recipes.validation import rows_of_loss
 from tests.helpers import flat_gradient
-from tests.toys import classify, mean_square, out_of_memory
+from tests.toys import classify, mean_square, out_of_memory, trainer_of
 
 SCALAR = torch.tensor(2.0)
 SGD = torch.optim.SGD
@@ -105,7 +105,7 @@ class TestForms:
     @pytest.mark.parametrize("count", [-1, math.inf, math.nan, torch.tensor(-1)])
     def test_a_count_that_is_no_weight_is_refused_in_the_step(self, count):
         model = make_model()
-        trainer = mk.MemoryEfficientTrainingWrapper(model, SGD(model.parameters(), lr=0.1))
+        trainer = trainer_of(model)
         loss_fn = lambda model, batch: mk.Loss(mean=classify(model, batch), count=count)  # noqa: E731
         for step in (trainer.train_step, mk.SplitLoss(model)):
             with pytest.raises(mk.errors.InputError, match="a finite weight of zero or more"):
@@ -159,7 +159,7 @@ class TestOtherReturnValuesAreRefused:
         model = make_model()
         before = model.weight.detach().clone()
         for settings in ({}, {"on_oom": "raise"}, {"accumulation_steps": 3}):
-            trainer = mk.MemoryEfficientTrainingWrapper(model, SGD(model.parameters(), lr=0.1), **settings)
+            trainer = trainer_of(model, **settings)
             with pytest.raises(error, match=r"loss_fn of trainer\.train_step: .*" + text):
                 trainer.train_step(make_batch(), loss_fn)
         assert torch.equal(model.weight, before)
@@ -277,16 +277,14 @@ class TestOutputs:
     @pytest.mark.parametrize("steps", [1, 2, 3])
     def test_of_a_step_in_order_also_after_an_out_of_memory(self, steps, capacity):
         model = make_model()
-        trainer = mk.MemoryEfficientTrainingWrapper(model, SGD(model.parameters(), lr=0.1), accumulation_steps=steps)
+        trainer = trainer_of(model, accumulation_steps=steps)
         result = trainer.train_step(make_batch(), self.step_of(capacity))
         self.check(result.outputs, result.sizes)
         assert (result.num_ooms > 0) == (capacity * steps < 10)
 
     def test_of_a_step_whose_errors_are_let_through(self):
         model = make_model()
-        trainer = mk.MemoryEfficientTrainingWrapper(
-            model, SGD(model.parameters(), lr=0.1), accumulation_steps=3, on_oom="raise"
-        )
+        trainer = trainer_of(model, accumulation_steps=3, on_oom="raise")
         result = trainer.train_step(make_batch(), self.step_of(10))
         self.check(result.outputs, result.sizes)
         assert all(each.value.grad_fn is None for each in result.losses)
@@ -306,7 +304,7 @@ class TestOutputs:
 
     def test_of_plain_losses_none(self):
         model = make_model()
-        trainer = mk.MemoryEfficientTrainingWrapper(model, SGD(model.parameters(), lr=0.1), accumulation_steps=2)
+        trainer = trainer_of(model, accumulation_steps=2)
         result = trainer.train_step(make_batch(), of_sum)
         assert result.outputs == (None, None)
 

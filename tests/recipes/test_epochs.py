@@ -22,6 +22,7 @@ from torch.utils.data import (
 import memkit as mk
 from memkit.recipes.order import tell_epoch
 from tests.helpers import assert_same
+from tests.toys import trainer_of
 
 VOLUMES = [torch.arange(64.0).reshape(1, 4, 4, 4) + number for number in range(4)]
 FLIPS = {"flip_prob": 0.5, "rotate_prob": 0.5, "noise_std": 0.1}
@@ -185,7 +186,7 @@ class TestWhatIsTold:
 
     def test_a_train_loop_tells_a_sampler_inside_a_batch_sampler(self):
         model = nn.Linear(1, 1)
-        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = trainer_of(model)
         sampler = BatchSampler(DistributedSampler(range(16), num_replicas=1, rank=0), 4, drop_last=False)
         seen = []
 
@@ -245,17 +246,17 @@ class TestWhoTellsNothing:
         dataset = voxels()
         loader = mk.train.make_dataloader(dataset, 4, device="cpu", num_workers=0)  # looks at the first
         dataset[1]
-        list(loader)
+        assert [len(batch) for batch in loader] == [4]
 
     def test_drawing_with_replacement_is_no_second_pass(self):
         dataset = mk.voxel.VoxelDataset([torch.ones(1, 2, 2, 2)] * 200)
         sampler = torch.utils.data.RandomSampler(dataset, replacement=True)
-        list(DataLoader(dataset, sampler=sampler))
+        assert len(list(DataLoader(dataset, sampler=sampler))) == 200
 
     def test_a_validation_is_no_training(self):
         dataset = mk.voxel.VoxelDataset(VOLUMES, use_augmentation=False)
         for _ in range(4):
-            list(dataset)
+            assert_same(list(dataset), VOLUMES)
 
     @pytest.mark.parametrize("seed", range(2))
     def test_a_copy_of_a_data_set_is_told_as_well(self, seed):
@@ -294,7 +295,7 @@ class TestWhoTellsNothing:
 
     def test_a_validation_in_a_loop_repeats_its_batches_on_purpose(self):
         model = nn.Linear(1, 1)
-        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = trainer_of(model)
         data = torch.arange(16.0)[:, None]
         val_loader = DataLoader(data, batch_sampler=mk.points.BudgetBatchSampler([1] * 16, max_points=4))
         settings = {"val_loader": val_loader, "progress": False}

@@ -29,7 +29,7 @@ from memkit.recipes.validation import ValidationMonitor
 from memkit.train.schedules import make_schedule
 from memkit.voxel.dataset import VoxelDataset
 from tests.recipes.loop_parts import StopAfter, digits, loader_of, make, train_in_child, weights
-from tests.toys import classify
+from tests.toys import classify, trainer_of
 
 
 def scores_of(model, batch):
@@ -160,9 +160,8 @@ def test_epochs_of_a_distributed_sampler_differ():
 
 def test_a_memory_manager_learns_of_the_steps():
     model = nn.Linear(64, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mk.MemoryManager("cpu") as memory:
-        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory)
+        trainer = trainer_of(model, memory=memory)
         loop = MemoryEfficientTrainLoop(trainer, loader_of(48), classify, progress=False)
         loop.run(num_epochs=2)
         assert memory.num_steps == loop.num_steps > 2

@@ -139,13 +139,6 @@ def test_newest_is_what_was_saved_last(manager):
     assert value_of(manager) == (11, 4.0)
 
 
-def test_steps_are_whole_numbers(manager):
-    with pytest.raises(InputError, match=r"save\(-1\): got -1; expected a step of 0 or more"):
-        manager.save(-1, model=model_of(3.0))
-    with pytest.raises(TypeError):
-        manager.save(1.5, model=model_of(3.0))
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -16,6 +16,7 @@ from torch import nn
 from memkit._core.errors import FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
 from memkit.recipes.state import files as statefiles
 from memkit.recipes.state.manager import TrainingStateManager
+from tests.helpers import assert_refused
 from tests.recipes.stateforge import sign
 from tests.recipes.test_state_files import DAMAGE, model_of, newest, value_of
 
@@ -344,10 +345,17 @@ def test_metrics_are_numbers(manager, metric):
         manager.save(30, metric=metric, model=model_of(3.0))
 
 
-@pytest.mark.parametrize(("step", "kind"), [(1.5, InputTypeError), ("3", InputTypeError), (10**18, InputError)])
-def test_steps_are_whole_numbers(manager, step, kind):
-    with pytest.raises(kind, match=r"TrainingStateManager\.save\("):
-        manager.save(step, model=model_of(3.0))
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        (1.5, InputTypeError, r"TrainingStateManager\.save\("),
+        ("3", InputTypeError, r"TrainingStateManager\.save\("),
+        (10**18, InputError, r"TrainingStateManager\.save\("),
+        (-1, InputError, r"save\(-1\): got -1; expected a step of 0 or more"),
+    ],
+)
+def test_steps_are_whole_numbers(manager, step, error, words):
+    assert_refused(lambda: manager.save(step, model=model_of(3.0)), error, words)
 
 
 def test_a_file_in_the_folders_place(tmp_path):

@@ -12,7 +12,7 @@ from memkit.points.batches import BudgetBatchSampler
 from memkit.recipes.loop import MemoryEfficientTrainLoop
 from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
 from memkit.recipes.state.manager import TrainingStateManager
-from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from tests.toys import trainer_of
 
 
 class Counting(Dataset):
@@ -169,7 +169,7 @@ def test_errors():
 
 def in_a_loop(loader):
     model = nn.Linear(1, 1)
-    trainer = MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = trainer_of(model)
     return MemoryEfficientTrainLoop(trainer, loader, lambda model, batch: model(batch[:, None].float()).mean())
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import memkit as mk
 from memkit.recipes.validation import ValidationMonitor, rows_of_loss, validate
 from tests.allocations import trace_allocations
-from tests.toys import SmallRoom, mean_square
+from tests.toys import SmallRoom, mean_square, trainer_of
 
 
 def test_best_patience_and_plateau():
@@ -71,10 +71,6 @@ def test_wrong_settings(setting):
         ValidationMonitor(**setting)
 
 
-def make(model):
-    return mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def run(trainer, loader, fn, **settings):
     with trainer.evaluation() as evaluate:
         return validate(evaluate, loader, fn, device=torch.device("cpu"), **settings)
@@ -84,7 +80,7 @@ def test_outputs_are_never_held_together():
     """40 batches whose outputs are 256 KiB each: all of them would be 10 MiB."""
     model = nn.Linear(8, 64)
     loader = [torch.randn(1024, 8) for _ in range(40)]
-    trainer = make(model)
+    trainer = trainer_of(model)
     figures = {}
 
     def streamed():
@@ -105,7 +101,7 @@ def test_a_batch_that_does_not_fit_gives_the_same_figures():
     torch.manual_seed(1)
     model = SmallRoom(8, 1)
     loader = [torch.randn(rows, 8) for rows in (33, 7)]
-    found = run(make(model), loader, rows_of_loss(mean_square))
+    found = run(trainer_of(model), loader, rows_of_loss(mean_square))
     expected = model.whole(torch.cat(loader)).square().mean().item()
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
@@ -122,7 +118,7 @@ def test_weighted_losses_and_a_batch_that_weighs_nothing():
     total = sum(loss_fn(model, batch).sum for batch in loader) / 4
     averaged = lambda model, batch: mk.Loss(mean=loss_fn(model, batch).average(), count=batch["valid"].sum())  # noqa: E731
     for each in (loss_fn, averaged):  # the mean over nothing is NaN
-        found = run(make(model), loader, rows_of_loss(each))
+        found = run(trainer_of(model), loader, rows_of_loss(each))
         assert found["loss"] == pytest.approx(total.item(), rel=1e-6)
 
 
@@ -131,7 +127,7 @@ def test_counts_of_losses_in_half_precision_are_exact():
     for dtype, counts in ((torch.bfloat16, (1001, 1)), (torch.float16, (70_000, 7))):
         loader = [{"x": torch.tensor([float(place)]), "count": count} for place, count in enumerate(counts)]
         loss_fn = lambda _, batch, dtype=dtype: mk.Loss(mean=batch["x"].mean().to(dtype), count=batch["count"])  # noqa: E731
-        found = run(make(nn.Linear(3, 1)), loader, rows_of_loss(loss_fn))
+        found = run(trainer_of(nn.Linear(3, 1)), loader, rows_of_loss(loss_fn))
         assert found["loss"] == pytest.approx(counts[1] / sum(counts), rel=1e-6)
 
 
@@ -139,7 +135,7 @@ def test_counts_of_losses_in_half_precision_are_exact():
 def test_a_count_that_is_no_weight_is_refused(count):
     loss_fn = lambda model, rows: mk.Loss(mean=model(rows).mean(), count=count)  # noqa: E731
     with pytest.raises(mk.errors.InputError, match=r"count of loss_fn of a validation.*zero or more"):
-        run(make(nn.Linear(3, 1)), [torch.ones(2, 3)], rows_of_loss(loss_fn))
+        run(trainer_of(nn.Linear(3, 1)), [torch.ones(2, 3)], rows_of_loss(loss_fn))
 
 
 def test_losses_of_batches_without_rows_are_weighed_by_their_counts():
@@ -150,7 +146,7 @@ def test_losses_of_batches_without_rows_are_weighed_by_their_counts():
 
     model = nn.Linear(3, 1)
     loader = [{"x": torch.randn(num, 3), "edges": torch.zeros(2, 5 * num)} for num in (3, 100)]
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), on_oom="raise")
+    trainer = trainer_of(model, on_oom="raise")
 
     def summed(model, graphs):
         return mk.Loss(sum=losses(model, graphs).sum(), count=len(graphs["x"]))
@@ -167,11 +163,11 @@ def test_figures_have_names():
     with pytest.raises(
         mk.errors.InputTypeError, match=r"val_fn\(model, batch\): got a Tensor; expected a mapping of figures"
     ):
-        run(make(nn.Linear(3, 1)), [torch.ones(2, 3)], lambda model, rows: model(rows).mean())
+        run(trainer_of(nn.Linear(3, 1)), [torch.ones(2, 3)], lambda model, rows: model(rows).mean())
 
 
 def test_the_random_state_is_left_alone_and_no_batch_is_an_error():
-    trainer = make(nn.Linear(3, 1))
+    trainer = trainer_of(nn.Linear(3, 1))
     state = torch.get_rng_state()
     run(trainer, (torch.rand(2, 3) for _ in range(3)), lambda model, rows: {"mean": model(rows)})
     assert torch.equal(torch.get_rng_state(), state)

@@ -11,6 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit._recovery.snapshot import StateWatch
 from tests.helpers import assert_same
+from tests.toys import trainer_of
 
 
 class Late(nn.Module):
@@ -128,7 +129,7 @@ def test_frozen_first_and_trained_later():
     """BatchNorm frozen while warming up, then not: the first out-of-memory after that is survived."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+    trainer = trainer_of(model, probe=False)
     capacity = 6
 
     def loss_fn(model, x):
@@ -170,7 +171,7 @@ def test_generators_and_modes_that_a_model_holds_come_back(is_late):
     """Two batches of eight rows; the second one runs out of memory whole, and goes through in two parts."""
     model = Moody()
     noise = model.__dict__.pop("noise") if is_late else model.noise
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+    trainer = trainer_of(model, probe=False)
     modes, capacity = [], 8
 
     def loss_fn(model, x):

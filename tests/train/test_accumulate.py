@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
-from tests.helpers import assert_same, flat_gradient, gradients, relative_error
+from tests.helpers import assert_refused, assert_same, flat_gradient, gradients, relative_error
 from tests.toys import out_of_memory
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
@@ -773,12 +773,14 @@ class TestMisuse:
         with pytest.raises(mk.errors.ConfigError, match=next(iter(settings))):
             self.make(**settings)
 
-    def test_an_optimizer_that_needs_a_closure(self):
-        optimizer = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
-        with pytest.raises(mk.errors.ConfigError, match=r"LBFGS.*without evaluating the loss again"):
-            mk.GradientAccumulator(optimizer)
-
-    @pytest.mark.parametrize("optimizer", [[], nn.Linear(2, 1), [nn.Linear(2, 1)]])
-    def test_what_is_no_optimizer(self, optimizer):
-        with pytest.raises(mk.errors.ConfigError, match="optimizer"):
-            mk.GradientAccumulator(optimizer)
+    @pytest.mark.parametrize(
+        ("optimizer", "words"),
+        [
+            ([], "optimizer"),
+            (nn.Linear(2, 1), "optimizer"),
+            ([nn.Linear(2, 1)], "optimizer"),
+            (torch.optim.LBFGS(nn.Linear(2, 1).parameters()), r"LBFGS.*without evaluating the loss again"),
+        ],
+    )
+    def test_what_is_no_optimizer_or_needs_a_closure(self, optimizer, words):
+        assert_refused(lambda: mk.GradientAccumulator(optimizer), mk.errors.ConfigError, words)

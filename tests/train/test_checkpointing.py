@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memkit as mk
 from memkit.train.checkpointing import Checkpointing, choose_blocks
 from tests.helpers import assert_same, gradients
+from tests.toys import trainer_of
 
 
 class Block(nn.Module):
@@ -209,8 +210,7 @@ class TestChoice:
 
     def test_through_the_wrapper(self):
         model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, checkpoint=["blocks.*"])
+        trainer = trainer_of(model, checkpoint=["blocks.*"])
         assert trainer.checkpointed_blocks == ("blocks.0", "blocks.1", "blocks.2")
         assert trainer.train_step(torch.randn(4, 4), lambda model, x: model(x).pow(2).mean()).stepped
         trainer.close()

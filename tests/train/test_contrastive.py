@@ -336,7 +336,8 @@ class TestEncodersThatAreNoneOfEachRowAlone:
     )
     def test_others_are_not(self, layer):
         model, views = Tower(layer).double(), make_views()
-        cached_backward(model, views, info_nce, chunk_size=8)
+        error = whole_error(model, views)
+        assert error > 1e-3 if "Dropout" in type(layer).__name__ else error <= 1e-14  # chunks drop other units
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_lower_precision_is_no_fault(self, dtype):

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit import GradientAccumulator, MemkitWarning, MemoryEfficientTrainingWrapper
+from memkit import GradientAccumulator, MemkitWarning
 from memkit.train.divisors import DivisorWatch, Term, divisors, normalizes_over_batch
+from tests.toys import trainer_of
 
 X = torch.randn(6, 4)
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])
@@ -98,6 +99,7 @@ def accumulate(model, losses, counts=None, **settings):
     for i, loss in enumerate(losses):
         accumulator.backward(loss(model), count=None if counts is None else counts[i])
         accumulator.step()
+    return accumulator.num_steps
 
 
 def rows(num):
@@ -138,7 +140,7 @@ NORMALIZED = {
 def test_weights_that_become_uneven_are_told_at_once(name):
     """They are divided by their own sum before they are multiplied, so the divisor stands nowhere in the graph."""
     model = nn.Linear(4, 2)
-    trainer = MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=3)
+    trainer = trainer_of(model, accumulation_steps=3)
 
     def loss_fn(model, batch):
         return NORMALIZED[name](model(batch[0]).pow(2).mean(1), batch[1])
@@ -164,7 +166,7 @@ def test_weights_that_become_uneven_are_told_at_once(name):
 def test_what_is_right_or_unchecked_says_nothing(losses, counts, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        accumulate(nn.Linear(4, 2), losses, counts, **settings)
+        assert accumulate(nn.Linear(4, 2), losses, counts, **settings) == 1
 
 
 @pytest.mark.parametrize(

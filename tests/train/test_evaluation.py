@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import memkit as mk
-from tests.toys import SmallRoom, mean_square
+from tests.toys import SmallRoom, mean_square, trainer_of
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def rows():
 
 def make(room, **settings):
     model = SmallRoom(3, 2, room=room, dtype=torch.float64)
-    return model, mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    return model, trainer_of(model, **settings)
 
 
 def forward(model, part):

@@ -12,7 +12,8 @@ from torch import nn
 import memkit as mk
 from memkit._recorder.recorder import Recorder
 from memkit.train.forecast import Forecast, _added, _upper_envelope
-from tests.toys import mean_square
+from tests.helpers import assert_refused
+from tests.toys import mean_square, trainer_of
 
 MIB = 2**20
 
@@ -112,8 +113,7 @@ def test_a_budget_that_cannot_be_used_is_said_once():
             raise ValueError("too few rows")
         return mean_square(model, x)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="1GiB") as trainer:
+    with trainer_of(model, memory="1GiB") as trainer:
         trainer.train_step(torch.randn(16, 512), picky)
         with pytest.warns(mk.MemkitWarning, match=r"memory=\.\.\. is not used.*ValueError: too few rows"):
             trainer.train_step(torch.randn(16, 512), picky)
@@ -161,8 +161,7 @@ def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(nam
 def test_a_model_in_bfloat16_is_charged_for_sums_in_bfloat16():
     def run(**keywords):
         model = mlp().bfloat16()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="7MiB", probe=False, **keywords) as trainer:
+        with trainer_of(model, memory="7MiB", probe=False, **keywords) as trainer:
             return trainer.train_step(torch.randn(400, 512).bfloat16(), mean_square).num_microbatches
 
     assert 1 < run() < 20  # 2 MiB each: parameters, a part's gradients and their sum
@@ -198,9 +197,7 @@ def test_a_batch_that_fits_is_left_whole_and_is_rehearsed_once():
         return mean_square(model, x)
 
     model = mlp()
-    with mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB"
-    ) as trainer:
+    with trainer_of(model, memory="1GiB") as trainer:
         for _ in range(3):
             assert trainer.train_step(torch.randn(16, 512), counted).sizes == (16,)
     assert calls == [2, 4, 16, 16, 16]
@@ -209,9 +206,7 @@ def test_a_batch_that_fits_is_left_whole_and_is_rehearsed_once():
 def test_a_manager_says_what_is_left_and_gets_phases():
     model = mlp()
     memory = mk.MemoryManager("cpu")
-    with mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory
-    ) as trainer:
+    with trainer_of(model, memory=memory) as trainer:
         trainer.train_step(torch.randn(16, 512), mean_square)
     assert [(path, totals.num_calls) for path, totals in memory.phases.items()] == [
         ("microbatches", 1),
@@ -222,7 +217,7 @@ def test_a_manager_says_what_is_left_and_gets_phases():
 def test_a_row_that_does_not_fit_is_said_and_tried():
     model = mlp()
     with (
-        mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB") as trainer,
+        trainer_of(model, memory="1MiB") as trainer,
         pytest.warns(mk.MemkitWarning, match=r"a single row are foreseen to take .*, and 0 B are left"),
     ):
         result = trainer.train_step(torch.randn(8, 512), mean_square)
@@ -230,22 +225,23 @@ def test_a_row_that_does_not_fit_is_said_and_tried():
 
 
 @pytest.mark.parametrize(
-    ("memory", "match"),
-    [(object(), "a MemoryManager, or a budget"), (True, "a MemoryManager"), (1.5, r"memory=1.5.*fraction in \(0, 1\]"),
-     (0.0, "fraction"), ("much", "a number and a unit"), (-1, "zero bytes or more")],
-)  # fmt: skip
-def test_what_is_no_budget_is_refused(memory, match):
-    model = mlp()
-    with pytest.raises((mk.errors.ConfigError, mk.errors.InputError), match=match):
-        mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory)
-
-
-def test_a_budget_for_packed_batches_is_refused():
-    model = mlp()
-    with pytest.raises(mk.errors.ConfigError, match=r"no split_fn.*accumulation_steps"):
-        mk.MemoryEfficientTrainingWrapper(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB", split_fn=lambda batch, n: [batch]
-        )
+    ("settings", "error", "words"),
+    [
+        ({"memory": object()}, mk.errors.ConfigError, "a MemoryManager, or a budget"),
+        ({"memory": True}, mk.errors.ConfigError, "a MemoryManager"),
+        ({"memory": 1.5}, mk.errors.ConfigError, r"memory=1.5.*fraction in \(0, 1\]"),
+        ({"memory": 0.0}, mk.errors.ConfigError, "fraction"),
+        ({"memory": "much"}, mk.errors.InputError, "a number and a unit"),
+        ({"memory": -1}, mk.errors.InputError, "zero bytes or more"),
+        (
+            {"memory": "1GiB", "split_fn": lambda batch, n: [batch]},
+            mk.errors.ConfigError,
+            r"no split_fn.*accumulation_steps",
+        ),
+    ],
+)
+def test_budgets_that_cannot_be_used_are_refused(settings, error, words):
+    assert_refused(lambda: trainer_of(mlp(), **settings), error, words)
 
 
 def test_what_cannot_be_rehearsed_is_left_as_it_was():
@@ -256,7 +252,5 @@ def test_what_cannot_be_rehearsed_is_left_as_it_was():
             raise ValueError("at least 8 rows")
         return F.mse_loss(model(x), x)
 
-    with mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB", probe=False
-    ) as trainer:
+    with trainer_of(model, memory="1MiB", probe=False) as trainer:
         assert trainer.train_step(torch.randn(8, 512), only_whole).sizes == (8,)

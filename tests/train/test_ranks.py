@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 from tests.helpers import assert_same
+from tests.toys import trainer_of
 
 
 class Model(nn.Module):
@@ -171,9 +172,7 @@ def checked_worker(rank, folder):
 
     def wrapped():
         model = DistributedDataParallel(Model(), find_unused_parameters=True)
-        return mk.MemoryEfficientTrainingWrapper(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
-        )
+        return trainer_of(model, accumulation_steps=2)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

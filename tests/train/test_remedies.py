@@ -14,7 +14,7 @@ from torch import nn
 
 import memkit as mk
 from tests.helpers import assert_same
-from tests.toys import mean_square, out_of_memory
+from tests.toys import mean_square, out_of_memory, trainer_of
 
 ROOT = Path(__file__).parents[2]
 X = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -58,10 +58,9 @@ class Fails:
 def step(loss_fn, model=None, *, batch=X, **settings):
     """One step of plain SGD; return the model, the result, the blocks that run again, and what was told."""
     model = make() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings) as trainer:
+        with trainer_of(model, **settings) as trainer:
             result = trainer.train_step(batch.double(), loss_fn)
             blocks = trainer.checkpointed_blocks
     return model, result, blocks, [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
@@ -168,8 +167,7 @@ def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_spl
     """Rows one by one, as the user wants them; no look at two fits, which is told. Then two come at a time."""
     model = nn.Linear(8, 1).double()
     fails, rows = Fails(most=1), X[:, 0].double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=8) as trainer:
+    with trainer_of(model, accumulation_steps=8) as trainer:
         with pytest.warns(mk.MemkitWarning, match="could not check that splitting"):
             trainer.train_step(rows, fails)
         for _ in range(2):
@@ -180,7 +178,7 @@ def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_spl
 
 def test_a_look_that_memory_did_not_allow_comes_again_in_a_loop_that_is_kept():
     model = make()
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = trainer_of(model)
     fails = Fails(most=1)
 
     def run():
@@ -195,7 +193,7 @@ def test_a_look_that_memory_did_not_allow_comes_again_in_a_loop_that_is_kept():
 def test_a_refusal_is_remembered_and_smaller_batches_go_on():
     model = normed()
     fails = Fails(most=4)
-    with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
+    with trainer_of(model) as trainer:
         for _ in range(2):
             with pytest.raises(mk.MemkitOutOfMemoryError, match="changes its gradient"):
                 trainer.train_step(X.double(), fails)

@@ -81,8 +81,11 @@ def test_a_loss_function_may_name_what_has_no_value_yet_and_keep_its_batch(model
 
     split = mk.SplitLoss(model, num_microbatches=2, probe=False)
     split((X, Y), loss).backward()
+    (expected,) = torch.autograd.grad(square_error(model, (X, Y)), model.weight)
+    assert_same(model.weight.grad, expected, 1e-14)
     split((X, Y), (forces := Forces()).loss).backward()
     split((X, Y), forces.loss).backward()
+    assert len(forces.x) == 4
 
 
 def test_many_modules_in_a_loss_function_are_not_walked_through(model, monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.split_check import check_split
 from tests.helpers import assert_same
-from tests.toys import classify, fits, out_of_memory
+from tests.toys import classify, fits, out_of_memory, trainer_of
 from tests.train.faults import FailingOperator
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
@@ -36,8 +36,7 @@ class Step:
     """Trains with the wrapper's step."""
 
     def __init__(self, model, **settings):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4, **settings)
+        self.trainer = trainer_of(model, accumulation_steps=4, **settings)
 
     def __call__(self, batch, loss_fn):
         self.trainer.train_step(batch, loss_fn)
@@ -156,7 +155,7 @@ def test_what_was_refused_once_is_not_equal_because_another_batch_is():
 
 def test_after_an_out_of_memory_the_split_is_checked():
     model = net()
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = trainer_of(model)
     with pytest.raises(mk.MemkitOutOfMemoryError, match="splitting the batch changes its gradient") as caught:
         trainer.train_step(X, fits(8, info_nce))
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
@@ -312,9 +311,7 @@ def test_a_split_fn_that_loses_something_is_told():
         return list(batch.tensor_split(num_parts))[:-1]
 
     model = net()
-    trainer = mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, split_fn=cut
-    )
+    trainer = trainer_of(model, accumulation_steps=2, split_fn=cut)
     with pytest.raises((mk.errors.ConfigError, mk.MemkitWarning)):
         trainer.train_step(X, lambda model, x: mk.Loss(mean=square(model, x), count=len(x)))
 
@@ -330,7 +327,7 @@ def test_a_batch_that_forward_changes_is_not_run_again():
         return square(model, x)
 
     model = net()
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = trainer_of(model)
     with pytest.raises(mk.MemkitOutOfMemoryError, match=r"changes the batch in place.*CUDA out of memory"):
         trainer.train_step(X.clone(), loss_fn)
 
@@ -343,9 +340,7 @@ def test_an_error_in_a_part_says_that_it_was_a_part(on_oom):
         return (batch[1] @ model(batch[0])).pow(2).mean()
 
     model = net()
-    trainer = mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=4, on_oom=on_oom
-    )
+    trainer = trainer_of(model, accumulation_steps=4, on_oom=on_oom)
     with pytest.raises(RuntimeError) as caught:
         trainer.train_step((X, table), loss_fn)
     assert "a micro-batch of 4 of 16" in caught.value.__notes__[0]
@@ -366,9 +361,7 @@ def test_an_error_in_a_part_says_that_it_was_a_part(on_oom):
 )
 def test_a_list_of_as_many_numbers_as_rows_is_not_guessed(values, is_refused):
     model = net()
-    trainer = mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, probe=False
-    )
+    trainer = trainer_of(model, accumulation_steps=2, probe=False)
     step = {"x": X[:4], "size": values}
     if is_refused:
         with pytest.raises(mk.errors.InputError, match=r"as many values as the batch has rows.*a tensor.*a tuple"):

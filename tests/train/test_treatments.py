@@ -24,7 +24,7 @@ from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
 from tests.helpers import assert_same, gradients
-from tests.toys import mean_square
+from tests.toys import mean_square, trainer_of
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
 
@@ -404,9 +404,7 @@ def test_the_wrapper_recovers_inside_a_block(treatment):
     for choice, places in ((None, ()), ({"[0-3]": treatment}, (9, 60))):
         model, x, _ = build("mlp")
         model.double().eval()  # no dropout: parts of another size would draw other numbers
-        trainer = mk.MemoryEfficientTrainingWrapper(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoint=choice, probe=False
-        )
+        trainer = trainer_of(model, checkpoint=choice, probe=False)
         assert trainer.checkpointed_blocks == (("0", "1", "2", "3") if choice and treatment != "offload" else ())
         with FailingOperator(*places):
             results = [trainer.train_step(x.double(), mean_square) for _ in range(2)]

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from memkit._torch import tensors
-from tests.helpers import assert_same
-from tests.toys import classify, fits, mean_square, mlp, out_of_memory
+from tests.helpers import assert_refused, assert_same
+from tests.toys import classify, fits, mean_square, mlp, out_of_memory, trainer_of
 
 
 def make(width=16, **keywords):
@@ -212,8 +212,7 @@ class TestPrecision:
     def test_true_can_be_probed(self):
         """The probe's twin is in float64: its inputs must be too, or nobody sees that the loss compares rows."""
         model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true", accumulation_steps=2)
+        trainer = trainer_of(model, precision="bf16-true", accumulation_steps=2)
         with pytest.raises(mk.errors.ConfigError, match="expected a loss that adds up over the rows"):
             trainer.train_step(torch.randn(16, 4), lambda model, x: (model(x) @ model(x).T).softmax(0).diag().mean())
 
@@ -243,8 +242,7 @@ class TestPrecision:
 
         dtypes = []
         model = Model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true")
+        trainer = trainer_of(model, precision="bf16-true")
         model.norm.float()
         trainer.train_step(torch.ones(3, 4), lambda model, x: model(x).sum())
         assert dtypes == [torch.bfloat16]
@@ -255,8 +253,7 @@ class TestPrecision:
                 return super().forward(batch["x"])
 
         model = Model(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true")
+        trainer = trainer_of(model, precision="bf16-true")
         batch = UserDict(x=torch.ones(3, 4))  # as a tokenizer's BatchEncoding is one
         assert trainer.train_step(batch, lambda model, batch: model(batch).sum()).stepped
         assert batch["x"].dtype == torch.float32
@@ -265,16 +262,6 @@ class TestPrecision:
         trainer = make(precision="auto")[2]
         assert trainer._precision.name in (None, "bf16-mixed")
         assert make()[2]._precision.name is None
-
-    def test_unknown(self):
-        with pytest.raises(mk.errors.ConfigError, match=r"precision='fp16'.*'bf16-mixed', 'fp16-mixed'"):
-            make(precision="fp16")
-
-
-class TestSettings:
-    def test_a_message_names_the_call_that_was_made(self):
-        with pytest.raises(mk.errors.ConfigError, match=r"MemoryEfficientTrainingWrapper: got max_grad_norm=-1;"):
-            make(max_grad_norm=-1)
 
 
 class TestEvaluation:
@@ -403,9 +390,7 @@ def test_two_wrappers_train_a_gan_with_gradient_penalty():
 class TestProbe:
     def test_batch_norm_is_named_once(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        trainer = mk.MemoryEfficientTrainingWrapper(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
-        )
+        trainer = trainer_of(model, accumulation_steps=2)
         with pytest.warns(mk.MemkitWarning, match=r"In training mode 1 would see.*GroupNorm"):
             trainer.train_step(torch.randn(8, 4), mean_square)
         with warnings.catch_warnings():
@@ -427,14 +412,12 @@ class TestProbe:
 
     def test_a_batch_that_is_not_split_is_not_probed(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = trainer_of(model)
         assert trainer.train_step(torch.randn(8, 4), mean_square).stepped
 
     def test_the_loop_that_is_kept_scans_the_modules(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        trainer = mk.MemoryEfficientTrainingWrapper(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
-        )
+        trainer = trainer_of(model, accumulation_steps=2)
 
         def loop():
             for attempt in trainer.microbatches(torch.randn(8, 4)):
@@ -495,9 +478,8 @@ class TestMisuse:
 
     def test_a_constructor_that_fails_leaves_the_model_alone(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(mk.errors.ConfigError, match="typo"):
-            mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true", checkpoint=["typo"])
+            trainer_of(model, precision="bf16-true", checkpoint=["typo"])
         with pytest.raises(mk.errors.ConfigError, match="LBFGS"):
             mk.MemoryEfficientTrainingWrapper(model, torch.optim.LBFGS(model.parameters()), checkpoint=["0"])
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -558,12 +540,18 @@ class TestMisuse:
         torch.testing.assert_close(dict(model.state_dict()), train_plainly(row_loss)[0], rtol=1e-10, atol=1e-12)
 
     @pytest.mark.parametrize(
-        "settings",
-        [{"accumulation_steps": 0}, {"accumulation_steps": 1.5}, {"on_oom": "skip"}, {"offload": {"parameters"}}],
+        ("settings", "words"),
+        [
+            ({"accumulation_steps": 0}, "accumulation_steps"),
+            ({"accumulation_steps": 1.5}, "accumulation_steps"),
+            ({"on_oom": "skip"}, "on_oom"),
+            ({"offload": {"parameters"}}, "offload"),
+            ({"precision": "fp16"}, r"precision='fp16'.*'bf16-mixed', 'fp16-mixed'"),
+            ({"max_grad_norm": -1}, r"MemoryEfficientTrainingWrapper: got max_grad_norm=-1;"),
+        ],
     )
-    def test_settings(self, settings):
-        with pytest.raises(mk.errors.ConfigError, match=next(iter(settings))):
-            make(**settings)
+    def test_settings(self, settings, words):
+        assert_refused(lambda: make(**settings), mk.errors.ConfigError, words)
 
 
 class CountReads(TorchDispatchMode):

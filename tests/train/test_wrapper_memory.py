@@ -12,6 +12,7 @@ from benchmarks.cases.wrapper_overhead import count_host_reads, mean_loss, summe
 from benchmarks.models import Task, transformer, unet
 from memkit._recorder.recorder import Recorder
 from tests.helpers import assert_same
+from tests.toys import trainer_of
 
 TASKS = {
     "transformer": lambda: transformer(width=32, length=64),
@@ -59,10 +60,7 @@ def test_measures_together_reach_ninety_percent_of_the_activations(build):
 def test_clipping_alone_does_not_widen_the_gradients_of_one_micro_batch():
     def peak_bytes(max_grad_norm):
         model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = mk.MemoryEfficientTrainingWrapper(
-            model, optimizer, precision="bf16-true", max_grad_norm=max_grad_norm, probe=False
-        )
+        trainer = trainer_of(model, precision="bf16-true", max_grad_norm=max_grad_norm, probe=False)
         with Recorder() as recorder:
             trainer.train_step(torch.randn(4, 256), lambda model, x: model(x).float().pow(2).mean())
         return recorder.recording().peak_bytes()

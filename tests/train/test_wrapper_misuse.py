@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from tests.toys import mean_square
+from tests.toys import mean_square, trainer_of
 
 ADAM = torch.optim.Adam
 
@@ -51,7 +51,7 @@ class TestAnOptimizerOfAnotherModel:
 
     def test_lazy_parameters(self):
         model = nn.Sequential(nn.LazyLinear(3))
-        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = trainer_of(model)
         model(torch.ones(1, 4))
         assert trainer.train_step(torch.randn(6, 4), mean_square).stepped
 
@@ -73,7 +73,8 @@ class TestAnOptimizerOfAnotherModel:
     def test_a_compiled_model(self):
         model = make()[0]
         optimizer = ADAM(model.parameters())
-        mk.MemoryEfficientTrainingWrapper(torch.compile(model), optimizer)
+        trainer = mk.MemoryEfficientTrainingWrapper(torch.compile(model), optimizer)
+        assert trainer.parts()["optimizer"] is optimizer
 
 
 class TestAStepThatTrainsNothing:

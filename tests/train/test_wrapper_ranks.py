@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 from tests.helpers import assert_same
-from tests.toys import mean_square, out_of_memory
+from tests.toys import mean_square, out_of_memory, trainer_of
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
 from tests.versions import has
@@ -143,12 +143,11 @@ def check_a_budget_is_refused_where_ranks_exchange_statistics():
     """One rank would run ahead of the others to foresee what a micro-batch takes, and wait for them for ever."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))
     model.module.append(nn.SyncBatchNorm(8))  # now: DistributedDataParallel wants a GPU for it
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.warns(mk.MemkitWarning, match="batch statistics"),
         pytest.raises(mk.errors.ConfigError, match="SyncBatchNorm"),
     ):
-        mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="1GiB")
+        trainer_of(model, memory="1GiB")
 
 
 def check_a_bfloat16_model():
