@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from memkit._torch import tensors
+from memkit.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
 from tests.helpers import assert_refused, assert_same
 from tests.toys import classify, fits, mean_square, mlp, out_of_memory, trainer_of
 
@@ -213,7 +214,7 @@ class TestPrecision:
         """The probe's twin is in float64: its inputs must be too, or nobody sees that the loss compares rows."""
         model = nn.Linear(4, 4)
         trainer = trainer_of(model, precision="bf16-true", accumulation_steps=2)
-        with pytest.raises(mk.errors.ConfigError, match="expected a loss that adds up over the rows"):
+        with pytest.raises(ConfigError, match="expected a loss that adds up over the rows"):
             trainer.train_step(torch.randn(16, 4), lambda model, x: (model(x) @ model(x).T).softmax(0).diag().mean())
 
     def test_true_is_looked_at_in_float32_after_a_step_too(self):
@@ -318,28 +319,19 @@ class TestPackedBatches:
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
         assert (result.num_ooms > 0) == (capacity < 60)
 
-    def test_a_part_must_say_its_weight(self):
-        _, _, trainer = make(accumulation_steps=2, split_fn=self.split)
-        with pytest.raises(mk.errors.InputError, match=r"no count for a part made by split_fn"):
-            trainer.train_step(self.data(), lambda model, batch: model(batch[0]).mean())
-
-    def test_a_scene_that_never_fits(self):
-        _, _, trainer = make(split_fn=self.split)
-
-        with pytest.raises(mk.MemkitOutOfMemoryError, match=r"elements.*give split_fn"):
-            trainer.train_step(self.data(), out_of_memory)
-
-    def test_a_split_that_makes_nothing_smaller_ends(self):
-        """One scene that cannot be cut: the parts are the scene itself and nothing."""
-        _, _, trainer = make(split_fn=lambda batch, n: [batch, (batch[0][:0], batch[1][:0])])
-
-        with pytest.raises(mk.MemkitOutOfMemoryError):
-            trainer.train_step(self.data(), out_of_memory)
-
-    def test_what_split_fn_returns_is_checked(self):
-        _, _, trainer = make(accumulation_steps=2, split_fn=lambda batch, n: None)
-        with pytest.raises(mk.errors.InputError, match=r"split_fn\(batch, 2\): got None"):
-            trainer.train_step(self.data(), self.loss)
+    @pytest.mark.parametrize(
+        ("split_fn", "num_parts", "loss_fn", "error", "words"),
+        [
+            (split, 2, lambda model, batch: model(batch[0]).mean(), InputError, "no count for a part made by split_fn"),
+            (split, 1, out_of_memory, mk.MemkitOutOfMemoryError, "elements.*give split_fn"),
+            # One scene that cannot be cut: the parts are the scene itself and nothing.
+            (lambda batch, n: [batch, (batch[0][:0], batch[1][:0])], 1, out_of_memory, mk.MemkitOutOfMemoryError, ""),
+            (lambda batch, n: None, 2, loss, InputError, r"split_fn\(batch, 2\): got None"),
+        ],
+    )
+    def test_parts_that_cannot_be_trained_are_refused(self, split_fn, num_parts, loss_fn, error, words):
+        trainer = make(accumulation_steps=num_parts, split_fn=split_fn)[2]
+        assert_refused(lambda: trainer.train_step(self.data(), loss_fn), error, words)
 
 
 def test_half_precision_losses_do_not_overflow_in_the_mean():
@@ -405,7 +397,7 @@ class TestProbe:
             z = F.normalize(model(micro[0]), dim=1)
             return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
 
-        with pytest.raises(mk.errors.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
+        with pytest.raises(ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
             trainer.train_step(next(batches()), contrast)
         assert_same(dict(model.state_dict()), dict(before))
         assert all(p.grad is None for p in model.parameters())
@@ -428,18 +420,33 @@ class TestProbe:
             loop()
 
 
+def enter_without_backward(trainer):
+    for attempt in trainer.microbatches(next(batches())):
+        with attempt:
+            pass
+
+
 class TestMisuse:
-    def test_backward_outside_of_an_attempt(self):
-        _, _, trainer = make()
-        with pytest.raises(mk.errors.StateError, match="a call outside of an attempt"):
-            trainer.backward(torch.ones((), requires_grad=True))
+    @pytest.mark.parametrize(
+        ("use", "error", "words"),
+        [
+            (lambda it: it.backward(torch.ones((), requires_grad=True)), StateError, "a call outside of an attempt"),
+            (lambda it: list(it.microbatches(next(batches()))), StateError, "not entered"),
+            (enter_without_backward, StateError, r"without trainer\.backward"),
+            (lambda it: it.train_step(next(batches()), lambda model, micro: 1.5), InputTypeError, "a float"),
+            (lambda it: it.load_state_dict({"version": 9}), FileFormatError, "version 9"),
+        ],
+    )
+    def test_is_refused(self, use, error, words):
+        trainer = make()[2]
+        assert_refused(lambda: use(trainer), error, words)
 
     def test_backward_twice_for_one_micro_batch(self):
         model, _, trainer = make()
         attempts = trainer.microbatches(next(batches()))
         attempt = next(attempts)
         with (
-            pytest.raises(mk.errors.StateError, match=r"a second call for one micro-batch.*add losses up"),
+            pytest.raises(StateError, match=r"a second call for one micro-batch.*add losses up"),
             attempt as micro,
         ):
             trainer.backward(row_loss(model, micro))
@@ -450,7 +457,7 @@ class TestMisuse:
         attempts = trainer.microbatches(next(batches()))
         with next(attempts) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(mk.errors.StateError, match="a batch with micro-batches left to do"):
+        with pytest.raises(StateError, match="a batch with micro-batches left to do"):
             trainer.step()
         attempts.close()
         assert trainer.train_step(next(batches()), row_loss).stepped
@@ -460,7 +467,7 @@ class TestMisuse:
         old = trainer.microbatches(next(batches()))
         with next(old) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(mk.errors.StateError, match="was not stepped yet"):
+        with pytest.raises(StateError, match="was not stepped yet"):
             next(trainer.microbatches(next(batches())))
         old.close()
         attempts = trainer.microbatches(next(batches()))
@@ -478,9 +485,9 @@ class TestMisuse:
 
     def test_a_constructor_that_fails_leaves_the_model_alone(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        with pytest.raises(mk.errors.ConfigError, match="typo"):
+        with pytest.raises(ConfigError, match="typo"):
             trainer_of(model, precision="bf16-true", checkpoint=["typo"])
-        with pytest.raises(mk.errors.ConfigError, match="LBFGS"):
+        with pytest.raises(ConfigError, match="LBFGS"):
             mk.MemoryEfficientTrainingWrapper(model, torch.optim.LBFGS(model.parameters()), checkpoint=["0"])
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert not model._forward_pre_hooks
@@ -489,38 +496,16 @@ class TestMisuse:
     def test_a_schedule_that_needs_a_metric(self):
         model, optimizer, _ = make()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        with pytest.raises(mk.errors.ConfigError, match="step this one after validation"):
+        with pytest.raises(ConfigError, match="step this one after validation"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=scheduler)
-
-    def test_a_loss_that_is_no_tensor(self):
-        _, _, trainer = make()
-        with pytest.raises(mk.errors.InputTypeError, match="a float"):
-            trainer.train_step(next(batches()), lambda model, micro: 1.5)
-
-    def test_a_state_of_another_version(self):
-        with pytest.raises(mk.errors.FileFormatError, match="version 9"):
-            make()[2].load_state_dict({"version": 9})
 
     def test_a_batch_that_was_not_stepped(self):
         model, _, trainer = make()
         for attempt in trainer.microbatches(next(batches())):
             with attempt as micro:
                 trainer.backward(row_loss(model, micro))
-        with pytest.raises(mk.errors.StateError, match=r"call trainer\.step\(\)"):
+        with pytest.raises(StateError, match=r"call trainer\.step\(\)"):
             next(trainer.microbatches(next(batches())))
-
-    def test_an_attempt_without_backward(self):
-        _, _, trainer = make()
-        with pytest.raises(mk.errors.StateError, match=r"without trainer\.backward"):
-            for attempt in trainer.microbatches(next(batches())):
-                with attempt:
-                    pass
-
-    def test_an_attempt_that_was_not_entered(self):
-        _, _, trainer = make()
-        with pytest.raises(mk.errors.StateError, match="not entered"):
-            for _ in trainer.microbatches(next(batches())):
-                pass
 
     def test_another_error_loses_the_step_and_nothing_else(self):
         model, _, trainer = make(accumulation_steps=2)
@@ -551,7 +536,7 @@ class TestMisuse:
         ],
     )
     def test_settings(self, settings, words):
-        assert_refused(lambda: make(**settings), mk.errors.ConfigError, words)
+        assert_refused(lambda: make(**settings), ConfigError, words)
 
 
 class CountReads(TorchDispatchMode):
