@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -11,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 from tests.helpers import assert_same, gradients
+from tests.ranks import join, leave, spawn
 from tests.toys import mlp
-from tests.train.test_ranks import join, leave
 
 
 class Operator(nn.Module):
@@ -76,7 +75,7 @@ def worker(rank, folder):
 def found(tmp_path_factory):
     """What two processes found, by kind: to start them takes longer than all steps."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(str(folder),), nprocs=2)
+    spawn(worker, folder)
     return torch.load(folder / "found.pt", weights_only=True)
 
 

@@ -2,12 +2,11 @@ import pickle
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torchmetrics
 
 import memkit as mk
 from memkit.integrations.torchmetrics import StreamingMetric
-from tests.train.test_ranks import join, leave
+from tests.ranks import join, leave, spawn
 
 
 def clouds():
@@ -61,7 +60,7 @@ def worker(rank, folder):
 
 @pytest.mark.slow
 def test_its_own_synchronisation_gives_two_ranks_the_whole(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    spawn(worker, tmp_path)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert numbers(found) == pytest.approx(whole(), rel=1e-14)

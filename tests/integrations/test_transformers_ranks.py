@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from memkit.integrations.transformers import MemoryEfficientTrainer
@@ -23,7 +22,7 @@ from tests.integrations.test_transformers import (
     weights,
     with_memkit,
 )
-from tests.train.test_ranks import leave
+from tests.ranks import leave, spawn
 
 
 @pytest.mark.slow
@@ -77,4 +76,4 @@ def test_one_of_two_ranks_may_run_out_of_memory(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    mp.spawn(replica, (str(tmp_path),), nprocs=2)
+    spawn(replica, tmp_path)

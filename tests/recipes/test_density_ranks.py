@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memkit.points.sampler import GridAwareSampler
 from memkit.recipes.density import DensityInvariantTrainer
 from tests.helpers import assert_same
+from tests.ranks import join, leave, load, spawn
 from tests.recipes.test_density import (
     GRID_MM,
     WEIGHT,
@@ -22,7 +23,6 @@ from tests.recipes.test_density import (
     scene,
 )
 from tests.toys import mlp
-from tests.train.test_ranks import join, leave, load, spawn
 
 MODES = ("joint", "cached", "stopgrad")
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import os
 import warnings
 
 import pytest
@@ -19,11 +18,7 @@ from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.helpers import gradients
 from tests.recipes.test_state import Holder, Monitor, assert_same_states
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """No disk loses power here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("no_flush")
 
 
 def make_model(*, width=8, dtype=torch.float32, norm=True):

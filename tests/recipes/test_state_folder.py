@@ -21,12 +21,7 @@ from tests.recipes.stateforge import sign
 from tests.recipes.test_state_files import DAMAGE, model_of, newest, value_of
 
 FORK = multiprocessing.get_context("fork")  # nothing to import again
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """No disk loses power here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("no_flush")
 
 
 @pytest.fixture

@@ -4,17 +4,8 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.recipes import state_fuzz
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded(mesh):

@@ -19,8 +19,8 @@ from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
 from tests.helpers import assert_same, gradients
+from tests.ranks import join, leave, spawn
 from tests.recipes.stateforge import forge, gadgets
-from tests.train.test_ranks import join, leave
 
 STEPS, STOP = 6, 3  # in the middle of a group of two
 
@@ -189,7 +189,7 @@ def worker(rank, folder):
 
 
 def test_two_ranks_go_on_bit_for_bit(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    spawn(worker, tmp_path)
     (saved,) = list_states(tmp_path / "replicated")
     states = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True)["objects"] for rank in range(2)]
     assert set(states[0]) == {"model", "optimizer", "accumulator"}
@@ -226,7 +226,7 @@ def save_after_training(rank, folder):
 
 @pytest.mark.slow
 def test_shards_of_two_ranks_go_on_in_one(tmp_path):
-    mp.spawn(save_after_training, args=(str(tmp_path),), nprocs=2)
+    spawn(save_after_training, tmp_path)
     mp.spawn(one_rank, args=(str(tmp_path),), nprocs=1)
     one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
     assert_same(one, two)

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from memkit._core.errors import FileFormatError, MemkitWarning
@@ -119,14 +118,6 @@ def test_what_a_program_has_called_safe_is_not_called(manager, canary, name):
     forge(newest(manager))
     with torch.serialization.safe_globals([subprocess.check_call, (exec, "builtins.exec"), (exec, "__builtin__.exec")]):
         assert restore_or_refuse(manager) is None
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded_objects(mesh, value):

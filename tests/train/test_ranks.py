@@ -1,20 +1,18 @@
 """Two gloo processes train as one: DDP and FSDP2, ragged data, unused parameters, buffers."""
 
 import copy
-import datetime as dt
-import os
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 from tests.helpers import assert_same
+from tests.ranks import join, leave, load, spawn
 from tests.toys import trainer_of
 
 
@@ -71,18 +69,6 @@ def one_process(weigh=lambda rows, group: rows / sum(rows for _, rows, _ in grou
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def join(rank, folder, timeout_s=60):
-    torch.set_num_threads(1)
-    timeout = dt.timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
-
-
-def leave():
-    """End a worker when all are done, without gloo's teardown, whose threads now and then abort the process."""
-    dist.barrier()
-    os._exit(0)
 
 
 def ddp_worker(rank, folder):
@@ -187,15 +173,6 @@ def checked_worker(rank, folder):
     dist.all_gather(weights, trainer.model.module.first.weight.detach())
     assert_same(*weights)
     leave()
-
-
-def spawn(worker, folder):
-    # Threads of the parent do not survive in a forked child, so the children start afresh.
-    mp.spawn(worker, args=(str(folder),), nprocs=2)
-
-
-def load(folder, name):
-    return [torch.load(folder / f"{name}{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def test_two_ddp_ranks_with_ragged_data_equal_one_process(tmp_path):

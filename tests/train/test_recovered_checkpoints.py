@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 import memkit as mk
 from tests.helpers import is_same
+from tests.ranks import join, leave, spawn
 from tests.toys import out_of_memory
 from tests.train.faults import mlp
-from tests.train.test_ranks import join, leave
 from tests.train.test_sharded_recovery import local
 
 STEPS, FAULT, STOP, ROWS = 5, 1, 3, 8
@@ -101,9 +101,9 @@ def resumed(rank, folder):
 
 @pytest.mark.slow
 def test_a_training_that_ran_out_of_memory_is_killed_and_goes_on_bit_for_bit(tmp_path):
-    mp.spawn(uninterrupted, args=(str(tmp_path),), nprocs=2)
+    spawn(uninterrupted, tmp_path)
     (tmp_path / "store").unlink()
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-        mp.spawn(killed, args=(str(tmp_path),), nprocs=2)
+        spawn(killed, tmp_path)
     (tmp_path / "store").unlink(missing_ok=True)
-    mp.spawn(resumed, args=(str(tmp_path),), nprocs=2)
+    spawn(resumed, tmp_path)

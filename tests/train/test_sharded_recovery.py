@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +17,10 @@ import memkit as mk
 from memkit._torch.ranks import missing_for_lockstep
 from memkit.train.lockstep import Lockstep
 from tests.helpers import is_same
+from tests.ranks import join, leave, spawn
 from tests.toys import fits, mean_square, out_of_memory
 from tests.train.faults import FailingOperator
 from tests.train.limit_child import MIB, limit, mlp
-from tests.train.test_ranks import join, leave
 from tests.versions import lacks
 
 TOGETHER = pytest.mark.skipif(
@@ -165,7 +164,7 @@ def worker(rank, folder):
 
 @TOGETHER
 def test_two_ranks_recover_together_or_say_that_they_cannot(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    spawn(worker, tmp_path)
 
 
 def check_growth(rank):
@@ -203,7 +202,7 @@ def layouts_worker(rank, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [everywhere_worker, layouts_worker])
 def test_faults_everywhere(worker, tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    spawn(worker, tmp_path)
 
 
 def check_manners(rank):
@@ -315,7 +314,7 @@ def leftover_worker(rank, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("control", [absent_worker, leftover_worker])
 def test_negative_controls(control, tmp_path):
-    mp.spawn(control, args=(str(tmp_path),), nprocs=2)
+    spawn(control, tmp_path)
 
 
 def limited_worker(rank, folder):
@@ -370,7 +369,7 @@ def limited_worker(rank, folder):
 @TOGETHER
 @pytest.mark.slow
 def test_a_real_limit_on_one_rank(tmp_path):
-    mp.spawn(limited_worker, args=(str(tmp_path),), nprocs=2)
+    spawn(limited_worker, tmp_path)
     rows = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert all(row["is_same"] and row["num_ooms"] > 0 for row in rows)
     assert rows[0]["sizes"] == rows[1]["sizes"]

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 from tests.helpers import assert_same
+from tests.ranks import join, leave, spawn
 from tests.toys import square_error
 from tests.train.faults import FailingOperator
-from tests.train.test_ranks import join, leave
 from tests.train.test_split_loss import ROWS, rows
 
 
@@ -65,6 +64,6 @@ def replica_worker(rank, folder):
 
 @pytest.mark.slow
 def test_replicas_exchange_once_and_one_may_run_out_of_memory(tmp_path):
-    mp.spawn(replica_worker, (str(tmp_path),), nprocs=2)
+    spawn(replica_worker, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert_same(first, second)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,9 +23,9 @@ from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
 from tests.helpers import assert_same, gradients
+from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, trainer_of
 from tests.train.faults import FailingOperator
-from tests.train.test_ranks import join, leave
 
 
 def mlp():
@@ -439,7 +438,7 @@ def ddp_worker(rank, folder):
 
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path):
-    mp.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
+    spawn(ddp_worker, tmp_path)
 
 
 class Noisy(nn.Module):

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 from tests.helpers import assert_same
+from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, out_of_memory, trainer_of
 from tests.train.faults import FailingOperator
-from tests.train.test_ranks import join, leave
 from tests.versions import has
 
 STEPS, ROWS = 4, 8
@@ -86,7 +85,7 @@ def one_process(optimizer_of, max_grad_norm):
 @pytest.fixture(scope="module")
 def ddp_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
-    mp.spawn(ddp_worker, args=(str(folder),), nprocs=2)
+    spawn(ddp_worker, folder)
     return folder
 
 
@@ -101,7 +100,7 @@ def test_two_ddp_ranks_equal_one_process(ddp_folder):
 
 
 def test_two_sharded_ranks_equal_one_process(tmp_path):
-    mp.spawn(sharded_worker, args=(str(tmp_path),), nprocs=2)
+    spawn(sharded_worker, tmp_path)
     check_against_one_process(tmp_path, lambda parameters: torch.optim.SGD(parameters, lr=0.05), float("inf"))
 
 

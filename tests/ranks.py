@@ -1,0 +1,37 @@
+"""Two gloo processes as the ranks of one run; each test's folder holds their store and what they save."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(worker: Callable[[int, str], None], folder: Path) -> None:
+    """Run the worker as rank 0 and 1; an error in one of them is an error here."""
+    # Threads of the parent do not survive in a forked child, so the children start afresh.
+    mp.spawn(worker, args=(str(folder),), nprocs=2)
+
+
+def join(rank: int, folder: str, timeout_s: int = 60) -> None:
+    """What a worker does first."""
+    torch.set_num_threads(1)
+    timeout = dt.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
+
+
+def leave() -> NoReturn:
+    """End a worker when all are done, without gloo's teardown, whose threads now and then abort the process."""
+    dist.barrier()
+    os._exit(0)
+
+
+def load(folder: Path, name: str) -> list[Any]:
+    """What the two ranks have saved as `<name><rank>.pt`."""
+    return [torch.load(folder / f"{name}{rank}.pt", weights_only=True) for rank in range(2)]
