@@ -33,7 +33,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.trainer = mk.MemoryEfficientTrainingWrapper(
-            self.model, self.optimizer, scheduler=self.scheduler, max_grad_norm=0.5
+            self.model, self.optimizer, scheduler=self.scheduler, max_grad_norm=0.5, probe=False
         )
 
     def run(self, rank, start, stop):
