@@ -19,7 +19,7 @@ from memkit.recipes.advice.advise import _difference, advise
 from memkit.recipes.advice.remedies import nothing
 from memkit.recipes.advice.step import Training, observe_step
 from memkit.recipes.advice.submodules import held_by_modules
-from tests.toys import Residual, classify, mlp
+from tests.toys import Residual, classify, mean_square, mlp
 
 
 def by_name(table):
@@ -228,7 +228,7 @@ class Mixing(nn.Module):
 
 @pytest.mark.slow
 def test_chunks_of_what_mixes_rows_are_refused_by_the_real_run():
-    advice = by_name(advise(Mixing(), torch.randn(1024, 8), lambda model, x: model(x).square().mean()))
+    advice = by_name(advise(Mixing(), torch.randn(1024, 8), mean_square))
     (chunks,) = (each for name, each in advice.items() if name.startswith("chunks of inner"))
     assert chunks.status.startswith("failed: a function whose result for one row depends on other rows")
     assert chunks.predicted_saved_bytes > 0
@@ -275,7 +275,7 @@ def test_chunks_and_fewer_edges_of_a_graph():
 def test_chunks_whose_input_needs_a_gradient():
     model = nn.Sequential(nn.Linear(3, 4), mlp(4, 128, 128, 4))
     points = torch.randn(2048, 3, generator=torch.Generator().manual_seed(0))
-    table = advise(model, points, lambda model, x: model(x).square().mean())
+    table = advise(model, points, mean_square)
     (chunks,) = (each for each in table if each.name == "chunks of 1")
     assert chunks.is_verified
     assert chunks.change == "mk.ChunkedProcessor(model[1], chunk_size=128)(x) in place of model[1](x)"

@@ -22,7 +22,7 @@ from torch.utils.data import (
 import memkit as mk
 from memkit.recipes.order import tell_epoch
 from tests.helpers import assert_same
-from tests.toys import trainer_of
+from tests.toys import mean_square, trainer_of
 
 VOLUMES = [torch.arange(64.0).reshape(1, 4, 4, 4) + number for number in range(4)]
 FLIPS = {"flip_prob": 0.5, "rotate_prob": 0.5, "noise_std": 0.1}
@@ -299,11 +299,10 @@ class TestWhoTellsNothing:
         data = torch.arange(16.0)[:, None]
         val_loader = DataLoader(data, batch_sampler=mk.points.BudgetBatchSampler([1] * 16, max_points=4))
         settings = {"val_loader": val_loader, "progress": False}
-        loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
-        loop = mk.MemoryEfficientTrainLoop(trainer, DataLoader(data, 4), loss_fn, **settings)
+        loop = mk.MemoryEfficientTrainLoop(trainer, DataLoader(data, 4), mean_square, **settings)
         assert loop.run(num_epochs=3).validation["loss"] > 0
         enhanced = mk.create_enhanced_train_loop(
-            lambda batch: trainer.train_step(batch, loss_fn),
+            lambda batch: trainer.train_step(batch, mean_square),
             val_loader,
             val_interval=2,
             model=model,

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memkit as mk
 from memkit.train.checkpointing import Checkpointing, choose_blocks
 from tests.helpers import assert_same, gradients
-from tests.toys import trainer_of
+from tests.toys import mean_square, trainer_of
 
 
 class Block(nn.Module):
@@ -212,7 +212,7 @@ class TestChoice:
         model = Net()
         trainer = trainer_of(model, checkpoint=["blocks.*"])
         assert trainer.checkpointed_blocks == ("blocks.0", "blocks.1", "blocks.2")
-        assert trainer.train_step(torch.randn(4, 4), lambda model, x: model(x).pow(2).mean()).stepped
+        assert trainer.train_step(torch.randn(4, 4), mean_square).stepped
         trainer.close()
         assert not any("forward" in module.__dict__ for module in model.modules())
 

@@ -12,7 +12,7 @@ import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
 from tests.helpers import assert_same
-from tests.toys import out_of_memory
+from tests.toys import mean_square, out_of_memory
 from tests.train.faults import FailingOperator, Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not know how")
@@ -250,13 +250,13 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
         kind = type("Mere", (torch.optim.SGD,), {})
         model = nn.Linear(4, 4)
         trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
-        assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).square().mean()).stepped
+        assert trainer.train_step(torch.ones(2, 4), mean_square).stepped
 
     def test_one_that_is_registered_is_none_either(self):
         kind = mk.train.register_parameterwise(type("Mine", (torch.optim.SGD,), {"step": torch.optim.SGD.step}))
         model = nn.Linear(4, 4)
         trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
-        assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).square().mean()).stepped
+        assert trainer.train_step(torch.ones(2, 4), mean_square).stepped
 
 
 class TestStepHooks:
@@ -268,7 +268,7 @@ class TestStepHooks:
         return model, optimizer, mk.MemoryEfficientTrainingWrapper(model, optimizer)
 
     def step(self, trainer):
-        return trainer.train_step(torch.ones(4, 4), lambda model, x: model(x).square().mean())
+        return trainer.train_step(torch.ones(4, 4), mean_square)
 
     def test_after_the_step_which_is_done(self):
         model, optimizer, trainer = self.make()

@@ -21,6 +21,7 @@ from memkit.train.offload import offload_activations
 from memkit.train.offload_files import DiskStore, _Ranges
 from tests.allocations import trace_allocations
 from tests.helpers import assert_same
+from tests.toys import mean_square
 from tests.train.faults import MODELS
 
 
@@ -270,7 +271,7 @@ def test_the_wrapper_offloads_on_request(checkpoint):
         )
         torch.manual_seed(1)
         for _ in range(2):
-            trainer.train_step(x, lambda model, micro: model(micro).square().mean())
+            trainer.train_step(x, mean_square)
         results.append([parameter.detach() for parameter in model.parameters()])
         assert bool(trainer._offload and trainer._offload.written_bytes) == bool(offload)
     assert_same(results[0], results[1])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import memkit as mk
+from tests.toys import mean_square
 
 DATA = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
 
@@ -16,9 +17,8 @@ def loop_with(val_fn, **settings):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
     settings |= {"val_loader": DataLoader(DATA, batch_size=4), "val_fn": val_fn, "progress": False}  # 4, 4 and 2 rows
-    return model, mk.MemoryEfficientTrainLoop(trainer, DataLoader(DATA, batch_size=4), loss_fn, **settings)
+    return model, mk.MemoryEfficientTrainLoop(trainer, DataLoader(DATA, batch_size=4), mean_square, **settings)
 
 
 class TestValidations:

@@ -11,6 +11,7 @@ from memkit.train import parameterwise, transaction
 from memkit.train.state_offload import offload_state
 from tests.allocations import trace_allocations
 from tests.helpers import assert_same
+from tests.toys import mean_square
 from tests.train.faults import FailingOperator
 from tests.train.test_transaction import MUST, bits, everything, give_gradients, guarded, make, train
 
@@ -85,7 +86,7 @@ def test_the_wrapper_does_it_on_request():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         with mk.MemoryEfficientTrainingWrapper(model, optimizer, offload=offload) as trainer:
             for _ in range(3):
-                trainer.train_step(x, lambda model, micro: model(micro).square().mean())
+                trainer.train_step(x, mean_square)
         results.append(everything(list(model.parameters()), optimizer))
     assert_same(results[0], results[1])
 

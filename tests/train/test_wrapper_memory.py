@@ -12,7 +12,7 @@ from benchmarks.cases.wrapper_overhead import count_host_reads, mean_loss, summe
 from benchmarks.models import Task, transformer, unet
 from memkit._recorder.recorder import Recorder
 from tests.helpers import assert_same
-from tests.toys import trainer_of
+from tests.toys import mean_square, trainer_of
 
 TASKS = {
     "transformer": lambda: transformer(width=32, length=64),
@@ -87,7 +87,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize(("settings", "ratio"), [(None, 2), ({}, 2), ({"checkpoint": "auto"}, 3)])
 def test_backward_costs_two_forwards_and_recomputation_one_more(settings, ratio):
-    task = Task(Stack(), torch.randn(8, 16), lambda model, x: model(x).square().mean())
+    task = Task(Stack(), torch.randn(8, 16), mean_square)
     flops = measure_flops(Run(task, settings))
     assert flops["forward_flops"] == 8 * 2 * 16 * 32 * 2 * 3
     assert flops["backward_flops"] == ratio * flops["forward_flops"]
@@ -128,7 +128,7 @@ def test_checkpointing_changes_no_bit():
         )
         torch.manual_seed(1)
         for _ in range(3):
-            trainer.train_step(batch, lambda model, x: model(x).square().mean())
+            trainer.train_step(batch, mean_square)
         trainer.close()
         states.append(twin.state_dict())
     assert_same(*states)

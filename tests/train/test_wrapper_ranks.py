@@ -65,7 +65,7 @@ def sharded_worker(rank, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)
     for batch in data:
-        trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], lambda model, x: model(x).pow(2).mean())
+        trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], mean_square)
     state = {name: value.full_tensor() for name, value in model.state_dict().items()}
     torch.save(state, f"{folder}/{rank}.pt")
     leave()
