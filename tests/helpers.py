@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from memkit.errors import MemkitError
 from tests.allocations import trace_allocations
 
 
 def assert_refused(
     call: Callable[[], object], error: type[BaseException] | tuple[type[BaseException], ...], *words: str
 ) -> BaseException:
-    """Check that a call raises the error and that its message has each of the words, which are regular expressions.
+    """Check that a call raises the error, that its message has each of the words, and that no part of it is empty.
 
-    A row of a table of refusals holds these arguments: `parametrize("refusal", [(lambda: f(0), ConfigError, "1 or
-    more")])` for a test that calls `assert_refused(*refusal)`. The error is returned.
+    Words are text or a regular expression. A row of a table of refusals holds these arguments: `parametrize("refusal",
+    [(lambda: f(0), ConfigError, "1 or more")])` for a test that calls `assert_refused(*refusal)`. The error is
+    returned.
     """
     with pytest.raises(error) as caught:
         call()
-    for each in words:
-        assert caught.match(each)
+    message = str(caught.value)
+    missing = [each for each in words if each not in message and not re.search(each, message)]
+    assert not missing, f"{missing} not in: {message}"
+    if isinstance(caught.value, MemkitError):
+        assert all((caught.value.call, caught.value.got, caught.value.expected, caught.value.fix))
     return caught.value
 
 

@@ -6,6 +6,7 @@ import torch
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.sparse_voxels import SparseVoxels
 from tests.chunk.scenes import brain_mask
+from tests.helpers import assert_refused
 
 
 def test_there_and_back_on_a_real_mask():
@@ -56,29 +57,30 @@ def test_no_voxels():
     assert torch.equal(voxels.to_dense(), torch.zeros(1, 2, 3, 3, 3))
 
 
-def test_what_is_refused():
-    coords, ones = torch.tensor([[0, 1, 2], [3, 3, 3]]), torch.ones(2, 1)
-    with pytest.raises(InputError, match=r"1 coordinates that came before, the first \(0, 3, 3, 3\)"):
-        SparseVoxels.from_coords(torch.tensor([[3, 3, 3], [0, 1, 2], [3, 3, 3]]), torch.ones(3, 1), shape=(4, 4, 4))
-    with pytest.raises(InputError, match="from 2 to 3 along axis 3; expected an extent of 3 cells from 0: 0 to 2"):
-        SparseVoxels.from_coords(coords, ones, shape=(4, 4, 3))
-    with pytest.raises(InputError, match="from -1 to 2 along axis 1"):
-        SparseVoxels.from_coords(coords - 1, ones, shape=(4, 4, 4))
-    with pytest.raises(InputError, match="from 0 to 3 along axis 0; expected an extent of 2 cells"):
-        SparseVoxels.from_coords(torch.tensor([[0, 0, 0, 0], [3, 0, 0, 0]]), ones, shape=(4, 4, 4), batch_size=2)
-    with pytest.raises(InputError, match=r"coordinates of shape \(2, 3\) and .*; expected coordinates \(N, 4\)"):
-        SparseVoxels.from_coords(coords, ones, shape=(4, 4, 4), batch_size=2)
-    with pytest.raises(InputTypeError, match=r"dtype torch\.float32; expected integers"):
-        SparseVoxels.from_coords(coords.float(), ones, shape=(4, 4, 4))
+def test_coordinates_and_features_that_are_refused():
+    right, ones = torch.tensor([[0, 1, 2], [3, 3, 3]]), torch.ones(2, 1)
+
+    def refused(*words, coords=right, features=ones, error=InputError, **options):
+        options = {"shape": (4, 4, 4)} | options
+        assert_refused(lambda: SparseVoxels.from_coords(coords, features, **options), error, *words)
+
+    before = "1 coordinates that came before, the first (0, 3, 3, 3)"
+    refused(before, coords=right[[1, 0, 1]], features=torch.ones(3, 1))
+    refused("from 2 to 3 along axis 3; expected an extent of 3 cells from 0: 0 to 2", shape=(4, 4, 3))
+    refused("from -1 to 2 along axis 1", coords=right - 1)
+    two_of_four = torch.tensor([[0, 0, 0, 0], [3, 0, 0, 0]])
+    refused("from 0 to 3 along axis 0; expected an extent of 2 cells", coords=two_of_four, batch_size=2)
+    refused("coordinates of shape (2, 3) and", "; expected coordinates (N, 4)", batch_size=2)
+    refused("dtype torch.float32; expected integers", coords=right.float(), error=InputTypeError)
     for features in (ones[:, 0], ones.long(), torch.ones(3, 1)):
-        with pytest.raises(InputTypeError, match=r"expected floating point features \(2, C\)"):
-            SparseVoxels.from_coords(coords, features, shape=(4, 4, 4))
-    with pytest.raises(InputError, match="features on meta, coordinates on cpu"):
-        SparseVoxels.from_coords(coords, ones.to("meta"), shape=(4, 4, 4))
-    with pytest.raises(InputTypeError, match=r"expected a floating point volume \(B, C, D, H, W\)"):
-        SparseVoxels.from_dense(torch.zeros(4, 4, 4))
-    with pytest.raises(InputError, match=r"a volume of shape \(4, 4\)"):
-        SparseVoxels.from_coords(coords, ones, shape=(4, 4))
-    for mask in (torch.ones(1, 1, 2, 2, 2, dtype=torch.bool), torch.ones(1, 2, 2, 2)):
-        with pytest.raises(InputTypeError, match=r"expected a bool mask \(1, 2, 2, 2\)"):
-            SparseVoxels.from_dense(torch.zeros(1, 1, 2, 2, 2), mask=mask)
+        refused("expected floating point features (2, C)", features=features, error=InputTypeError)
+    refused("features on meta, coordinates on cpu", features=ones.to("meta"))
+    refused("a volume of shape (4, 4)", shape=(4, 4))
+
+
+def test_volumes_and_masks_that_are_refused():
+    volume, mask = torch.zeros(1, 1, 2, 2, 2), torch.ones(1, 2, 2, 2)
+    no_volume, no_mask = "expected a floating point volume (B, C, D, H, W)", "expected a bool mask (1, 2, 2, 2)"
+    assert_refused(lambda: SparseVoxels.from_dense(volume[0, 0]), InputTypeError, no_volume)
+    assert_refused(lambda: SparseVoxels.from_dense(volume, mask=mask), InputTypeError, no_mask)
+    assert_refused(lambda: SparseVoxels.from_dense(volume, mask=mask[None].bool()), InputTypeError, no_mask)

@@ -3,6 +3,7 @@
 import ast
 import functools
 import itertools
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from memkit.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit.points.batches import BudgetBatchSampler
+from tests.helpers import assert_refused
 
 MODULES = ("argparse", "ast", "dataclasses", "datetime", "enum", "inspect", "ipaddress", "statistics", "turtle")
 
@@ -180,41 +182,35 @@ def test_a_sample_above_the_budget_is_named():
         BudgetBatchSampler({"points": [1, 2, 3], "edges": [5, 6, 900]}, max_points=10, max_edges=100)
 
 
-def test_ranks_that_cannot_get_equally_many():
-    with pytest.raises(InputError, match="3 samples that make 3 batches of one"):
-        BudgetBatchSampler([10, 10, 10], max_points=10, num_replicas=2, rank=0)
-    with pytest.raises(InputError, match="1 samples"):
-        BudgetBatchSampler([1], max_points=10, num_replicas=2, rank=0)
+TWO_RANKS = {"num_replicas": 2, "rank": 0}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("sizes", "budgets", "options", "error", "words"),
     [
-        (([1, 2],), ConfigError, "no budget"),
-        (([1, 2], 5, 6), ConfigError, "max_points, max_edges"),
-        (({"points": [1]}, 5, 6), ConfigError, "sizes of points, and max_points, max_edges"),
-        (({"points": [1], "edges": [1, 2]}, 5, 6), InputError, "1 sizes of points and 2 sizes of edges"),
-        (([1, -2], 5), InputError, "least -2"),
-        (([1.5], 5), InputError, "float64"),
-        ((["a"], 5), InputTypeError, "dtype"),
-        (([0], 0), ConfigError, "max_points=0"),
-        (([0], 1e6), ConfigError, "got max_points=.* a whole number, 1 or more"),
+        ([10, 10, 10], (10,), TWO_RANKS, InputError, "3 samples that make 3 batches of one"),  # not equally many
+        ([1], (10,), TWO_RANKS, InputError, "1 samples"),
+        ([1, 2], (), {}, ConfigError, "no budget"),
+        ([1, 2], (5, 6), {}, ConfigError, "max_points, max_edges"),
+        ({"points": [1]}, (5, 6), {}, ConfigError, "sizes of points, and max_points, max_edges"),
+        ({"points": [1], "edges": [1, 2]}, (5, 6), {}, InputError, "1 sizes of points and 2 sizes of edges"),
+        ([1, -2], (5,), {}, InputError, "least -2"),
+        ([1.5], (5,), {}, InputError, "float64"),
+        (["a"], (5,), {}, InputTypeError, "dtype"),
+        ([0], (0,), {}, ConfigError, "max_points=0"),
+        ([0], (1e6,), {}, ConfigError, "got max_points=1000000.0; expected a whole number, 1 or more"),
+        ([1], (5,), {"rank": 1}, ConfigError, "rank"),
+        ([1], (5,), {"num_replicas": 0}, ConfigError, "num_replicas"),
+        ([1], (5,), {"seed": -1}, ConfigError, "seed"),
     ],
 )
-def test_refuses(arguments, error, text):
-    with pytest.raises(error, match=text):
-        BudgetBatchSampler(*arguments)
+def test_refuses(sizes, budgets, options, error, words):
+    assert_refused(lambda: BudgetBatchSampler(sizes, *budgets, **options), error, words)
 
 
 def test_a_budget_may_be_one_of_numpy():
     plain, given = BudgetBatchSampler([1, 2, 3], 4), BudgetBatchSampler([1, 2, 3], np.int64(4))
     assert given.state_dict() == plain.state_dict()
-
-
-@pytest.mark.parametrize("setting", [{"rank": 1}, {"num_replicas": 0}, {"seed": -1}])
-def test_refuses_settings(setting):
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        BudgetBatchSampler([1], 5, **setting)
 
 
 def test_resumes_with_workers():
@@ -231,8 +227,7 @@ def test_resumes_with_workers():
 def test_refuses_another_packing():
     state = BudgetBatchSampler([1, 2, 3], max_points=5).state_dict()
     for other in (BudgetBatchSampler([1, 2, 4], max_points=5), BudgetBatchSampler([1, 2, 3], max_points=6)):
-        with pytest.raises(FileFormatError, match=r"made of .*budgets"):
-            other.load_state_dict(state)
+        assert_refused(partial(other.load_state_dict, state), FileFormatError, "made of", "budgets")
     with pytest.raises(FileFormatError, match="got version 4, made of"):
         BudgetBatchSampler([1, 2, 3], max_points=5).load_state_dict(state | {"version": 4})
 

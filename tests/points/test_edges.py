@@ -1,7 +1,6 @@
 """Edges per node: at least one, without replacement, unbiased; and the estimate without the right weight is not."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, strategies as st
 from nilearn import surface
@@ -11,6 +10,7 @@ from memkit.errors import ConfigError, InputTypeError
 from memkit.points.edges import sample_edges
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
+from tests.helpers import assert_refused
 
 NUM_DRAWS = 400
 NUM_NODES = 642  # of the mesh: the first five subdivisions of the icosahedron, degree 5 or 6
@@ -92,7 +92,5 @@ def test_is_the_drawing_of_the_grid_sampler():
 def test_takes_numpy_and_refuses_what_is_no_node():
     assert sample_edges(np.array([4, 4, 9]), 1.0).tolist() == [0, 1, 2]
     assert sample_edges(torch.zeros(0, dtype=torch.int64)).tolist() == []
-    with pytest.raises(InputTypeError, match="integers"):
-        sample_edges(torch.rand(4))
-    with pytest.raises(ConfigError, match="ratio"):
-        sample_edges(torch.zeros(4, dtype=torch.int64), (0.0, 0.5))
+    assert_refused(lambda: sample_edges(torch.rand(4)), InputTypeError, "integers")
+    assert_refused(lambda: sample_edges(torch.zeros(4, dtype=torch.int64), (0.0, 0.5)), ConfigError, "ratio")

@@ -10,6 +10,7 @@ import torch
 
 from memkit._core.errors import FileFormatError, InputError, InputTypeError, MemkitError, MemkitWarning
 from memkit.points.grid import GridIndex
+from tests.helpers import assert_refused
 from tests.points.scenes import grid_size_for, on_mesh
 
 NUM_DEFAULT, NUM_SLOW = 2_000, 100_000
@@ -162,36 +163,29 @@ def test_extents_that_no_integer_holds():
 @pytest.mark.parametrize(
     ("coords", "message"),
     [
-        ([[0.0, 1.0], [0.0, math.nan]], r"coordinates \[0.0, nan\] in row 1; expected finite coordinates"),
-        ([[0.0, math.inf], [0.0, 1.0]], r"in row 0"),
-        ([[0.0, 1.0], [0.0, 1e200]], r"in row 1, 2e\+201 cells away; expected fewer than 2\^53"),
-        ([0.0, 1.0], r"coords of shape \(2,\); expected \(N, A\)"),
+        ([[0.0, 1.0], [0.0, math.nan]], "coordinates [0.0, nan] in row 1; expected finite coordinates"),
+        ([[0.0, math.inf], [0.0, 1.0]], "in row 0"),
+        ([[0.0, 1.0], [0.0, 1e200]], "in row 1, 2e+201 cells away; expected fewer than 2^53"),
+        ([0.0, 1.0], "coords of shape (2,); expected (N, A)"),
     ],
 )
 def test_wrong_coordinates_are_named(coords, message):
-    with pytest.raises(InputError, match=message):
-        GridIndex.from_coords(torch.tensor(coords, dtype=torch.float64))
-
-
-def test_rows_are_counted_in_the_batch():
-    with pytest.raises(InputError, match="in row 3; expected finite"):
-        GridIndex.from_coords([[0.0], [1.0], [2.0], [math.nan]], offsets=[2, 4])
+    assert_refused(lambda: GridIndex.from_coords(torch.tensor(coords, dtype=torch.float64)), InputError, message)
 
 
 def test_wrong_parameters_are_named():
-    coords = torch.zeros(3, 2)
-    with pytest.raises(InputError, match=r"got \[1.0, 2.0, 3.0\] for points with 2 axes"):
-        GridIndex.from_coords(coords, [1.0, 2.0, 3.0])
-    with pytest.raises(InputError, match=r"offsets \[2\] for 3 points; expected where the points of each scene end"):
-        GridIndex.from_coords(coords, offsets=[2])
-    with pytest.raises(InputTypeError, match=r"cell_ids of dtype float32; expected integers"):
-        GridIndex.from_cells(torch.zeros(3))
-    with pytest.raises(InputError, match=r"got 'small' for points with 2 axes; expected one finite number above 0"):
-        GridIndex.from_coords(coords, "small")
-    with pytest.raises(InputTypeError, match=r"coords that are no array.*expected rows of equal length"):
-        GridIndex.from_coords([[1.0, 2.0], [3.0]])
-    with pytest.raises(InputTypeError, match=r"coords of dtype bool"):
-        GridIndex.from_coords(torch.zeros(3, 2, dtype=torch.bool))
+    def refused(coords, error, *words, **settings):
+        assert_refused(lambda: GridIndex.from_coords(coords, **settings), error, *words)
+
+    points = torch.zeros(3, 2)
+    refused([[0.0], [1.0], [2.0], [math.nan]], InputError, "in row 3; expected finite", offsets=[2, 4])
+    refused(points, InputError, "got [1.0, 2.0, 3.0] for points with 2 axes", grid_size=[1.0, 2.0, 3.0])
+    refused(points, InputError, "got 'x' for points with 2 axes; expected one finite number above 0", grid_size="x")
+    refused(points, InputError, "offsets [2] for 3 points; expected where the points of each scene end", offsets=[2])
+    refused([[1.0, 2.0], [3.0]], InputTypeError, "coords that are no array", "expected rows of equal length")
+    refused(points.bool(), InputTypeError, "coords of dtype bool")
+    no_integers = "cell_ids of dtype float32; expected integers"
+    assert_refused(lambda: GridIndex.from_cells(points[:, 0]), InputTypeError, no_integers)
 
 
 def test_an_index_cannot_be_changed():
@@ -268,7 +262,6 @@ def test_other_files_are_refused_by_name(tmp_path):
         with pytest.raises(FileFormatError, match=r"GridIndex.load\('.*wrong.npz'\)"):
             GridIndex.load(tmp_path / "wrong.npz")
     np.save(tmp_path / "other.npy", np.zeros(3))
-    with pytest.raises(FileFormatError, match=r"a file of GridIndex\.save"):
-        GridIndex.load(tmp_path / "other.npy")
+    assert_refused(lambda: GridIndex.load(tmp_path / "other.npy"), FileFormatError, "a file of GridIndex.save")
     with pytest.raises(FileNotFoundError):
         GridIndex.load(tmp_path / "none")

@@ -14,6 +14,7 @@ from memkit.voxel.augment_base import VoxelPoints
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import VoxelDraw, VoxelParams
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.voxel.volumes import RADAR, brain, centers, cortex, radar_scene, radial, sparse, velocity
 
 EVERYTHING = {"noise_std": 0.1, "dropout_prob": 0.3, "intensity_jitter": 0.5, "rotate_prob": 0.8}
@@ -159,8 +160,7 @@ def test_only_half_turns_of_what_is_not_square():
     assert VoxelAugmentation(rotate_prob=1.0, layout=stretched).sample((1, 8, 8, 8), seed=0).draws[0].turns == 2
     turns = [half.sample((1, 8, 8, 8), seed=0, index=i).draws[0].turns for i in range(600)]
     assert all(170 < turns.count(quarter) < 230 for quarter in (1, 2, 3))
-    with pytest.raises(InputError, match="shape"):  # a quarter turn written by hand
-        half.apply(volume, one(volume.shape[1:], turns=1))
+    assert_refused(lambda: half.apply(volume, one(volume.shape[1:], turns=1)), InputError, "shape")
 
 
 def test_empty_voxels_get_the_empty_value_and_no_noise():
@@ -230,10 +230,8 @@ def test_labels_are_moved_and_never_changed_and_a_target_can_go_without_noise():
     assert y["radar"][0].sum() < 0.6 * y["surface"].sum()
     both = aug.apply_joint(x, params, layouts=layouts)
     assert torch.equal(both["surface"][0], both["radar"][0])  # the same dropout
-    with pytest.raises(InputError, match="'rader'"):
-        aug.apply_joint(x, params, photometric=["rader"], layouts=layouts)
-    with pytest.raises(InputError, match="pass layout="):
-        aug.apply_joint(x, params)
+    assert_refused(lambda: aug.apply_joint(x, params, photometric=["rader"], layouts=layouts), InputError, "'rader'")
+    assert_refused(lambda: aug.apply_joint(x, params), InputError, "pass layout=")
 
 
 def test_the_callers_tensor_is_never_written_to_but_on_demand():
@@ -289,21 +287,14 @@ def test_the_peak_of_sparse_voxels_is_the_result_and_half_of_it():
 def test_what_was_not_drawn_for_is_refused():
     aug = VoxelAugmentation()
     params = aug.sample((1, 8, 8, 8), seed=0)
-    with pytest.raises(InputError, match="draw parameters for the shape"):
-        aug.apply(torch.zeros(1, 1, 8, 8, 8), params)
-    with pytest.raises(InputError, match=r"\(8, 8, 8\)"):
-        aug.apply(torch.zeros(1, 8, 8, 4), params)
-    with pytest.raises(InputError, match="one sample"):
-        aug.apply(VoxelPoints(torch.zeros(2, 3), torch.zeros(3, 1)), params)
-    with pytest.raises(InputError, match="SparseVoxels of 1 samples"):
-        aug.apply(SparseVoxels.from_coords(torch.zeros(1, 3).long(), torch.zeros(1, 0), shape=(8, 8, 8)), params)
-    with pytest.raises(InputError, match="where the grid lies"):
-        aug.apply(VoxelPoints(torch.zeros(2, 3), torch.zeros(2, 1)), params)
-    with pytest.raises(InputTypeError, match="VoxelPoints"):
-        aug.apply(VoxelPoints([[0, 0, 0]], torch.zeros(1, 1)), params)
-    with pytest.raises(InputTypeError, match="apply_joint"):
-        aug.apply({"x": torch.zeros(1, 8, 8, 8)}, params)
-    with pytest.raises(InputError, match="sensor_origin"):
-        aug.sensor_after(params)
-    with pytest.raises(InputError, match="batch_size"):
-        aug.sample((8, 8, 8), seed=0)
+    assert_refused(lambda: aug.apply(torch.zeros(1, 1, 8, 8, 8), params), InputError, "draw parameters for the shape")
+    assert_refused(lambda: aug.apply(torch.zeros(1, 8, 8, 4), params), InputError, "(8, 8, 8)")
+    sparse = SparseVoxels.from_coords(torch.zeros(1, 3).long(), torch.zeros(1, 0), shape=(8, 8, 8))
+    points, values = torch.zeros(2, 3), torch.zeros(2, 1)
+    assert_refused(lambda: aug.apply(VoxelPoints(points, torch.zeros(3, 1)), params), InputError, "one sample")
+    assert_refused(lambda: aug.apply(sparse, params), InputError, "SparseVoxels of 1 samples")
+    assert_refused(lambda: aug.apply(VoxelPoints(points, values), params), InputError, "where the grid lies")
+    assert_refused(lambda: aug.apply(VoxelPoints([[0, 0, 0]], values[:1]), params), InputTypeError, "VoxelPoints")
+    assert_refused(lambda: aug.apply({"x": torch.zeros(1, 8, 8, 8)}, params), InputTypeError, "apply_joint")
+    assert_refused(lambda: aug.sensor_after(params), InputError, "sensor_origin")
+    assert_refused(lambda: aug.sample((8, 8, 8), seed=0), InputError, "batch_size")

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from collections import namedtuple
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from memkit.voxel.dataset import VoxelDataset
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.mix import CutmixAugmentation, MixupAugmentation
 from memkit.voxel.params import AugmentationParams, VoxelDraw
+from tests.helpers import assert_refused
 from tests.voxel.volumes import cortex
 
 BATCH = (3, 2, 8, 8, 8)
@@ -114,14 +116,12 @@ def test_records_go_through_json():
 def test_a_record_that_cannot_be_is_refused(change, error, text):
     record = json.loads(VoxelAugmentation().sample((1, 8, 8, 8), seed=0).to_json())
     change(record)
-    with pytest.raises(error, match=text):
-        AugmentationParams.from_json(json.dumps(record))
+    assert_refused(lambda: AugmentationParams.from_json(json.dumps(record)), error, text)
 
 
 def test_text_that_is_no_record_is_refused():
     for text in ("", "[1]", "{", "null", b"\xff", "[" * 100_000):
-        with pytest.raises(FileFormatError):
-            AugmentationParams.from_json(text)
+        assert_refused(partial(AugmentationParams.from_json, text), FileFormatError)
 
 
 def test_the_sources_configuration_is_accepted():
@@ -135,8 +135,9 @@ def test_the_sources_configuration_is_accepted():
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"flip_probability": 0.5}, "key 'flip_probability'.*write 'flip_prob'"),
-        ({"flip_prob": 1.5}, r"flip_prob=1\.5"),
+        ({"flip_probability": 0.5}, "key 'flip_probability'"),
+        ({"flip_probability": 0.5}, "write 'flip_prob'"),
+        ({"flip_prob": 1.5}, "flip_prob=1.5"),
         ({"flip_prob": "0.5"}, "flip_prob='0.5'"),
         ({"noise_std": -1}, "noise_std=-1"),
         ({"rotate_prob": True}, "rotate_prob=True"),
@@ -151,8 +152,7 @@ def test_the_sources_configuration_is_accepted():
     ],
 )
 def test_a_wrong_key_of_a_configuration_is_named(config, text):
-    with pytest.raises(ConfigError, match=text):
-        VoxelAugmentation.from_config(config)
+    assert_refused(lambda: VoxelAugmentation.from_config(config), ConfigError, text)
 
 
 def test_a_jitter_without_its_channel_is_told():
@@ -163,14 +163,11 @@ def test_a_jitter_without_its_channel_is_told():
 def test_records_are_for_their_augmentation():
     x = torch.rand(BATCH)
     params = CutoutAugmentation().sample(BATCH, seed=0)
-    with pytest.raises(InputTypeError, match="CutoutParams"):
-        VoxelAugmentation().apply(x, params)
-    with pytest.raises(InputTypeError, match="CutoutParams"):
-        VoxelAugmentation().inverse(x, params)
-    with pytest.raises(InputError, match="of 4"):
-        ALL.apply(x, ComposedAugmentation([CutoutAugmentation()]).sample(BATCH, seed=0))
-    with pytest.raises(InputError, match=r"turns=5"):
-        VoxelDraw(turns=5)
+    assert_refused(lambda: VoxelAugmentation().apply(x, params), InputTypeError, "CutoutParams")
+    assert_refused(lambda: VoxelAugmentation().inverse(x, params), InputTypeError, "CutoutParams")
+    composed = ComposedAugmentation([CutoutAugmentation()]).sample(BATCH, seed=0)
+    assert_refused(lambda: ALL.apply(x, composed), InputError, "of 4")
+    assert_refused(lambda: VoxelDraw(turns=5), InputError, "turns=5")
 
 
 # ---- the data set
@@ -233,8 +230,7 @@ def test_tuples_and_bare_volumes_are_samples_too():
         assert augmented[1] == 5
     bare = VoxelDataset([cortex()], augmentation=ComposedAugmentation([CutoutAugmentation(prob=1.0, size=0.5)]))
     assert (bare[0][0].sum() < cortex()[0].sum()).item()
-    with pytest.raises(InputTypeError, match="dimension of channels"):
-        VoxelDataset([torch.zeros(8, 8, 8)])[0]
+    assert_refused(lambda: VoxelDataset([torch.zeros(8, 8, 8)])[0], InputTypeError, "dimension of channels")
 
 
 @pytest.mark.parametrize(
@@ -247,8 +243,7 @@ def test_tuples_and_bare_volumes_are_samples_too():
     ],
 )
 def test_wrong_settings_of_a_data_set_are_refused(settings):
-    with pytest.raises(MemkitError):
-        VoxelDataset([cortex()], **settings)
+    assert_refused(lambda: VoxelDataset([cortex()], **settings), MemkitError)
 
 
 def test_a_loop_over_the_data_set_ends_where_the_source_raises_nothing():

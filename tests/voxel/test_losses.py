@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.losses import ChamferLoss, OccupancyAwareLoss, StructurePreservingLoss
 from memkit.voxel.perceptual import Perceptual3DLoss
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.voxel.brain import crops, damaged
 from tests.voxel.loss_inputs import fuzz
 from tests.voxel.test_perceptual import gradient_of
@@ -128,8 +130,7 @@ def test_clouds_give_a_finite_loss_whatever_is_empty():
     value.backward()
     assert a.grad.abs().sum() > 0
     for wrong in (math.inf, -1.0, math.nan):
-        with pytest.raises(ConfigError, match="empty_distance"):
-            ChamferLoss(empty_distance=wrong)
+        assert_refused(partial(ChamferLoss, empty_distance=wrong), ConfigError, "empty_distance")
 
 
 def composite():
@@ -167,8 +168,7 @@ def test_schedules_go_on_where_they_were():
     resumed.load_state_dict(loss.state_dict())
     assert resumed.weights() == loss.weights()
     assert list(loss.state_dict()) == ["_extra_state"]
-    with pytest.raises(FileFormatError, match="version 1"):
-        loss.load_state_dict({"_extra_state": {"version": 2}})
+    assert_refused(lambda: loss.load_state_dict({"_extra_state": {"version": 2}}), FileFormatError, "version 1")
 
 
 def test_micro_batches_add_up_to_the_batch():
@@ -196,14 +196,13 @@ def test_a_composite_refuses_what_is_no_loss():
         ({"a": (3, 1.0)}, "a function or module"),
         ({"a": (F.l1_loss, math.nan)}, "a finite number"),
     ]:
-        with pytest.raises(ConfigError, match=words):
-            CompositeLoss3D(losses)
-    with pytest.raises(InputTypeError, match=r"a Tensor of shape \(1, 1, 2, 2, 2\), torch.float32 from 'a'"):
-        CompositeLoss3D({"a": (lambda p, t: p - t, 1.0)})(a, a)
-    with pytest.raises(ConfigError, match="at step 0"):
-        CompositeLoss3D({"a": (F.l1_loss, lambda step: "1")})(a, a)
-    with pytest.raises(StateError, match="all zero at step 0"):
-        CompositeLoss3D({"a": (F.l1_loss, lambda step: float(step))})(a, a)
+        assert_refused(partial(CompositeLoss3D, losses), ConfigError, words)
+    for loss, schedule, error, words in [
+        (lambda p, t: p - t, 1.0, InputTypeError, "a Tensor of shape (1, 1, 2, 2, 2), torch.float32 from 'a'"),
+        (F.l1_loss, lambda step: "1", ConfigError, "at step 0"),
+        (F.l1_loss, float, StateError, "all zero at step 0"),
+    ]:
+        assert_refused(partial(CompositeLoss3D({"a": (loss, schedule)}), a, a), error, words)
 
 
 def test_generated_inputs_give_a_result_or_a_typed_error():

@@ -9,6 +9,7 @@ from hypothesis.extra import numpy as arrays
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit.voxel.nearest import nearest_points
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.voxel.clouds import all_distances, two_clouds
 
 BACKENDS = ["tiled", "pruned", "kdtree"]
@@ -121,23 +122,22 @@ def test_auto_takes_the_tree_where_scipy_is_and_does_without(monkeypatch):
 @pytest.mark.parametrize(
     ("a", "b", "error", "text"),
     [
-        (torch.ones(3, 3), torch.ones(3, 2), InputError, r"\(3, 3\) on cpu and \(3, 2\)"),
-        (torch.ones(3, 3), torch.tensor([[0.0, 0, torch.nan]]), InputError, "b: 1 points .* nan or inf"),
-        (torch.full((2, 3), 1e25), torch.zeros(1, 3), InputError, "a: 2 points .* no square"),
-        (torch.ones(3, dtype=torch.int64), torch.ones(1, 3), InputTypeError, r"a: .*\(3,\), torch.int64"),
+        (torch.ones(3, 3), torch.ones(3, 2), InputError, "(3, 3) on cpu and (3, 2)"),
+        (torch.ones(3, 3), torch.tensor([[0, 0, torch.nan]]), InputError, "b: 1 points with a coordinate that is nan"),
+        (torch.full((2, 3), 1e25), torch.zeros(1, 3), InputError, "a: 2 points with a coordinate that is nan or inf"),
+        (torch.full((2, 3), 1e25), torch.zeros(1, 3), InputError, "or has no square"),
+        (torch.ones(3, dtype=torch.int64), torch.ones(1, 3), InputTypeError, "a: a Tensor of shape (3,), torch.int64"),
         ([[0.0]], torch.ones(1, 1), InputTypeError, "a: a list"),
     ],
 )
 def test_what_is_no_cloud_is_refused(a, b, error, text):
-    with pytest.raises(error, match=text):
-        nearest_points(a, b)
+    assert_refused(lambda: nearest_points(a, b), error, text)
 
 
 def test_an_unknown_back_end_and_one_that_does_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="'faiss'; expected 'auto', 'tiled'"):
-        nearest_points(torch.ones(2, 3), torch.ones(2, 3), backend="faiss")
-    with pytest.raises(ConfigError, match="for 5 coordinates"):
-        nearest_points(torch.ones(2, 5), torch.ones(2, 5), backend="pruned")
+    a, b = torch.ones(2, 3), torch.ones(2, 5)
+    assert_refused(lambda: nearest_points(a, a, backend="faiss"), ConfigError, "'faiss'; expected 'auto', 'tiled'")
+    assert_refused(lambda: nearest_points(b, b, backend="pruned"), ConfigError, "for 5 coordinates")
 
 
 @pytest.mark.parametrize("backend", ["tiled", "pruned", "kdtree"])

@@ -1,4 +1,5 @@
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError, StateEr
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.perceptual import Perceptual3DLoss, SliceLoss
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.voxel.brain import crops, damaged
 
 
@@ -156,27 +158,23 @@ def test_an_extractor_may_return_a_list():
 def test_wrong_inputs_and_settings_are_refused():
     volume = torch.zeros(1, 4, 4, 4, 4)
     loss = Perceptual3DLoss(4, 4)
-    for other, error, words in [
-        (volume[0], InputError, r"\(4, 4, 4, 4\)"),
-        (volume[:0], InputError, "hold nothing"),
-        (volume[:, :3], InputError, r"in_channels=4.*Perceptual3DLoss\(in_channels=3\)"),
-        (volume.long(), InputTypeError, r"prediction: a Tensor of shape .*, torch\.int64"),
-        (SparseVoxels.from_dense(volume), InputTypeError, "to_dense"),
+    half, other_device = Perceptual3DLoss(4, 4).bfloat16(), volume.to("meta")
+    for call, given, error, *words in [
+        (loss, volume[0], InputError, "(4, 4, 4, 4)"),
+        (loss, volume[:0], InputError, "hold nothing"),
+        (loss, volume[:, :3], InputError, "in_channels=4", "Perceptual3DLoss(in_channels=3)"),
+        (loss, volume.long(), InputTypeError, "prediction: a Tensor of shape ", "torch.int64"),
+        (loss, SparseVoxels.from_dense(volume), InputTypeError, "to_dense"),
+        (loss, other_device, InputError, "volumes on meta, a network on cpu", "loss.to(device)"),
+        (half, volume, StateError, "torch.bfloat16", "loss.float()"),
+        (Perceptual3DLoss(extractor=lambda volume: {}), volume, InputTypeError, "a dict"),
+        (Perceptual3DLoss(extractor=lambda volume: []), volume, InputTypeError, "a list"),
+        (Perceptual3DLoss(extractor=lambda volume: volume[0, 0, 0, 0]), volume, InputTypeError, "of shape (4,)"),
     ]:
-        with pytest.raises(error, match=words):
-            loss(other, other)
-    with pytest.raises(InputError, match="of one shape"):
-        loss(volume, volume[:, :, 1:])
-    with pytest.raises(StateError, match=r"torch\.bfloat16.*loss\.float\(\)"):
-        Perceptual3DLoss(4, 4).bfloat16()(volume, volume)
-    with pytest.raises(InputError, match=r"volumes on meta, a network on cpu.*loss\.to\(device\)"):
-        loss(volume.to("meta"), volume.to("meta"))
-    for found, words in [({}, "a dict"), ([], "a list"), (volume[0, 0, 0, 0], r"a Tensor of shape \(4,\)")]:
-        with pytest.raises(InputTypeError, match=words):
-            Perceptual3DLoss(extractor=lambda volume: found)(volume, volume)  # noqa: B023 - called at once
+        assert_refused(partial(call, given, given), error, *words)
+    assert_refused(lambda: loss(volume, volume[:, :, 1:]), InputError, "of one shape")
     for settings in ({"in_channels": 0}, {"num_levels": 1.5}, {"chunk_size": True}, {"seed": -1}):
-        with pytest.raises(ConfigError, match=next(iter(settings))):
-            Perceptual3DLoss(**settings)
+        assert_refused(partial(Perceptual3DLoss, **settings), ConfigError, next(iter(settings)))
 
 
 class Images(nn.Module):
@@ -211,5 +209,4 @@ def test_slices_of_a_mean_and_of_nonsense():
     with pytest.raises(InputTypeError, match=r"a Tensor of shape \(2, 1, 4, 5\), torch.float32 for 2 slices"):
         SliceLoss(lambda p, t: p - t, axes="D", chunk_size=2)(a, b)
     for axes in ("", "DD", "X"):
-        with pytest.raises(ConfigError, match="D, H and W"):
-            SliceLoss(nn.L1Loss(), axes=axes)
+        assert_refused(partial(SliceLoss, nn.L1Loss(), axes=axes), ConfigError, "D, H and W")
