@@ -15,6 +15,7 @@ import torch
 
 import memkit as mk
 from memkit._core.printable import printable_json
+from tests.helpers import assert_refused
 
 
 def run(script, **environment):
@@ -229,8 +230,6 @@ def test_the_older_form(tmp_path):
 @pytest.mark.parametrize("note", [{"loss": torch.ones(1)}, {1: 2}, [1]])
 def test_a_mark_refuses_at_once_what_is_no_plain_value(note):
     memory = mk.MemoryManager("cpu")
-    with pytest.raises(mk.errors.InputTypeError):
-        memory.mark("a", note=note)
-    with pytest.raises(mk.errors.InputError):
-        memory.mark("")
+    assert_refused(lambda: memory.mark("a", note=note), mk.errors.InputTypeError)
+    assert_refused(lambda: memory.mark(""), mk.errors.InputError)
     assert list(memory.events) == []

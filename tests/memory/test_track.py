@@ -21,6 +21,7 @@ from memkit._core.errors import ConfigError, InputError, StateError
 from memkit._core.units import MIB
 from memkit.memory.track import Tracker
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.zoo import CASES, no_mark
 
 BOTH = pytest.mark.parametrize("workspace", [False, True], ids=["default", "workspace"])
@@ -116,8 +117,7 @@ def test_after_an_error_what_was_live_can_be_read(workspace):
     assert tracker.live_by("operator") == {"aten.zeros.default": 1200, "aten.exp.default": 1200}
     assert [s.nbytes for s in tracker.top(at="end")] == [1200, 1200]
     assert tracker.top(1)[0].nbytes == 4000
-    with pytest.raises(InputError, match="color"):
-        tracker.live_by("color")
+    assert_refused(lambda: tracker.live_by("color"), InputError, "color")
 
 
 @BOTH
@@ -196,16 +196,13 @@ def test_a_profiler_in_another_thread_is_not_disturbed():
 
 def test_errors_of_order():
     tracker = Tracker(workspace=True)
-    with pytest.raises(StateError, match="a block of code"):
-        tracker.peak_bytes  # noqa: B018
+    assert_refused(lambda: tracker.peak_bytes, StateError, "a block of code")
     with tracker:
         assert tracker.live_bytes == 0
-        with pytest.raises(StateError, match="after the block"):
-            tracker.peak_bytes  # noqa: B018
+        assert_refused(lambda: tracker.peak_bytes, StateError, "after the block")
     with pytest.raises(StateError, match="call track"), tracker:
         pass
-    with pytest.raises(ConfigError):
-        Tracker(device="no such device")
+    assert_refused(lambda: Tracker(device="no such device"), ConfigError)
 
 
 @BOTH

@@ -20,6 +20,7 @@ from memkit.predict.gpus import find_gpu
 from memkit.predict.presets import get_preset_config
 from memkit.predict.usage import estimate_memory_usage
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.predict.steps import STEPS, Step, classify, labels
 from tests.predict.truth import NUMBERS, assert_equals_the_real_step, estimate_of, real_step
 
@@ -178,10 +179,8 @@ def test_optimizer_by_name_class_function_and_instance():
     assert all(other == first for other in others)
     assert first["optimizer_bytes"] == 2 * first["parameters_bytes"] + 4 * 4
     assert estimate("sgd")["optimizer_bytes"] == 0
-    with pytest.raises(ConfigError, match=r"did you mean 'adamw'\?"):
-        estimate("adamww")
-    with pytest.raises(InputTypeError, match="optimizer=3"):
-        estimate(3)
+    assert_refused(lambda: estimate("adamww"), ConfigError, "did you mean 'adamw'?")
+    assert_refused(lambda: estimate(3), InputTypeError, "optimizer=3")
 
 
 def test_a_model_on_the_meta_device_needs_no_memory():
@@ -285,17 +284,21 @@ def test_sizes_that_depend_on_data_need_a_bound():
     ],
 )
 def test_wrong_options(options, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        estimate_memory_usage(nn.Linear(2, 2), torch.ones(1, 2), loss_fn=lambda m, x: m(x).sum(), **options)
+    options = {"loss_fn": lambda m, x: m(x).sum()} | options
+    assert_refused(lambda: estimate_memory_usage(nn.Linear(2, 2), torch.ones(1, 2), **options), ConfigError, message)
 
 
-def test_wrong_arguments():
-    with pytest.raises(InputTypeError, match="loss_fn="):
-        estimate_memory_usage(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(InputTypeError, match=r"expected a torch\.nn\.Module"):
-        estimate_memory_usage(lambda x: x, torch.ones(1, 2), loss_fn=lambda m, x: m(x).sum())
-    with pytest.raises(InputTypeError, match="got a float"):
-        estimate_memory_usage(nn.Linear(2, 2), torch.ones(1, 2), loss_fn=lambda m, x: m(x).sum().item())
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "error", "message"),
+    [
+        (nn.Linear(2, 2), None, InputTypeError, "loss_fn="),
+        (lambda x: x, lambda m, x: m(x).sum(), InputTypeError, "expected a torch.nn.Module"),
+        (nn.Linear(2, 2), lambda m, x: m(x).sum().item(), InputTypeError, "got a float"),
+        (nn.LazyLinear(8), lambda m, x: m(x).sum(), InputError, "call the model on one batch first"),
+    ],
+)
+def test_wrong_arguments(model, loss_fn, error, message):
+    assert_refused(lambda: estimate_memory_usage(model, torch.ones(1, 2), loss_fn=loss_fn), error, message)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +313,8 @@ def test_wrong_arguments():
     ],
 )
 def test_a_config_stands_alone(beside):
-    with pytest.raises(ConfigError, match=f"got {next(iter(beside))} beside a config"):
-        estimate_memory_usage(get_preset_config("medium"), **beside)
+    words = f"got {next(iter(beside))} beside a config"
+    assert_refused(lambda: estimate_memory_usage(get_preset_config("medium"), **beside), ConfigError, words)
 
 
 def test_a_card_as_a_record_and_the_loss_by_position():
@@ -344,11 +347,6 @@ def test_batches_of_other_kinds(make, target):
     assert estimate.other_bytes == plain.other_bytes
     left = dict(batch) if isinstance(batch, UserDict) else batch._asdict()
     assert all(left[name] is before[name] for name in before)
-
-
-def test_a_model_without_sizes_is_refused():
-    with pytest.raises(InputError, match="call the model on one batch first"):
-        estimate_memory_usage(nn.LazyLinear(8), torch.ones(1, 2), loss_fn=lambda m, x: m(x).sum())
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's word on any global hook

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from memkit.predict import calibration
 from memkit.predict.calibration import calibrate_gpu
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
+from tests.helpers import assert_refused
 
 GPUS = all_gpus()
 SHORT = json.dumps({"gpus": [GPUS[0].as_dict() | {"total": ["1GiB"]}]})  # one end of two
@@ -84,10 +86,9 @@ def test_names_as_people_and_drivers_write_them(name, expected):
     ],
 )
 def test_a_name_that_is_not_one_card(name, got, names):
-    with pytest.raises(InputError, match=re.escape(f"find_gpu({name!r})")) as caught:
-        find_gpu(name)
-    assert got in caught.value.got
-    assert names in caught.value.expected
+    error = assert_refused(lambda: find_gpu(name), InputError, f"find_gpu({name!r})")
+    assert got in error.got
+    assert names in error.expected
 
 
 @given(st.text(max_size=12))
@@ -104,13 +105,10 @@ def test_capacity_is_a_size_or_a_card():
     assert capacity_bytes("RTX 4090", context_counted=True) == card.total_bytes
     assert capacity_bytes(card) == card.usable_bytes
     assert capacity_bytes(card, context_counted=True) == card.total_bytes
-    with pytest.raises(InputError, match=re.escape("expected a number and a unit")) as caught:
-        capacity_bytes("RTX 4091")
-    assert "RTX 4090" in caught.value.expected
-    with pytest.raises(InputError, match="-1"):
-        capacity_bytes(-1)
-    with pytest.raises(InputTypeError):
-        capacity_bytes(24.0)
+    error = assert_refused(lambda: capacity_bytes("RTX 4091"), InputError, "expected a number and a unit")
+    assert "RTX 4090" in error.expected
+    assert_refused(lambda: capacity_bytes(-1), InputError, "-1")
+    assert_refused(lambda: capacity_bytes(24.0), InputTypeError)
 
 
 def test_fits_takes_the_context_off_once():
@@ -172,8 +170,7 @@ def test_a_file_of_own_cards_comes_before_the_table(tmp_path):
 def test_a_file_that_is_no_file_of_cards(tmp_path, text):
     path = tmp_path / "cards.json"
     path.write_text(text)
-    with pytest.raises(FileFormatError, match=re.escape(f"calibrated={str(path)!r}")):
-        all_gpus(path)
+    assert_refused(lambda: all_gpus(path), FileFormatError, f"calibrated={str(path)!r}")
     with pytest.raises(FileNotFoundError):
         all_gpus(tmp_path / "none")
 
@@ -182,8 +179,7 @@ def test_a_record_is_its_own_card_and_other_things_are_none():
     own = replace(find_gpu("RTX 4090"), name="mine")
     assert find_gpu(own) is own
     for name in (None, 4090, torch.device("cuda")):
-        with pytest.raises(InputTypeError, match="the name of a card as text, or a GPU"):
-            find_gpu(name)
+        assert_refused(partial(find_gpu, name), InputTypeError, "the name of a card as text, or a GPU")
 
 
 @pytest.mark.slow  # it starts a process, which imports torch
@@ -200,8 +196,7 @@ def test_calibration_that_fails_lets_its_second_process_go(monkeypatch):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
 @pytest.mark.parametrize("call", [find_gpu, capacity_bytes, calibrate_gpu])
 def test_a_live_reading_needs_the_card(call):
-    with pytest.raises(ConfigError, match=re.escape("device='cuda'")):
-        call("cuda")
+    assert_refused(lambda: call("cuda"), ConfigError, "device='cuda'")
 
 
 @pytest.mark.gpu

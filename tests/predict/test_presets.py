@@ -10,6 +10,7 @@ from memkit._core.units import GIB
 from memkit.predict.formula import estimate_by_formula
 from memkit.predict.gpus import all_gpus
 from memkit.predict.presets import PRESETS, get_preset_config
+from tests.helpers import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -84,20 +85,16 @@ def test_with_overrides_the_estimate_decides():
 
 
 def test_overrides_are_validated():
-    with pytest.raises(ConfigError) as caught:
-        get_preset_config("medium", 24, batch_size="2")
-    assert caught.value.call == "get_preset_config('medium', 24, batch_size='2')"
-    with pytest.raises(ConfigError, match="did you mean model_channels"):
-        get_preset_config("medium", model_chanels=64)
-    with pytest.raises(ConfigError, match=r"the override preset='high'.*get_preset_config\('high'\)"):
-        get_preset_config("medium", preset="high")
+    call, other_preset = "get_preset_config('medium', 24, batch_size='2'): ", "the override preset='high'"
+    assert_refused(lambda: get_preset_config("medium", 24, batch_size="2"), ConfigError, call)
+    assert_refused(lambda: get_preset_config("medium", model_chanels=64), ConfigError, "did you mean model_channels")
+    assert_refused(lambda: get_preset_config("medium", preset="high"), ConfigError, other_preset, "config('high')")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 0, "24", "24GB", True, [24]])
 def test_a_card_that_is_no_positive_number(value):
-    with pytest.raises(ConfigError, match="the number on the graphics card's box") as caught:
-        get_preset_config("medium", value)
-    assert caught.value.call == f"get_preset_config('medium', {value!r})"
+    words = f"get_preset_config('medium', {value!r}): ", "the number on the graphics card's box"
+    assert_refused(lambda: get_preset_config("medium", value), ConfigError, *words)
 
 
 @pytest.mark.parametrize(
@@ -105,16 +102,14 @@ def test_a_card_that_is_no_positive_number(value):
     [("hgih", "did you mean 'high'?"), ("Medium", "did you mean 'medium'?"), ("rtx", "use one of the known names.")],
 )
 def test_an_unknown_name_lists_the_known(name, way_out):
-    with pytest.raises(ConfigError) as caught:
-        get_preset_config(name)
-    assert caught.value.expected == "one of 'low', 'medium', 'high'"
-    assert caught.value.fix == way_out
+    error = assert_refused(lambda: get_preset_config(name), ConfigError)
+    assert error.expected == "one of 'low', 'medium', 'high'"
+    assert error.fix == way_out
 
 
 @pytest.mark.parametrize("name", [24, None, ["low"], ("low",)])
 def test_a_name_of_a_wrong_type_is_unknown(name):
-    with pytest.raises(ConfigError, match="one of 'low', 'medium', 'high'"):
-        get_preset_config(name)
+    assert_refused(lambda: get_preset_config(name), ConfigError, "one of 'low', 'medium', 'high'")
 
 
 def test_presets_are_ordered_from_small_to_large():

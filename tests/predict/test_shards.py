@@ -16,6 +16,7 @@ from memkit._simulation.shard import Shard
 from memkit._simulation.simulation import hold
 from memkit.predict.usage import estimate_memory_usage
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.predict.ranks import (
     FOUR,
     MORE,
@@ -238,31 +239,23 @@ def test_the_model_can_be_sharded_afterwards(request):
     ],
 )
 def test_refuses_what_a_kind_does_not_know(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        Shard(*arguments)
+    assert_refused(lambda: Shard(*arguments), ConfigError, message)
 
 
-def test_refuses_text():
-    with pytest.raises(ConfigError, match=r"Shard\('fsdp2', 8\)"):
-        estimate("fsdp2")
-
-
-def test_names_of_units():
-    with pytest.raises(ConfigError, match="did you mean '2'"):
-        estimate(Shard("fsdp2", 2, ("2.",)))
-    with pytest.raises(ConfigError, match="named_modules"):
-        estimate(Shard("fsdp2", 2, ("layers.*",)))
+def test_refuses_text_and_names_of_no_units():
+    assert_refused(lambda: estimate("fsdp2"), ConfigError, "Shard('fsdp2', 8)")
+    assert_refused(lambda: estimate(Shard("fsdp2", 2, ("2.",))), ConfigError, "did you mean '2'")
+    assert_refused(lambda: estimate(Shard("fsdp2", 2, ("layers.*",))), ConfigError, "named_modules")
 
 
 def test_refuses_an_optimizer_of_the_whole_model():
-    model = small()
-    with pytest.raises(InputTypeError, match="lambda params"):
-        estimate(Shard("fsdp2", 2), model, optimizer=torch.optim.AdamW(model.parameters()))
+    model, shard = small(), Shard("fsdp2", 2)
+    whole = torch.optim.AdamW(model.parameters())
+    assert_refused(lambda: estimate(shard, model, optimizer=whole), InputTypeError, "lambda params")
 
 
 def test_refuses_a_process_that_has_ranks(group_of_two):
-    with pytest.raises(StateError, match="before init_process_group"):
-        estimate(Shard("fsdp2", 2))
+    assert_refused(lambda: estimate(Shard("fsdp2", 2)), StateError, "before init_process_group")
     assert dist.is_initialized()
 
 
@@ -270,5 +263,4 @@ def test_refuses_a_sharded_model(group_of_two):
     model = small()
     fully_shard(model)
     dist.destroy_process_group()
-    with pytest.raises(InputError, match="before fully_shard"):
-        estimate(Shard("fsdp2", 2), model)
+    assert_refused(lambda: estimate(Shard("fsdp2", 2), model), InputError, "before fully_shard")

@@ -13,6 +13,7 @@ from memkit._simulation.simulation import Gpu
 from memkit.predict.gpus import find_gpu
 from memkit.predict.usage import estimate_memory_usage
 from memkit.predict.virtual_gpu import VirtualGPU
+from tests.helpers import assert_refused
 from tests.predict.ranks import REPLICATED, SHARDED, build, rank_estimate
 
 MIB = 2**20
@@ -124,13 +125,10 @@ def test_leaves_nothing_behind(kind, capfd):
 
 
 def test_refuses_what_a_rank_of_the_cpu_refuses():
-    with pytest.raises(ConfigError, match=r"Shard\('fsdp2', 8\)"):
-        estimate("fsdp2")
-    with pytest.raises(ConfigError, match="named_modules"):
-        estimate(Shard("fsdp2", 2, ("layers.*",)))
+    assert_refused(lambda: estimate("fsdp2"), ConfigError, "Shard('fsdp2', 8)")
+    assert_refused(lambda: estimate(Shard("fsdp2", 2, ("layers.*",))), ConfigError, "named_modules")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(StateError, match="before init_process_group"):
-            estimate(Shard("ddp", 2))
+        assert_refused(lambda: estimate(Shard("ddp", 2)), StateError, "before init_process_group")
     finally:
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 import memkit as mk
 from memkit.predict.scaling.fit import fit_points
+from tests.helpers import assert_refused
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 1000)), min_size=1, max_size=4)
 
@@ -47,17 +48,14 @@ def test_never_beyond_four_times_the_largest():
             mk.errors.InputError, match=r"up to 4 times the largest one known, 200.*Way out: add a larger size"
         ):
             ask()
-    with pytest.raises(mk.errors.InputError, match="a size from 100 on"):
-        law.predict(99)
+    assert_refused(lambda: law.predict(99), mk.errors.InputError, "a size from 100 on")
 
 
 def test_what_bends_downwards_is_not_drawn_on():
     law = fit_points([100, 200, 400], [1000, 2000, 2100])
     assert law.predict(300) == 2050
-    with pytest.raises(mk.errors.InputError, match="works in chunks"):
-        law.predict(500)
-    with pytest.raises(mk.errors.InputError, match=r"law.max_n\(5000\)"):
-        law.max_n(5000)
+    assert_refused(lambda: law.predict(500), mk.errors.InputError, "works in chunks")
+    assert_refused(lambda: law.max_n(5000), mk.errors.InputError, "law.max_n(5000)")
     assert law.max_n(1500) == 150
     assert law.max_n(999) == 0
 
@@ -77,16 +75,19 @@ def test_the_lower_bound_comes_first_whichever_way_the_peaks_bend(peaks, bounds)
 def test_one_point_is_known_only_there():
     law = fit_points([100], [1000])
     assert (law.predict(100), law.interval(100), law.held_out_error) == (1000, (1000, 1000), None)
-    with pytest.raises(mk.errors.InputError, match="two known sizes or more"):
-        law.predict(101)
+    assert_refused(lambda: law.predict(101), mk.errors.InputError, "two known sizes or more")
 
 
 @pytest.mark.parametrize(
     ("sizes", "peaks"), [([], []), ([1, 1], [5, 5]), ([0, 1], [5, 5]), ([1, 2], [5]), ([1, 2], [0, 5])]
 )
 def test_what_is_no_table_is_refused(sizes, peaks):
-    with pytest.raises(mk.errors.InputError, match="fit_points"):
-        fit_points(sizes, peaks)
+    assert_refused(lambda: fit_points(sizes, peaks), mk.errors.InputError, "fit_points")
+
+
+def test_other_numbers_and_other_tiers_are_refused():
+    assert_refused(lambda: fit_points([1.5, 2], [10, 20], tier="noisy"), mk.errors.InputTypeError)
+    assert_refused(lambda: fit_points([1, 2], [10, 20], tier="structural"), mk.errors.ConfigError)
 
 
 def test_numpy_numbers_do_not_overflow():
@@ -95,12 +96,3 @@ def test_numpy_numbers_do_not_overflow():
     law = fit_points([1, 2**62], [1, 2**62])
     assert law.predict(np.int64(2**62 - 1)) == 2**62 - 1
     assert type(law.interval(np.int64(3))[0]) is int
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tier", "error"),
-    [([1.5, 2], "noisy", mk.errors.InputTypeError), ([1, 2], "structural", mk.errors.ConfigError)],
-)
-def test_other_numbers_and_other_tiers_are_refused(sizes, tier, error):
-    with pytest.raises(error):
-        fit_points(sizes, [10, 20], tier=tier)

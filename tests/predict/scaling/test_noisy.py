@@ -10,6 +10,7 @@ import pytest
 import memkit as mk
 from memkit.predict.scaling.fit import fit_points
 from memkit.predict.scaling.noisy import NoisyLaw, fit_curves
+from tests.helpers import assert_refused
 
 FAR = 4_000_000
 
@@ -102,10 +103,8 @@ def test_no_law_says_why_and_refuses(sizes, peaks, reason):
 
 def test_never_beyond_four_times_the_largest():
     law = fit_points(*Truth().draw(seed=1), tier="noisy")
-    with pytest.raises(mk.errors.InputError, match="up to 4 times the largest one known, 1000000"):
-        law.predict(FAR + 1)
-    with pytest.raises(mk.errors.InputError, match="up to 4 times"):
-        law.max_n("1TiB")
+    assert_refused(lambda: law.predict(FAR + 1), mk.errors.InputError, "up to 4 times the largest one known, 1000000")
+    assert_refused(lambda: law.max_n("1TiB"), mk.errors.InputError, "up to 4 times")
 
 
 @pytest.mark.slow

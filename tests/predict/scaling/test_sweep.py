@@ -16,6 +16,7 @@ from memkit.recipes.memory_test.curves import capacities
 from memkit.recipes.memory_test.reference import EdgeCase, IntegralTransform, core_cases, full_cases
 from memkit.recipes.memory_test.sweep import run_memory_test
 from tests.allocations import mark, trace_allocations
+from tests.helpers import assert_refused
 
 SMALL = MemoryTestConfig(
     num_physical_nodes=1000,
@@ -77,9 +78,7 @@ def test_edge_counts_rise_by_one_ratio_and_end_where_they_should():
     ],
 )
 def test_a_wrong_field_says_which_and_what_is_right(fields, message):
-    with pytest.raises(ConfigError, match=r"^MemoryTestConfig\(") as caught:
-        MemoryTestConfig(**fields)
-    assert message in str(caught.value)
+    assert_refused(lambda: MemoryTestConfig(**fields), ConfigError, "MemoryTestConfig(", message)
 
 
 @pytest.mark.parametrize("suffix", ["json", "toml"])
@@ -168,8 +167,7 @@ def test_each_class_of_cards_is_judged_by_the_card_that_holds_least():
     room = capacities()[1].card.usable_bytes
     others = [gpu for gpu in all_gpus() if 12 <= gpu.box_bytes / 2**30 <= 16 and gpu.vendor == "NVIDIA"]
     assert room == min(gpu.usable_bytes for gpu in others)
-    with pytest.raises(InputError, match="one card"):
-        capacities(["A100"])
+    assert_refused(lambda: capacities(["A100"]), InputError, "one card")
 
 
 # -------------------------------------------------------------------------------------------------------- files
@@ -233,18 +231,16 @@ def test_a_device_that_is_not_there_is_predicted_for_and_said():
     ],
 )
 def test_nothing_to_do_is_an_error(changes, analysis):
-    with pytest.raises(ConfigError, match="switched on"):
-        run_memory_test(SMALL.replace(**changes), analysis)
+    assert_refused(lambda: run_memory_test(SMALL.replace(**changes), analysis), ConfigError, "switched on")
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (["core"], {}, InputTypeError, r"analysis='core'"),
+        (["core"], {}, InputTypeError, "analysis='core'"),
         ([SMALL], {"memory_limit": "junk"}, InputError, "memory_limit='junk'"),
         ([SMALL], {"memory_limit": "1GiB"}, ConfigError, "a limit for measured runs alone"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(arguments, options, error, message):
-    with pytest.raises(error, match=message):
-        run_memory_test(*arguments, **options)
+    assert_refused(lambda: run_memory_test(*arguments, **options), error, message)
