@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from memkit._core.errors import ConfigError, FileFormatError, InputError
 from memkit.check.check import RULES, SCRIPT_RULES, check_paths, check_source
 from memkit.check.launch import RULES as SHELL_RULES
+from tests.helpers import assert_refused
 
 HABIT = "torch.autograd.set_detect_anomaly(True)"
 SCRIPT = f"import torch\n{HABIT}\n"
@@ -63,10 +64,8 @@ def test_folders_files_and_what_is_left_out(tmp_path):
     result = check_paths([tmp_path])
     assert [finding.path for finding in result.findings] == [str(tmp_path / "a.py"), str(tmp_path / "sub/b.py")]
     assert (result.num_files, result.unread) == (2, ())
-    with pytest.raises(InputError, match=r"a \.txt file"):
-        check_paths([tmp_path / "e.txt"])
-    with pytest.raises(InputError, match="no such file"):
-        check_paths([tmp_path / "none.py"])
+    assert_refused(lambda: check_paths([tmp_path / "e.txt"]), InputError, "a .txt file")
+    assert_refused(lambda: check_paths([tmp_path / "none.py"]), InputError, "no such file")
 
 
 def test_encodings(tmp_path):
@@ -129,8 +128,7 @@ def test_select_and_ignore(tmp_path):
     assert [f.rule for f in check_paths([path]).findings] == everything
     assert [f.rule for f in check_paths([path], select=everything[:1]).findings] == everything[:1]
     assert [f.rule for f in check_paths([path], ignore=everything[:1]).findings] == everything[1:]
-    with pytest.raises(ConfigError, match="write 'anomaly-left-on'"):
-        check_paths([path], select=["anomaly-left"])
+    assert_refused(lambda: check_paths([path], select=["anomaly-left"]), ConfigError, "write 'anomaly-left-on'")
 
 
 # ------------------------------------------------------------------------------------------------- robustness

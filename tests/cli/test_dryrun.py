@@ -19,6 +19,7 @@ from memkit.cli import main
 from memkit.cli.dryrun import render
 from memkit.predict.gpus import find_gpu, write_gpus
 from memkit.predict.usage import estimate_memory_usage
+from tests.cli.commands import assert_wrong_usage
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MIB = 2**20
@@ -195,19 +196,17 @@ def test_wrong_use_is_one_line(capfd, arguments, text):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "text"),
     [
-        ["ends.py"],
-        ["ends.py", "--gpu", "T4", "--steps", "0"],
-        ["ends.py", "--gpu", "T4", "--selected-fraction", "50"],
-        [],
+        (["ends.py"], "--gpu"),
+        (["ends.py", "--gpu", "T4", "--steps", "0"], "--steps"),
+        (["ends.py", "--gpu", "T4", "--selected-fraction", "50"], "--selected-fraction"),
+        ([], "required"),
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_missing_options_are_wrong_usage(arguments):
-    with pytest.raises(SystemExit) as caught:
-        main(["dryrun", *arguments])
-    assert caught.value.code == 2
+def test_missing_options_are_wrong_usage(capsys, arguments, text):
+    assert_wrong_usage(capsys, ["dryrun", *arguments], text)
 
 
 @pytest.mark.usefixtures("folder")

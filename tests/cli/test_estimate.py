@@ -12,6 +12,7 @@ from memkit.cli import main
 from memkit.predict.gpus import find_gpu, write_gpus
 from memkit.predict.presets import get_preset_config
 from memkit.predict.usage import estimate_memory_usage
+from tests.cli.commands import assert_error, assert_wrong_usage
 
 SCRIPT = """
 from dataclasses import dataclass
@@ -115,9 +116,7 @@ def test_a_preset(capsys):
     "option", [["--precision", "fp16-mixed"], ["--accumulation-steps", "2"], ["--selected-fraction", "1"]]
 )
 def test_a_preset_says_its_options_itself(capsys, option):
-    with pytest.raises(SystemExit, match="2"):
-        main(["estimate", "medium", *option])
-    assert f"{option[0]}: of your own step" in capsys.readouterr().err
+    assert_wrong_usage(capsys, ["estimate", "medium", *option], f"{option[0]}: of your own step")
 
 
 def test_a_calibrated_card(script, tmp_path, capsys):
@@ -132,9 +131,7 @@ def test_a_calibrated_card(script, tmp_path, capsys):
     assert main(["estimate", f"{script}:build", *options]) == 0
     capsys.readouterr()
     for without in (options[2:], ["--budget", "24GiB", *options[2:]]):
-        with pytest.raises(SystemExit, match="2"):
-            main(["estimate", f"{script}:build", *without])
-        assert "--calibrated: is for a card" in capsys.readouterr().err
+        assert_wrong_usage(capsys, ["estimate", f"{script}:build", *without], "--calibrated: is for a card")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +147,4 @@ def test_a_calibrated_card(script, tmp_path, capsys):
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(script, capsys, step, message):
-    assert main(["estimate", step.format(script=script)]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("memkit: error: memkit estimate ")
-    assert message in err
-    assert err.count("\n") == 1
+    assert_error(capsys, ["estimate", step.format(script=script)], "memkit: error: memkit estimate ", message)

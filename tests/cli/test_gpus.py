@@ -9,6 +9,7 @@ import torch
 
 from memkit.cli import main
 from memkit.predict.gpus import all_gpus, find_gpu, write_gpus
+from tests.cli.commands import assert_error, assert_wrong_usage
 
 
 def test_the_table(capsys):
@@ -55,18 +56,19 @@ def test_a_file_of_own_cards(capsys, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["A100"], ["--need", "14"], ["--need", "much"]])
 def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
-    assert main(["gpus", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("memkit: error: ")
-    assert err.count("\n") == 1
+    assert_error(capsys, ["gpus", *arguments])
 
 
-@pytest.mark.parametrize("option", ["--need", "--calibrated"])
-def test_calibration_takes_no_other_options(capsys, tmp_path, option):
-    with pytest.raises(SystemExit, match="2"):
-        main(["gpus", "--calibrate", str(tmp_path / "own.json"), option, "14GiB"])
-    assert "leave --need and --calibrated out" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--calibrate", "own.json", "--need", "14GiB"], "leave --need and --calibrated out"),
+        (["--calibrate", "own.json", "--calibrated", "14GiB"], "leave --need and --calibrated out"),
+        (["RTX 4090", "--need", "14GiB"], "leave the name out"),
+    ],
+)
+def test_what_does_not_go_together_is_wrong_usage(capsys, arguments, text):
+    assert_wrong_usage(capsys, ["gpus", *arguments], text)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
@@ -74,13 +76,6 @@ def test_calibration_without_a_card(capsys, tmp_path):
     assert main(["gpus", "--calibrate", str(tmp_path / "own.json")]) == 2
     assert capsys.readouterr().err.startswith("memkit: error: device='cuda'")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_name_with_need_is_wrong_usage(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["gpus", "RTX 4090", "--need", "14GiB"])
-    assert caught.value.code == 2
-    assert "leave the name out" in capsys.readouterr().err
 
 
 def test_without_torch():

@@ -10,6 +10,7 @@ from memkit._version import __version__
 from memkit.cli import main
 from memkit.predict.formula import estimate_by_formula
 from memkit.predict.presets import get_preset_config
+from tests.cli.commands import assert_error, assert_wrong_usage
 
 
 def test_the_table(capsys):
@@ -55,11 +56,7 @@ def test_a_warning_goes_to_stderr_and_leaves_json_whole(capsys):
 
 @pytest.mark.parametrize("arguments", [["hgih"], ["low", "--gpu-memory", "nan"], ["low", "--gpu-memory", "-8"]])
 def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
-    assert main(["presets", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("memkit: error: get_preset_config(")
-    assert err.count("\n") == 1
+    assert_error(capsys, ["presets", *arguments], "memkit: error: get_preset_config(")
 
 
 @pytest.mark.parametrize(
@@ -71,10 +68,7 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
     ],
 )
 def test_wrong_usage_exits_with_2(capsys, arguments, text):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert text in capsys.readouterr().err
+    assert_wrong_usage(capsys, arguments, text)
 
 
 def test_python_dash_m_without_torch():

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.cases import report_pages
 from memkit.cli import main
 from memkit.report.words import texts
+from tests.cli.commands import assert_error, assert_wrong_usage
 from tests.report.foreign import save, snapshot
 from tests.report.pages import S1, markdown_rows
 
@@ -24,8 +25,7 @@ def test_the_log_may_stand_alone(capsys, tmp_path):
     assert main(["report", str(S1), "--output", str(tmp_path / "r.md")]) == 0
     assert capsys.readouterr().out.startswith("Peak 23.15 GiB")
     for arguments in ([], [str(S1), "--log", str(S1)]):
-        with pytest.raises(SystemExit):
-            main(["report", *arguments])
+        assert_wrong_usage(capsys, ["report", *arguments], "usage: memkit report")
 
 
 def test_a_directory_is_converted_into_a_file_beside_it(capsys, tmp_path, monkeypatch):
@@ -76,12 +76,7 @@ def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
 )
 def test_an_error_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, text):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith("memkit: error: ")
-    assert err.count("\n") == 1
-    assert text in err
+    assert_error(capsys, arguments, text)
     assert not list(tmp_path.iterdir())
 
 

@@ -10,6 +10,7 @@ from memkit._core.errors import FileFormatError, InputError, InputTypeError
 from memkit._events import file
 from memkit._events.log import Event
 from memkit._events.reader import EventLog, LogNotFoundError, read_memory_events
+from tests.helpers import assert_refused
 
 START = b'{"schema":"memkit.events/1","run_id":"r","wall_s":1.0}\n'
 
@@ -35,9 +36,7 @@ def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(START)
     (tmp_path / "old.json").write_text("[]")
-    with pytest.raises(error) as caught:
-        read_memory_events(make(tmp_path))
-    assert text in str(caught.value)
+    assert_refused(lambda: read_memory_events(make(tmp_path)), error, text)
 
 
 # ---- the older form
@@ -71,11 +70,7 @@ def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
 def test_a_wrong_array_is_one_error_that_says_where(tmp_path, content, text):
     path = tmp_path / "memory_events.json"
     path.write_text(content)
-    with pytest.raises(FileFormatError) as caught:
-        read_memory_events(path)
-    assert f"read_memory_events({str(path)!r})" in str(caught.value)
-    assert text in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    assert_refused_briefly(path, text)
 
 
 # ---- wrong lines
@@ -122,14 +117,16 @@ def test_a_wrong_line_is_one_error_that_says_where(tmp_path, line, text):
     if text.startswith(("line 2: no JSON", "line 2: text that is not UTF-8")):
         assert text in read_memory_events(path).problems[0]  # as the last line it may have been cut
     else:
-        with pytest.raises(FileFormatError):
-            read_memory_events(path)
+        assert_refused(lambda: read_memory_events(path), FileFormatError)
     path.write_bytes(START + line + b"\n" + AFTER)
-    with pytest.raises(FileFormatError) as caught:
-        read_memory_events(path)
-    assert f"read_memory_events({str(path)!r})" in str(caught.value)
-    assert text in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    assert_refused_briefly(path, text)
+
+
+def assert_refused_briefly(path, text):
+    error = assert_refused(
+        lambda: read_memory_events(path), FileFormatError, f"read_memory_events({str(path)!r})", text
+    )
+    assert len(str(error)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -146,12 +143,10 @@ def test_an_endless_line_is_refused_without_holding_it(tmp_path, monkeypatch):
     monkeypatch.setattr(file, "LONGEST_LINE_BYTES", 200)
     path = tmp_path / "log.jsonl"
     path.write_bytes(START + b'{"event":"' + b"x" * 1000 + b'"}\n')
-    with pytest.raises(FileFormatError, match="got line 2, longer than 200 bytes"):
-        read_memory_events(path)
+    assert_refused(lambda: read_memory_events(path), FileFormatError, "got line 2, longer than 200 bytes")
     monkeypatch.setattr(file, "_LARGEST_WHOLE_BYTES", 100)
     path.write_bytes(b"[" + b" " * 100 + b"]")
-    with pytest.raises(FileFormatError, match="got more than 100 bytes"):
-        read_memory_events(path)
+    assert_refused(lambda: read_memory_events(path), FileFormatError, "got more than 100 bytes")
 
 
 # ---- everything at once

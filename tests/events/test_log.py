@@ -18,6 +18,7 @@ from memkit._core.errors import FileFormatError, InputError, InputTypeError, Mem
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.reader import read_memory_events
 from memkit._events.writer import EventWriter, rank_path, save_events, save_legacy
+from tests.helpers import assert_refused
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,16 +56,13 @@ def lines_of(path):
     ],
 )
 def test_a_wrong_value_makes_no_event(values, error, text):
-    with pytest.raises(error) as caught:
-        Event(**{"event": "e", **values})
-    assert text in str(caught.value)
+    assert_refused(lambda: Event(**{"event": "e", **values}), error, text)
 
 
 def test_a_note_that_holds_itself_ends():
     note = {}
     note["again"] = note
-    with pytest.raises(InputError, match="at most 32 levels"):
-        Event("e", note=note)
+    assert_refused(lambda: Event("e", note=note), InputError, "at most 32 levels")
 
 
 def test_a_note_is_copied():
@@ -88,9 +86,7 @@ def test_a_note_is_copied():
     ],
 )
 def test_a_wrong_value_makes_no_header(values, text):
-    with pytest.raises((InputError, InputTypeError)) as caught:
-        LogHeader.new(**values)
-    assert text in str(caught.value)
+    assert_refused(lambda: LogHeader.new(**values), (InputError, InputTypeError), text)
 
 
 def test_a_header_does_not_tell_the_command_line_unasked(monkeypatch, tmp_path):
@@ -252,8 +248,7 @@ def test_a_closed_writer_is_refused(tmp_path):
     writer = EventWriter(tmp_path / "log.jsonl", LogHeader.new())
     writer.close()
     writer.close()
-    with pytest.raises(StateError, match="got a closed writer"):
-        writer.write(Event("late"))
+    assert_refused(lambda: writer.write(Event("late")), StateError, "got a closed writer")
 
 
 @pytest.mark.parametrize(
@@ -262,8 +257,8 @@ def test_a_closed_writer_is_refused(tmp_path):
 def test_a_file_that_is_no_log_is_left_alone(tmp_path, content):
     path = tmp_path / "log.jsonl"
     path.write_bytes(content)
-    with pytest.raises(FileFormatError, match="a new file, or an event log to continue"):
-        EventWriter(path, LogHeader.new())
+    words = "a new file, or an event log to continue"
+    assert_refused(lambda: EventWriter(path, LogHeader.new()), FileFormatError, words)
     assert path.read_bytes() == content
 
 
@@ -318,8 +313,7 @@ def test_rank_path(path, rank, world_size, expected):
 
 
 def test_rank_path_refuses_a_rank_that_is_not_there():
-    with pytest.raises(InputError, match=r"rank_path\('log', rank=4, world_size=4\): got rank=4"):
-        rank_path("log", 4, 4)
+    assert_refused(lambda: rank_path("log", 4, 4), InputError, "rank_path('log', rank=4, world_size=4): got rank=4")
 
 
 def test_records_and_errors_travel_between_processes(tmp_path):

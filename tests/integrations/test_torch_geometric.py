@@ -23,6 +23,7 @@ from torch_geometric.nn import GraphConv, global_mean_pool
 from torch_geometric.utils import add_self_loops
 
 from memkit.integrations.torch_geometric import split_graphs
+from tests.helpers import assert_refused
 
 SIZES = [4, 0, 7, 2, 5, 3]  # nodes; one graph has none
 
@@ -173,10 +174,8 @@ def test_one_graph_is_the_batch_itself():
 
 
 class TestRefusals:
-    def refused(self, batch, match, error=mk.errors.InputError):
-        with pytest.raises(error, match=match) as caught:
-            split_graphs(batch, 2)
-        assert caught.value.call == "split_graphs(batch, 2)"
+    def refused(self, batch, *words, error=mk.errors.InputError):
+        assert_refused(lambda: split_graphs(batch, 2), error, "split_graphs(batch, 2): got", *words)
 
     def batch(self):
         return Batch.from_data_list([homogeneous(n) for n in SIZES])
@@ -185,17 +184,17 @@ class TestRefusals:
         """What it yields; the loader itself needs a compiled package."""
         self.refused(
             Data(x=torch.rand(9, 2), edge_index=edges(9), n_id=torch.arange(9), input_id=torch.arange(3), batch_size=3),
-            r"a Data sampled around 3 seed nodes; expected a Batch.*NeighborLoader\(batch_size=...\).*count=",
-            mk.errors.InputTypeError,
+            *("a Data sampled around 3 seed nodes; expected a Batch", "NeighborLoader(batch_size=...)", "count="),
+            error=mk.errors.InputTypeError,
         )
         typed = hetero(4)
         typed["paper"].batch_size = 2
-        self.refused(typed, "a HeteroData sampled around 2 seed nodes", mk.errors.InputTypeError)
+        self.refused(typed, "a HeteroData sampled around 2 seed nodes", error=mk.errors.InputTypeError)
 
     def test_what_is_no_batch_of_pyg(self):
-        self.refused({"x": torch.rand(3, 1)}, "a dict; expected a Batch", mk.errors.InputTypeError)
-        by_hand = Batch(x=torch.rand(3, 1), batch=torch.tensor([0, 0, 1]))
-        self.refused(by_hand, "a DataBatch; expected a Batch .* made by Batch.from_data_list", mk.errors.InputTypeError)
+        self.refused({"x": torch.rand(3, 1)}, "a dict; expected a Batch", error=mk.errors.InputTypeError)
+        by_hand, made = Batch(x=torch.rand(3, 1), batch=torch.tensor([0, 0, 1])), "made by Batch.from_data_list"
+        self.refused(by_hand, "a DataBatch; expected a Batch ", made, error=mk.errors.InputTypeError)
 
     def test_an_attribute_that_came_later(self):
         batch = self.batch()
@@ -205,7 +204,7 @@ class TestRefusals:
     def test_rows_that_came_later(self):
         batch = self.batch()
         batch.edge_index, batch.edge_attr = add_self_loops(batch.edge_index, batch.edge_attr)
-        self.refused(batch, "'edge_index': 63 rows; expected the 42 rows that the graphs had.*transform=")
+        self.refused(batch, "'edge_index': 63 rows; expected the 42 rows that the graphs had", "transform=")
 
     @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
     def test_kinds_of_tensors_that_are_not_plain(self):

@@ -22,6 +22,7 @@ from memkit._events.reader import read_memory_events
 from memkit.recipes.report import make_report
 from memkit.report.exports import export_log
 from memkit.report.figures import Shortage, read_figures
+from tests.helpers import assert_refused
 from tests.report.foreign import frame, judge_snapshot, judge_trace, profile_of_a_card, save, snapshot
 from tests.report.pages import first_log, log_of
 
@@ -138,10 +139,9 @@ def bombs():
 def test_no_pickle_runs_code_or_takes_much_memory(tmp_path, data, text):
     path = tmp_path / "log"
     path.write_bytes(data if data.startswith(b"\x80") else b"\x80\x02" + data)
-    with pytest.raises(FileFormatError) as refusal:
-        read_memory_events(path)
-    assert text in refusal.value.got
-    assert len(str(refusal.value)) < 1000
+    error = assert_refused(lambda: read_memory_events(path), FileFormatError)
+    assert text in error.got
+    assert len(str(error)) < 1000
 
 
 NASTY = (None, True, -1, 1.5, float("nan"), 2**63, "", "\x00", [], {}, [[]], {"a": 1}, [None], b"", {1: 2})
@@ -216,12 +216,10 @@ def test_a_trace_may_be_packed_and_a_bomb_is_not_unpacked(profile, tmp_path, mon
     packed.write_bytes(gzip.compress(profile.read_bytes()))
     assert read_memory_events(packed).events == read_memory_events(profile).events
     packed.write_bytes(packed.read_bytes()[:-100])
-    with pytest.raises(FileFormatError, match="a gzip file that was cut"):
-        read_memory_events(packed)
+    assert_refused(lambda: read_memory_events(packed), FileFormatError, "a gzip file that was cut")
     monkeypatch.setattr("memkit._events.file._LARGEST_WHOLE_BYTES", 10**6)
     packed.write_bytes(gzip.compress(bytes(10**8)))
-    with pytest.raises(FileFormatError, match="more than 1000000 bytes in a gzip file"):
-        read_memory_events(packed)
+    assert_refused(lambda: read_memory_events(packed), FileFormatError, "more than 1000000 bytes in a gzip file")
 
 
 def bomb(unit, head=b'{"traceEvents":[', tail=b"]}"):
@@ -253,11 +251,10 @@ def test_a_trace_takes_the_memory_of_what_is_kept_of_it(tmp_path, name):
     path = tmp_path / "log"
     path.write_bytes(data)
     tracemalloc.start()
-    with pytest.raises(FileFormatError) as refusal:
-        read_memory_events(path)
+    error = assert_refused(lambda: read_memory_events(path), FileFormatError)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert text in refusal.value.got
+    assert text in error.got
     assert peak < 200 * MIB
 
 
@@ -278,8 +275,7 @@ def test_slices_that_would_be_looked_at_over_and_over_are_refused(tmp_path):
     ):
         events = [*pieces, act(50), act(51)]
         path.write_text(json.dumps({"traceEvents": events}))
-        with pytest.raises(FileFormatError, match=text):
-            read_memory_events(path)
+        assert_refused(lambda: read_memory_events(path), FileFormatError, text)
 
 
 def test_of_an_accelerator_the_allocators_own_totals_count(tmp_path):

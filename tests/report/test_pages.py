@@ -21,6 +21,7 @@ from memkit.report.nodes import Bars, Bullets, Curve, Lines, Paragraph, Section,
 from memkit.report.thin import thin
 from memkit.report.words import Words, texts
 from memkit.report.write import MARK, render_report
+from tests.helpers import assert_refused
 from tests.report.pages import S1, Page, first_log, log_of
 
 ROOM = Path(words_module.__file__).parent
@@ -59,8 +60,8 @@ def test_chinese_has_the_same_figures(tmp_path):
     assert "显存报告" in chinese
     assert "未记录" in chinese
     assert "recorded" not in chinese
-    with pytest.raises(ConfigError, match="expected one of 'en', 'zh'"):
-        write_report(first_log(), tmp_path / "r.md", language="de")
+    path, words = tmp_path / "r.md", "expected one of 'en', 'zh'"
+    assert_refused(lambda: write_report(first_log(), path, language="de"), ConfigError, words)
 
 
 @pytest.mark.parametrize(
@@ -240,23 +241,18 @@ def test_only_a_report_is_replaced(tmp_path):
         assert MARK in path.read_text("utf-8")[:200]
     notes = tmp_path / "notes.md"
     notes.write_text("mine")
-    with pytest.raises(InputError, match="a file that is there and is no memkit report"):
-        write_report(first_log(), notes)
+    assert_refused(lambda: write_report(first_log(), notes), InputError, "a file that is there and is no memkit report")
     assert notes.read_text() == "mine"
-    with pytest.raises(InputError, match=r"got the suffix '\.pdf'"):
-        write_report(first_log(), tmp_path / "report.pdf")
-    with pytest.raises(InputError, match="got a directory"):
-        (tmp_path / "d.md").mkdir()
-        write_report(first_log(), tmp_path / "d.md")
+    assert_refused(lambda: write_report(first_log(), tmp_path / "report.pdf"), InputError, "got the suffix '.pdf'")
+    (tmp_path / "d.md").mkdir()
+    assert_refused(lambda: write_report(first_log(), tmp_path / "d.md"), InputError, "got a directory")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"report.md", "report.html", "report.txt", "report.json", "notes.md", "d.md"}
 
 
 def test_what_is_no_log(tmp_path):
-    with pytest.raises(InputTypeError, match="read the file first"):
-        write_report(S1, tmp_path / "r.md")
-    with pytest.raises(InputError, match="got a log without events"):
-        write_report(EventLog((), ()), tmp_path / "r.md")
+    assert_refused(lambda: write_report(S1, tmp_path / "r.md"), InputTypeError, "read the file first")
+    assert_refused(lambda: write_report(EventLog((), ()), tmp_path / "r.md"), InputError, "got a log without events")
     assert not list(tmp_path.iterdir())
 
 

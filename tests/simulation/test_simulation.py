@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from benchmarks.tables_patches import patches
-from memkit._core.errors import ConfigError, NotSimulatedError
+from memkit._core.errors import NotSimulatedError
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.tensors import CudaTensors
 from memkit._simulation.leftovers import Shared, applied
@@ -352,8 +352,3 @@ def test_a_calibrated_workspace_is_taken():
         before = card.allocated_bytes
         assert (x @ x).is_cuda
         assert card.memory.workspace_bytes == card.allocated_bytes - before == 3 * MIB
-
-
-def test_settings_that_came_later_are_refused_as_text_is():
-    with pytest.raises(ConfigError, match=r"came with 2\.11"):
-        mk.VirtualGPU("T4", torch="2.6", allocator_settings=mk.predict.AllocatorSettings(large_segment_bytes=30 * MIB))

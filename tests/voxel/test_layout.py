@@ -3,6 +3,7 @@ import torch
 
 from memkit._core.errors import ConfigError
 from memkit.voxel.layout import VectorField, VoxelLayout
+from tests.helpers import assert_refused
 
 
 def test_one_number_is_for_all_channels_and_lists_become_tuples():
@@ -72,6 +73,5 @@ def test_vectors_are_found_by_name():
     ],
 )
 def test_a_wrong_key_is_named(settings, key):
-    with pytest.raises(ConfigError) as caught:
-        VoxelLayout(**{"channels": ("scalar",)} | settings)
-    assert key in f"{caught.value.got} {caught.value.expected}"
+    error = assert_refused(lambda: VoxelLayout(**{"channels": ("scalar",)} | settings), ConfigError)
+    assert key in f"{error.got} {error.expected}"
