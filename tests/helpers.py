@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ from torch import Tensor, nn
 
 from memkit.errors import MemkitError
 from tests.allocations import trace_allocations
+
+ROOT = Path(__file__).parents[1]
 
 
 def assert_refused(
@@ -68,3 +75,18 @@ def warm_peak_bytes(step: Callable[[], object], *leaves: Tensor) -> int:
             leaf.grad = None
         peak = trace_allocations(step).peak
     return peak
+
+
+def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code, which may be indented, in a Python of its own; it must end without an error."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def assert_not_imported(modules: set[str], code: str, *arguments: object, **environment: str) -> None:
+    """Check that code runs in a Python of its own and that it imports none of the modules."""
+    run_python(f"{code}\nimport sys; assert not {modules} & set(sys.modules)", *arguments, **environment)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from memkit.check.check import RULES
 from memkit.cli import main
 from tests.cli.commands import assert_wrong_usage
+from tests.helpers import assert_not_imported
 
 CLEAN = "import torch\n"
 IDS = [*(rule.id for rule in RULES), "unknown-ignore"]
@@ -71,8 +70,7 @@ def test_the_list_of_rules(capsys):
 
 def test_without_torch_and_without_running_the_script(script):
     script.write_text(HABIT + "raise SystemExit(7)\n")
-    code = "import sys; from memkit.cli import main; main(['check', sys.argv[1]]); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, str(script)], check=True, capture_output=True)
+    assert_not_imported({"torch"}, f"from memkit.cli import main; assert main(['check', {str(script)!r}]) == 1")
 
 
 def test_the_hook_calls_the_command():

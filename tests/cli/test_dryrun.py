@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +17,7 @@ from memkit.cli.dryrun import render
 from memkit.predict.gpus import find_gpu, write_gpus
 from memkit.predict.usage import estimate_memory_usage
 from tests.cli.commands import assert_wrong_usage
+from tests.helpers import assert_not_imported
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MIB = 2**20
@@ -217,8 +215,7 @@ def test_a_process_that_dies_is_said_so(capfd):
 
 
 def test_the_command_itself_does_not_import_torch():
-    script = "import sys, memkit.cli.dryrun; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[2])})
+    assert_not_imported({"torch"}, "import memkit.cli.dryrun")
 
 
 def test_what_convolutions_may_take_inside_and_the_first_guesses_are_said():

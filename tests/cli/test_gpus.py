@@ -1,8 +1,6 @@
 """The `memkit gpus` command, as typed in a shell."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from memkit.cli import main
 from memkit.predict.gpus import all_gpus, find_gpu, write_gpus
 from tests.cli.commands import assert_error, assert_wrong_usage
+from tests.helpers import assert_not_imported
 
 
 def test_the_table(capsys):
@@ -79,5 +78,4 @@ def test_calibration_without_a_card(capsys, tmp_path):
 
 
 def test_without_torch():
-    script = "import sys; from memkit.cli import main; main(['gpus', '4090']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert_not_imported({"torch"}, "from memkit.cli import main; assert main(['gpus', '4090']) == 0")

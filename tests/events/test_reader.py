@@ -1,8 +1,6 @@
 """A log is read whatever a kill left of it, and gives back what was written, from all ranks and all runs."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from memkit._core.errors import InputError
 from memkit._events.log import BYTE_FIELDS, Event, LogHeader, Origin
 from memkit._events.reader import read_memory_events
 from memkit._events.writer import EventWriter, rank_path, save_events
+from tests.helpers import assert_not_imported
 
 ROOT = Path(__file__).parents[1]
 START = b'{"schema":"memkit.events/1","run_id":"r","wall_s":1.0}\n'
@@ -290,7 +289,7 @@ def test_two_runs_in_an_array_are_named(tmp_path):
 
 
 def test_neither_writing_nor_reading_loads_torch(tmp_path):
-    script = (
+    code = (
         "import sys\n"
         "from memkit._events.log import Event, LogHeader\n"
         "from memkit._events.reader import read_memory_events\n"
@@ -298,9 +297,8 @@ def test_neither_writing_nor_reading_loads_torch(tmp_path):
         "with EventWriter(sys.argv[1], LogHeader.new()) as writer:\n"
         "    writer.write(Event('a'))\n"
         "assert len(read_memory_events(sys.argv[1]).events) == 1\n"
-        "assert not {'torch', 'numpy', 'pydantic', 'psutil'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", script, tmp_path / "log.jsonl"], check=True, cwd=ROOT)
+    assert_not_imported({"torch", "numpy", "pydantic", "psutil"}, code, tmp_path / "log.jsonl")
 
 
 def test_saved_and_appended_logs_are_the_same(tmp_path):

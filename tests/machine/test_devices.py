@@ -1,10 +1,6 @@
 """The door to the machine: devices, and host memory as the tightest limit leaves it."""
 
-import os
 import resource
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import psutil
@@ -14,6 +10,7 @@ import torch
 import memkit as mk
 from memkit._core.records import DeviceMemory
 from memkit._machine import devices
+from tests.helpers import run_python
 
 requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
 
@@ -113,8 +110,7 @@ print(devices.under_memory_pressure("cpu"), devices.under_memory_pressure("cuda"
 def test_a_real_resource_limit_decides_what_is_available(held, pressure):
     if resource.getrlimit(resource.RLIMIT_DATA)[1] != resource.RLIM_INFINITY:
         pytest.skip("Requires: [no hard RLIMIT_DATA]")
-    script = CHILD.format(name="RLIMIT_DATA", held=held)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = run_python(CHILD.format(name="RLIMIT_DATA", held=held))
     assert done.stdout.splitlines() == ["RLIMIT_DATA True True True", f"{pressure} False"]
 
 
@@ -143,17 +139,15 @@ def test_cuda_memory_counts():
 
 
 def test_a_memory_limit_is_real():
-    script = (
-        "import torch, memkit as mk\n"
-        "from memkit._machine.devices import limit_memory\n"
-        "limit_memory(torch.device('cpu'), 64 * 2**20)\n"
-        "torch.empty(48 * 2**20, dtype=torch.uint8)\n"
-        "try: torch.empty(80 * 2**20, dtype=torch.uint8)\n"
-        "except RuntimeError as error: assert mk.is_out_of_memory(error), error\n"
-        "else: raise SystemExit('80 MiB inside a limit of 64 MiB')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = run_python("""
+        import torch, memkit as mk
+        from memkit._machine.devices import limit_memory
+        limit_memory(torch.device('cpu'), 64 * 2**20)
+        torch.empty(48 * 2**20, dtype=torch.uint8)
+        try: torch.empty(80 * 2**20, dtype=torch.uint8)
+        except RuntimeError as error: print(mk.is_out_of_memory(error))
+        """).stdout
+    assert out == "True\n"
 
 
 def test_a_limit_that_no_system_has():
@@ -166,20 +160,12 @@ def test_a_limit_that_no_system_has():
 # ---- this process
 
 
-def run(script, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, env=os.environ | environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_resident_bytes_are_psutils():
     assert devices.resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, abs=4 * 2**20)
 
 
 def test_a_forked_process_reads_itself():
-    out = run("""
+    out = run_python("""
         import os, torch
         from memkit._machine import devices
         read_peak = devices.ResidentPeak().read
@@ -192,13 +178,13 @@ def test_a_forked_process_reads_itself():
             os._exit(0)
         os.wait()
         print(read_peak() - before < 50 * 2**20)
-        """)
-    assert out == "True True\nTrue"
+        """).stdout
+    assert out == "True True\nTrue\n"
 
 
 def test_the_peak_is_this_programs_own_and_can_start_again():
     """The child of a process of 1,200 MiB begins with its peak in ru_maxrss; a restart must reach below it too."""
-    out = run("""
+    out = run_python("""
         import subprocess, sys, torch
         held = torch.ones(300 * 2**20)
         child = '''
@@ -217,7 +203,7 @@ def test_the_peak_is_this_programs_own_and_can_start_again():
         print(abs(read() - devices.resident_bytes()) < 4 * MIB)
         '''
         subprocess.run([sys.executable, "-c", __import__("textwrap").dedent(child)], check=True)
-        """)
+        """).stdout
     assert out.split() == ["True"] * 5
 
 
@@ -249,7 +235,7 @@ def test_the_rank_is_the_launchers(environment, expected, monkeypatch):
 
 
 def test_the_rank_is_torchs_where_it_runs_distributed():
-    out = run(
+    out = run_python(
         """
         import torch.distributed as dist
         from memkit._machine import devices
@@ -259,7 +245,7 @@ def test_the_rank_is_torchs_where_it_runs_distributed():
         """,
         RANK="1",
         WORLD_SIZE="2",
-    )
+    ).stdout
     assert out.splitlines()[-1] == "(0, 1)"  # older versions of gloo say something before
 
 

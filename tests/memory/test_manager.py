@@ -4,9 +4,7 @@ import code
 import dataclasses
 import gc
 import logging
-import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 
@@ -16,17 +14,10 @@ import torch
 import memkit as mk
 from memkit._core.protocols import MemoryWatch
 from memkit._machine import devices
+from tests.helpers import run_python
 
 MIB = 2**20
 requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
-
-
-def run(script):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_a_snapshot_of_the_cpu_says_unknown_and_not_zero():
@@ -73,7 +64,7 @@ def test_the_budget_is_for_the_whole_process():
 
 def test_a_real_resource_limit_is_the_capacity_and_what_is_left_of_it():
     """A budget is a fraction of the limit, too; and what is said to be available can be taken, but not much more."""
-    out = run("""
+    out = run_python("""
         import torch, memkit as mk
         from memkit._machine.devices import limit_memory
         memory = mk.MemoryManager("cpu")
@@ -87,19 +78,19 @@ def test_a_real_resource_limit_is_the_capacity_and_what_is_left_of_it():
         assert memory.available_bytes() < 16 * 2**20
         try: torch.empty(32 * 2**20, dtype=torch.uint8)
         except RuntimeError: print("limited by", memory.snapshot().host_limited_by)
-        """)
+        """).stdout
     assert out == "limited by RLIMIT_DATA\n"
 
 
 def test_the_process_that_started_this_one_does_not_count():
     """ru_maxrss begins with the size of whoever started the program."""
-    out = run("""
+    out = run_python("""
         import subprocess, sys, torch
         torch.ones(300 * 2**20)  # 1,200 MiB, and gone again
         script = "import memkit as mk; print(mk.MemoryManager('cpu').snapshot().host_peak_bytes)"
         large = torch.ones(300 * 2**20)
         subprocess.run([sys.executable, "-c", script], check=True)
-        """)
+        """).stdout
     assert int(out) < 1000 * MIB  # builds for CUDA take 500
 
 

@@ -2,8 +2,6 @@
 
 import gc
 import inspect
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -21,7 +19,7 @@ from memkit._core.errors import ConfigError, InputError, StateError
 from memkit._core.units import MIB
 from memkit.memory.track import Tracker
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, run_python
 from tests.zoo import CASES, no_mark
 
 BOTH = pytest.mark.parametrize("workspace", [False, True], ids=["default", "workspace"])
@@ -264,7 +262,7 @@ def test_workspace_prints_nothing():
         "with Tracker(workspace=True) as tracker: torch.zeros(1000).sort()\n"
         "assert tracker.peak_by_category['workspace']"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = run_python(code)
     assert (done.stdout, done.stderr) == ("", "")
 
 

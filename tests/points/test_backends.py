@@ -18,7 +18,7 @@ from memkit.points.grid import GridIndex
 from memkit.points.nested import single_within
 from memkit.points.philox import Key, Stream, blocks, blocks_at, draw_key, random_bits
 from memkit.points.sampler import GridAwareSampler
-from tests.helpers import assert_refused
+from tests.helpers import assert_not_imported, assert_refused, run_python
 from tests.points.backends import are_identical, indexes
 from tests.points.scenes import in_cube, on_mesh
 
@@ -56,7 +56,7 @@ def test_samples_are_those_of_numpy(backend):
 def test_samples_of_the_kernels_are_those_of_numpy():
     """In Triton's interpreter, which a process must ask for before it imports Triton."""
     code = "from tests.points.backends import are_identical; assert are_identical('triton')"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    run_python(code, TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -190,8 +190,5 @@ def test_a_device_has_its_back_end(monkeypatch):
 
 
 def test_neither_extra_is_imported_unless_it_is_chosen():
-    code = (
-        "import sys, memkit; memkit.GridAwareSampler().sample_half_density(memkit.GridIndex.from_cells([1])); "
-        "assert not {'numba', 'triton'} & set(sys.modules), 'imported'"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    code = "import memkit; memkit.GridAwareSampler().sample_half_density(memkit.GridIndex.from_cells([1]))"
+    assert_not_imported({"numba", "triton"}, code, PYTHONWARNINGS="error")

@@ -4,12 +4,9 @@ import contextlib
 import json
 import multiprocessing
 import re
-import subprocess
-import sys
 import zipfile
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from memkit.predict import calibration
 from memkit.predict.calibration import calibrate_gpu
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
-from tests.helpers import assert_refused
+from tests.helpers import assert_not_imported, assert_refused, run_python
 
 GPUS = all_gpus()
 SHORT = json.dumps({"gpus": [GPUS[0].as_dict() | {"total": ["1GiB"]}]})  # one end of two
@@ -214,14 +211,9 @@ def test_calibration_measures_a_context_and_a_workspace():
 
 
 def test_the_table_needs_no_torch_and_is_part_of_the_package(tmp_path):
-    script = "import sys, memkit.predict.gpus as g; g.find_gpu('4090'); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert_not_imported({"torch"}, "import memkit.predict.gpus as g; g.find_gpu('4090')")
     pytest.importorskip("hatchling")
-    build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=root, check=True, capture_output=True, text=True
-    )
+    done = run_python("import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))", tmp_path)
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
         assert json.loads(wheel.read("memkit/predict/gpus.json"))["gpus"]
 

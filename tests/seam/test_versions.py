@@ -1,10 +1,7 @@
 """Versions of torch: what is said beyond those that were tested, and what a feature says that this one cannot have."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import memkit as mk
 from memkit._simulation.cuda import autocast
 from memkit._torch import aten, optimizers, tensors
 from memkit._torch.versions import NEWEST, OLDEST, parse, require, warn_beyond_tested
+from tests.helpers import run_python
 from tests.versions import has
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +55,9 @@ def test_the_warning_comes_once_in_a_process_and_where_a_component_is_first_used
         "memkit.GradientAccumulator, memkit.VirtualGPU, memkit.Tracker\n"
         "import memkit.train.wrapper, memkit.predict.usage\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
-    assert done.stderr.count("MemkitWarning") == 1
-    assert "9.9.0" in done.stderr
+    said = run_python(code).stderr
+    assert said.count("MemkitWarning") == 1
+    assert "9.9.0" in said
 
 
 def test_the_table_proves_the_range():
