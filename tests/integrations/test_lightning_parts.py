@@ -15,13 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import memkit as mk  # noqa: E402
 from memkit.integrations.lightning import MemoryCallback, MemoryEfficientModule  # noqa: E402
-from tests.integrations.test_lightning import QUIET  # noqa: E402
+from tests.integrations.test_lightning import QUIET, pytestmark  # noqa: E402, F401 - the same of Lightning's words
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-]
 X = torch.arange(16.0).reshape(8, 2) / 16
 
 

@@ -5,14 +5,7 @@ import os
 import pytest
 
 from memkit._machine import host
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+from tests.machine.test_devices import write
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,18 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo import Case, Mark, adamw, by_name, foreach_adamw, fused_adamw, momentum, no_mark, supervised
+from tests.zoo import (
+    Case,
+    Mark,
+    adamw,
+    by_name,
+    foreach_adamw,
+    fused_adamw,
+    language_loss,
+    momentum,
+    no_mark,
+    supervised,
+)
 
 # ---------------------------------------------------------------------------------------------------- sequences
 
@@ -67,16 +78,12 @@ def text_batches(num_rows: int = 4, length: int = 32) -> Callable[[], tuple[Tens
     return batch
 
 
-def next_byte_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-
 def byte_model() -> Case:
-    return supervised(ByteModel(), text_batches(), next_byte_loss, adamw)
+    return supervised(ByteModel(), text_batches(), language_loss, adamw)
 
 
 def recomputed_dropout() -> Case:
-    return supervised(ByteModel(recompute=True), text_batches(), next_byte_loss, fused_adamw)
+    return supervised(ByteModel(recompute=True), text_batches(), language_loss, fused_adamw)
 
 
 class PackedGru(nn.Module):

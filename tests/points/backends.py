@@ -24,7 +24,7 @@ def indexes():
 def are_identical(backend):
     """Whether a back end gives NumPy's samples, bit for bit: in each scenario, with each rounding, draw after draw."""
     return all(
-        _same(expected[scenario], sample)
+        same(expected[scenario], sample)
         for index in indexes()
         for rounding in ("nearest", "floor")
         for expected, samples in zip(_draws(index, rounding, "numpy"), _draws(index, rounding, backend), strict=True)
@@ -37,5 +37,5 @@ def _draws(index, rounding, backend):
     return [sampler.sample_scenarios(index) for _ in range(2)]
 
 
-def _same(a, b):
+def same(a, b):
     return torch.equal(a.indices, b.indices) and torch.equal(a.counts, b.counts) and torch.equal(a.offsets, b.offsets)

@@ -16,15 +16,12 @@ from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
+from tests.points.backends import same
 from tests.points.scenes import in_cube, on_mesh
 
 
 def scene(num_points=4000, seed=0):
     return GridIndex.from_coords(on_mesh(num_points, seed), 8.0)
-
-
-def same(a, b):
-    return torch.equal(a.indices, b.indices) and torch.equal(a.counts, b.counts) and torch.equal(a.offsets, b.offsets)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "floor"])

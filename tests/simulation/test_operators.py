@@ -21,12 +21,6 @@ ADA_CARD = Processors.of(ADA, 128)
 RULES = rules_of(VERSION)
 
 
-@pytest.fixture
-def card():
-    with VirtualGPU("RTX 4090") as gpu:
-        yield gpu
-
-
 def names(card):
     recording = card.record().recording
     return [name.removeprefix("aten.") for name in recording.names["operator"]]

@@ -155,12 +155,6 @@ def test_what_is_changed_of_torch_is_what_the_table_says():
 # ---------------------------------------------------------------------------------------- what dies, what moves
 
 
-@pytest.fixture
-def card():
-    with mk.VirtualGPU("RTX 4090") as gpu:
-        yield gpu
-
-
 def test_models_built_in_a_row_take_what_each_takes_alone():
     held = []
     with mk.VirtualGPU("RTX 4090") as gpu:

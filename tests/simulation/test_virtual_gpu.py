@@ -28,12 +28,6 @@ KIB, MIB = 2**10, 2**20
 WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB  # of one cuBLAS handle on an RTX 4090
 
 
-@pytest.fixture
-def card():
-    with VirtualGPU("RTX 4090") as gpu:
-        yield gpu
-
-
 def perceptron():
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
 
