@@ -19,7 +19,7 @@ from memkit.predict import calibration
 from memkit.predict.calibration import calibrate_gpu
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
-from tests.helpers import assert_not_imported, assert_refused, run_python
+from tests.helpers import assert_refused, run_python
 
 GPUS = all_gpus()
 SHORT = json.dumps({"gpus": [GPUS[0].as_dict() | {"total": ["1GiB"]}]})  # one end of two
@@ -210,8 +210,7 @@ def test_calibration_measures_a_context_and_a_workspace():
     assert gpu.cublas_workspace_bytes == find_gpu("cuda").cublas_workspace_bytes
 
 
-def test_the_table_needs_no_torch_and_is_part_of_the_package(tmp_path):
-    assert_not_imported({"torch"}, "import memkit.predict.gpus as g; g.find_gpu('4090')")
+def test_the_table_is_part_of_the_package(tmp_path):
     pytest.importorskip("hatchling")
     done = run_python("import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))", tmp_path)
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
