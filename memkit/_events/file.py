@@ -299,6 +299,8 @@ class EventFile:
 
 
 def _looks_like_trace(start: bytes) -> bool:
+    if start.startswith(b'{"schema":'):  # a log's header, whose config and argv may have any word in them
+        return False
     return start.startswith(b"{") and (b'"traceEvents"' in start or b'"schemaVersion"' in start)
 
 

@@ -145,6 +145,13 @@ def test_round_trip(tmp_path_factory, header, events):
     assert log.events == with_rank(events, header.rank)
 
 
+@pytest.mark.parametrize("key", ["traceEvents", "schemaVersion"])
+def test_a_log_whose_config_has_a_key_of_traces_is_a_log(tmp_path, key):
+    path = tmp_path / "log.jsonl"
+    save_events(path, LogHeader.new(config={key: 1}), [Event("step")])
+    assert [event.event for event in read_memory_events(path).events] == ["step"]
+
+
 def test_origin_of_a_number(tmp_path):
     path = tmp_path / "log.jsonl"
     for source in ("cuda_allocator", "nvml"):
