@@ -30,6 +30,7 @@ from tests.predict.ranks import (
     spread,
     without,
 )
+from tests.toys import mean_square
 
 # Python numbers that C++ wraps in tensors; DDP's own divides by the number of ranks.
 NUMBERS = 64
@@ -132,12 +133,9 @@ def small():
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
 
 
-def loss_fn(model, x):
-    return model(x).square().mean()
-
-
 def estimate(shard, model=None, num_rows=4, **options):
-    return estimate_memory_usage(model or small(), torch.randn(num_rows, 6), loss_fn=loss_fn, shard=shard, **options)
+    batch = torch.randn(num_rows, 6)
+    return estimate_memory_usage(model or small(), batch, loss_fn=mean_square, shard=shard, **options)
 
 
 def test_parts_add_up_and_name_the_gathered():
@@ -154,7 +152,7 @@ def test_parts_add_up_and_name_the_gathered():
 
 def of_layers(shard):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    return estimate_memory_usage(model, torch.randn(2, 64), loss_fn=loss_fn, optimizer="sgd", shard=shard)
+    return estimate_memory_usage(model, torch.randn(2, 64), loss_fn=mean_square, optimizer="sgd", shard=shard)
 
 
 def test_more_ranks_hold_less():
@@ -192,7 +190,7 @@ def test_leaves_nothing_behind(kind):
     for name, value in model.state_dict(keep_vars=True).items():
         assert id(value) == before[name][0]
         torch.testing.assert_close(value, before[name][1], rtol=0, atol=0)
-    loss_fn(model, torch.randn(4, 6)).backward()
+    mean_square(model, torch.randn(4, 6)).backward()
     assert estimate(Shard(kind, 2), model) == first
 
 

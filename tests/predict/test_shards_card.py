@@ -15,6 +15,7 @@ from memkit.predict.usage import estimate_memory_usage
 from memkit.predict.virtual_gpu import VirtualGPU
 from tests.helpers import assert_refused
 from tests.predict.ranks import REPLICATED, SHARDED, build, rank_estimate
+from tests.toys import mean_square
 
 MIB = 2**20
 WORKSPACES = 2 * 32 * MIB  # of the handles of forward and backward on an H100
@@ -25,15 +26,11 @@ ATTENDING = {name for name in (*SHARDED, *REPLICATED) if name.startswith(("tied"
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
-def loss_fn(model, x):
-    return model(x).square().mean()
-
-
 def estimate(shard, num_layers=8, width=512, **options):
     """Layers of 1 MiB."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False, device="meta") for _ in range(num_layers)))
     options = {"target": "H100", "optimizer": "sgd"} | options
-    return estimate_memory_usage(model, torch.empty(2, width), loss_fn=loss_fn, shard=shard, **options)
+    return estimate_memory_usage(model, torch.empty(2, width), loss_fn=mean_square, shard=shard, **options)
 
 
 def slow_but(*quick):
@@ -111,7 +108,7 @@ def test_leaves_nothing_behind(kind, capfd):
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
     weight, resize = model[0].weight, torch.UntypedStorage.resize_
     expected = weight.detach().clone()
-    options = {"loss_fn": loss_fn, "shard": Shard(kind, 2), "target": "H100"}
+    options = {"loss_fn": mean_square, "shard": Shard(kind, 2), "target": "H100"}
     first = estimate_memory_usage(model, torch.randn(4, 6), **options)
     assert not dist.is_initialized()
     assert not torch.cuda.is_available() or torch.version.cuda
@@ -119,7 +116,7 @@ def test_leaves_nothing_behind(kind, capfd):
     assert [type(module) for module in model.modules()] == [nn.Sequential, nn.Linear, nn.Tanh, nn.Linear]
     assert model[0].weight is weight
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=0)
-    loss_fn(model, torch.randn(4, 6)).backward()
+    mean_square(model, torch.randn(4, 6)).backward()
     assert estimate_memory_usage(model, torch.randn(4, 6), **options) == first
     assert capfd.readouterr() == ("", "")
 

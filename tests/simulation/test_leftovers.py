@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import memkit as mk
 from memkit._core.errors import StateError
 from memkit.predict.scaling.profile import profile_scaling
+from tests.toys import mean_square
 
 X = torch.arange(32.0).reshape(8, 4) / 32
 
@@ -207,10 +208,6 @@ class Model(nn.Module):
         for way in WAYS if self.way == "all" else filter(None, [self.way]):
             out = out * WAYS[way](4, out)
         return out
-
-
-def mean_square(model, x):
-    return model(x).square().mean()
 
 
 def count_fakes():

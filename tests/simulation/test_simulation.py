@@ -22,13 +22,10 @@ from memkit._simulation.leftovers import Shared, applied
 from memkit._simulation.simulation import Gpu, Host, Simulation, simulate
 from memkit._simulation.tensors import Tensors
 from memkit.predict.gpus import find_gpu
+from tests.toys import mean_square
 
 PACKAGE = Path(mk.__file__).parent
 MIB = 2**20
-
-
-def loss_fn(model, x):
-    return model(x).square().mean()
 
 
 def files_of(call):
@@ -54,7 +51,7 @@ def test_an_estimate_on_a_card_runs_in_few_files(precision, most):
     batch = torch.zeros(2, 16, 64)
 
     def estimate():
-        mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, target="RTX 4090", precision=precision)
+        mk.estimate_memory_usage(model, batch, loss_fn=mean_square, target="RTX 4090", precision=precision)
 
     files = files_of(estimate) - {"_torch/fake.py"}  # 2.8's optimizers make tensors, and the seam is asked where
     assert len(files) <= most, sorted(files)
@@ -94,7 +91,7 @@ def test_host_card_and_ranks_are_entered_in_one_way():
             for watch in simulation.passes():
                 with watch:
                     watch.hold(model, batch)
-                    loss_fn(model, batch).backward()
+                    mean_square(model, batch).backward()
             return watch.record()
 
         record = simulate("a test", simulation, (model, batch), run)
