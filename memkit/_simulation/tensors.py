@@ -312,6 +312,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             torch.get_default_dtype(),
             default_device(),
             torch.is_inference_mode_enabled(),
+            torch.backends.cudnn.enabled,  # which chooses the order of a convolution's dimensions
             *kwargs,
         ]
         has_values: set[bool] = set()

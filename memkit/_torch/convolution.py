@@ -1,8 +1,15 @@
-"""Selection of torch's convolution kernel."""
+"""Selection of torch's convolution kernel, and of the order of dimensions in which it works."""
 
+from typing import Any
+
+import torch
 from torch._C import (  # type: ignore[attr-defined]  # torch's stubs lack the underscore
     _ConvBackend as ConvBackend,
     _select_conv_backend as select_conv_backend,
 )
 
-__all__ = ["ConvBackend", "select_conv_backend"]
+memory_format_owner: Any = torch._C
+MEMORY_FORMAT = "_conv_determine_backend_memory_format"
+"""Function of (input, weight, backend) that FakeTensor asks; a build without CUDA says contiguous for every GPU."""
+
+__all__ = ["MEMORY_FORMAT", "ConvBackend", "memory_format_owner", "select_conv_backend"]

@@ -139,6 +139,68 @@ def test_batch_norm_of_channels_last_is_not_copied():
     assert taken(call)[1] == 2 * MIB + 2 * 512
 
 
+def convolved(memory_format, dtype=torch.float32, groups=1, of_weight=None, dims=2):
+    """A convolution of tensors in this order, its results, and the gradients of input and weight."""
+    make, size = {1: (nn.Conv1d, (32,)), 2: (nn.Conv2d, (32, 32)), 3: (nn.Conv3d, (8, 16, 16))}[dims]
+    layer = make(64, 64, 3, padding=1, groups=groups, dtype=dtype).cuda()
+    if of_weight is not None:
+        layer = layer.to(memory_format=of_weight)
+    x = torch.zeros(4, 64, *size, device="cuda", dtype=dtype).to(memory_format=memory_format).requires_grad_()
+    y = layer(x)
+    return [y, *torch.autograd.grad(y, [x, layer.weight], torch.zeros(y.shape, device="cuda", dtype=dtype))]
+
+
+@pytest.mark.parametrize("groups", [1, 64])
+def test_a_convolution_works_in_the_order_of_its_input_or_its_weight(groups):
+    """Without CUDA torch says that every order is the plain one, also for tensors that are said to be on a GPU."""
+    last, plain = torch.channels_last, torch.contiguous_format
+    with mk.VirtualGPU("RTX 4090"):
+        for tensors in (convolved(last, groups=groups), convolved(plain, of_weight=last)):
+            assert all(each.is_contiguous(memory_format=last) for each in tensors)
+        for each in convolved(torch.channels_last_3d, dims=3):
+            assert each.is_contiguous(memory_format=torch.channels_last_3d)
+        with torch.backends.cudnn.flags(enabled=False):
+            without_cudnn = convolved(last)
+        for tensors in (convolved(plain), convolved(last, torch.float64), convolved(plain, dims=1), without_cudnn):
+            assert all(each.is_contiguous() for each in tensors)
+    on_host = F.conv2d(torch.zeros(2, 3, 8, 8).to(memory_format=last), torch.zeros(4, 3, 3, 3))
+    assert on_host.is_contiguous(memory_format=last)
+
+
+def test_a_convolution_copies_what_lies_in_another_order():
+    def call(*, in_order, backward):
+        def made():
+            layer = nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda().to(memory_format=torch.channels_last)
+            x = torch.zeros(16, 64, 64, 64, device="cuda", requires_grad=True)
+            x = x if not in_order else x.to(memory_format=torch.channels_last)
+            if not backward:
+                return lambda: layer(x)
+            y, grad = layer(x), torch.zeros(16, 64, 64, 64, device="cuda")
+            grad = grad if not in_order else grad.to(memory_format=torch.channels_last)
+            return lambda: torch.autograd.grad(y, [x, layer.weight], grad)
+
+        return made
+
+    size, weight = 16 * MIB, 64 * 64 * 9 * 4
+    assert taken(call(in_order=True, backward=False))[0] == size
+    assert taken(call(in_order=False, backward=False))[0] == 2 * size
+    assert taken(call(in_order=True, backward=True))[0] == size + weight
+    assert taken(call(in_order=False, backward=True))[0] == 3 * size + weight  # input and gradient
+
+
+def test_the_gradient_of_a_bias_is_summed_in_parts():
+    def call(bias):
+        def made():
+            layer = nn.Conv2d(3, 64, 3, padding=1, bias=bias).cuda()
+            y = layer(torch.zeros(16, 3, 256, 256, device="cuda"))
+            grad = torch.zeros_like(y)
+            return lambda: torch.autograd.grad(y, list(layer.parameters()), grad)
+
+        return made
+
+    assert taken(call(bias=True))[0] > taken(call(bias=False))[0] + 64 * 4
+
+
 def test_what_cudnn_does_not_take_is_not_copied():
     def call():
         norm = nn.BatchNorm2d(16, affine=False).cuda()

@@ -12,7 +12,7 @@ from memkit.voxel.grids import voxel_iou
 from memkit.voxel.recall import f_score
 from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
 from tests.helpers import assert_refused
-from tests.train.test_ranks import join, leave
+from tests.ranks import join, leave
 
 
 def samples():

@@ -14,9 +14,10 @@ from torch import Tensor, cuda, nn
 
 from memkit._core.protocols import SimulatedGpu
 from memkit._simulation.cuda.memory import CudaMemory
-from memkit._simulation.cuda.tensors import CARD, CudaTensors
+from memkit._simulation.cuda.tensors import CARD, CudaTensors, convolution_format
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
 from memkit._simulation.leftovers import Patches, patched
+from memkit._torch.convolution import MEMORY_FORMAT, memory_format_owner
 from memkit._torch.cuda import EXCHANGE, GET_ACCELERATOR, LAZY, RECORD_HISTORY, SNAPSHOT, accelerator_owner
 from memkit._torch.fake import (
     PARSE_TO,
@@ -68,6 +69,11 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
         ),
         Patches(accelerator_owner, "FSDP2 finds the card", {GET_ACCELERATOR: lambda *_: CARD}),
         # LSTMs run step by step: what cuDNN saves for their backward is undocumented.
+        Patches(
+            memory_format_owner,
+            "convolutions work in the order of dimensions that cuDNN is given",
+            {MEMORY_FORMAT: _formatting(getattr(memory_format_owner, MEMORY_FORMAT))},
+        ),
         Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
         Patches(Tensor, "what CUDA's tensors do in Python", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data go into files", {"__reduce_ex__": _reduced}),
@@ -87,6 +93,13 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             },
         ),
     ]
+
+
+def _formatting(inner: Callable[..., torch.memory_format]) -> Callable[..., torch.memory_format]:
+    def memory_format(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+        return convolution_format(x, weight) if x.device.type == "cuda" else inner(x, weight, backend)
+
+    return memory_format
 
 
 class _Generator(torch.Generator):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator
 from memkit._simulation.cuda.history import Asker, History
-from memkit._simulation.cuda.tensors import CARD, is_undivided, run_divided
+from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
 from memkit._simulation.tensors import is_matrix
 from memkit._torch import aten
 from memkit._torch.aten import overloads
@@ -440,6 +440,28 @@ def _power_of_two(number: int) -> int:
 # ------------------------------------------------------------------------------------------ convolutions
 
 
+def _convolution(args: Sequence[Any], _: Processors) -> Phases:
+    """`cudnn_convolution_forward`: what does not lie in the order that cuDNN works in is copied first."""
+    x, weight = args[:2]
+    return (_copies((x, weight), convolution_format(x, weight)),)
+
+
+def _convolution_backward(args: Sequence[Any], processors: Processors) -> Phases:
+    """`convolution_backward`: copies as in the forward, then the sum over the gradient of a bias."""
+    grad, x, weight, mask = args[0], args[1], args[2], args[10]
+    used = [grad, *([weight] if mask[0] else []), *([x] if mask[1] else [])]
+    copies = _copies(used, convolution_format(x, weight))
+    others = [dim for dim in range(grad.dim()) if dim != 1]
+    sums = reduction_workspace(_aten.sum.dim_IntList, (grad, others), processors) if mask[2] else ()
+    return copies, sums
+
+
+def _copies(tensors: Iterable[Tensor], memory_format: torch.memory_format) -> tuple[int, ...]:
+    return tuple(
+        each.numel() * each.element_size() for each in tensors if not each.is_contiguous(memory_format=memory_format)
+    )
+
+
 def convolution_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     """Return the most scratch memory that a known algorithm uses; zero if this is not a convolution.
 
@@ -478,6 +500,8 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
     **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product),
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),

@@ -356,6 +356,15 @@ def _is_for_cudnn(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *, tra
     )
 
 
+def convolution_format(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """`cudnn_conv_suggest_memory_format`: channels last if either tensor is; CUDA's own kernels know no such order."""
+    if torch.backends.cudnn.enabled and torch.float64 not in (x.dtype, weight.dtype):
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
+        if last in (memory_format_of(x), memory_format_of(weight)):
+            return last
+    return torch.contiguous_format
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`at::linear`, which adds a bias in place, but out of place for subclasses such as tensors without data."""
     if bias is None or weight.dim() != 2:
