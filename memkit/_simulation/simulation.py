@@ -50,10 +50,18 @@ _PRECISIONS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class AllocatorFigures(NamedTuple):
-    """An allocator's own figures: peaks of allocated and reserved bytes, and the bytes outside the allocator."""
+    """An allocator's own figures.
+
+    Attributes:
+        allocated_bytes: Peak of allocated bytes.
+        reserved_bytes: Peak of reserved bytes, where memory is plenty.
+        least_reserved_bytes: The least that it must be able to reserve: short of memory, it frees what it caches.
+        context_bytes: Bytes outside the allocator.
+    """
 
     allocated_bytes: int
     reserved_bytes: int
+    least_reserved_bytes: int
     context_bytes: int
 
 
@@ -173,7 +181,12 @@ class Gpu:
     def figures(self) -> AllocatorFigures:
         """Return the peaks of allocated and reserved bytes since the latest recorder began."""
         allocator = self.memory.allocator
-        return AllocatorFigures(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, self._card.context_bytes)
+        return AllocatorFigures(
+            allocator.peak_allocated_bytes,
+            allocator.peak_reserved_bytes,
+            min(self.memory.least_reserved_bytes(), allocator.peak_reserved_bytes),
+            self._card.context_bytes,
+        )
 
 
 # ------------------------------------------------------------------------------------------- simulations

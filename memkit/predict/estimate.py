@@ -97,6 +97,8 @@ class MemoryEstimate:
             free internally; None where `reserved_bytes` includes it.
         reserved_bytes: The most that the caching allocator will hold: the peak, fragmentation, library workspaces.
             None on a CPU, whose allocator keeps no such count.
+        least_reserved_bytes: The least that it must be able to hold for the step to run, to within 0.4%: where the GPU
+            has no more, it frees what it caches and tries again, which takes time. None where unknown.
         context_bytes: Driver context and loaded libraries, which no allocator statistic shows. None on a CPU.
         peak_where: The place of the peak: for a dry run the module, operator, pass and line of your code; for the
             formula the layer and pass.
@@ -129,6 +131,7 @@ class MemoryEstimate:
     unsharded_bytes: int | None = None
     workspace_bytes: int | None = None
     reserved_bytes: int | None = None
+    least_reserved_bytes: int | None = None
     context_bytes: int | None = None
     peak_where: str
     confidence: Literal["exact", "workspace", "guessed"]
@@ -167,6 +170,16 @@ class MemoryEstimate:
         """Bytes that `fits` compares: `total_bytes` (or `peak_bytes` if that is unknown) plus `workspace_bytes`."""
         return (self.total_bytes or self.peak_bytes) + (self.workspace_bytes or 0)
 
+    @property
+    def least_required_bytes(self) -> int:
+        """Bytes without which the step cannot run: `required_bytes` less all that the allocator or kernels can spare.
+
+        The allocator spares what it caches beyond `least_reserved_bytes`; kernels of convolutions have slower forms
+        without `workspace_bytes`.
+        """
+        cached = (self.reserved_bytes or 0) - (self.least_reserved_bytes or self.reserved_bytes or 0)
+        return self.required_bytes - cached - (self.workspace_bytes or 0)
+
     def verdict(self, capacity: CapacityLike) -> Verdict:
         """Say whether the step fits into ``capacity``, or why that is unknown.
 
@@ -176,8 +189,9 @@ class MemoryEstimate:
                 report; if this estimate has no `context_bytes`, with what the driver leaves of that total.
 
         Returns:
-            One of the four words, with its `reason`. ``"too close"``: whether it fits depends on the scratch memory
-            inside kernels, of which only the upper bound `workspace_bytes` is known.
+            One of the four words, with its `reason`. ``"too close"``: there is less than `required_bytes`, but not less
+            than `least_required_bytes`. The step may run, slowly: the allocator frees its cache again and again, and
+            kernels do with less scratch memory, of which only the upper bound `workspace_bytes` is known.
 
         Raises:
             InputError: ``capacity`` is negative, or text that is neither a size nor the name of one GPU.
@@ -189,10 +203,12 @@ class MemoryEstimate:
             return Verdict("not known", "; ".join(self.doubts))
         if headroom_bytes >= 0:
             return Verdict("fits", f"it takes {most} at most, {format_bytes(headroom_bytes)} stay free")
-        if headroom_bytes + (self.workspace_bytes or 0) >= 0:
-            inside = format_bytes(self.workspace_bytes or 0)
-            return Verdict("too close", f"it takes up to {most}, of which up to {inside} inside kernels")
-        return Verdict("does not fit", f"it takes {most}, {format_bytes(-headroom_bytes)} too much")
+        least = self.least_required_bytes
+        missing_bytes = least - self.required_bytes - headroom_bytes
+        if missing_bytes <= 0:
+            return Verdict("too close", f"it takes up to {most}, and {format_bytes(least)} at least")
+        missing = format_bytes(missing_bytes)
+        return Verdict("does not fit", f"it takes {format_bytes(least)} at least, {missing} too much")
 
     def fits(self, capacity: CapacityLike) -> bool:
         """Say whether `verdict` is ``"fits"``: `required_bytes` fit into ``capacity``, and there are no `doubts`.
@@ -227,6 +243,7 @@ class MemoryEstimate:
             "peak of live tensors": self.peak_bytes,
             "inside kernels, at most": self.workspace_bytes,
             "reserved by the allocator": self.reserved_bytes,
+            "of which it needs": self.least_reserved_bytes,
             "driver and libraries": self.context_bytes,
             "total": self.total_bytes,
         }
@@ -277,6 +294,7 @@ class MemoryEstimate:
             unsharded_bytes=record.unsharded_bytes,
             workspace_bytes=record.workspace_bytes,
             reserved_bytes=None if figures is None else figures.reserved_bytes,
+            least_reserved_bytes=None if figures is None else figures.least_reserved_bytes,
             context_bytes=None if figures is None else figures.context_bytes,
             peak_where=", ".join(part for part in where if part),
             confidence="guessed" if record.guesses else "workspace" if record.workspace_bytes else "exact",

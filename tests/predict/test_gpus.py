@@ -122,6 +122,28 @@ def test_fits_takes_the_context_off_once():
     assert replace(cuda, context_bytes=card.context_bytes - MIB).headroom_bytes("RTX 3090") == MIB
 
 
+def test_a_step_that_has_less_than_it_reserves_is_too_close_to_say():
+    parts = dict.fromkeys((f"{part}_bytes" for part in ("gradients", "optimizer", "activations", "temporaries")), 0)
+    estimate = MemoryEstimate(
+        parameters_bytes=900 * MIB,
+        other_bytes=0,
+        **parts,
+        reserved_bytes=1200 * MIB,
+        least_reserved_bytes=1000 * MIB,
+        context_bytes=300 * MIB,
+        peak_where="here",
+        confidence="exact",
+    )
+    assert (estimate.required_bytes, estimate.least_required_bytes) == (1500 * MIB, 1300 * MIB)
+    words = {size: str(estimate.verdict(size * MIB)) for size in (1299, 1300, 1499, 1500)}
+    assert words == {1299: "does not fit", 1300: "too close", 1499: "too close", 1500: "fits"}
+    assert "1.27 GiB at least" in estimate.verdict(MIB).reason
+    with_kernels = replace(estimate, workspace_bytes=50 * MIB)  # they can do without
+    assert (with_kernels.required_bytes, with_kernels.least_required_bytes) == (1550 * MIB, 1300 * MIB)
+    unknown = replace(estimate, least_reserved_bytes=None)
+    assert unknown.least_required_bytes == unknown.required_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "num_bytes"),
     [

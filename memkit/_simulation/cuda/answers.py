@@ -225,7 +225,7 @@ def _memory(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
         "memory_stats": statistics,
         "memory_stats_as_nested_dict": nested,
         "memory_summary": lambda device=None, abbreviated=False: str(statistics()),  # noqa: ARG005
-        "empty_cache": allocator.empty_cache,
+        "empty_cache": memory.empty_cache,
         "reset_peak_memory_stats": reset,
         "reset_max_memory_allocated": reset,
         "reset_max_memory_cached": reset,

@@ -23,6 +23,7 @@ from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator
 from memkit._simulation.cuda.history import Asker, History
+from memkit._simulation.cuda.least import RequestLog
 from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
 from memkit._simulation.tensors import is_matrix
 from memkit._torch import aten
@@ -91,10 +92,20 @@ class CudaMemory:
         self._rules, self._workspace_size = rules, int(measured or 0) if is_own else by_rule
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
+        self._requests = RequestLog()
 
     def snapshot(self) -> dict[str, Any]:
         """Return what ``torch.cuda.memory._snapshot`` would; without a history it is empty."""
         return {"segments": [], "device_traces": [[]]} if self.history is None else self.history.snapshot()
+
+    def empty_cache(self) -> None:
+        """Free all cached segments, as ``torch.cuda.empty_cache`` does."""
+        self._requests.emptied()
+        self.allocator.empty_cache()
+
+    def least_reserved_bytes(self) -> int:
+        """Return the least bytes that the allocator must be able to reserve for all that was done so far."""
+        return self._requests.least_bytes(self.allocator)
 
     def begin(self, recorder: Recorder) -> None:
         """Follow a recorder from now on, and reset the peaks."""
@@ -183,6 +194,7 @@ class CudaMemory:
             if history is not None:
                 history.note_shortage(num_bytes, asker)
             raise
+        self._requests.took(block, num_bytes)
         if history is not None and asker is not None:
             history.note_alloc(block.address, num_bytes, asker)
         self.timeline.append(self.allocator.allocated_bytes)
@@ -191,6 +203,7 @@ class CudaMemory:
     def _give_back(self, block: Block) -> None:
         if self.history is not None:
             self.history.note_free(block.address, block.requested_bytes, block.pool.stream)
+        self._requests.freed(block)
         self.allocator.free(block)
         self.timeline.append(self.allocator.allocated_bytes)
 

@@ -200,9 +200,14 @@ def run_child() -> None:
 
 def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
     """Return the estimate of a `VirtualGPU`, regardless of peaks that the script has reset."""
-    record, allocator = gpu.record(), gpu.memory.allocator
-    peaks = allocator.highest_allocated_bytes, allocator.highest_reserved_bytes
-    return MemoryEstimate.of(replace(record, figures=AllocatorFigures(*peaks, gpu.gpu.context_bytes)))
+    record, memory = gpu.record(), gpu.memory
+    figures = AllocatorFigures(
+        memory.allocator.highest_allocated_bytes,
+        memory.allocator.highest_reserved_bytes,
+        memory.least_reserved_bytes(),
+        gpu.gpu.context_bytes,
+    )
+    return MemoryEstimate.of(replace(record, figures=figures))
 
 
 def _line_of(place: OperatorPlace | None) -> str:

@@ -1,0 +1,67 @@
+"""The least memory in which a run goes through: with it the run finishes, with little less it does not."""
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+
+MIB = 2**20
+
+
+def train(settings=""):
+    """Steps whose batches grow, so that the segments of one step do not serve the next."""
+    with mk.VirtualGPU("RTX 3060", allocator_settings=settings) as gpu:
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for num_rows in (20_000, 23_000, 27_000, 31_000):
+            model(torch.randn(num_rows, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return gpu
+
+
+def within(num_bytes):
+    gpu = mk.find_gpu("RTX 3060")
+    return f"per_process_memory_fraction:{num_bytes / gpu.total_bytes:.6f}"
+
+
+def test_the_least_is_enough_and_little_less_is_not():
+    gpu = train()
+    figures = gpu.record().figures
+    least, reserved = figures.least_reserved_bytes, figures.reserved_bytes
+    assert gpu.peak_bytes <= least < 0.8 * reserved  # else the steps show nothing
+    assert train(within(least + MIB)).reserved_peak_bytes <= least + MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        train(within(least - reserved // 128))
+
+
+def test_segments_that_grow_cache_little():
+    figures = train("expandable_segments:True").record().figures
+    assert figures.least_reserved_bytes > 0.9 * figures.reserved_bytes
+
+
+def test_what_the_run_frees_itself_it_need_not_reserve():
+    def held(*, empties):
+        with mk.VirtualGPU("RTX 3060") as gpu:
+            for size in (512, 640, 768):
+                block = torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
+                del block
+                if empties:
+                    torch.cuda.empty_cache()
+        return gpu.record().figures
+
+    cached = held(empties=False)
+    assert cached.reserved_bytes == (512 + 640 + 768) * MIB
+    assert 768 * MIB <= cached.least_reserved_bytes <= 768 * MIB + cached.reserved_bytes // 256
+    emptied = held(empties=True)
+    assert emptied.least_reserved_bytes == emptied.reserved_bytes == 768 * MIB
+
+
+def test_blocks_of_another_stream_do_not_serve():
+    with mk.VirtualGPU("RTX 3060") as gpu:
+        first = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            second = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+        del first, second
+    assert gpu.record().figures.least_reserved_bytes == 1024 * MIB
