@@ -37,7 +37,7 @@ class EpochOrder(Sampler[list[int]], ABC):
             raise ConfigError(
                 check.call,
                 got=f"num_replicas={self._num_replicas}, and no rank",
-                expected="this process's number among them, from 0 on",
+                expected="the rank of this process, counted from 0",
                 fix="pass rank=torch.distributed.get_rank().",
             )
         self._rank = check.whole("rank", 0 if rank is None else rank, 0, self._num_replicas - 1)
@@ -114,7 +114,7 @@ class EpochOrder(Sampler[list[int]], ABC):
                 f"{type(self).__name__}.load_state_dict(state)",
                 got=f"version {found[0]!r}, made of {found[1]!r}",
                 expected=f"version {wanted[0]}, made of {wanted[1]!r}",
-                fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
+                fix="load the state into a sampler created with the same arguments, or begin a new epoch.",
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._start = self._num_given = state["num_done"]
@@ -139,18 +139,18 @@ class EpochOrder(Sampler[list[int]], ABC):
         if num_processes > 1 and not self._is_shared:
             raise ConfigError(
                 f"{type(self).__name__}(...)",
-                got=f"{num_processes} processes, and no num_replicas: all of them would train on the same batches",
-                expected="who takes which batches of an epoch",
+                got=f"{num_processes} processes without num_replicas: all of them would train on the same batches",
+                expected="num_replicas and rank, which divide the batches of an epoch among the processes",
                 fix="pass num_replicas=torch.distributed.get_world_size(), rank=torch.distributed.get_rank(); or "
-                "num_replicas=1 where the same batches are meant, as for the parts of one model.",
+                "num_replicas=1 if all processes should get the same batches, as for the parts of one model.",
             )
 
     def _warn(self) -> None:
         name = type(self).__name__
         warn_user(
-            f"{name}: epoch {self.epoch} begins once more, with the same batches in the same order. Call "
-            f"set_epoch(epoch) of the {name}, or of the ResumableLoader, before each epoch (memkit's loops do); where "
-            f"the same batches are meant, as in a validation, call set_epoch({self.epoch})."
+            f"{name}: epoch {self.epoch} begins again, with the same batches in the same order. Way out: call "
+            f"set_epoch(epoch) of the {name}, or of the ResumableLoader, before each epoch (memkit's loops do); if "
+            f"you want the same batches, as in a validation, call set_epoch({self.epoch})."
         )
 
 
@@ -164,5 +164,5 @@ def refuse_to_go_on(name: str) -> NoReturn:
         f"{name}.load_state_dict(state)",
         got="a state that was loaded while a loop over the batches was running",
         expected="a loop that begins after the state was loaded",
-        fix="restore before the loop, or leave the loop with break and begin it again.",
+        fix="load the state before the loop, or leave the loop with break and start it again.",
     )

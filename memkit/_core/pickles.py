@@ -131,13 +131,13 @@ def _check_operations(data: bytes, kind: str, operations: _Operations) -> None:
             place += 1
             num_bytes += _CONTAINERS[code]
             if most_bytes is not None and num_bytes > most_bytes:
-                refuse_pickle(f"{len(data)} bytes of hardly anything but empty containers", f"a {kind}")
+                refuse_pickle(f"{len(data)} bytes that hold almost only empty containers", f"a {kind}")
             continue
         width = 4 if code == _PUT else operations.texts.get(code, 0)
         number = int.from_bytes(data[place + 1 : place + 1 + width], "little")
         if not width or number > len(data):
             what = f"operation {code!r} at byte {place}, which no {kind} has" if code else "no end: it was cut"
-            refuse_pickle(f"a pickle with {what}", "plain lists, dicts, texts and numbers")
+            refuse_pickle(f"a pickle with {what}", "plain lists, dicts, strings and numbers")
         place += 1 + width + (0 if code == _PUT else number)
 
 
@@ -152,7 +152,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[Noted]:
         full = f"{module}.{name}"
         if full not in self._names:
-            raise pickle.UnpicklingError(f"{full} is no plain value")
+            raise pickle.UnpicklingError(f"{full} is not a plain value")
         if full not in self._found:
             self._found[full] = type("Noted", (Noted,), {"name": full})
         return self._found[full]
@@ -176,12 +176,13 @@ def rebuild(value: object, make: Callable[[Noted | type[Noted]], object], most_p
     try:
         return _Builder(make, most_parts).build(value)[0]
     except RecursionError:
-        refuse_pickle("containers that are nested too deeply", "a few levels")
+        refuse_pickle("containers nested too deeply", "a few levels of nesting")
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
         refuse_pickle(
-            f"values that do not fit together ({type(error).__name__}: {short(str(error))})", "what was written"
+            f"values that do not fit together ({type(error).__name__}: {short(str(error))})",
+            "the values that were written",
         )
 
 
@@ -224,7 +225,7 @@ class _Builder:
         pairs = [self.build(each) for each in values]
         num_parts = 1 + sum(count for _, count in pairs)
         if num_parts > self._most_parts:
-            refuse_pickle(f"over {self._most_parts} parts: the same ones over and over", "each part once")
+            refuse_pickle(f"over {self._most_parts} parts, the same ones repeated", "each part once")
         return [part for part, _ in pairs], num_parts
 
 

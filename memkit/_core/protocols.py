@@ -77,7 +77,7 @@ class Uncopied:
         raise InputTypeError(
             f"a pickle or a copy of a {name}",
             got=f"a {name} that holds hooks, locks or files of this process",
-            expected="one of its own for each model and each process",
+            expected="a separate one for each model and each process",
             fix=self.instead,
         )
 

@@ -108,7 +108,7 @@ class Checker:
                 f"{self.call}({name}=...)",
                 got=f"a {type(value).__name__}",
                 expected="a function",
-                fix=f"pass the function itself: not what it returned, and not {name}().",
+                fix=f"pass the function itself, not its result {name}().",
             )
         return value
 
@@ -132,13 +132,13 @@ class Checker:
     def axes(self, name: str, value: Any) -> str:
         """Return a selection of X, Y and Z without repeats."""
         if not isinstance(value, str) or set(value) - set("XYZ") or len(set(value)) != len(value):
-            raise self.refuse(name, value, "some of the letters X, Y and Z, each once")
+            raise self.refuse(name, value, "a combination of the letters X, Y and Z, each at most once")
         return value
 
     def record(self, cls: type[T], value: Any) -> T:
         """Build a dataclass from a mapping; its keys are checked here, its values by the class."""
         if not isinstance(value, Mapping):
-            raise self.refuse(cls.__name__, value, "a mapping of names to values")
+            raise self.refuse(cls.__name__, value, "a mapping from names to values")
         fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type] # a dataclass
         known = [each.name for each in fields]
         for key in value:
@@ -153,7 +153,7 @@ class Checker:
         for each in fields:
             is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
             if is_needed and each.name not in value:
-                raise self.refuse(each.name, None, "a value, for it has no default")
+                raise self.refuse(each.name, None, "a value, because it has no default")
         return cls(**value)
 
 
@@ -177,7 +177,7 @@ def check_version(call: str, state: object, *known: int) -> None:
             call,
             got=f"version {version!r}" if isinstance(state, Mapping) else f"a {type(state).__name__}",
             expected=f"version {' or '.join(map(str, known))}",
-            fix="load the state with the memkit that saved it.",
+            fix="load the state with the version of memkit that saved it.",
         )
 
 

@@ -56,9 +56,10 @@ class Sites:
             first = self.coords[order[1:][twice][0]].tolist()
             raise InputError(
                 CALL,
-                got=f"{int(twice.sum())} coordinates that came before, the first {tuple(first)}",
+                got=f"{int(twice.sum())} repeated coordinates, the first {tuple(first)}",
                 expected="each voxel once",
-                fix="add up or average what falls into one voxel first: coords.unique(dim=0, return_inverse=True).",
+                fix="first add up or average the features that fall into the same voxel, with coords.unique(dim=0, "
+                "return_inverse=True).",
             )
         object.__setattr__(self, "_order", order)
         object.__setattr__(self, "_maps", {})
@@ -128,8 +129,8 @@ class SparseVoxels:
             raise InputTypeError(
                 CALL,
                 got=f"features of shape {tuple(features.shape)}, {features.dtype}",
-                expected=f"floating point features ({len(coords)}, C), one row for each of the coordinates",
-                fix="give one row of features for each voxel; features[:, None] for a single channel.",
+                expected=f"floating-point features ({len(coords)}, C), one row for each coordinate",
+                fix="pass one row of features for each voxel; use features[:, None] for a single channel.",
             )
         if features.device != coords.device:
             raise InputError(
@@ -164,7 +165,7 @@ class SparseVoxels:
                 CALL,
                 got=f"coordinates of shape {tuple(coords.shape)} and a volume of shape {sizes}",
                 expected="coordinates (N, 4), the sample first, and a shape (D, H, W)",
-                fix="leave out the sample where there is one only: (N, 3).",
+                fix="pass the sample index in the first column, or (N, 3) if there is only one sample.",
             )
         return cls(Sites(coords.long() if _is_integer(coords) else coords, sizes, batch_size), features)
 
@@ -193,7 +194,7 @@ class SparseVoxels:
                 "SparseVoxels.from_dense(volume, mask)",
                 got=f"a mask of shape {tuple(kept.shape)}, {kept.dtype}",
                 expected=f"a bool mask {(len(volume), *volume.shape[2:])}",
-                fix="drop the mask's channel with mask[:, 0]; compare with zero for a bool.",
+                fix="drop the mask's channel with mask[:, 0]; convert it to bool with mask != 0.",
             )
         coords = kept.nonzero()
         features = volume.movedim(1, -1)[coords.unbind(1)]

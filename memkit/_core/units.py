@@ -53,7 +53,7 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
             call,
             got=f"a {type(value).__name__}",
             expected="bytes as an int, or text with a unit",
-            fix="write the size as an int of bytes or as text such as '24GiB'.",
+            fix="pass the size as an int of bytes or as text such as '24GiB'.",
         )
     num_bytes = operator.index(value)
     if num_bytes < 0:
@@ -88,9 +88,9 @@ def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None, *
     if num_bytes == 0:
         raise ConfigError(
             f"{name}={budget!r}",
-            got=repr(budget) + ("" if total_bytes is not None else ", on a device whose capacity is not known"),
+            got=repr(budget) + ("" if total_bytes is not None else ", on a device whose capacity is unknown"),
             expected="a size above zero, or a fraction in (0, 1] of a known capacity",
-            fix="write 0.9 for nine tenths, or a size such as '22GiB'.",
+            fix="pass 0.9 for 90%, or a size such as '22GiB'.",
         )
     return num_bytes
 

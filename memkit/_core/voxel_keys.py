@@ -162,7 +162,7 @@ def _refuse_other_coords(coords: Tensor, num_axes: tuple[int, ...], call: str) -
             call,
             got=f"coordinates of shape {tuple(coords.shape)}",
             expected=f"(N, {' or '.join(map(str, num_axes))})",
-            fix="give one row for each cell.",
+            fix="pass one row for each cell.",
         )
 
 
@@ -176,5 +176,5 @@ def _refuse_outside(coords: Tensor, origin: Sequence[int], shape: Sequence[int],
                 call,
                 got=f"coordinates from {least} to {most} along axis {axis}",
                 expected=f"an extent of {size} cells from {start}: {start} to {start + size - 1}",
-                fix="subtract the least coordinate, use a coarser grid, or drop points that lie outside.",
+                fix="subtract the smallest coordinate, use a coarser grid, or drop points that lie outside.",
             )

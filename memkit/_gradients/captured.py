@@ -63,11 +63,12 @@ class CapturedTensors:
             found = ", ".join(sorted(map(self._describe, strangers)))
             raise InputError(
                 self._call,
-                got=f"a function that uses {found} from outside of its arguments",
-                expected="every tensor that needs a gradient as an argument or a parameter: it would silently get none",
+                got=f"a function that uses {found} without receiving it as an argument",
+                expected="every tensor that needs a gradient as an argument or a parameter: otherwise it would "
+                "silently get no gradient",
                 fix="pass it as an argument if it has one entry per row; pass leaf tensors as params=[...] "
-                "(params=module.parameters()); compute inside the function what is computed; detach() what needs no "
-                "gradient. chunked_map(..., strategy='checkpoint') takes any function.",
+                "(params=module.parameters()); compute non-leaf tensors inside the function; detach() tensors that "
+                "need no gradient. chunked_map(..., strategy='checkpoint') accepts any function.",
             )
 
     def _is_from_outside(self, node: Node, sources: set[Node]) -> bool:

@@ -58,7 +58,7 @@ class Loss:
             raise InputError(
                 "mk.Loss(...)",
                 got="neither mean nor sum" if self.mean is None else "both mean and sum",
-                expected="the loss once",
+                expected="exactly one of mean and sum",
                 fix="write mk.Loss(mean=loss), mk.Loss(mean=loss, count=n) or mk.Loss(sum=loss, count=n).",
             )
         if not isinstance(self.value, Tensor):
@@ -72,14 +72,14 @@ class Loss:
             raise InputError(
                 f"mk.Loss({self.reduction}=...)",
                 got=f"a tensor of shape {tuple(self.value.shape)}",
-                expected="a single number with its graph",
+                expected="a scalar with its graph",
                 fix="reduce the loss: mk.Loss(mean=losses.mean()) or mk.Loss(sum=losses.sum(), count=n).",
             )
         if self.sum is not None and self.count is None:
             raise InputError(
                 "mk.Loss(sum=...)",
                 got="a sum without its count",
-                expected="the number of items that were summed",
+                expected="the number of summed items as count",
                 fix="write mk.Loss(sum=loss, count=n).",
             )
         if self.count is not None:
@@ -161,10 +161,10 @@ def read_loss(result: object, *, call: str) -> Loss:
         )
         raise InputError(
             call,
-            got=f"a {type(result).__name__} of {entries}, which does not say what its entries are",
+            got=f"a {type(result).__name__} of {entries}, whose entries are ambiguous",
             expected="the mean loss as a 0-dim tensor, or mk.Loss(...)",
-            fix="write `return mk.Loss(sum=loss_sum, count=n)` or `return mk.Loss(mean=loss, count=n)` for a loss and "
-            "its weight; write `return mk.Loss(mean=loss, outputs=...)` for a loss and what else you want to see.",
+            fix="write `return mk.Loss(sum=loss_sum, count=n)` or `return mk.Loss(mean=loss, count=n)` for a loss "
+            "and its weight; write `return mk.Loss(mean=loss, outputs=...)` for a loss and other outputs.",
         )
     raise InputTypeError(
         call,
@@ -187,15 +187,15 @@ def _check_count(count: object, call: str) -> None:
         raise InputError(
             call,
             got=f"a tensor of shape {tuple(count.shape)}",
-            expected="the divisor of the mean, a single number",
-            fix="add it up: count=valid.sum(), or count=weight[targets].sum().",
+            expected="the divisor of the mean, a scalar",
+            fix="add up the entries: count=valid.sum(), or count=weight[targets].sum().",
         )
     if isinstance(count, bool) or not isinstance(count, numbers.Real | Tensor | torch.SymInt | torch.SymFloat):
         raise InputTypeError(
             call,
             got=f"a {type(count).__name__}",
             expected="the divisor of the mean, as a number or a 0-dim tensor",
-            fix="pass what the mean was divided by: count=len(x), or count=valid.sum().",
+            fix="pass the divisor of the mean: count=len(x), or count=valid.sum().",
         )
 
 

@@ -138,7 +138,7 @@ def refuse_second_derivative(call: str, fix: str) -> None:
         raise StateError(
             call,
             got="a backward with create_graph=True",
-            expected="first derivatives only: the graphs of the parts are gone when their gradients are taken",
+            expected="first derivatives only: the graphs of the parts are freed when their gradients are computed",
             fix=fix,
         )
 
@@ -164,7 +164,7 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative(
             ctx.call,
-            "for second derivatives, compute this loss plainly, or in chunks each under "
+            "for second derivatives, compute this loss without memkit, or in chunks that each run under "
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         )
         # Without a retained graph these buffers have no other use. torch offers no public way to ask.
@@ -222,6 +222,6 @@ def num_rows_of(rows: Sequence[Any], call: str) -> int:
             call,
             got=f"tensors with {sorted(counts)} rows" if counts else "no tensor with rows",
             expected="one or more tensors that all have the rows in dimension 0",
-            fix="give what belongs to no row to the function itself, for example with functools.partial.",
+            fix="bind values that belong to no row to the function itself, for example with functools.partial.",
         )
     return counts.pop()

@@ -54,7 +54,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
             f"device={device!r}",
             got=repr(device),
             expected=f"'auto' or a device of this machine: {names}",
-            fix="pass device='auto', or run where that device is.",
+            fix="pass device='auto', or run on a machine that has this device.",
         )
     index: int | None = resolved.index  # torch's own stub forgets the None
     if index is None and accelerator and resolved.type == accelerator.type:
@@ -268,7 +268,7 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
             f"limit_memory({device})",
             got=f"{device.type} on {sys.platform}",
             expected="CUDA, or the CPU on Linux",
-            fix="run it there.",
+            fix="run it on such a machine.",
         )
 
     hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]

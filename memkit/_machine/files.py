@@ -66,9 +66,9 @@ def _target_of(path: str | os.PathLike[str]) -> Path:
     """Return the file to replace; rejects a dangling link, which would let others choose where a file appears."""
     target = Path(os.path.realpath(path))
     if not target.exists() and Path(path).is_symlink():
-        raise FileNotFoundError(errno.ENOENT, "a link to a file that is not there", os.fspath(path))
+        raise FileNotFoundError(errno.ENOENT, "a link to a missing file", os.fspath(path))
     if target.exists() and not target.is_file() and not target.is_dir():
-        raise OSError(errno.EINVAL, "no regular file, which a new one would replace", os.fspath(path))
+        raise OSError(errno.EINVAL, "not a regular file, which a new file would replace", os.fspath(path))
     return target
 
 

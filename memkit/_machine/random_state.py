@@ -63,8 +63,8 @@ class RandomState:
             raise StateError(
                 "RandomState.state_dict()",
                 got=f"a {self.host.numpy['bit_generator']} as NumPy's global generator",
-                expected="NumPy's own, a Mersenne twister",
-                fix="keep that generator in an object of yours, and call "
+                expected="NumPy's default global generator, a Mersenne twister",
+                fix="keep that generator in a variable of your own, and call "
                 "np.random.set_bit_generator(np.random.MT19937()).",
             )
         name, key, position, has_gauss, cached_gaussian = self.host.numpy

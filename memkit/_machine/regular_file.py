@@ -28,10 +28,10 @@ def read_regular(path: str | os.PathLike[str], call: str, most_bytes: int = MOST
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode):
-            raise _refusal(call, f"a {_kind(mode)}", "an ordinary file")
+            raise _refusal(call, f"a {_kind(mode)}", "a regular file")
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise _refusal(call, f"more than {format_bytes(most_bytes)}", "a file of that size at most")
+        raise _refusal(call, f"more than {format_bytes(most_bytes)}", "a file of at most that size")
     return data
 
 
@@ -41,4 +41,4 @@ def _kind(mode: int) -> str:
 
 
 def _refusal(call: str, got: str, expected: str) -> FileFormatError:
-    return FileFormatError(call, got=got, expected=expected, fix="give another file, or leave it out.")
+    return FileFormatError(call, got=got, expected=expected, fix="pass another file, or omit it.")

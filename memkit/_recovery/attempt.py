@@ -161,8 +161,8 @@ def insist(run: Callable[[], Result], call: str) -> Result:
     raise MemkitOutOfMemoryError(
         call,
         got=f"out of memory, twice: {outcome.description}",
-        expected="memory for its temporary results",
-        fix="leave more memory free: a smaller micro-batch, checkpointing, a lower precision.",
+        expected="enough memory for the temporary results of the call",
+        fix="free more memory: use a smaller micro-batch, checkpointing, a lower precision.",
     ) from outcome.error
 
 
@@ -215,7 +215,7 @@ def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterabl
     raise MemkitOutOfMemoryError(
         "recover_from_oom(fn, sizes)",
         got=f"out of memory at every size: {', '.join(tried)}; the last error was {describe_error(error)}",
-        expected="one size that fits",
+        expected="at least one size that fits into memory",
         fix="allow smaller sizes, or free memory outside fn: checkpointing, a smaller model, a lower precision.",
     ) from error
 
@@ -231,12 +231,12 @@ def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:
                 call,
                 got=f"size {current}" + (f" after {previous}" if previous is not None else ""),
                 expected="positive sizes, each smaller than the one before",
-                fix="sort the sizes from large to small and drop repeats.",
+                fix="sort the sizes from large to small and remove duplicates.",
             )
         yield current
         previous = current
     if previous is None:
-        raise InputError(call, got="no size", expected="at least one size", fix="pass for example sizes=256.")
+        raise InputError(call, got="no sizes", expected="at least one size", fix="pass for example sizes=256.")
 
 
 def _halved(size: int) -> Iterator[int]:

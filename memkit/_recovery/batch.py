@@ -180,9 +180,11 @@ class Attempt:
             return
         raise StateError(
             "for attempt in trainer.microbatches(batch)",
-            got="a micro-batch without trainer.backward()" if self._was_entered else "an attempt that was not entered",
+            got="a micro-batch without trainer.backward()"
+            if self._was_entered
+            else "an attempt that was never entered",
             expected="`with attempt as micro:` around forward, loss and trainer.backward(loss)",
-            fix="call trainer.backward(loss) once per attempt; pass count=0 for a micro-batch that weighs nothing.",
+            fix="call trainer.backward(loss) once per attempt; pass count=0 for a micro-batch without valid items.",
         )
 
 
@@ -322,9 +324,9 @@ class BatchRun:
         if not self.is_complete:
             raise StateError(
                 "trainer.step()",
-                got="a batch with micro-batches left to do",
+                got="a batch with unfinished micro-batches",
                 expected="one step after all micro-batches of a batch",
-                fix="call trainer.step() after the loop over trainer.microbatches(batch), not in it.",
+                fix="call trainer.step() after the loop over trainer.microbatches(batch), not inside it.",
             )
 
     # ------------------------------------------------------------------ for the strategies
@@ -366,10 +368,11 @@ class BatchRun:
             return
         raise MemkitOutOfMemoryError(
             self.means.call,
-            got=f"out of memory with a micro-batch of {failed.size} {self.means.unit}, whose forward changes the batch "
-            f"in place, so that it cannot run again: {failure.description}",
-            expected="a batch that stays as it is",
-            fix="write `x = x / 255`, not `x /= 255`, in the model and in loss_fn; or do it before the step.",
+            got=f"out of memory with a micro-batch of {failed.size} {self.means.unit}, whose forward changes the "
+            f"batch in place and so cannot run again: {failure.description}",
+            expected="a forward that leaves the batch unchanged",
+            fix="write `x = x / 255`, not `x /= 255`, in the model and in loss_fn, or change the batch before the "
+            "step.",
         ) from failure.error
 
     def plan_smaller(self, failed: Attempt, failure: Failure) -> None:
@@ -395,9 +398,9 @@ class BatchRun:
         raise MemkitOutOfMemoryError(
             self.means.call,
             got=f"out of memory with a micro-batch of {failed.size} {self.means.unit}: {failure.description}",
-            expected="one micro-batch that fits",
-            fix="set checkpoint='auto', a lower precision or a smaller model; if a batch is one packed item, "
-            "give split_fn=... to cut it, or thin that item out.",
+            expected="a micro-batch that fits into memory",
+            fix="set checkpoint='auto', a lower precision or a smaller model; if a batch is one packed item, pass "
+            "split_fn=... to cut it, or reduce that item.",
         ) from failure.error
 
 

@@ -139,8 +139,9 @@ class BufferSnapshot:
                 if was_written or _mark(entry.buffer) != entry.mark:
                     raise StateError(
                         "rolling back a failed attempt",
-                        got=f"the large buffer {name!r} of a {type(owner).__name__}, changed for the first time by it",
-                        expected="large buffers that change in the first steps if they change at all",
+                        got=f"the large buffer {name!r} of a {type(owner).__name__}, which the failed attempt "
+                        "changed for the first time",
+                        expected="large buffers that, if they ever change, change in the first steps",
                         fix="restart from the last checkpoint.",
                     )
             elif entry.copy is not None and entry.buffer is not None:
@@ -251,8 +252,8 @@ class AttributeStates:
                 raise StateError(
                     "rolling back a failed attempt",
                     got=f"a large tensor of shape {tuple(each.shape)} that forward changes in place",
-                    expected="tensors that forward changes to be buffers, or to be changed outside of forward",
-                    fix="register it with register_buffer, or update it after the step.",
+                    expected="buffers wherever forward changes a tensor in place",
+                    fix="register the tensor with register_buffer, or update it after the step.",
                 )
 
 

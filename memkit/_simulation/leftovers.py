@@ -80,10 +80,10 @@ def leaving_nothing(call: str, roots: Iterable[object], tensors: Simulated, run:
             raise StateError(
                 call,
                 got="tensors without data that are still held after the step, by "
-                + (", ".join(holders) or "somebody whom Python's collector does not see"),
-                expected="nothing that outlives the step: used in training, such a tensor has no values",
-                fix=f"empty {holders[0] if holders else 'what the step fills'}, and fill it before the call: what is "
-                "there already is used as it is.",
+                + (", ".join(holders) or "an object that Python's garbage collector does not track"),
+                expected="no tensor that outlives the step: it has no values, so training cannot use it",
+                fix=f"empty {holders[0] if holders else 'the container that the step fills'}, and fill it before the "
+                "call: existing entries are used unchanged.",
             )
     return result
 

@@ -51,23 +51,23 @@ def _refuse_own_ranks(kind: str, model: nn.Module, optimizer: str | MakeOptimize
     if dist.is_initialized():
         raise StateError(
             call,
-            got="a process that is in a process group already",
-            expected="none: the estimate makes one of its own, which exchanges nothing",
-            fix="estimate before init_process_group, or in a process of its own.",
+            got="a process that is already in a process group",
+            expected="no process group: the estimate creates its own, which communicates with no other process",
+            fix="estimate before init_process_group, or in a separate process.",
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise InputError(
             call,
-            got="a model that is sharded already",
-            expected="the whole model; it needs no memory on the meta device",
+            got="a model that is already sharded",
+            expected="the whole model, which needs no memory on the meta device",
             fix="estimate before fully_shard, or build the model again under torch.device('meta').",
         )
     if isinstance(optimizer, Optimizer):
         raise InputTypeError(
             call,
             got=f"the {type(optimizer).__name__} of the whole model",
-            expected="an optimizer that can be made for a rank's own parameters",
-            fix="pass its name, class, or a function: lambda params: torch.optim.AdamW(params, lr=1e-3).",
+            expected="an optimizer that can be created for the parameters of one rank",
+            fix="pass its name, its class, or a function: lambda params: torch.optim.AdamW(params, lr=1e-3).",
         )
 
 
@@ -112,9 +112,9 @@ def _units(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
             near = difflib.get_close_matches(pattern, named, n=1, cutoff=0.4)
             raise ConfigError(
                 f"Shard(units={patterns!r})",
-                got=f"{pattern!r}, which is the name of no module",
-                expected="dotted names as in model.named_modules(), a star for one part of a name",
-                fix=f"did you mean {near[0]!r}?" if near else "read the names from model.named_modules().",
+                got=f"{pattern!r}, which matches no module",
+                expected="dotted names as in model.named_modules(), with a star for one part of a name",
+                fix=f"did you mean {near[0]!r}?" if near else "use names from model.named_modules().",
             )
     chosen = [module for name, module in named.items() if any(_matches(name, pattern) for pattern in patterns)]
     return chosen[::-1]

@@ -513,7 +513,7 @@ def check_model(call: str, model: object) -> None:
             f"{call}({type(model).__name__}, ...)",
             got=f"a {type(model).__name__}",
             expected="a torch.nn.Module",
-            fix="pass the model; put several models into torch.nn.ModuleList([...]).",
+            fix="pass the model; wrap several models in torch.nn.ModuleList([...]).",
         )
 
 
@@ -544,7 +544,7 @@ def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer
                 got=repr(optimizer),
                 expected=f"the name of a class in torch.optim: {', '.join(sorted(_NAMES))}",
                 fix=(f"did you mean {near[0]!r}? " if near else "")
-                + "For another optimizer pass its class, a function of the parameters, or the optimizer itself.",
+                + "For any other optimizer pass its class, a function of the parameters, or the optimizer itself.",
             )
         return maker
     if not callable(optimizer):

@@ -99,7 +99,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if selected_fraction is not None:
             check = Checker(CALL)
             if check.number("selected_fraction", selected_fraction, 0, 1) == 0:
-                raise check.refuse("selected_fraction", selected_fraction, "None, or a share in (0, 1]")
+                raise check.refuse("selected_fraction", selected_fraction, "None, or a fraction in (0, 1]")
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
         self.is_open = True
@@ -170,8 +170,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             raise InputError(
                 CALL,
                 got="a model whose parameters have no sizes yet (a lazy module)",
-                expected="a model that has run once",
-                fix="call the model on one batch first.",
+                expected="a model that has run on one batch",
+                fix="call model(batch) once first.",
             )
         plain = tensor.detach()
         fake = self.with_values(plain) if has_values(tensor) else self.without_data(plain)
@@ -212,9 +212,9 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if not self.is_open:
             raise StateError(
                 f"{func} on a tensor without data",
-                got="a tensor of a virtual GPU or an estimate that is over, kept by a variable or a cache",
-                expected="use while it is simulated: it has a size and no values",
-                fix="make the tensor again, or build the model again; empty the cache.",
+                got="a tensor from a finished virtual GPU or estimate, kept by a variable or a cache",
+                expected="no use after the simulation: the tensor has a size but no values",
+                fix="create the tensor or the model again, and clear the cache that holds it.",
             )
         out = self.run(func, types, args, {} if kwargs is None else kwargs)
         self._note(out)
@@ -259,8 +259,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             raise NotSimulatedError(
                 CALL,
                 got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
-                expected="sizes that follow from the batch's sizes",
-                fix="where masks or nonzero select, pass selected_fraction=1.0 (the worst case) or the share that they "
+                expected="sizes that depend only on the sizes of the batch",
+                fix="for masks and nonzero, pass selected_fraction=1.0 (the worst case) or the fraction that they "
                 "select; pass output_size=... to repeat_interleave; other such operators cannot be estimated.",
             )
         if func is _aten.nonzero.default:

@@ -106,7 +106,7 @@ def check_paths(
         if name not in _IDS:
             near = difflib.get_close_matches(name, _IDS, 1)
             fix = f"write {near[0]!r}." if near else "`memkit check --list-rules` shows them."
-            raise ConfigError(f"check_paths(rule {name!r})", got=f"{name!r}", expected="the id of a rule", fix=fix)
+            raise ConfigError(f"check_paths(rule {name!r})", got=f"{name!r}", expected="a known rule id", fix=fix)
     wanted = set(select or _IDS) - set(ignore)
     findings: list[Finding] = []
     unread = []
@@ -158,7 +158,7 @@ def _parse(source: Source) -> Script:
     except (ValueError, RecursionError, MemoryError) as error:
         got = f"{type(error).__name__}: {error}"
     raise FileFormatError(
-        f"check {source.path}", got=got, expected="Python 3", fix="correct the file, or leave it out."
+        f"check {source.path}", got=got, expected="Python 3", fix="correct the file, or exclude it."
     ) from None
 
 

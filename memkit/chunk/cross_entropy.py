@@ -205,7 +205,7 @@ def _check_shapes(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | Non
             call,
             got=", ".join(f"{name} of shape {tuple(each.shape)}" for name, each in given.items()),
             expected="x (..., H), weight (V, H), targets (...), bias (V,)",
-            fix="pass one target for each vector of x; weight as torch.nn.Linear holds it.",
+            fix="pass one target for each vector of x, and weight in the layout of torch.nn.Linear.",
         )
     if targets.dtype != torch.int64:
         raise InputError(

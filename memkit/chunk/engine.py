@@ -151,7 +151,7 @@ class ChunkedCall:
                 self.name,
                 got=f"num_kept={self.num_kept} with {other}",
                 expected="num_kept with a number as chunk_size, and strategy='auto'",
-                fix="leave num_kept out.",
+                fix="omit num_kept.",
             )
 
     def choose(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None) -> ChunkPlan:
@@ -206,7 +206,7 @@ class ChunkedCall:
                 self.name,
                 got=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensor",
                 expected=f"{'the same number of' if self.num_rows is None else num_rows} rows in dimension 0 of each",
-                fix="give what is the same for all rows by functools.partial.",
+                fix="bind arguments that are the same for all rows with functools.partial.",
             )
         return num_rows
 
@@ -283,8 +283,8 @@ class ChunkedCall:
             raise InputError(
                 self.name,
                 got=f"a function that returns {shapes or 'no tensor'} for a chunk of {length} rows",
-                expected="one row for each row",
-                fix="reduce outside, or use chunked_segment_reduce or chunked_loss.",
+                expected="one row of output for each input row",
+                fix="reduce the result outside of the function, or use chunked_segment_reduce or chunked_loss.",
             )
         self._result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         return results
@@ -392,7 +392,7 @@ class _InPieces(torch.autograd.Function):
             raise InputError(
                 call.name,
                 got="a function that changes its arguments in place",
-                expected="arguments left as they are: the backward runs the function on them again",
+                expected="unchanged arguments, because the backward runs the function on them again",
                 fix="work on a copy, for example inplace=False in the first activation.",
             )
         ctx.call, ctx.replay, ctx.num_inputs, ctx.num_tensors = call, replay, num_inputs, len(tensors)
@@ -409,7 +409,7 @@ class _InPieces(torch.autograd.Function):
         call, replay = ctx.call, ctx.replay
         refuse_second_derivative(
             call.name,
-            "call chunked_map or chunked_segment_reduce with strategy='checkpoint' and a chunk_size: these can be "
+            "call chunked_map or chunked_segment_reduce with strategy='checkpoint' and a chunk_size, which can be "
             "differentiated twice.",
         )
         saved = ctx.saved_tensors

@@ -31,7 +31,8 @@ _LONGEST = 512
 _PERIODS = (2, 8, 32)  # longest period to search for, cheap search first
 _VOXELS = 2**13  # per run of the probe, if its rows can be split
 REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # of modules for a size or dtype
-_GAUSSIAN = 'mode="gaussian" approximates it; or apply the module before that layer in tiles, and that layer whole.'
+_GAUSSIAN = 'pass mode="gaussian", which approximates the result; or apply the part of the module before that layer '
+"in tiles, and that layer to the whole volume."
 
 _Key = tuple[Any, ...]
 _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDictionary()
@@ -110,9 +111,9 @@ class _Probe:
             return sizes, step
         raise InputError(
             CALL,
-            got=f"a module that takes no input of shape {(1, *self._like.shape[1:])}: {reason}",
-            expected="a module that runs on the input, also with a batch of 1",
-            fix="see that module(x[:1]) runs.",
+            got=f"a module that does not accept an input of shape {(1, *self._like.shape[1:])}: {reason}",
+            expected="a module that runs on the input, even with a batch of 1",
+            fix="make sure that module(x[:1]) runs.",
         ) from reason
 
     def _lengths(self, dim: int) -> Iterator[int]:
@@ -141,7 +142,7 @@ class _Probe:
                     CALL,
                     got=f"a module that changes its buffer `{name}` ({type(owner).__name__}) in every forward",
                     expected="the same function for every tile",
-                    fix="call eval() on that layer: statistics of a tile are not those of the volume.",
+                    fix="call eval() on that layer: the statistics of a tile differ from those of the volume.",
                 )
 
     def _settle(self, dim: int, sizes: Sequence[int]) -> Reach | None:
@@ -168,9 +169,9 @@ class _Probe:
         if len({len(part) for part in parts}) > 1:
             raise InputError(
                 CALL,
-                got="a module that runs other operators when values change",
+                got="a module whose operators depend on the values of its input",
                 expected="the same operators for every tile",
-                fix='mode="gaussian" approximates it.',
+                fix='pass mode="gaussian", which approximates the result.',
             )
         return [_Stairs.join(each) for each in zip(*parts, strict=True)]
 
@@ -192,16 +193,16 @@ class _Probe:
         if culprit is None:
             return InputError(
                 CALL,
-                got=f"a module for which no halo up to {_LONGEST // 2} and no stride up to {_PERIODS[-1]} showed in "
-                f"dimension {dim}",
-                expected="a module that shifts with its input, as convolutions do, and lets NaN pass",
-                fix='mode="gaussian" approximates it.',
+                got=f"a module for which no halo up to {_LONGEST // 2} and no stride up to {_PERIODS[-1]} was found "
+                f"in dimension {dim}",
+                expected="a module that is equivariant to shifts, as convolutions are, and propagates NaN",
+                fix='pass mode="gaussian", which approximates the result.',
             )
         return InputError(
             CALL,
             got=f"a module whose result depends on the whole of dimension {dim}, first in {culprit}",
-            expected="convolutions and what is local: a tile cannot see the whole (a norm over space, attention, "
-            "global pooling, circular padding)",
+            expected="convolutions and other local operations: a tile cannot see the whole volume (a norm over "
+            "space, attention, global pooling, circular padding)",
             fix=_GAUSSIAN,
         )
 
@@ -247,10 +248,10 @@ class _Probe:
             raise InputError(
                 CALL,
                 got=f"a module whose tiles differ from the whole by {error:.1e} in dimension {dim}, with the halo "
-                f"({reach.before}, {reach.after}) that NaN shows",
-                expected="a module that gives the same wherever it is put, and lets NaN pass (no coordinates, no "
-                "align_corners=True, no nan_to_num)",
-                fix='take that part out of the module; or mode="gaussian" approximates it.',
+                f"({reach.before}, {reach.after}) that propagating NaN shows",
+                expected="a module whose result does not depend on the position, and that propagates NaN (no "
+                "coordinates, no align_corners=True, no nan_to_num)",
+                fix='move that part out of the module, or pass mode="gaussian", which approximates the result.',
             )
 
     def _difference(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int]) -> tuple[float, torch.dtype]:

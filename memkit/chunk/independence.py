@@ -80,15 +80,16 @@ def check_independence(
         raise InputError(
             call,
             got=f"a function whose result for one row depends on other rows, first in {culprits[0]}",
-            expected="a function of each row alone",
-            fix="put a BatchNorm into eval mode or use LayerNorm or GroupNorm; do what mixes rows (a softmax, a mean, "
-            "a sort over them) outside, or pass check=False if only NaN spreads.",
+            expected="a function that computes each row from that row alone",
+            fix="put a BatchNorm into eval mode or use LayerNorm or GroupNorm; move operations that mix rows (a "
+            "softmax, a mean, a sort over them) out of the function; or pass check=False if only NaN spreads "
+            "between rows.",
         )
     if of_calls:
         raise InputError(
             call,
             got=f"a function that changes its buffer `{of_calls[0]}` when it is called",
-            expected="a function that is the same for each chunk, and again in the backward",
+            expected="a function that computes the same for each chunk, and again in the backward",
             fix="put that module into eval mode, or pass check=False if no result depends on the buffer.",
         )
     passed[way] = modes

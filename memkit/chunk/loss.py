@@ -111,8 +111,8 @@ def loss_call(
         raise ConfigError(
             call,
             got=f"weight_total={weight_total!r} with reduction='sum'",
-            expected="a divisor only where something is divided",
-            fix="drop weight_total, or use reduction='mean'.",
+            expected="no weight_total, since a sum is not divided",
+            fix="omit weight_total, or use reduction='mean'.",
         )
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
     if check:
@@ -197,9 +197,9 @@ def check_row_reduction(reduction: object, call: str) -> None:
         raise ConfigError(
             call,
             got=f"reduction={reduction!r}",
-            expected="'mean' or 'sum': the gradients are summed over rows in the forward, so that weights per row that "
-            "backward brings would come too late",
-            fix="multiply the losses by such weights inside the function, or compute losses per row with chunked_map.",
+            expected="'mean' or 'sum': the forward already sums the gradients over rows, so weights per row that "
+            "arrive in backward would come too late",
+            fix="multiply the losses by the weights inside the function, or compute losses per row with chunked_map.",
         )
 
 
@@ -236,7 +236,8 @@ def _read_sum(loss: Loss, call: str) -> tuple[Tensor, float | Tensor]:
         raise InputError(
             call,
             got="mk.Loss(mean=...) without its count from fn" if count is None else "mk.Loss(outputs=...) from fn",
-            expected="a loss and its count: the chunks' counts are added up, and what is returned is one tensor",
+            expected="a loss with its count and without outputs: chunked_loss adds up the counts, and returns a "
+            "single tensor",
             fix="return mk.Loss(sum=losses.sum(), count=valid.sum()); compute other outputs with chunked_map.",
         )
     weight = count.detach().to(accumulator_dtype(count.dtype)).reshape(()) if isinstance(count, Tensor) else count

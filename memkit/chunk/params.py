@@ -36,9 +36,9 @@ def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] 
         if not tensor.is_leaf:
             raise InputError(
                 call,
-                got=f"a parameter of shape {tuple(tensor.shape)} that was computed from others",
+                got=f"a parameter of shape {tuple(tensor.shape)} that was computed from other tensors",
                 expected="leaf tensors, as module.parameters() gives",
-                fix="compute it inside the function, or use chunked_map(..., strategy='checkpoint').",
+                fix="compute this tensor inside the function, or use chunked_map(..., strategy='checkpoint').",
             )
     return list(found.values())
 
@@ -69,8 +69,10 @@ def _refuse_sharded(call: str, fn: object) -> None:
             raise InputError(
                 call,
                 got=f"a {type(module).__name__}, whose parameters are gathered from all ranks at each call",
-                expected="parameters that are there while chunks run: ranks have other numbers of chunks",
-                fix="do not shard this module by itself: fully_shard the module around it, whose forward calls memkit.",
+                expected="parameters that stay available while chunks run, because ranks may run different numbers "
+                "of chunks",
+                fix="do not shard this module separately: call fully_shard on the module around it, whose forward "
+                "calls memkit.",
             )
 
 

@@ -134,7 +134,7 @@ class DynamicResolutionProcessor:
                 _CHOOSE,
                 got=f"{num_active[-1]} occupied voxels at the last level, {last}",
                 expected=f"at most max_active_voxels={self._max_active}",
-                fix="allow more levels, or more voxels.",
+                fix="allow more levels, or raise max_active_voxels.",
             )
 
         def finest(share: float) -> int:
@@ -176,7 +176,7 @@ class DynamicResolutionProcessor:
                 _APPLY,
                 got=f"a tensor of shape {tuple(volume.shape)}, {volume.dtype}",
                 expected="a floating point volume (B, C, D, H, W) or (B, C, H, W)",
-                fix='add missing dimensions; use downsample="nearest" for labels.',
+                fix='add the missing dimensions, for example volume[None, None]; use downsample="nearest" for labels.',
             )
         if mask is not None:
             mask = self._checked_mask(mask, volume)
@@ -200,17 +200,18 @@ class DynamicResolutionProcessor:
         if self._applied is None:
             raise StateError(
                 _RESTORE,
-                got="no volume before",
+                got="a call before apply(volume)",
                 expected="apply(volume) before restore(y)",
-                fix="call apply first: it notes the size.",
+                fix="call apply(volume) first, which stores the size to restore.",
             )
         before, after, factor = self._applied
         if y.shape[2:] != after:
             raise InputError(
                 _RESTORE,
                 got=f"a result of shape {tuple(y.shape)}",
-                expected=f"the sides that apply gave, {tuple(after)}",
-                fix="restore the result of the volume that apply was given last, from a network that keeps its size.",
+                expected=f"the spatial size that apply returned, {tuple(after)}",
+                fix="pass the network's output for the last volume given to apply, from a network that keeps its "
+                "spatial size.",
             )
         whole = y if factor == 1 else F.interpolate(y, scale_factor=factor, mode=mode)
         places: Any = (..., *(slice(size) for size in before))
@@ -218,7 +219,12 @@ class DynamicResolutionProcessor:
 
     def _chosen(self) -> int:
         if self._level is None:
-            raise StateError(_APPLY, got="no level yet", expected="choose(coords) first", fix="call choose first.")
+            raise StateError(
+                _APPLY,
+                got="a call before choose(coords)",
+                expected="choose(coords) first",
+                fix="call choose(coords) first.",
+            )
         return self._level
 
     def _checked_mask(self, mask: Tensor, volume: Tensor) -> Tensor:
@@ -229,9 +235,9 @@ class DynamicResolutionProcessor:
             raise InputError(
                 _APPLY,
                 got=f"a mask of shape {tuple(mask.shape)}, {mask.dtype}, with downsample={self._downsample!r}",
-                expected=f'with downsample="masked_mean" a bool mask of shape {shape}, or of one row, or with one '
-                "channel; else none",
-                fix="make a bool mask of the volume's own size, or leave it out.",
+                expected=f'with downsample="masked_mean" a bool mask of shape {shape}, optionally with a batch of 1 or '
+                "a channel dimension of 1; with any other downsample, no mask",
+                fix="pass a bool mask of the volume's own size, or omit it.",
             )
         return mask.reshape(len(mask), 1, *shape[1:])
 
@@ -263,7 +269,7 @@ class DynamicResolutionProcessor:
                 "DynamicResolutionProcessor.load_state_dict(state)",
                 got=repr(dict(state)),
                 expected=f"version {_VERSION} and a level",
-                fix="pass what state_dict() gave.",
+                fix="pass the result of state_dict().",
             )
         self._level = level
 
@@ -274,8 +280,8 @@ def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
         raise InputError(
             _CHOOSE,
             got=f"a tensor of shape {tuple(coords.shape)}",
-            expected="one row (N, 3) or (N, 2) for each point, and one point or more",
-            fix="give the sample of each point as batch=.",
+            expected="(N, 3) or (N, 2), one row for each point, and at least one point",
+            fix="pass points as rows, and the sample index of each point as batch=.",
         )
     low = coords.amin(0)
     side = (coords.amax(0) - low).max()
@@ -287,7 +293,7 @@ def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
         raise InputError(
             _CHOOSE,
             got="positions that are not finite",
-            expected="numbers",
+            expected="finite coordinates",
             fix="drop them: coords[coords.isfinite().all(1)].",
         )
     levels = _POSITION_LEVELS if levels is None else levels
@@ -320,7 +326,7 @@ def _count_cells(cells: Tensor, samples: Tensor, levels: int) -> Tensor:
         raise InputError(
             _CHOOSE,
             got=f"an extent of {int(cells.max()) + 1} cells, for {num_samples} samples",
-            expected="both together in 63 bits",
+            expected="cells and samples that together fit into 63 bits",
             fix="use larger cells at the finest level, or fewer samples in a call.",
         )
     ordered = (codes | samples << bits).sort().values

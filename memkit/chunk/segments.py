@@ -156,7 +156,7 @@ def _gathered(name: str, gather: Mapping[str, Any], num_edges: int) -> dict[str,
                 name,
                 got=f"gather[{key!r}]: {' and '.join(shapes)}",
                 expected=f"a pair (x, src): x (num_nodes, ...), src int64 or int32 ({num_edges},)",
-                fix=f"pass gather={{{key!r}: (x, src)}}, to give fn rows of x[src].",
+                fix=f"pass gather={{{key!r}: (x, src)}}, which gives fn the rows x[src].",
             )
         x, pick = pair
         if pick.is_cpu and num_edges:  # elsewhere the check would synchronize
@@ -166,7 +166,7 @@ def _gathered(name: str, gather: Mapping[str, Any], num_edges: int) -> dict[str,
                     name,
                     got=f"gather[{key!r}] with rows from {low} to {high}",
                     expected=f"rows from 0 to {len(x) - 1}: x has shape {tuple(x.shape)}",
-                    fix="check how the edges were built.",
+                    fix="check how src was built: every entry must index a row of x.",
                 )
     return {key: Gathered(*pair) for key, pair in gather.items()}
 
@@ -178,6 +178,6 @@ def _message(name: str, fn: Callable[..., Any], weight: Tensor | None, *rows: An
             name,
             got=f"a function that returns {message.dtype if isinstance(message, Tensor) else type(message).__name__}",
             expected="one tensor of messages, in a floating-point dtype",
-            fix="concatenate messages in their last dimension, and split the result.",
+            fix="concatenate the messages in their last dimension, and split the result.",
         )
     return message if weight is None else message * like_rows(weight, message)

@@ -34,7 +34,7 @@ class Segments:
             raise InputError(
                 call,
                 got="both index and ptr" if ptr is not None else "neither index nor ptr",
-                expected="one of them",
+                expected="exactly one of the two",
                 fix="pass index=dst with the segment of each edge.",
             )
         self._index, self._ptr = index, ptr
@@ -43,7 +43,11 @@ class Segments:
             num_segments = self._matching(call, num_segments, len(ptr) - 1)
             self.num_edges = int(ptr[-1]) if len(ptr) else -1
             if num_segments < 0 or int(ptr[0]) != 0 or bool((ptr[1:] < ptr[:-1]).any()):
-                self._refuse(call, "a ptr that does not rise from 0", "0 first, then where each segment ends")
+                self._refuse(
+                    call,
+                    "a ptr that does not start at 0 or decreases",
+                    "0 first, then the end of each segment in ascending order",
+                )
         elif index is not None:
             self._check(call, "index", index)
             self.num_edges = len(index)
@@ -98,7 +102,11 @@ class Segments:
     @staticmethod
     def _check(call: str, name: str, tensor: Tensor) -> None:
         if tensor.dim() != 1 or tensor.dtype not in (torch.int64, torch.int32):
-            Segments._refuse(call, f"{name} of shape {tuple(tensor.shape)} in {tensor.dtype}", "one row of int64")
+            Segments._refuse(
+                call,
+                f"{name} of shape {tuple(tensor.shape)} in {tensor.dtype}",
+                "a 1-dimensional tensor of int64 or int32",
+            )
 
     @staticmethod
     def _refuse(call: str, got: str, expected: str) -> None:

@@ -90,8 +90,8 @@ def as_size(
             return chunk_size if isinstance(chunk_size, Sizer) else Sizer(memory_budget, call)
         raise ConfigError(
             call,
-            got="chunk_size='auto' with a strategy that keeps what it computes",
-            expected="a number of rows: what the call takes does not depend on the chunk alone",
+            got="chunk_size='auto' with a strategy that keeps intermediate results",
+            expected="a number of rows: the memory of this call does not depend on the chunk size alone",
             fix="pass for example chunk_size=4096.",
         )
     size = check_chunk_size(call, chunk_size)
@@ -99,8 +99,8 @@ def as_size(
         raise ConfigError(
             call,
             got=f"memory_budget={memory_budget!r} with chunk_size={size}",
-            expected="one of them: a budget is what chunk_size='auto' chooses within",
-            fix="leave chunk_size out.",
+            expected="a memory_budget only with chunk_size='auto', which chooses a size within that budget",
+            fix="omit chunk_size, or omit memory_budget.",
         )
     return size
 
@@ -168,8 +168,8 @@ class Sizer:
             raise ConfigError(
                 call,
                 got=f"memory_budget={budget!r}",
-                expected="bytes above zero, or text such as '512MiB'",
-                fix="leave memory_budget out for chunks that are as large as is fast.",
+                expected="a number of bytes above zero, or text such as '512MiB'",
+                fix="omit memory_budget to choose chunks for speed alone.",
             )
         self.last: ChunkPlan | None = None
         self._known: OrderedDict[Hashable, dict[int, Measurement]] = OrderedDict()
@@ -344,13 +344,13 @@ class _Choice:
 
     def _refuse(self, least: _Chunk, room: int, fixed: int) -> None:
         rows, peak = least.num_rows, format_bytes(least.peak_bytes)
-        taken = f"1 row takes {peak}" if rows == 1 else f"{rows} rows take {peak} and fewer rows no less"
+        taken = f"1 row takes {peak}" if rows == 1 else f"{rows} rows take {peak}, and fewer rows take no less"
         raise ConfigError(
             self._problem.name,
-            got=f"memory_budget={format_bytes(self._budget or 0)}, which leaves {format_bytes(max(room, 0))} to chunks "
-            f"where {taken}",
+            got=f"memory_budget={format_bytes(self._budget or 0)}, which leaves {format_bytes(max(room, 0))} for "
+            f"chunks, where {taken}",
             expected=f"room for the forward and backward of a chunk, besides {format_bytes(fixed)} for gradients and "
-            "running sums, which chunks do not make smaller",
+            "running sums, which do not shrink with the chunk size",
             fix=f"pass a memory_budget of at least {_written(ceil((fixed + least.peak_bytes + 1) / _FILL))}.",
         )
 

@@ -155,8 +155,8 @@ class SparsityAwareProcessor:
             raise InputError(
                 CALL,
                 got=f"a module that gives {tuple(y.shape)} for SparseVoxels of shape {volume.shape}",
-                expected="results of the volume's size, to be read at its voxels",
-                fix="pass voxels.to_dense() for a volume of another size.",
+                expected="results of the volume's size, because they are read at its voxels",
+                fix="pass voxels.to_dense() to get a volume of another size.",
             )
         return volume.with_features(y.movedim(1, -1)[volume.coords.unbind(1)])
 
@@ -173,8 +173,9 @@ class SparsityAwareProcessor:
         try:
             if not isinstance(volume, SparseVoxels) and volume.requires_grad and torch.is_grad_enabled():
                 raise _refusal(
-                    "a volume that requires a gradient, which its empty voxels have too",
-                    'pass SparseVoxels.from_dense(volume) if those of occupied voxels are enough, or mode="dense".',
+                    "a volume that requires a gradient, which covers its empty voxels too",
+                    "pass SparseVoxels.from_dense(volume) if gradients of the occupied voxels are enough, or "
+                    'mode="dense".',
                 )
             options = self._options(form, kind, occupied, occupancy)
         except InputError as error:
@@ -195,10 +196,10 @@ class SparsityAwareProcessor:
             return [_Option("pointwise", occupancy)]
         if self._mode == "pointwise":
             raise _refusal(
-                "a module that looks at "
+                "a module whose receptive field covers "
                 + ", ".join(f"{r.before} + {r.after} voxels (stride {r.period})" for r in reaches)
-                + " around along D, H, W",
-                'pass mode="blocks", which keeps the margin, or "submanifold" for another model.',
+                + " around each voxel along D, H, W",
+                'pass mode="blocks", which keeps the margin, or mode="submanifold", which computes a different model.',
             )
         axes = tuple(
             ExactAxis.cut(size, self._block_size, reach)
@@ -290,7 +291,7 @@ def _names(options: list[_Option]) -> str:
 
 
 def _refusal(got: str, fix: str) -> InputError:
-    return InputError(CALL, got=got, expected="a call that can be run in parts with the same result", fix=fix)
+    return InputError(CALL, got=got, expected="a call that gives the same result when it runs in parts", fix=fix)
 
 
 def _check_volume(volume: object) -> None:

@@ -91,13 +91,13 @@ def check_submanifold(fn: nn.Module, rows: Tensor) -> None:
     except InputError:
         raise
     except RuntimeError as error:
-        raise _no_form(f"a module that does not run on lone voxels ({error})") from error
+        raise _no_form(f"a module that does not run on single voxels ({error})") from error
     finally:
         for handle in handles:
             handle.remove()
     if not _is_lone(_as_volume(rows)):
         where = culprits[0] if culprits else "its own code"
-        raise _no_form(f"a module that mixes voxels otherwise than by convolutions, first in {where}")
+        raise _no_form(f"a module that mixes voxels by something other than convolutions, first in {where}")
 
 
 def _is_lone(volume: object) -> bool:
@@ -126,7 +126,7 @@ def _on_rows(fn: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
             got=f"a module that gives {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__} for "
             f"{(1, rows.shape[1], 1, 1, len(rows))}",
             expected="one result for each voxel",
-            fix='pool or flatten outside, or pass mode="dense".',
+            fix='pool or flatten outside of the module, or pass mode="dense".',
         )
     return _as_rows(y)
 
@@ -188,6 +188,6 @@ def _no_form(got: str) -> InputError:
     return InputError(
         _SUBMANIFOLD_CALL,
         got=got,
-        expected="convolutions of stride 1 that keep the size, and what treats each voxel by itself",
-        fix='take that layer out; mode="auto" takes any network.',
+        expected="convolutions of stride 1 that keep the size, and operations on each voxel alone",
+        fix='remove that layer, or pass mode="auto", which accepts any network.',
     )

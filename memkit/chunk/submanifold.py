@@ -135,8 +135,8 @@ def _triple(value: int | Sequence[int]) -> Triple:
         raise ConfigError(
             CALL,
             got=f"dilation={value!r}",
-            expected="one int, or three, of 1 or more",
-            fix="leave it out unless the kernel has gaps.",
+            expected="one int or three ints, each at least 1",
+            fix="omit dilation, or pass for example dilation=2.",
         )
     return values
 
@@ -158,5 +158,5 @@ def _check(voxels: SparseVoxels, weight: Tensor, bias: Tensor | None) -> None:
             CALL,
             got=f"a weight of shape {sizes}{form} for features of {num_in} channels",
             expected=f"a weight (C_out, {num_in}, kd, kh, kw) and a bias (C_out,); groups are not supported",
-            fix="make the layer with as many input channels as the features have.",
+            fix="create the layer with as many input channels as the features have.",
         )

@@ -97,9 +97,9 @@ def tiled_apply(
     if mode != "exact" and not is_auto(halo):
         raise ConfigError(
             f"tiled_apply(halo={halo!r}, mode={mode!r})",
-            got="a halo for windows, which have none",
-            expected="halo with mode='exact' alone; windows overlap by a share of their length",
-            fix="set overlap= in its place.",
+            got="a halo, which windows do not have",
+            expected="halo only with mode='exact'; windows overlap by a fraction of their length",
+            fix="pass overlap=0.25 instead of halo.",
         )
     spatial = range(2 - x.dim(), 0)
     is_whole = all(cut[dim] >= x.shape[dim] for dim in dims)
@@ -140,10 +140,10 @@ def _check_input(module: object, x: object) -> None:
             if isinstance(value, Tensor) and value.is_leaf and value.requires_grad and id(value) not in params:
                 raise InputError(
                     CALL,
-                    got=f"a module whose attribute `{name}{'.' if name else ''}{attribute}` requires grad and is no "
-                    "parameter",
-                    expected="all that needs a gradient among the module's parameters",
-                    fix="make it an nn.Parameter; its gradient would be missing.",
+                    got=f"a module whose attribute `{name}{'.' if name else ''}{attribute}` requires grad but is not "
+                    "a parameter",
+                    expected="every tensor that requires a gradient among the module's parameters",
+                    fix="make it an nn.Parameter; otherwise its gradient would be missing.",
                 )
 
 
@@ -151,7 +151,7 @@ def _check_settings(
     x: Tensor, module: nn.Module, mode: TilingMode, overlap: float, online_reduce: Callable[[Tensor], Tensor] | None
 ) -> None:
     check = Checker(CALL)
-    check.choice("mode", mode, get_args(TilingMode), fix="leave it out for results equal to the module's.")
+    check.choice("mode", mode, get_args(TilingMode), fix="omit mode for results equal to the module's.")
     check.number("overlap", overlap, 0, below=1, fix="pass overlap=0.25, the usual value.")
     if online_reduce is None:
         return
@@ -160,7 +160,8 @@ def _check_settings(
         raise ConfigError(
             "tiled_apply(online_reduce=...)",
             got=f"mode={mode!r}" if mode != "exact" else "a call that records gradients",
-            expected="inference in exact mode: windows that overlap are averaged first, and gradients need the whole",
+            expected="inference in exact mode: overlapping windows must be averaged first, and gradients need the "
+            "whole result",
             fix="call it under torch.no_grad(), with mode='exact'.",
         )
 
@@ -175,15 +176,15 @@ def _per_dim(x: Tensor, dims: Sequence[int] | None, value: Any, name: str, *, le
         raise ConfigError(
             f"tiled_apply(dims={dims!r})",
             got=f"{dims!r} for an input of {x.dim()} dimensions",
-            expected=f"different spatial dimensions out of {tuple(spatial)}",
-            fix="leave dims out to cut all of them.",
+            expected=f"distinct spatial dimensions out of {tuple(spatial)}",
+            fix="omit dims to cut all of them.",
         )
     sizes = [each for each in values if each is not None and each >= least]
     if not len(sizes) == len(values) == len(chosen):
         raise ConfigError(
             f"tiled_apply({name}={value!r})",
             got=repr(value),
-            expected=f"one int, or one for each of the {len(chosen)} dimensions that are cut; {least} or more",
+            expected=f"one int, or one int for each of the {len(chosen)} dimensions that are cut; {least} or more",
             fix=f"pass {name}=32, or a tuple.",
         )
     return dict(zip(chosen, sizes, strict=True))
@@ -194,9 +195,9 @@ def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> No
     short = [dim for dim in reaches if halos[dim] < needed[dim]]
     if short:
         warn_user(
-            f"tiled_apply: halo={tuple(halos[dim] for dim in short)} in dimensions {tuple(short)}, but results of the "
-            f"module depend on places up to {tuple(needed[dim] for dim in short)} away: they and gradients are wrong "
-            "near the cuts. halo='auto' takes these."
+            f"tiled_apply: halo={tuple(halos[dim] for dim in short)} in dimensions {tuple(short)}, but the module's "
+            f"results depend on positions up to {tuple(needed[dim] for dim in short)} away: results and gradients "
+            "are wrong near the cuts. Way out: pass halo='auto', which measures these distances."
         )
 
 
@@ -205,6 +206,7 @@ def _warn_of_no_effect(x: Tensor, axes: Sequence[Axis], reaches: dict[int, Reach
         return
     halos = ", ".join(f"{reach.before} + {reach.after}" for reach in reaches.values())
     warn_user(
-        f"tiled_apply: a tile with its halo ({halos}) is as large as the volume {tuple(x.shape[2:])}: the module runs "
-        "whole. A larger volume, or a module that looks less far, can be cut."
+        f"tiled_apply: a tile with its halo ({halos}) is as large as the volume {tuple(x.shape[2:])}: the module "
+        "runs on the whole volume, and no memory is saved. Way out: use a larger volume, or a module with a smaller "
+        "receptive field."
     )

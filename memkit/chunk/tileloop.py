@@ -111,7 +111,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative(
-            CALL, "for second derivatives call module(x), under torch.utils.checkpoint if it takes too much."
+            CALL, "for second derivatives call module(x), under torch.utils.checkpoint if memory runs out."
         )
         x, *params = ctx.saved_tensors
         modules = [] if ctx.job.is_exact else [ctx.job.module]  # exact tiles refuse modules that change buffers
@@ -167,9 +167,10 @@ def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
     if part.shape[-len(pieces) :] != torch.Size(p.out_stop - p.out_start for p in pieces):
         raise InputError(
             CALL,
-            got=f"a tile's result of sizes {tuple(y.shape[-len(pieces) :])}, which lacks places that it must give",
-            expected="a halo that holds what these places depend on, and the same sizes for the same input",
-            fix='leave halo="auto".',
+            got=f"a tile's result of sizes {tuple(y.shape[-len(pieces) :])}, which lacks positions that it must cover",
+            expected="a halo that covers everything that these positions depend on, and the same sizes for the same "
+            "input",
+            fix='pass halo="auto", the default.',
         )
     return part
 
@@ -190,7 +191,7 @@ def _reduced(part: Tensor, reduce: Callable[[Tensor], Tensor], num_spatial: int)
         raise InputError(
             "tiled_apply(online_reduce=...)",
             got=f"a result of shape {tuple(reduced.shape)} for a tile of shape {tuple(part.shape)}",
-            expected="the spatial dimensions as they are, at the end",
+            expected="unchanged spatial dimensions, at the end",
             fix="reduce over channels only, for example online_reduce=lambda y: y.argmax(1).",
         )
     return reduced
@@ -202,5 +203,5 @@ def _refuse_other_forms(x: Tensor, y: object) -> None:
             CALL,
             got=f"a module that returns {described(y)} for an input of shape {tuple(x.shape)}",
             expected="one tensor (B, channels, *spatial) with as many dimensions as the input",
-            fix="wrap the module in one that returns the tensor you need; pool or flatten outside.",
+            fix="wrap the module in one that returns the tensor you need; pool or flatten outside of it.",
         )

@@ -140,9 +140,10 @@ class BlendedAxis:
         if tile_out_size != self.length:
             raise InputError(
                 "tiled_apply(mode='constant' or 'gaussian')",
-                got=f"a module that gives {tile_out_size} places for a window of {self.length}",
+                got=f"a module that returns {tile_out_size} positions for a window of {self.length}",
                 expected="results of the window's size",
-                fix="choose a tile_size that the module's strides divide; mode='exact' takes other sizes.",
+                fix="choose a tile_size that is a multiple of the module's strides; mode='exact' accepts other "
+                "output sizes.",
             )
         stride = max(int(self.length * (1 - self.overlap)), 1)
         last = self.size - self.length

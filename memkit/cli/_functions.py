@@ -28,7 +28,9 @@ def load_function(command: str, text: str, *, instead: str = "") -> Callable[...
     if path.suffix != ".py" or not path.is_file():
         raise InputError(
             call,
-            got=f"{file!r}, which is no Python file" if file else f"neither {instead or 'a file'} nor FILE.py:FUNCTION",
+            got=f"{file!r}, which is not a Python file"
+            if file
+            else f"neither {instead or 'a file'} nor FILE.py:FUNCTION",
             expected=f"{instead} or FILE.py:FUNCTION" if instead else "FILE.py:FUNCTION",
             fix=f"write for example `memkit {command} train.py:build`.",
         )
@@ -41,7 +43,7 @@ def load_function(command: str, text: str, *, instead: str = "") -> Callable[...
     if not callable(function):
         raise InputError(
             call,
-            got="no such function",
+            got="a missing function",
             expected=f"a function {name} in {path.name}",
             fix="define it at the top level of the file.",
         )

@@ -15,9 +15,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser("check", help="find habits in scripts that cost memory, without running them")
     parser.add_argument("paths", nargs="*", metavar="PATH", help="a .py, .ipynb or .sh file, or a folder")
-    parser.add_argument("--select", metavar="RULES", default="", help="check only these rules, with commas between")
-    parser.add_argument("--ignore", metavar="RULES", default="", help="leave these rules out, with commas between")
-    parser.add_argument("--list-rules", action="store_true", help="show the rules and stop")
+    parser.add_argument("--select", metavar="RULES", default="", help="check only these rules, separated by commas")
+    parser.add_argument("--ignore", metavar="RULES", default="", help="skip these rules, separated by commas")
+    parser.add_argument("--list-rules", action="store_true", help="list the rules and exit")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -27,7 +27,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _show_rules(as_json=arguments.json)
         return YES
     if not arguments.paths:
-        arguments.parser.error("a file or a folder is needed")
+        arguments.parser.error("expected a file or a folder, for example `memkit check train.py`")
     result = check_paths(arguments.paths, select=_ids(arguments.select), ignore=_ids(arguments.ignore))
     if arguments.json:
         unread = [{"path": path, "reason": reason} for path, reason in result.unread]

@@ -15,10 +15,10 @@ from memkit.report.write import check_target, render_report, save_report
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("compare", help="show what changed between two memory logs")
-    parser.add_argument("before", help="the log to compare with")
-    parser.add_argument("after", help="the log to look at")
+    parser.add_argument("before", help="the log to compare against")
+    parser.add_argument("after", help="the log to examine")
     parser.add_argument("--output", metavar="FILE", help=".md, .html, .txt or .json; without it, text to the terminal")
-    parser.add_argument("--max-growth", type=float, metavar="PERCENT", help="exit with 1 where the peak grew by more")
+    parser.add_argument("--max-growth", type=float, metavar="PERCENT", help="exit with 1 if the peak grew by more")
     parser.add_argument("--language", default="en", metavar="LANGUAGE", help="en, or zh for Chinese")
     parser.set_defaults(run=_run)
 

@@ -17,14 +17,14 @@ _SUFFIXES = {"perfetto": ".trace.json", "csv": ".csv", "jsonl": ".jsonl", "snaps
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("convert", help="write a memory log, a snapshot or a trace in another form")
-    parser.add_argument("log", help="the log; also a directory, a run of ranks, a snapshot or a trace")
+    parser.add_argument("log", help="the log, or a directory, a run of several ranks, a snapshot or a trace")
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument(
         "output",
         nargs="?",
         help="a new file: .json for ui.perfetto.dev and chrome://tracing, .csv, .jsonl, .pickle for the memory viewer",
     )
-    target.add_argument("--to", choices=_SUFFIXES, help="name the new file after the log, beside it")
+    target.add_argument("--to", choices=_SUFFIXES, help="write the new file next to the log, with the log's name")
     parser.set_defaults(run=_run)
 
 

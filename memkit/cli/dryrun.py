@@ -48,15 +48,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", metavar="NAME", help='the card, such as "RTX 4090"; `memkit gpus` lists them')
+    parser.add_argument("--gpu", metavar="NAME", help='the GPU, such as "RTX 4090"; `memkit gpus` lists them')
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"optimizer steps to run ({_STEPS})")
     parser.add_argument(
-        "--selected-fraction", type=float, metavar="F", help="the share of elements that masks are taken to select"
+        "--selected-fraction", type=float, metavar="F", help="the fraction of elements that masks are assumed to select"
     )
     parser.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="run the script as the first of N processes of torchrun"
     )
-    parser.add_argument("--calibrated", metavar="FILE", help="take the cards of this file before those of the table")
+    parser.add_argument("--calibrated", metavar="FILE", help="prefer the GPUs of this file to the built-in table")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
 
 
@@ -69,17 +69,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.gpu is None:
         arguments.parser.error("the following arguments are required: --gpu")
     if arguments.steps < 1:
-        arguments.parser.error("--steps: at least 1")
+        arguments.parser.error("--steps: expected at least 1")
     if arguments.selected_fraction is not None and not 0 < arguments.selected_fraction <= 1:
-        arguments.parser.error("--selected-fraction: a share above 0, and 1 at most")
+        arguments.parser.error("--selected-fraction: expected a fraction above 0 and at most 1")
     if arguments.nproc_per_node is not None and arguments.nproc_per_node < 1:
-        arguments.parser.error("--nproc-per-node: at least 1")
+        arguments.parser.error("--nproc-per-node: expected at least 1")
     if not Path(arguments.script).is_file():
         raise InputError(
             f"memkit dryrun {arguments.script}",
             got="no such file",
             expected="the path of a Python script",
-            fix="give the script as for `python SCRIPT.py`.",
+            fix="pass the script as for `python SCRIPT.py`.",
         )
     gpu = find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capability_of(gpu)
@@ -190,8 +190,8 @@ class _Script:
                 raise _NoReportError(
                     f"memkit dryrun {self._order['script']}",
                     got=f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} and no report",
-                    expected="a script that ends, whether it fails or not",
-                    fix="see its output above; SIGKILL most often means that this machine's own memory ran out.",
+                    expected="a script that runs to its end or fails with an exception",
+                    fix="see its output above; SIGKILL usually means that this machine's own memory ran out.",
                 )
             if not sizes.is_file():
                 shutil.move(Path(folder, sizes.name), sizes)

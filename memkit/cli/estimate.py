@@ -33,12 +33,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser("estimate", help="say what a training step needs, and whether it fits")
     parser.add_argument("step", help=f"a preset ({', '.join(PRESETS)}), or FILE.py:FUNCTION, {_FORM}")
-    parser.add_argument("--gpu", metavar="NAME", help='the card, such as "RTX 4090"; without it, live bytes on a CPU')
-    parser.add_argument("--budget", metavar="SIZE", help="does it fit into this size or card? (default: the card)")
+    parser.add_argument("--gpu", metavar="NAME", help='the GPU, such as "RTX 4090"; without it, live bytes on a CPU')
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="does it fit into this size or GPU? (default: the GPU of --gpu)"
+    )
     parser.add_argument("--precision", choices=("bf16-mixed", "fp16-mixed"), help="autocast (default: as the model is)")
     parser.add_argument("--accumulation-steps", type=int, default=1, metavar="N", help="micro-batches per step")
-    parser.add_argument("--selected-fraction", type=float, metavar="F", help="share that masks are taken to select")
-    parser.add_argument("--calibrated", metavar="FILE", help="take the cards of this file before those of the table")
+    parser.add_argument(
+        "--selected-fraction", type=float, metavar="F", help="fraction of elements that masks are assumed to select"
+    )
+    parser.add_argument("--calibrated", metavar="FILE", help="prefer the GPUs of this file to the built-in table")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -47,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capacity = gpu if arguments.budget is None else _budget(arguments.budget, arguments.calibrated)
     if arguments.calibrated is not None and gpu is None and not isinstance(capacity, GPU):
-        arguments.parser.error("--calibrated: is for a card, which --gpu or --budget names")
+        arguments.parser.error("--calibrated needs a GPU: pass --gpu or --budget with a GPU name")
     estimate = _estimate(arguments, gpu)
     verdict = None if capacity is None else estimate.verdict(capacity)
     if arguments.json:
@@ -82,7 +86,9 @@ def _estimate(arguments: argparse.Namespace, gpu: GPU | None) -> MemoryEstimate:
     if arguments.step in PRESETS:
         for name in ("precision", "accumulation_steps", "selected_fraction"):
             if getattr(arguments, name) != arguments.parser.get_default(name):
-                arguments.parser.error(f"--{name.replace('_', '-')}: of your own step; a preset says it itself")
+                arguments.parser.error(
+                    f"--{name.replace('_', '-')} applies only to your own step: a preset already sets it"
+                )
         return estimate_memory_usage(get_preset_config(arguments.step))
     step = _step(arguments.step)
     return estimate_memory_usage(

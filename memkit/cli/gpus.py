@@ -15,10 +15,14 @@ from memkit.predict.gpus import GPU, all_gpus, find_gpu, write_gpus
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("gpus", help="show what torch can use of each card")
-    parser.add_argument("name", nargs="?", help='a card such as "RTX 4090", or cuda; without it, the table of all')
-    parser.add_argument("--need", metavar="SIZE", help="only cards that hold so much, smallest first, as in 14GiB")
-    parser.add_argument("--calibrated", metavar="FILE", help="take the cards of this file before those of the table")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure the card NAME (cuda) and write it to this file")
+    parser.add_argument("name", nargs="?", help='a GPU such as "RTX 4090", or cuda; without it, the table of all')
+    parser.add_argument(
+        "--need", metavar="SIZE", help="only GPUs with room for this size, such as 14GiB, smallest first"
+    )
+    parser.add_argument("--calibrated", metavar="FILE", help="prefer the GPUs of this file to the built-in table")
+    parser.add_argument(
+        "--calibrate", metavar="FILE", help="measure the GPU NAME (cuda) and write the result to this file"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -26,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate is not None:
         if arguments.need is not None or arguments.calibrated is not None:
-            arguments.parser.error("--calibrate measures one card: leave --need and --calibrated out")
+            arguments.parser.error("--calibrate measures one GPU: omit --need and --calibrated")
         from memkit.predict.calibration import calibrate_gpu  # imports torch
 
         gpu = calibrate_gpu(arguments.name or "cuda")
@@ -35,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return YES
     if arguments.name is not None:
         if arguments.need is not None:
-            arguments.parser.error("--need looks at all cards: leave the name out")
+            arguments.parser.error("--need searches all GPUs: omit the name")
         _show_one(find_gpu(arguments.name, calibrated=arguments.calibrated), as_json=arguments.json)
         return YES
     gpus = list(all_gpus(arguments.calibrated))

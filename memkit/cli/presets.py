@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser("presets", help="show the presets, or one of them in full")
     parser.add_argument("name", nargs="?", help=f"{', '.join(PRESETS)}; without it, the table of all")
-    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="the number on the card's box")
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="the nominal memory of the GPU")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
     parser.set_defaults(run=_run, parser=parser)
 

@@ -38,16 +38,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="FUNCTION(n) returns a step of size n")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--full", action="store_true", help="encoder, decoder and whole model")
-    what.add_argument("--core", action="store_true", help="the MLP of the edges alone, in all its settings")
+    what.add_argument("--core", action="store_true", help="only the MLP of the edges, in all its settings")
     what.add_argument("--all", action="store_true", help="both (default)")
-    what.add_argument("--sizes", metavar="LIST", help="of your own step, as in 5k,10k,1M, or 5k..1M for 12 sizes")
+    what.add_argument(
+        "--sizes", metavar="LIST", help="sizes for your own step, as in 5k,10k,1M, or 5k..1M for 12 sizes"
+    )
     parser.add_argument("--modes", choices=("train", "inference", "both"), default="both", help="(default: both)")
     parser.add_argument("--config", metavar="FILE", help="the fields of MemoryTestConfig, as .toml, .json or .yaml")
-    parser.add_argument("--max-edges", type=int, metavar="N", help="leave larger edge counts out")
-    parser.add_argument("--measured", action="store_true", help="run each point in a process of its own")
+    parser.add_argument("--max-edges", type=int, metavar="N", help="skip larger edge counts")
+    parser.add_argument("--measured", action="store_true", help="run each point in a separate process")
     parser.add_argument("--device", metavar="NAME", help="where to measure (default: cuda:0)")
-    parser.add_argument("--memory-limit", metavar="SIZE", help="what a measuring process may take, as in 4GiB")
-    parser.add_argument("--gpu", action="append", default=[], metavar="NAME", help="a card to compare with; repeatable")
+    parser.add_argument("--memory-limit", metavar="SIZE", help="the memory limit of each measuring process, as in 4GiB")
+    parser.add_argument("--gpu", action="append", default=[], metavar="NAME", help="a GPU to compare with; repeatable")
     parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="for the files (default: here)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON, sizes in bytes")
     parser.set_defaults(run=_run, parser=parser)
@@ -55,14 +57,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.step is None) != (arguments.sizes is None):
-        arguments.parser.error("a step of your own and --sizes go together")
+        arguments.parser.error("your own step FILE.py:FUNCTION and --sizes must be given together")
     if arguments.step is not None and arguments.max_edges is not None:
-        arguments.parser.error("--max-edges: of the memory test; --sizes says how far your own step goes")
+        arguments.parser.error("--max-edges applies only to the memory test; --sizes sets the sizes of your own step")
     config = _config(arguments)
     if config.source != "measured":
         for name in ("device", "memory_limit"):
             if getattr(arguments, name) is not None:
-                arguments.parser.error(f"--{name.replace('_', '-')}: of a measured run; give --measured as well")
+                arguments.parser.error(
+                    f"--{name.replace('_', '-')} applies only to measured runs: pass --measured as well"
+                )
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     journal = _journal(arguments, config) if config.source == "measured" else None
     with redirect_stdout(sys.stderr):  # for output of the user's own code
@@ -150,8 +154,8 @@ def _sizes(text: str) -> list[int]:
         raise InputError(
             f"memkit profile --sizes {text}",
             got=repr(text),
-            expected="positive numbers such as 5000 or 5k, with commas between them, or the smallest..the largest",
-            fix="write for example --sizes 5k,10k,20k or --sizes 5k..1M.",
+            expected="positive numbers such as 5000 or 5k, separated by commas, or a range SMALLEST..LARGEST",
+            fix="pass for example --sizes 5k,10k,20k or --sizes 5k..1M.",
         )
     return list(MemoryTestConfig(min_edges=sizes[0], max_edges=sizes[1]).num_edges) if is_range else sizes
 

@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     formats = ", ".join(SUFFIXES)
     parser.add_argument("--output", default=_OUTPUT, metavar="FILE", help=f"{formats}; without it {_OUTPUT}")
     parser.add_argument("--baseline", metavar="FILE", help="another log to compare with")
-    parser.add_argument("--gpu", metavar="NAME", help="the card that it ran on, where the log does not say")
+    parser.add_argument("--gpu", metavar="NAME", help="the GPU that it ran on, if the log does not say")
     parser.add_argument("--language", default="en", metavar="LANGUAGE", help="en, or zh for Chinese")
     parser.set_defaults(run=_run)
 

@@ -49,8 +49,8 @@ class FabricSplitLoss:
             raise InputTypeError(
                 "FabricSplitLoss(model)",
                 got=f"a {type(model).__name__}",
-                expected="a model that Fabric has set up",
-                fix="pass what fabric.setup(model, optimizer) returned; without Fabric use memkit.SplitLoss.",
+                expected="a model set up by Fabric",
+                fix="pass the model returned by fabric.setup(model, optimizer); without Fabric use memkit.SplitLoss.",
             )
         # The module that Fabric wraps (the user's own, or in DistributedDataParallel) and its precision are private.
         self.split_loss = SplitLoss(model._forward_module, **options)  # type: ignore[arg-type]  # noqa: SLF001

@@ -298,8 +298,9 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
             self._has_warned = True
             warn_user(
                 f"Lightning divides the gradient of the epoch's last {len(self._rows)} batches by "
-                f"accumulate_grad_batches={num_batches}: this step counts {len(self._rows)}/{num_batches} of the "
-                "others. MemoryCallback(exact_accumulation=True) gives every step the mean over its rows."
+                f"accumulate_grad_batches={num_batches}: this step has {len(self._rows)}/{num_batches} of the weight "
+                "of the others. Way out: MemoryCallback(exact_accumulation=True), with which every step uses the "
+                "mean over its rows."
             )
 
     def on_train_batch_end(

@@ -133,10 +133,10 @@ class BatchParts:
         )
         return InputError(
             "MemoryEfficientModule.training_step(...)",
-            got=f"{', '.join(dict.fromkeys(each.strip() for each in shown))} in {name!r} beside the loss, from a batch "
-            "that was cut",
-            expected="a tensor with a row for each row of the batch, or a floating-point number, whose mean is taken",
-            fix="log it with self.log(..., reduce_fx=...), which says how parts go together.",
+            got=f"{', '.join(dict.fromkeys(each.strip() for each in shown))} in {name!r} besides the loss, from a "
+            "batch that was split",
+            expected="a tensor with a row for each row of the batch, or a floating-point number, which is averaged",
+            fix="log it with self.log(..., reduce_fx=...), which defines how to combine the parts.",
         )
 
 

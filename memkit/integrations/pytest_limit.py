@@ -60,7 +60,7 @@ def memory_limit(
                 f"memory_limit({limit!r}, ...)",
                 got=", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None),
                 expected=rule,
-                fix="see `pytest --markers`.",
+                fix="see `pytest --markers` for the forms of this marker.",
             )
     if gpu is not None:
         capability_of(find_gpu(gpu))

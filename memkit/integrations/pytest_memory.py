@@ -109,8 +109,8 @@ def watch_for_leaks(step: Callable[[], object], *, repeat: int = 5, warmup: int 
         raise ConfigError(
             f"assert_no_leak(step, repeat={repeat}, warmup={warmup})",
             got=f"{repeat} calls after {warmup}",
-            expected="3 calls or more, after none or more: less shows no growth",
-            fix="leave both out for 5 calls after 1.",
+            expected="repeat of at least 3 and warmup of at least 0: fewer calls cannot show growth",
+            fix="omit both for repeat=5, warmup=1.",
         )
     leak_watch = LeakWatch()
     with Recorder() as recorder:

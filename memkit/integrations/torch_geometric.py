@@ -152,7 +152,9 @@ class _Run:
         stem = name.removesuffix("batch") if name.endswith("batch") else name.removesuffix("ptr")
         graph_of_row, ptr = store.get(stem + "batch"), store.get(stem + "ptr")
         if not (isinstance(graph_of_row, Tensor) and isinstance(ptr, Tensor)):
-            self._refuse(name, "an attribute that came after batching", "attributes that the graphs had when batched")
+            self._refuse(
+                name, "an attribute that was added after batching", "attributes that the graphs had when batched"
+            )
         if name.endswith("ptr"):
             return self._rebase(ptr)
         numbers: Tensor = graph_of_row[int(ptr[self._first]) : int(ptr[self._last])] - self._first
@@ -177,6 +179,6 @@ def _refuse_type(batch: Any, call: str) -> NoReturn:
         call,
         got=f"a {type(batch).__name__}" + (f" sampled around {sum(seeds)} seed nodes" if seeds else ""),
         expected="a Batch of several graphs, made by Batch.from_data_list or PyG's DataLoader",
-        fix="one graph cannot be cut between graphs: take a smaller NeighborLoader(batch_size=...), and several of its "
-        "batches to a step with GradientAccumulator(optimizer, steps=...), count=batch.batch_size.",
+        fix="a single graph cannot be split: use a smaller NeighborLoader(batch_size=...), and accumulate several "
+        "of its batches per step with GradientAccumulator(optimizer, steps=...) and count=batch.batch_size.",
     )

@@ -249,9 +249,9 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
                 raise InputError(
                     f"{_CALL}: splitting a batch",
                     got=f"a loss of {once:.6g} that becomes {twice:.6g} with twice the num_items_in_batch",
-                    expected="a sum divided by it, or a mean that it does not touch",
-                    fix="leave out what is not divided (a router's auxiliary loss: output_router_logits=False), or "
-                    "keep batches whole with num_microbatches=1, on_oom='raise'.",
+                    expected="a sum divided by num_items_in_batch, or a mean independent of it",
+                    fix="remove terms that are not divided (for a router's auxiliary loss: "
+                    "output_router_logits=False), or keep batches whole with num_microbatches=1, on_oom='raise'.",
                 )
             self._is_divided = not math.isclose(once, twice, rel_tol=_CLOSE)
         return self._is_divided
@@ -280,9 +280,9 @@ def _count_items(loss: torch.Tensor, part: Mapping[str, Any]) -> float:
         return count_rows(part)
     raise InputError(
         f"{_CALL}: splitting a batch",
-        got="a loss that does not show how many items it is a mean over"
+        got="a mean loss over an unknown number of items"
         + (", and labels that are ignored (-100)" if has_ignored else ""),
-        expected="one cross-entropy, or labels that all count",
+        expected="one cross-entropy, or labels without ignored ones",
         fix="pass compute_loss_func=..., which divides a sum by num_items_in_batch; or keep batches whole with "
         "num_microbatches=1, on_oom='raise'.",
     )

@@ -71,8 +71,9 @@ class EventJournal:
         except StateError:
             self.close()  # this process's copy
             warn_user(
-                f"Process {os.getpid()} was forked from the one that writes the memory log: its own events stay in its "
-                "memory. Make a MemoryManager with another log there to keep them."
+                f"Process {os.getpid()} was forked from the process that writes the memory log, so its own events "
+                "are kept in memory and not written. Way out: create a MemoryManager with another log file in the "
+                "forked process."
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

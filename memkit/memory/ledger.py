@@ -104,9 +104,9 @@ class Phase(Interval):
         if self.path is not None:
             raise StateError(
                 f"with phase({self.name!r})",
-                got="a phase that was entered before",
-                expected="a new one for each block",
-                fix="write `with memory.phase(...)`: each call makes a new one.",
+                got="a phase that was already entered",
+                expected="a new phase for each `with` block",
+                fix="write `with memory.phase(...)`, which creates a new phase on each call.",
             )
         here.failure = None  # another error may have the same id
         self.neighbors = neighbors = here.phases
@@ -225,7 +225,9 @@ class Ledger:
     def phase(self, name: str) -> Phase:
         """Create a phase."""
         if type(name) is not str or not name:
-            raise InputError(f"phase({name!r})", got=repr(name), expected="a name", fix="pass text such as 'forward'.")
+            raise InputError(
+                f"phase({name!r})", got=repr(name), expected="a non-empty name", fix="pass a string such as 'forward'."
+            )
         return Phase(self, name)
 
     def step(self) -> int:

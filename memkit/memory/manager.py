@@ -97,7 +97,10 @@ class MemoryManager(Uncopied, Closing):
         self.device = devices.resolve_device(device)
         if self.device.type == "meta":
             raise ConfigError(
-                "MemoryManager('meta')", got="meta", expected="a device that holds memory", fix="use Tracker instead."
+                "MemoryManager('meta')",
+                got="meta",
+                expected="a device that holds memory",
+                fix="use mk.memory.Tracker instead.",
             )
         if line_every is not None:
             Checker("MemoryManager(...)").whole("line_every", line_every, 1)

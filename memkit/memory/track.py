@@ -84,9 +84,9 @@ class Tracker(Uncopied):
         if self._recorder is not None:
             raise StateError(
                 "with tracker",
-                got="a tracker that was used before",
-                expected="one block for each tracker",
-                fix="call track() again.",
+                got="a tracker that was already used",
+                expected="one `with` block for each tracker",
+                fix="create a new one: with memory.track() as tracker.",
             )
         self._recorder = self._make_recorder().__enter__()
         return self
@@ -111,9 +111,9 @@ class Tracker(Uncopied):
         if self._recorder is None:
             raise StateError(
                 "tracker",
-                got="a tracker that has watched nothing",
+                got="a tracker that has not been entered",
                 expected="a block of code",
-                fix="use it as `with memory.track() as tracker:`, and read it there or after.",
+                fix="write `with memory.track() as tracker:`, and read the tracker inside the block or after it.",
             )
         return self._recorder
 

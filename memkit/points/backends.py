@@ -53,7 +53,7 @@ def _refuse_without_interpreter(call: str) -> None:
             call,
             got="backend='triton' on the CPU, for which Triton has no compiler",
             expected="an accelerator, or Triton's interpreter",
-            fix="leave backend out; to try the kernels, set TRITON_INTERPRET=1 before Triton is imported.",
+            fix="omit backend; to try the kernels, set TRITON_INTERPRET=1 before Triton is imported.",
         )
 
 
@@ -61,11 +61,11 @@ def _check_installed(backend: GridBackend, call: str) -> None:
     if backend in ("numba", "triton") and importlib.util.find_spec(backend) is None:
         raise ConfigError(
             call,
-            got=f"backend={backend!r}, and {backend} is not installed",
+            got=f"backend={backend!r}, but {backend} is not installed",
             expected=f"{backend}",
-            fix=f"run `pip install {'memkit[numba]' if backend == 'numba' else 'triton'}`, or leave backend out.",
+            fix=f"run `pip install {'memkit[numba]' if backend == 'numba' else 'triton'}`, or omit backend.",
         )
 
 
 def _check_known(backend: str, call: str, known: tuple[str, ...]) -> None:
-    Checker(call).choice("backend", backend, known, fix="leave it out: all give the same samples.")
+    Checker(call).choice("backend", backend, known, fix="omit backend: all of them give the same samples.")

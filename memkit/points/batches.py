@@ -131,9 +131,9 @@ class BudgetBatchSampler(EpochOrder):
             if len(largest) == 1:
                 raise InputError(
                     f"BudgetBatchSampler(sizes, num_replicas={self._num_replicas})",
-                    got=f"{len(self._sizes)} samples that make {len(batches)} batches of one",
-                    expected="as many batches for each rank, without a sample lost or repeated",
-                    fix="leave out a few samples, or raise the budget.",
+                    got=f"{len(self._sizes)} samples, which give only {len(batches)} batches of one sample",
+                    expected="the same number of batches for each rank, with no sample lost or repeated",
+                    fix="remove a few samples, or raise the budget.",
                 )
             batches.append(largest[1::2])
             del largest[1::2]
@@ -170,25 +170,25 @@ def _columns(sizes: Points | Mapping[str, Points], budgets: dict[str, int]) -> N
         if len(budgets) != 1:
             raise ConfigError(
                 _CALL,
-                got=f"one size for each sample, and {names}",
-                expected="one budget, or a dict with sizes for each",
-                fix='give max_points=..., or sizes={"points": [...], "edges": [...]} with several.',
+                got=f"one size for each sample, but {names}",
+                expected="one budget, or a dict with sizes for each budget",
+                fix='pass max_points=... alone, or sizes={"points": [...], "edges": [...]} with several budgets.',
             )
         sizes = dict.fromkeys(budgets, sizes)
     if not budgets or set(sizes) != set(budgets):
         raise ConfigError(
             _CALL,
-            got=f"sizes of {', '.join(sizes) or 'nothing'}, and {names}",
-            expected="the same names: points, edges, bytes",
-            fix="give each column of sizes its budget, and leave out the others.",
+            got=f"sizes of {', '.join(sizes) or 'nothing'}, but {names}",
+            expected="the same names for sizes and budgets: points, edges, bytes",
+            fix="pass one budget for each column of sizes, and omit the others.",
         )
     columns = [_column(sizes[name], name) for name in budgets]
     if len({len(column) for column in columns}) > 1:
         raise InputError(
             _CALL,
             got=" and ".join(f"{len(column)} sizes of {name}" for name, column in zip(budgets, columns, strict=True)),
-            expected="one for each sample in each column",
-            fix="make the columns from the same list of samples.",
+            expected="one size for each sample in each column",
+            fix="compute all columns from the same list of samples.",
         )
     return np.stack(columns, axis=1)
 
@@ -200,7 +200,7 @@ def _column(values: Points, name: str) -> NDArray[np.int64]:
         raise InputError(
             _CALL,
             got=f"sizes of {name} of dtype {column.dtype} and shape {column.shape}, least {column.min(initial=0)}",
-            expected="one whole number for each sample, 0 or more",
+            expected="one whole number of at least 0 for each sample",
             fix="count points, edges or bytes: [len(scene.coords) for scene in scenes].",
         )
     return column.astype(np.int64)
@@ -213,6 +213,6 @@ def _refuse_larger(sizes: NDArray[np.int64], budgets: dict[str, int]) -> None:
             raise InputError(
                 f"BudgetBatchSampler(sizes, max_{name}={budget})",
                 got=f"{column[larger[0]]} {name} in sample {larger[0]}; {larger.size} samples exceed the budget",
-                expected="samples that fit into a batch, if only alone",
-                fix=f"set max_{name}={column.max()} or more, thin such samples out, or leave them out of the dataset.",
+                expected="samples that each fit into a batch",
+                fix=f"pass max_{name}={column.max()} or more, reduce these samples, or remove them from the dataset.",
             )

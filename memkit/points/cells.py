@@ -53,9 +53,9 @@ def host_array(values: Points, call: str, name: str) -> NDArray[Any]:
     except ValueError as error:
         raise InputTypeError(
             call,
-            got=f"{name} that are no array: {error}",
+            got=f"{name} that cannot be converted to an array: {error}",
             expected="rows of equal length",
-            fix="concatenate the scenes of a batch, and give offsets=.",
+            fix="concatenate the scenes of a batch, and pass offsets=.",
         ) from error
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise InputTypeError(
@@ -78,8 +78,8 @@ def grid_lengths(value: Lengths, num_axes: int, call: str, *, positive: bool) ->
         raise InputError(
             call,
             got=f"{value!r} for points with {num_axes} axes",
-            expected=f"one finite number{' above 0' if positive else ''}, or {num_axes} of them",
-            fix="give lengths in the unit of the coordinates.",
+            expected=f"one finite number{' above 0' if positive else ''}, or {num_axes} such numbers",
+            fix="pass lengths in the unit of the coordinates.",
         )
     return np.broadcast_to(lengths, (num_axes,))
 
@@ -107,7 +107,7 @@ def group_coords(
             call,
             got=f"coordinates {points[row].tolist()} in row {first_row + row}",
             expected="finite coordinates",
-            fix="drop such points first: coords[torch.isfinite(coords).all(1)].",
+            fix="drop these points first: coords[torch.isfinite(coords).all(1)].",
         )
     low, high = grid_coords(sides, size, origin).T
     if max(-low.min(), high.max()) >= _EXACT:
@@ -142,7 +142,7 @@ def _group_keys(keys: NDArray[Any], passes: Passes, call: str) -> Groups:
             call,
             got=f"{len(keys)} points in one scene",
             expected=f"at most {MOST_POINTS}",
-            fix="cut the scene, and give the parts as scenes of a batch with offsets=.",
+            fix="cut the scene, and pass the parts as scenes of a batch with offsets=.",
         )
     order, starts = passes.group(keys)
     return Groups(order, np.diff(starts, append=len(keys)), starts)
@@ -160,6 +160,6 @@ def _compact_keys(points: NDArray[Any], size: NDArray[np.float64], origin: NDArr
 def _warn_coarse(dtype: np.dtype[Any], sides: NDArray[Any], size: NDArray[np.float64], call: str) -> None:
     if dtype.kind == "f" and bool((np.spacing(np.abs(sides).max(axis=0)) > 0.01 * size).any()):
         warn_user(
-            f"{call}: far from the origin, {dtype} tells points apart only by more than 1% of grid_size, so that cell "
-            "borders are rounding. Subtract an offset in float64 before the points are stored."
+            f"{call}: so far from the origin, {dtype} resolves distances only above 1% of grid_size, so rounding "
+            "decides near cell borders. Way out: subtract an offset in float64 before the points are stored."
         )

@@ -132,7 +132,7 @@ class GridIndex:
                 _FROM_COORDS,
                 got=f"coords of shape {points.shape}",
                 expected="(N, A): one row for each point",
-                fix="concatenate the scenes of a batch, and give offsets=.",
+                fix="concatenate the scenes of a batch, and pass offsets=.",
             )
         size = grid_lengths(grid_size, points.shape[1], "GridIndex.from_coords(grid_size=...)", positive=True)
         corner = grid_lengths(origin, points.shape[1], "GridIndex.from_coords(origin=...)", positive=False)
@@ -245,8 +245,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[list[Groups], NDArray[np.int64]
         raise FileFormatError(
             f"GridIndex.load({os.fspath(path)!r})",
             got=f"{type(error).__name__}: {error}",
-            expected=f"a file of GridIndex.save, version {_VERSION}, undamaged",
-            fix="make the index again from the coordinates, and save it.",
+            expected=f"an undamaged file written by GridIndex.save, version {_VERSION}",
+            fix="build the index again from the coordinates, and save it.",
         ) from error
 
 
@@ -255,17 +255,17 @@ def _parsed(found: dict[str, NDArray[Any]]) -> tuple[list[Groups], NDArray[np.in
         raise ValueError(f"version {found['version'].tolist()}")
     order, counts, cells, offsets, cell_offsets = (found[name] for name in ("order", *_ARRAYS))
     if order.dtype != np.int32 or any(found[name].dtype != np.int64 for name in _ARRAYS):
-        raise ValueError("arrays of another dtype")
+        raise ValueError("arrays with a wrong dtype")
     if not (order.ndim == counts.ndim == 1 and cells.ndim in (1, 2) and len(cells) == len(counts)):
-        raise ValueError("arrays of other shapes")
+        raise ValueError("arrays with wrong shapes")
     if not (_are_ends(offsets, len(order)) and _are_ends(cell_offsets, len(counts))):
-        raise ValueError("offsets that do not fit the arrays")
+        raise ValueError("offsets that do not match the arrays")
     groups = [
         Groups(rows, sizes, np.cumsum(sizes) - sizes)
         for rows, sizes in zip(_cut(order, offsets), _cut(counts, cell_offsets), strict=True)
     ]
     if not all(map(_is_grouping, groups)):
-        raise ValueError("cells that do not hold each point once")
+        raise ValueError("cells that do not contain each point exactly once")
     return groups, cells
 
 
@@ -296,8 +296,8 @@ def _scene_ends(offsets: Points | None, num_points: int, call: str) -> NDArray[n
         raise InputError(
             call,
             got=f"offsets {ends[:5].tolist()}{'...' if len(ends) > 5 else ''} for {num_points} points",
-            expected="where the points of each scene end: not decreasing, the last one the number of points",
-            fix="give offsets=torch.tensor([len(scene) for scene in scenes]).cumsum(0).",
+            expected="the end of each scene's points, not decreasing, with the number of points last",
+            fix="pass offsets=torch.tensor([len(scene) for scene in scenes]).cumsum(0).",
         )
     return ends
 
@@ -315,7 +315,7 @@ def _integers(values: Points, call: str, name: str) -> NDArray[np.int64]:
         raise InputError(
             call,
             got=f"{name} of dtype {array.dtype} and shape {array.shape}",
-            expected="one row of integers that fit an int64",
-            fix="flatten them, and number them from 0 where they are too large.",
+            expected="a 1-dimensional array of integers that fit into int64",
+            fix=f"flatten {name}; if its values are too large, renumber them from 0.",
         )
     return np.ascontiguousarray(array, dtype=np.int64)

@@ -102,8 +102,8 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
         raise InputTypeError(
             call,
             got=f"a {type(batch).__name__}",
-            expected='a mapping with "offset" or "batch" beside the points',
-            fix="collate into a dict, take memkit.integrations.torch_geometric for graphs, or write split_fn yourself.",
+            expected='a mapping with "offset" or "batch" besides the points',
+            fix="collate into a dict, use memkit.integrations.torch_geometric for graphs, or write your own split_fn.",
         )
     if "offset" in batch:
         ends = {"offset": _read_rising(batch["offset"], call, "offset")}
@@ -114,7 +114,7 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
         raise InputError(
             call,
             got=f"entries {list(batch)}",
-            expected='"offset", where the points of each scene end, or "batch", the scene of each point',
+            expected='"offset", the end of the points of each scene, or "batch", the scene of each point',
             fix='add batch["offset"] = torch.tensor([len(scene) for scene in scenes]).cumsum(0).',
         )
     more = [key for key in batch if isinstance(key, str) and key.endswith("_offset") and key not in belongs_to]
@@ -126,8 +126,8 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
         raise InputError(
             call,
             got=f"offsets of different lengths: {lengths}",
-            expected="one end for each scene in every offset",
-            fix="give several views of a scene one common end, or write split_fn yourself.",
+            expected="one end per scene in every offset",
+            fix="use one common end for several views of a scene, or write your own split_fn.",
         )
     return {name: values.tolist() for name, values in ends.items()}
 
@@ -154,9 +154,9 @@ def _read_rising(values: Any, call: str, name: str) -> NDArray[np.int64]:
     raise InputError(
         call,
         got=f"{name}, a {type(values).__name__} of {array.dtype} and shape {array.shape}: {array.ravel()[:5].tolist()}",
-        expected="a tensor or array, one row of whole numbers from 0 that do not fall",
-        fix="collate scene after scene, and give offsets as cumulative ends; an entry of such a name that is no offset "
-        "goes into belongs_to.",
+        expected="a 1-dimensional tensor or array of whole numbers from 0 that never decrease",
+        fix="collate one scene after another, and pass offsets as cumulative ends; if this entry is not an offset, "
+        "name it in belongs_to.",
     )
 
 
@@ -182,7 +182,7 @@ def _find_home(key: Any, value: Any, ends: Ends, belongs_to: Mapping[Any, str], 
     raise InputError(
         call,
         got=f"{key!r}: {what}" + (f" for {belongs_to[key]!r}" if key in belongs_to else ""),
-        expected="rows of either: " + ", ".join(f"{count} of {name!r}" for name, count in rows.items()),
+        expected="as many rows as one of: " + ", ".join(f"{count} of {name!r}" for name, count in rows.items()),
         fix=f"belongs_to={{{key!r}: ...}}, where ... is 'points', 'scenes', 'all' or the name of an offset of its own.",
     )
 

@@ -105,7 +105,9 @@ class GridAwareSampler:
         ends = check.series("ratio", ratio, 2) if isinstance(ratio, Iterable) else (ratio, ratio)
         low, high = (check.number("ratio", each) for each in ends)
         if not 0 < low <= high <= 1:
-            raise check.refuse("ratio", ratio, "a share such as 0.5, or (least, greatest): 0 < least <= greatest <= 1")
+            raise check.refuse(
+                "ratio", ratio, "a fraction such as 0.5, or (least, greatest) with 0 < least <= greatest <= 1"
+            )
         check.choice("rounding", rounding, get_args(Rounding))
         self.ratio = (low, high)
         self.seed = check.whole("seed", seed)
@@ -261,7 +263,7 @@ class GridAwareSampler:
                 "GridAwareSampler.load_state_dict(state)",
                 got=f"version {versions[0]!r} and algo_version {versions[1]!r}",
                 expected=f"version {_VERSION} and algo_version {_ALGO_VERSION}",
-                fix="go on with the memkit that saved it, or start a new sampler.",
+                fix="continue with the version of memkit that saved the state, or start a new sampler.",
             )
         self.seed, self._num_draws = int(state["seed"]), int(state["num_draws"])
 
@@ -346,7 +348,7 @@ def _joined(parts: list[Ints]) -> Ints:
 
 def _checked_scenarios(scenarios: Iterable[Scenario], call: str) -> list[Scenario]:
     check = Checker(call, InputError)
-    return [check.choice("scenarios", each, _CODES, fix="leave the others out.") for each in scenarios]
+    return [check.choice("scenarios", each, _CODES, fix="pass only these.") for each in scenarios]
 
 
 def _checked_weights(weights: Points, num_points: int) -> Floats:
@@ -356,15 +358,15 @@ def _checked_weights(weights: Points, num_points: int) -> Floats:
         raise InputError(
             call,
             got=f"weights of shape {checked.shape}",
-            expected=f"({num_points},): one for each point",
-            fix="give weights in the order of the points that the index was made of.",
+            expected=f"({num_points},), one weight for each point",
+            fix="pass weights in the order of the points that the index was built from.",
         )
     wrong = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
     if wrong.size:
         raise InputError(
             call,
             got=f"{checked[wrong[0]]} in row {wrong[0]}",
-            expected="finite weights, 0 or more",
-            fix="clip or drop such points first.",
+            expected="finite weights of at least 0",
+            fix="first clip these weights, for example weights.clamp(min=0), or drop these points.",
         )
     return checked

@@ -40,7 +40,7 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
             "voxel_mean(values, index)",
             got=f"{len(values)} rows for an index of {index.num_points} points",
             expected="one row for each point",
-            fix="give values in the order of the points that the index was made of.",
+            fix="pass values in the order of the points that the index was built from.",
         )
     cell = index.cell_of_point().to(values.device)
     dtype = accumulator_dtype(values.dtype)

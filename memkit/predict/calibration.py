@@ -37,9 +37,9 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
     if before is None:
         raise ConfigError(
             f"calibrate_gpu(device={device!r})",
-            got=f"{resolved}, which does not say what it has free",
+            got=f"{resolved}, a device that does not report its free memory",
             expected="a device of type cuda or xpu",
-            fix="run it on such a card.",
+            fix="run it on a machine with such a GPU, and pass device='cuda' or device='xpu'.",
         )
     spawn = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
     here, there = spawn.Pipe()
@@ -53,9 +53,9 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
     except EOFError:
         raise StateError(
             f"calibrate_gpu(device={device!r})",
-            got="a second process that died before it had measured",
-            expected="room on the card, and a script whose code stands under `if __name__ == '__main__':`",
-            fix="read its error above; or run `memkit gpus --calibrate FILE`.",
+            got="a second process that died before it could measure",
+            expected="free memory on the GPU, and a script whose code is under `if __name__ == '__main__':`",
+            fix="read the error of that process above, or run `memkit gpus --calibrate FILE`.",
         ) from None
     finally:
         here.close()  # a worker that is still waiting to be released ends too

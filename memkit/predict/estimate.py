@@ -325,6 +325,6 @@ def warn_of_doubts(call: str, estimate: MemoryEstimate) -> None:
     """Warn if an estimate that is being used has doubts."""
     if estimate.doubts:
         warn_user(
-            f"{call}(...) is not known to hold: {'; '.join(estimate.doubts)}. Way out: let no size and no branch of "
-            "the step depend on values of its tensors."
+            f"{call}(...) may be wrong: {'; '.join(estimate.doubts)}. Way out: write the step so that no size and no "
+            "branch depends on the values of its tensors."
         )

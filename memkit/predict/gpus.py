@@ -170,8 +170,8 @@ def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = Non
         raise InputTypeError(
             f"find_gpu({name!r})",
             got=f"a {type(name).__name__}",
-            expected="the name of a card as text, or a GPU",
-            fix="write for example 'RTX 4090', or 'cuda' for the card of this machine.",
+            expected="the name of a GPU as a string, or a GPU object",
+            fix="pass for example 'RTX 4090', or 'cuda' for the GPU of this machine.",
         )
     gpus = all_gpus(calibrated)
     if _LIVE.fullmatch(name):
@@ -185,9 +185,9 @@ def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = Non
     names = list(dict.fromkeys(by_key[key].name for key in near))[:_NUM_SUGGESTIONS]
     raise InputError(
         f"find_gpu({name!r})",
-        got="a name that several cards begin with" if beginnings else "a name of no card",
-        expected=f"one card: {', '.join(names)}" if names else "a card of the table",
-        fix="write it as `memkit gpus` does, or 'cuda' for the card of this machine.",
+        got="a name that matches several GPUs" if beginnings else "an unknown GPU",
+        expected=f"the name of one GPU: {', '.join(names)}" if names else "a GPU that memkit knows",
+        fix="write the name as `memkit gpus` lists it, or 'cuda' for the GPU of this machine.",
     )
 
 
@@ -227,7 +227,7 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> 
                 no_size.call,
                 got=no_size.got,
                 expected=f"{no_size.expected}; or {no_gpu.expected}",
-                fix="write for example '24GiB' or 'RTX 4090'; `memkit gpus` lists the cards.",
+                fix="pass for example '24GiB' or 'RTX 4090'; `memkit gpus` lists the known GPUs.",
             ) from None
 
 
@@ -249,9 +249,9 @@ def capability_of(gpu: GPU) -> tuple[int, int]:
     if gpu.compute_capability is None:
         raise ConfigError(
             f"a dry run on {gpu.name!r}",
-            got=f"a card of {gpu.vendor}",
-            expected="a card of NVIDIA: what other cards' operators take is not known",
-            fix="take a card of NVIDIA of the same size; `memkit gpus` lists them.",
+            got=f"a GPU from {gpu.vendor}",
+            expected="an NVIDIA GPU: the memory of operators on other GPUs is not known",
+            fix="pass an NVIDIA GPU of the same size; `memkit gpus` lists them.",
         )
     return gpu.compute_capability
 
@@ -280,7 +280,7 @@ def _read(path: Path) -> list[GPU]:
             f"calibrated={str(path)!r}",
             got=f"{type(error).__name__}: {error}",
             expected="a file that `memkit gpus --calibrate FILE` wrote",
-            fix="write it anew on the machine that has the card.",
+            fix="write the file again with `memkit gpus --calibrate FILE` on the machine that has the GPU.",
         ) from error
 
 

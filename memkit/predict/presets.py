@@ -102,7 +102,7 @@ def _unknown_name(call: str, name: object) -> ConfigError:
         call,
         got=f"the preset {name!r}",
         expected=f"one of {', '.join(map(repr, PRESETS))}",
-        fix=f"did you mean {near[0]!r}?" if near else "use one of the known names.",
+        fix=f"did you mean {near[0]!r}?" if near else "pass one of these names.",
     )
 
 

@@ -40,9 +40,9 @@ class Settings(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(
             f"config.{name} = {value!r}",
-            got="an assignment",
-            expected="a config that never changes",
-            fix=f"make a changed copy: config.replace({name}={value!r}).",
+            got="an assignment to a field",
+            expected="no assignment, because configs are immutable",
+            fix=f"make a copy with the new value: config.replace({name}={value!r}).",
         )
 
     def replace(self, **changes: Any) -> Self:
@@ -91,7 +91,9 @@ class Settings(BaseModel):
         except Exception as error:  # ValueError or YAMLError from the parser, RecursionError from deep nesting
             raise _file_error(cls, call, path, f"text that does not parse ({error})") from error
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-            raise _file_error(cls, call, path, f"a {type(values).__name__} that does not map field names to values")
+            raise _file_error(
+                cls, call, path, f"a {type(values).__name__} instead of a mapping from field names to values"
+            )
         return cls.validated(call, values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -127,7 +129,7 @@ def _format_of(path: Path, call: str) -> tuple[_Parse, _Render]:
                 call,
                 got=f"the suffix {suffix!r}",
                 expected="a file named *.json, *.yaml, *.yml or *.toml",
-                fix="name the file after the format that you want.",
+                fix="use one of these suffixes, for example 'config.json'.",
             )
 
 
@@ -157,8 +159,8 @@ def _file_error(settings: type[Settings], call: str, path: Path, got: str) -> Fi
     return FileFormatError(
         call,
         got=got,
-        expected=f"{path.suffix} text that holds one value per field of {settings.__name__}",
-        fix=f"write a valid file with {settings.__name__}(...).save(path) and edit that.",
+        expected=f"{path.suffix} text with one value per field of {settings.__name__}",
+        fix=f"write a valid file with {settings.__name__}(...).save(path) and edit that file.",
     )
 
 

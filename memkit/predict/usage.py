@@ -134,7 +134,7 @@ def estimate_memory_usage(
         raise InputTypeError(
             "estimate_memory_usage(model, sample_batch)",
             got="no loss_fn",
-            expected="loss_fn(model, sample_batch) that returns the loss",
+            expected="a function loss_fn(model, sample_batch) that returns the loss",
             fix="pass for example loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]).",
         )
     gpu = None if target == "cpu" else find_gpu(target)
@@ -166,7 +166,7 @@ def _refuse_beside_a_config(**is_given: bool) -> None:
     if given:
         raise ConfigError(
             f"estimate_memory_usage(config, {given[0]}=...)",
-            got=f"{', '.join(given)} beside a config",
-            expected="a config alone: it says precision, optimizer and micro-batches itself",
-            fix="change the config with config.replace(...); estimate.fits('RTX 4090') asks for a card.",
+            got=f"{', '.join(given)} together with a config",
+            expected="a config alone: it already sets precision, optimizer and micro-batches",
+            fix="change the config with config.replace(...); estimate.fits('RTX 4090') checks a GPU.",
         )

@@ -124,9 +124,9 @@ class VirtualGPU(Uncopied):
         if self._was_entered:
             raise StateError(
                 "with VirtualGPU(...)",
-                got="a VirtualGPU that was entered before",
-                expected="one block for each VirtualGPU",
-                fix="make a new VirtualGPU(...).",
+                got="a VirtualGPU that was already entered",
+                expected="one `with` block for each VirtualGPU",
+                fix="create a new one: with VirtualGPU(...).",
             )
         self._was_entered = True
         with ExitStack() as stack:

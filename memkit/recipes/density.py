@@ -132,7 +132,9 @@ class DensityInvariantTrainer(Uncopied, Closing):
         check = Checker("DensityInvariantTrainer(...)")
         self._mode: ConsistencyMode = check.choice("mode", mode, get_args(ConsistencyMode))
         if not callable(consistency):
-            check.choice("consistency", consistency, tuple(_CONSISTENCIES), fix="pass one of these, or a function.")
+            check.choice(
+                "consistency", consistency, tuple(_CONSISTENCIES), fix="pass one of these names, or a function."
+            )
         check.number("weight", weight, 0)
         self._sampler, self._grid_size, self._weight = sampler, grid_size, weight
         self._loss_fn = loss_fn
@@ -141,11 +143,11 @@ class DensityInvariantTrainer(Uncopied, Closing):
         if isinstance(trainer_or_model, MemoryEfficientTrainingWrapper):
             if optimizer is not None:
                 name = type(optimizer).__name__
-                raise check.refuse("optimizer", name, "no optimizer beside a wrapper, which has its own")
+                raise check.refuse("optimizer", name, "no optimizer together with a wrapper, which has its own")
             self._trainer = trainer_or_model
         else:
             if optimizer is None:
-                raise check.refuse("optimizer", None, "the optimizer of a plain module")
+                raise check.refuse("optimizer", None, "an optimizer, because the model is a plain module without one")
             self._trainer = self._cleanup.enter_context(MemoryEfficientTrainingWrapper(trainer_or_model, optimizer))
         self._model = self._trainer.model
         self._device = device_of(self._model)
@@ -287,15 +289,17 @@ class DensityInvariantTrainer(Uncopied, Closing):
             raise InputError(
                 _CALL,
                 got="{} coords, {} features and {} targets".format(*wrong[0]) if wrong else "no scene",
-                expected="one row of each for each point, and at least one point",
-                fix="give each point its row in all three." if is_uneven else "leave out empty scenes.",
+                expected="one row of coords, features and targets for each point, and at least one point",
+                fix="pass coords, features and targets with the same number of rows."
+                if is_uneven
+                else "skip empty scenes.",
             )
         if self._mode == "cached" and (names := scan_modules(unwrap_model(self._model))):
             raise ConfigError(
                 "DensityInvariantTrainer(mode='cached')",
                 got=f"{', '.join(names[:5])} in training mode, which would see the statistics of each scenario alone",
-                expected="a model that treats the clouds of a batch one by one",
-                fix="use LayerNorm, freeze the statistics with .eval(), or take mode='joint'.",
+                expected="a model that computes each cloud of a batch independently of the others",
+                fix="use LayerNorm, freeze the statistics with .eval(), or use mode='joint'.",
             )
 
 
@@ -325,5 +329,5 @@ def _check_rows(leaves: list[Any], num_points: int) -> None:
                 _CALL,
                 got=f"{described(leaf)} from the model for {num_points} points",
                 expected="tensors with one row for each point of the batch",
-                fix="return predictions or features of points only.",
+                fix="return only predictions or features of points.",
             )

@@ -255,12 +255,16 @@ def create_enhanced_train_loop(
     else:  # a number is a share, even 1
         budget = check.number("memory_fraction", memory_fraction, 0, 1)
     if not budget:
-        raise check.refuse("memory_fraction", memory_fraction, "a share or a size above zero")
+        raise check.refuse("memory_fraction", memory_fraction, "a fraction or a size above zero")
     base, run = _as_loop(base_train_loop, data, num_epochs)
     is_own = isinstance(base, MemoryEfficientTrainLoop)
     model = base.trainer.model if is_own else model or getattr(base, "model", None)
     if not isinstance(model, nn.Module):
-        _refuse("no model", "a loop with a module as `model`, or model=...", "pass model=...")
+        _refuse(
+            "a loop without a model",
+            "a loop with a module in its attribute `model`, or the argument model=...",
+            "pass model=...",
+        )
     stop = StopSignal()
     validate_now = look = None
     if enable_validation and val_dataloader is not None:
@@ -270,15 +274,25 @@ def create_enhanced_train_loop(
         else:
             fn = val_fn or diffusion_losses(base)
             if fn is None:
-                _refuse("a loop that says nothing of its losses", "val_fn=... to validate with", "pass val_fn=...")
+                _refuse(
+                    "a loop that does not report its losses",
+                    "a function val_fn=... to validate with",
+                    "pass val_fn=...",
+                )
             batches = _Batches(val_dataloader, num_val_batches)
             validate_now = _validation(model, batches, fn, reducers, stop)
             if val_fn is None:
                 look = functools.partial(batches.look, functools.partial(images_and_condition, model))
     elif monitor is not None:
-        _refuse("a monitor without a validation", "val_dataloader and enable_validation", "pass val_dataloader=...")
+        _refuse(
+            "a monitor without validation", "val_dataloader=... and enable_validation=True", "pass val_dataloader=..."
+        )
     if isinstance(base, FunctionLoop) and state is not None and not objects:
-        _refuse("state for a step function alone", "what it changes beside the model", "pass objects={'opt': ...}")
+        _refuse(
+            "state=... with a step function but without objects=...",
+            "the objects that the step function changes besides the model",
+            "pass objects={'opt': ...}",
+        )
     parts = base.objects() if is_own else stateful_parts(base) | {"model": model}
     objects = dict(objects or {})
     _check_saving(monitor, state, parts, objects)
@@ -304,7 +318,7 @@ def _as_loop(base: Any, data: Iterable[Any] | None, num_epochs: int) -> tuple[An
         try:
             vars(base)
         except TypeError:  # __slots__: no attribute can be set on the object alone
-            _refuse_base(base, "an object whose run_step can be set on it alone")
+            _refuse_base(base, "an object whose attribute run_step can be replaced")
         return base, base.run_loop
     if not callable(base) or isinstance(base, nn.Module | type):
         _refuse_base(base, "run_step and run_loop, a MemoryEfficientTrainLoop, or a step function")
@@ -319,7 +333,11 @@ def _check_saving(
 ) -> None:
     for name, each in objects.items():
         if name in _OWN_NAMES or parts.get(name, each) is not each:
-            _refuse(f"objects={{{name!r}: ...}}", "names that the loop does not use itself", f"rename {name!r}.")
+            _refuse(
+                f"objects={{{name!r}: ...}}",
+                "names that the loop does not use itself, unlike this one",
+                f"rename {name!r}.",
+            )
     use_mode = getattr(state, "use_mode", None)
     if monitor is not None and use_mode is not None:
         use_mode(monitor.mode)
@@ -332,7 +350,7 @@ def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:
         _refuse(
             "an iterator as val_dataloader",
             "batches that can be iterated for every validation",
-            "pass a DataLoader or a list, or num_val_batches=... to take the next ones each time.",
+            "pass a DataLoader or a list, or pass num_val_batches=... to use the next batches each time.",
         )
 
 

@@ -112,9 +112,9 @@ class Counters:
         if found != (_VERSION, [tuple(each.shape) for each in tensors]):
             raise FileFormatError(
                 "create_enhanced_train_loop(state=...)",
-                got=f"version {found[0]!r}, {_describe(found[1])} beside the model",
+                got=f"version {found[0]!r}, {_describe(found[1])} besides the model",
                 expected=f"version {_VERSION}, {_describe([tuple(each.shape) for each in tensors])}",
-                fix="make the loop as it was when the state was saved.",
+                fix="create the loop with the same arguments as when the state was saved.",
             )
         owners = dict(self._owners())
         for name, value in state["numbers"].items():
@@ -195,7 +195,7 @@ def images_and_condition(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[
         "create_enhanced_train_loop(val_dataloader=...)",
         got=got,
         expected="batches (images, condition), with a mapping from arguments of the model to tensors",
-        fix="let the loader give (images, {'y': labels}), or pass val_fn=..., which takes any batch.",
+        fix="let the loader yield (images, {'y': labels}), or pass val_fn=..., which accepts any batch.",
     )
 
 

@@ -145,14 +145,14 @@ class MemoryEfficientTrainLoop:
             raise ConfigError(
                 f"{_CALL}(...)",
                 got="val_fn, reducers, validate_every or monitor without val_loader",
-                expected="something to validate on",
+                expected="val_loader=... whenever validation is configured",
                 fix="pass val_loader=...",
             )
         if monitor is not None and trainer.num_ranks > 1:
             warn_user(
-                f"{_CALL}(monitor=...) on {trainer.num_ranks} ranks: each judges by its own validation, so one may "
-                "stop, or keep another state as the best, while the others go on and wait for it. Validate on the same "
-                "batches on every rank, or let a reducer add up over the ranks."
+                f"{_CALL}(monitor=...) on {trainer.num_ranks} ranks: each rank decides by its own validation, so one "
+                "may stop, or keep a different best state, while the others continue and wait for it. Way out: "
+                "validate on the same batches on every rank, or use a reducer that sums over the ranks."
             )
         use_mode = getattr(state, "use_mode", None)
         if monitor is not None and use_mode is not None:
@@ -273,8 +273,8 @@ class MemoryEfficientTrainLoop:
                 f"{_CALL}.run(): epoch {self._position.epoch + 1}",
                 got="no batch",
                 expected="a train_loader that can be iterated once for every epoch",
-                fix="pass a DataLoader or a list: an iterator is used up after one epoch; drop_last=True drops a batch "
-                "that is not full.",
+                fix="pass a DataLoader or a list, because an iterator is exhausted after one epoch; check whether "
+                "drop_last=True dropped the only batch.",
             )
         self._validate_if_due(at_end=True)
         if self._stop.is_set():

@@ -76,8 +76,8 @@ class ResumableBatchSampler(EpochOrder):
             raise ConfigError(
                 f"ResumableBatchSampler({num_samples}, {batch_size}, num_replicas={num_ranks})",
                 got=f"{num_left} samples for the last batches of {num_ranks} ranks",
-                expected="at least one for each rank",
-                fix="set drop_last=True, or another batch_size.",
+                expected="at least one sample for each rank",
+                fix="pass drop_last=True, or another batch_size.",
             )
         order = f"{'shuffled' if shuffle else 'in order'}{', without the last' if drop_last else ''}"
         self._settings = f"{num_samples} samples, batches of {batch_size} {order}, {num_ranks} ranks"
@@ -147,13 +147,13 @@ def check_samples(loader: Any) -> None:
     if num_left < 0:
         raise ConfigError(
             f"DataLoader(dataset, batch_sampler={name}(...))",
-            got=f"batches of {order.num_samples} samples, and a data set of {len(dataset)}",
-            expected="as many",
-            fix=f"make the {name} for len(dataset) samples.",
+            got=f"a sampler for {order.num_samples} samples and a data set of {len(dataset)}",
+            expected="a sampler for as many samples as the data set has",
+            fix=f"create it with {name}(len(dataset), ...).",
         )
     warn_user(
-        f"{name}: the last {num_left} of the data set's {len(dataset)} samples are in no batch. Make it for "
-        "len(dataset) samples; where they are meant to be left out, give the loader a torch.utils.data.Subset."
+        f"{name}: the last {num_left} of the data set's {len(dataset)} samples are in no batch. Way out: create it "
+        f"with {name}(len(dataset), ...); to exclude samples on purpose, give the loader a torch.utils.data.Subset."
     )
 
 
@@ -234,8 +234,9 @@ class ResumableLoader:
             raise InputTypeError(
                 "ResumableLoader(loader)",
                 got=f"a loader whose batch_sampler is {type(order).__name__}",
-                expected="a batch sampler whose order follows from seed and epoch",
-                fix="make it with DataLoader(dataset, batch_sampler=ResumableBatchSampler(len(dataset), 32)).",
+                expected="a batch sampler whose order is determined by seed and epoch",
+                fix="create the loader with DataLoader(dataset, batch_sampler=ResumableBatchSampler(len(dataset), "
+                "32)).",
             )
         check_samples(loader)
         self.loader = loader

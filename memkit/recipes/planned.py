@@ -251,7 +251,7 @@ def _check_precisions(precisions: Any) -> None:
     """Refuse anything that is not a list of precisions."""
     check, known = Checker("plan_training(...)"), (None, *get_args(PlannedPrecision))
     if not check.items("precisions", precisions) or any(each not in known for each in precisions):
-        raise check.refuse("precisions", precisions, f"a list of one or more of {known}")
+        raise check.refuse("precisions", precisions, f"a list of at least one of {known}")
 
 
 def _find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None) -> tuple[GPU | None, int]:
@@ -266,9 +266,9 @@ def _find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None
         if target is not None:
             raise ConfigError(
                 f"plan_training(..., budget={_shown(budget)}, target={_shown(target)})",
-                got="two devices",
-                expected="a budget in bytes where there is a target",
-                fix="leave target out, or write the budget as a size such as '20GiB'.",
+                got="a budget and a target that each name a device",
+                expected="a budget in bytes when target is given",
+                fix="omit target, or pass the budget as a size such as '20GiB'.",
             ) from None
         return gpu, gpu.total_bytes
     where = target or device_of(model).type
@@ -281,8 +281,8 @@ def _check_measurable(model: nn.Module, gpu: GPU | None) -> None:
         raise ConfigError(
             "plan_training(..., measure=True)",
             got=f"a model on {device_of(model)}" + (f" and a budget on {gpu.name}" if gpu else ""),
-            expected="a model with data on the CPU, and a budget there: steps are run",
-            fix="leave measure out: the plan then goes by the device's speeds.",
+            expected="a model with data on the CPU and a budget for the CPU, because steps are run",
+            fix="omit measure: the plan then uses the known speeds of the device.",
         )
 
 
@@ -297,8 +297,8 @@ def _rows_to_plan(batch: Any) -> int:
             "plan_training(model, sample_batch)",
             got=got,
             expected="tensors that all have the rows of one optimizer step in dimension 0",
-            fix="cut a packed batch yourself: MemoryEfficientTrainingWrapper(..., split_fn=...), and "
-            "estimate_memory_usage(...) says what a part of it takes.",
+            fix="cut a packed batch yourself with MemoryEfficientTrainingWrapper(..., split_fn=...); "
+            "estimate_memory_usage(...) predicts the memory of a part.",
         )
     return num_rows
 
@@ -420,8 +420,8 @@ def _refuse(budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequ
     treated = f", {len(arrangement.treatments)} blocks treated" if arrangement.treatments else ""
     raise ConfigError(
         f"plan_training(..., budget={_shown(budget)})",
-        got=f"{format_bytes(nearest.required_bytes)} at the least, with micro-batches of "
+        got=f"a step that needs at least {format_bytes(nearest.required_bytes)}, with micro-batches of "
         f"{arrangement.micro_batch_size} rows{treated}; its largest holders are {holders}",
-        expected=f"a plan that takes {format_bytes(budget_bytes)} at most",
-        fix=" ".join([f"take a budget of {nearest.required_bytes} bytes or more, or a smaller model.", *notes]),
+        expected=f"a plan that needs at most {format_bytes(budget_bytes)}",
+        fix=" ".join([f"pass a budget of at least {nearest.required_bytes} bytes, or a smaller model.", *notes]),
     )

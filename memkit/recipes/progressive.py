@@ -104,7 +104,12 @@ class ProgressiveTrainer:
         bn_batches: int = 16,
     ) -> None:
         if not stages:
-            raise ConfigError("ProgressiveTrainer(stages=[])", got="no stage", expected="one or more", fix="add one.")
+            raise ConfigError(
+                "ProgressiveTrainer(stages=[])",
+                got="no stage",
+                expected="at least one stage",
+                fix="pass at least one stage in stages=[...].",
+            )
         self._step_fn, self._resize, self._plan, self._fits = step_fn, resize, plan, fits
         self._stages = tuple(stages)
         self._model, self._bn_batches = model, Checker("ProgressiveTrainer(...)").whole("bn_batches", bn_batches)
@@ -175,13 +180,13 @@ class ProgressiveTrainer:
                 call,
                 got=f"a plan of {size} rows at a time",
                 expected=f"1 to {stage.batch_size} rows",
-                fix="lower the resolution of this stage, or look at plan.",
+                fix="lower the resolution of this stage, or correct the plan function.",
             )
         if self._fits is not None and not self._fits(stage, size):
             raise ConfigError(
                 call,
-                got=f"{size} rows at a time that do not fit",
-                expected="room for every stage; nothing was trained yet",
+                got=f"{size} rows at a time, which do not fit into memory",
+                expected="enough memory for every stage; no step has been trained yet",
                 fix="lower this stage's resolution or its micro-batch, or set checkpoint='auto' on the wrapper.",
             )
         return size

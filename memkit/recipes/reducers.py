@@ -165,7 +165,7 @@ class ConfusionCounts:
         """
         shapes = [tuple(each.shape) for each in values]
         if len(values) != 2 or shapes[0] != shapes[1]:
-            _refuse("ConfusionCounts.update(predictions, targets)", f"shapes {shapes}", "two tensors of one shape")
+            _refuse("ConfusionCounts.update(predictions, targets)", f"shapes {shapes}", "two tensors of the same shape")
         predictions, targets = (each.flatten() for each in values)
         if self._ignored is not None:
             is_counted = targets != self._ignored
@@ -191,4 +191,4 @@ class ConfusionCounts:
 
 
 def _refuse(call: str, got: str, expected: str) -> None:
-    raise InputError(call, got=got, expected=expected, fix="change what the evaluation's function returns.")
+    raise InputError(call, got=got, expected=expected, fix="change the values that the evaluation function returns.")

@@ -73,7 +73,9 @@ class ValidationMonitor:
         if mode is None and not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower())):
             mode = "min"
         check = Checker(_CALL)
-        check.choice("mode", mode, ("min", "max"), fix=f"say which values of {metric!r} are better.")
+        check.choice(
+            "mode", mode, ("min", "max"), fix=f"pass mode='min' or mode='max', whichever is better for {metric!r}."
+        )
         if patience is not None:
             check.whole("patience", patience, 1, fix="pass patience=None to watch without stopping.")
         check.number("min_delta", min_delta, 0)
@@ -105,7 +107,7 @@ class ValidationMonitor:
                 f"{_CALL}.update(value)",
                 got=described(value) if isinstance(value, Tensor) else repr(value),
                 expected=f"a number, the figure {self.metric!r} of a validation",
-                fix="let val_fn give rows that weigh something, or watch another figure with metric=....",
+                fix="let val_fn return rows with a weight above zero, or watch another figure with metric=...",
             ) from error
         is_best = not math.isnan(number) and (self.best is None or self._gain(number, self.best) > self.min_delta)
         if is_best:
@@ -132,7 +134,7 @@ class ValidationMonitor:
                 "ValidationMonitor.load_state_dict(state)",
                 got=f"version {state.get('version')!r}, mode {state.get('mode')!r}",
                 expected=f"version {_VERSION}, mode {self.mode!r}",
-                fix="make the monitor as it was, or start with a new one.",
+                fix="create the monitor with the same arguments as before, or start with a new one.",
             )
         self.best, self.plateau = state["best"], state["plateau"]
 
@@ -196,9 +198,10 @@ def validate(
     if not (given and has_batch):
         raise InputError(
             "a validation",
-            got="no batch, or no figure",
+            got="no batches, or no figures",
             expected="at least one batch, and a function that returns figures by name",
-            fix="look at the validation loader; one that is an iterator is used up after the first time.",
+            fix="check the validation loader: an iterator is exhausted after one validation, so pass a DataLoader "
+            "or a list.",
         )
     return {name: reducer.result() for name, reducer in given.items()}
 
@@ -209,7 +212,7 @@ def _check_figures(figures: Any) -> dict[str, Any]:
             "val_fn(model, batch)",
             got=f"a {type(figures).__name__}",
             expected="a mapping of figures, one row for each row of the batch",
-            fix="return {'loss': losses} with reduction='none'; without val_fn it is the mean of loss_fn.",
+            fix="return {'loss': losses} with reduction='none', or omit val_fn to validate with the mean of loss_fn.",
         )
     return dict(figures)
 
@@ -226,7 +229,7 @@ def _refuse_unused(names: list[str], figures: Mapping[str, Any]) -> NoReturn:
         f"reducers={{{names[0]!r}: ...}} of a validation",
         got=f"figures {', '.join(map(repr, figures))} from val_fn",
         expected="a figure for each reducer",
-        fix="give the reducer the name of its figure.",
+        fix="use the name of a figure as the key of the reducer.",
     )
 
 
@@ -239,7 +242,7 @@ def _check_rows(name: str, values: Any, num_rows: int | None) -> None:
                 "val_fn(model, batch)",
                 got=f"a {type(each).__name__} as figure {name!r}",
                 expected="tensors, one row for each row of the batch",
-                fix="return the losses of the rows, not .item() of their mean.",
+                fix="return the losses per row, not .item() of their mean.",
             )
         is_mean = not each.dim() or (len(each) == 1 and not isinstance(values, tuple) and num_rows not in {1, None})
         if is_mean:
@@ -247,8 +250,8 @@ def _check_rows(name: str, values: Any, num_rows: int | None) -> None:
             raise InputError(
                 "val_fn(model, batch)",
                 got=f"one number as figure {name!r} of a batch of {rows}",
-                expected="one row for each row of the batch: a mean of batch means is not the mean",
-                fix="return what there is per row, with reduction='none'; or (values, weights), two tensors (n,): "
+                expected="one row for each row of the batch: a mean of batch means is not the mean over all rows",
+                fix="return values per row, with reduction='none'; or (values, weights), two tensors (n,): "
                 f"{{{name!r}: (loss[None], count[None])}}.",
             )
 
@@ -263,8 +266,8 @@ def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
         raise ConfigError(
             f"ValidationMonitor(metric={monitor.metric!r})",
             got=f"a validation of {', '.join(figures)}",
-            expected=f"one with {monitor.metric!r}",
-            fix="name one of them, or let val_fn return it.",
+            expected=f"a validation with the figure {monitor.metric!r}",
+            fix=f"pass one of these as metric=..., or let val_fn return {monitor.metric!r}.",
         )
     return figures[monitor.metric]
 
@@ -286,7 +289,7 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
                 raise InputError(
                     "loss_fn of a validation",
                     got="a loss without its count, of a batch whose tensors have no common rows",
-                    expected="what it weighs among the losses of other batches",
+                    expected="the weight of this loss relative to other batches",
                     fix="return mk.Loss(mean=loss, count=n), or pass val_fn=...",
                 ) from error
         mean = loss.average().reshape(())

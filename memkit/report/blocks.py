@@ -30,7 +30,7 @@ def snapshot_of(log: EventLog) -> bytes:
         raise InputError(
             "export_log(path='....pickle')",
             got="a log in which no event has allocated_bytes above zero",
-            expected="a curve of what was in tensors",
+            expected="events with allocated_bytes, from which the curve of tensor memory is drawn",
             fix="export it as .json, .csv or .jsonl.",
         )
     first = next(iter(runs.values()))[0]

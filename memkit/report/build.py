@@ -94,7 +94,10 @@ def _figures(name: str, log: object, total_bytes: int | None) -> ReportFigures:
     log = Checker(call).instance(log, EventLog, "an EventLog, as memkit.report.read_memory_events returns", fix)
     if not log.events:
         raise InputError(
-            call, got="a log without events", expected="one event or more", fix="check that the run wrote to this file."
+            call,
+            got="a log without events",
+            expected="at least one event",
+            fix="check that the run wrote its events to this file.",
         )
     return read_figures(log, total_bytes)
 

@@ -78,7 +78,7 @@ def check_new(path: str | os.PathLike[str]) -> Path:
         fix = "write for example 'trace.json' or 'events.csv'."
         raise InputError(call, got=f"the suffix {target.suffix!r}", expected=f"one of {', '.join(_WRITERS)}", fix=fix)
     if os.path.lexists(target):
-        raise InputError(call, got="a path where something is", expected="a new path", fix="choose another name.")
+        raise InputError(call, got="a path that already exists", expected="a new path", fix="pass another path.")
     return target
 
 

@@ -40,23 +40,27 @@ def check_target(path: str | os.PathLike[str]) -> Path:
             call,
             got=f"the suffix {target.suffix!r}",
             expected=f"one of {', '.join(SUFFIXES)}",
-            fix="write for example 'report.html'.",
+            fix="pass for example 'report.html'.",
         )
     if target.is_dir():
-        raise InputError(call, got="a directory", expected="a path for a file", fix="add a name to it.")
+        raise InputError(
+            call, got="a directory", expected="a path for a file", fix="add a file name, for example 'report.html'."
+        )
     if target.is_symlink() and not target.exists():
         fix = "remove the link, or choose another name."
-        raise InputError(call, got="a link to a file that is not there", expected="a new path", fix=fix)
+        raise InputError(call, got="a link to a missing file", expected="a new path", fix=fix)
     if target.exists():
         if not target.is_file():
-            raise InputError(call, got="no regular file", expected="a path for a file", fix="choose another name.")
+            raise InputError(
+                call, got="a path that is not a regular file", expected="a path for a file", fix="choose another name."
+            )
         with target.open("rb") as file:
             if MARK.encode() not in file.read(200):
                 raise InputError(
                     call,
-                    got="a file that is there and is no memkit report",
-                    expected="a new path, or that of an earlier report",
-                    fix="choose another name, or delete that file.",
+                    got="an existing file that is not a memkit report",
+                    expected="a new path, or the path of an earlier report",
+                    fix="pass another path, or delete that file.",
                 )
     return target
 

@@ -57,13 +57,19 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
     optimizers = as_list(optimizer)
     for each in optimizers:
         if not steps_parameterwise(each):
-            _refuse(f"a {type(each).__name__}", "an optimizer that is known to step each parameter by itself")
+            _refuse(f"a {type(each).__name__}", "an optimizer known to step each parameter independently of the others")
     if process_rank()[1] > 1:
-        _refuse(f"{process_rank()[1]} ranks", "one process: ranks exchange their gradients when backward has them all")
+        _refuse(
+            f"{process_rank()[1]} ranks",
+            "one process: ranks exchange gradients only after backward has computed all of them",
+        )
     with contextlib.ExitStack() as stack:
         for each in optimizers:
             if steps_in_backward(each):
-                _refuse("parameters that backward steps already", "each parameter in one optimizer, and one context")
+                _refuse(
+                    "an optimizer that is already inside step_in_backward",
+                    "each optimizer in one step_in_backward block",
+                )
             stack.callback(_forget, each)
             stack.callback(each.register_step_pre_hook(_before_step).remove)
             for group in each.param_groups:
@@ -110,9 +116,9 @@ class _Freed(torch.Tensor):
         raise StateError(
             _CALL,
             got=f"{func} on a gradient that backward has stepped with and freed",
-            expected="optimizer.step() after each backward, and nothing that needs gradients before it: no clipping by "
-            "the total norm, no accumulation, no loss scaler",
-            fix="take that out, or step after backward, in memkit.train.atomic_steps(optimizer).",
+            expected="optimizer.step() after each backward, and nothing in between that needs gradients: no "
+            "clipping by the total norm, no accumulation, no loss scaler",
+            fix="remove that operation, or step after backward: use memkit.train.atomic_steps(optimizer) instead.",
         )
 
 
@@ -128,13 +134,14 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
         raise StateError(
             "optimizer.step() in step_in_backward(optimizer)",
-            got="a gradient that backward has left: its parameter was unfrozen, added or given it by hand in the block",
-            expected="the trainable parameters of the time when the block was entered, and gradients from backward",
+            got="a gradient that backward did not step with: its parameter was unfrozen, added, or given a gradient "
+            "by hand inside the block",
+            expected="the parameters that were trainable when the block was entered, with gradients from backward",
             fix="unfreeze and add parameters before the block, or leave it and enter it again.",
         )
 
 
 def _refuse(got: str, expected: str) -> None:
     raise ConfigError(
-        _CALL, got=got, expected=expected, fix="step after backward, in memkit.train.atomic_steps(optimizer)."
+        _CALL, got=got, expected=expected, fix="step after backward: use memkit.train.atomic_steps(optimizer) instead."
     )

@@ -62,7 +62,7 @@ class Checkpointing(Closing):
         if isinstance(model, nn.DataParallel):
             raise ConfigError(
                 "checkpoint=...",
-                got="a DataParallel model, whose replicas would run the original's blocks",
+                got="a DataParallel model, whose replicas would run the blocks of the original model",
                 expected="one model per process",
                 fix="use DistributedDataParallel.",
             )
@@ -117,8 +117,8 @@ def choose_blocks(model: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     if not chosen and not isinstance(choice, Mapping):  # an empty mapping treats no block
         raise ConfigError(
             f"checkpoint={choice!r}",
-            got=f"no block of {type(model).__name__} chosen",
-            expected="at least one block with several layers in it",
+            got=f"a choice that selects no block of {type(model).__name__}",
+            expected="at least one block that contains several layers",
             fix="name the blocks, for example checkpoint=['encoder.*'], or leave checkpoint=None.",
         )
     return _outermost(dict(_open_containers(chosen)))
@@ -145,9 +145,9 @@ def _treatments(blocks: Mapping[str, nn.Module], choice: Choice) -> dict[str, Tr
     for key in idle:
         raise ConfigError(
             f"checkpoint={choice!r}",
-            got=f"{key!r}, whose modules all lie inside of other chosen blocks",
-            expected="one treatment for a block and all that is in it",
-            fix="leave it out, or leave the block around it out.",
+            got=f"{key!r}, whose modules all lie inside other chosen blocks",
+            expected="one treatment for a block and everything inside it",
+            fix="remove this pattern, or remove the block that contains these modules.",
         )
     return treatments
 
@@ -163,9 +163,9 @@ def _refuse_other(name: str, before: object, treatment: Treatment) -> None:
     if isinstance(before, TreatedForward) and before.treatment != treatment:
         raise ConfigError(
             f"checkpoint={{{name!r}: {treatment!r}}}",
-            got=f"a block that is treated as {before.treatment!r} already",
+            got=f"a block that already has the treatment {before.treatment!r}",
             expected="one treatment for each block",
-            fix="close the wrapper (or the Checkpointing) that treats it first.",
+            fix="first close the wrapper (or the Checkpointing) that treats this block.",
         )
 
 
@@ -177,14 +177,15 @@ def _match(model: nn.Module, patterns: Sequence[str] | Mapping[str, Treatment]) 
                     f"checkpoint={patterns!r}",
                     got=f"{treatment!r} for {pattern!r}",
                     expected=f"one of {TREATMENTS}; a block that is not named keeps its activations",
-                    fix="pass one of these, or leave the block out.",
+                    fix="pass one of these, or remove the block's entry.",
                 )
     wanted: object = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(wanted, Sequence | Mapping) or not all(isinstance(pattern, str) for pattern in wanted):
         raise ConfigError(
             f"checkpoint={patterns!r}",
             got=repr(patterns),
-            expected="'auto', patterns as text, a mapping from them, or a callable (name, module) -> bool",
+            expected="'auto', patterns as strings, a mapping from patterns to treatments, or a callable (name, "
+            "module) -> bool",
             fix="write for example checkpoint=['encoder.*'].",
         )
     modules = {name: module for name, module in model.named_modules() if name}

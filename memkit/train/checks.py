@@ -30,7 +30,7 @@ def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)"
             call,
             got=f"a {type(loss).__name__}",
             expected="the loss as a 0-dim tensor with its graph",
-            fix="call backward(loss, count=n), n being what the mean is divided by, in place of mk.Loss(...)."
+            fix="call backward(loss, count=n) instead of passing mk.Loss(...); n is the divisor of the mean."
             if isinstance(loss, (Loss, tuple))
             else "pass the loss itself, not loss.item().",
         )
@@ -73,7 +73,9 @@ def check_total(total: float) -> None:
         InputError: One of them was negative or not finite.
     """
     if not math.isfinite(total):
-        _refuse_weight("GradientAccumulator.backward(loss, count=...)", "a count on a device that is no weight")
+        _refuse_weight(
+            "GradientAccumulator.backward(loss, count=...)", "a count on a device that is not a valid weight"
+        )
 
 
 def _refuse_weight(call: str, got: str) -> NoReturn:
@@ -81,7 +83,7 @@ def _refuse_weight(call: str, got: str) -> NoReturn:
         call,
         got=got,
         expected="a finite weight of zero or more: rows, valid tokens, or a sum of class weights",
-        fix="pass what the mean loss was divided by.",
+        fix="pass the divisor of the mean loss, for example count=len(batch).",
     )
 
 
@@ -111,7 +113,7 @@ def check_reduction(reduction: str, *, has_count: bool, needs_count: bool) -> No
     raise InputError(
         f"GradientAccumulator.backward(loss, reduction={reduction!r})",
         got=got,
-        expected="reduction='mean', or reduction='sum' with the number of items that were summed",
+        expected="reduction='mean', or reduction='sum' with the number of summed items as count",
         fix=fix,
     )
 
@@ -136,7 +138,9 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimize
         closure = inspect.signature(each.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             name = type(each).__name__
-            raise check.refuse("optimizer", name, "an optimizer that steps without evaluating the loss again")
+            raise check.refuse(
+                "optimizer", name, "an optimizer whose step() does not evaluate the loss again through a closure"
+            )
         _check_prepared(each)
     check_steps_later(optimizers)
     return optimizers
@@ -147,13 +151,16 @@ def _check_prepared(optimizer: Optimizer) -> None:
     if getattr(optimizer, "scaler", None) is not None:
         got, fix = "a loss scaler of its own", "Accelerator(mixed_precision='no') and precision='fp16-mixed' here"
     elif getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1) > 1:
-        got, fix = "steps that are left out for accumulation", "Accelerator(gradient_accumulation_steps=1)"
+        got, fix = (
+            "steps that accelerate skips in order to accumulate gradients",
+            "Accelerator(gradient_accumulation_steps=1)",
+        )
     else:
         return
     raise ConfigError(
         f"{type(optimizer).__name__} of accelerate",
         got=got,
-        expected="one owner of scaling and accumulation",
+        expected="either accelerate or memkit to scale and accumulate, not both",
         fix=f"use {fix}; or keep accelerate's step, with SplitLoss and accelerator.backward(loss).",
     )
 
@@ -162,7 +169,7 @@ def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that step in backward: their gradients cannot accumulate, and steps cannot be undone."""
     for each in optimizers:
         if steps_in_backward(each):
-            rule = "an optimizer outside of step_in_backward: gradients must add up"
+            rule = "an optimizer outside of step_in_backward, because gradients must accumulate"
             raise Checker(ACCUMULATOR).refuse("optimizer", type(each).__name__, rule)
 
 
@@ -179,7 +186,7 @@ def check_owner(model: nn.Module, optimizers: Sequence[Optimizer], *, call: str)
         raise ConfigError(
             f"{call}(model, optimizer)",
             got=f"{name} over {len(held)} tensors, none of which is a parameter of the model",
-            expected="an optimizer over parameters of this very model",
+            expected="an optimizer over parameters of this same model",
             fix="build it from the model as it is now, after wrapping or sharding: "
             f"{name}(model.parameters(), ...). To train only something else through this model, call "
             "model.requires_grad_(False) first.",
@@ -193,7 +200,7 @@ def check_open(is_closed: bool, *, call: str) -> None:  # noqa: FBT001 - what is
             call,
             got="a call after close()",
             expected="steps before close()",
-            fix="call close() after the last step, or build a new one to go on training.",
+            fix="call close() after the last step, or build a new one to continue training.",
         )
 
 
@@ -223,10 +230,10 @@ def refuse_missing_gradients() -> NoReturn:
     """Refuse a step of shards that got no gradient from backward: nothing would be trained."""
     raise StateError(
         "GradientAccumulator, a step of sharded parameters",
-        got="no gradient on any rank, from micro-batches that weigh something",
+        got="no gradient on any rank, from micro-batches whose weight is above zero",
         expected="gradients that fully_shard hands over in each backward",
-        fix="restart from the last checkpoint if an error came out of a backward before: fully_shard does not recover "
-        "from one. Else compute the loss from these parameters.",
+        fix="restart from the last checkpoint if an earlier backward raised an error, from which fully_shard does "
+        "not recover. Otherwise compute the loss from these parameters.",
     )
 
 
@@ -234,7 +241,7 @@ def warn_of_idle_step() -> None:
     """Warn that a step had no gradients though its group has nonzero weight."""
     warn_user(
         "GradientAccumulator.step: nothing was trained, as no parameter of the optimizer got a gradient from this "
-        "group's losses. Compute the loss from these parameters; see whether they are all frozen "
+        "group's losses. Compute the loss from these parameters; check whether they are all frozen "
         "(requires_grad=False), or whether the optimizer was built before the model's parameters were replaced."
     )
 

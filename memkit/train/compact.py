@@ -97,7 +97,12 @@ class CompactRecords(Sequence[dict[str, Any]]):
     def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
         rows = list(records)
         if not rows:
-            raise InputError("CompactRecords(records)", got="no record", expected="one or more", fix="pass some.")
+            raise InputError(
+                "CompactRecords(records)",
+                got="no records",
+                expected="at least one record",
+                fix="pass a non-empty iterable, for example CompactRecords([{'id': 1}]).",
+            )
         keys = rows[0].keys()
         for number, row in enumerate(rows):
             if row.keys() != keys:
@@ -105,7 +110,7 @@ class CompactRecords(Sequence[dict[str, Any]]):
                     "CompactRecords(records)",
                     got=f"keys {sorted(row)} in record {number}",
                     expected=f"the keys of the first, {sorted(keys)}",
-                    fix="give every record every key; write what is missing as a value, such as '' or -1.",
+                    fix="give every record the same keys; write a missing value as '' or -1, for example.",
                 )
         self.columns = {key: _column(key, [row[key] for row in rows]) for key in keys}
         self._length = len(rows)
@@ -145,10 +150,12 @@ def _column(key: str, values: list[Any]) -> CompactStrings | NDArray[Any]:
             return np.asarray(values, dtype={bool: np.bool_, int: np.int64, float: np.float64}[kind])
         except OverflowError:
             largest = max(values, key=abs)
-            _refuse_type(f"CompactRecords: key {key!r}, value {largest}", largest, "ints of 64 bits")
+            _refuse_type(f"CompactRecords: key {key!r}, value {largest}", largest, "64-bit integers")
     is_one_shape = kind is np.ndarray and len({(value.shape, value.dtype) for value in values}) == 1
     if not is_one_shape or values[0].dtype == object:
-        _refuse_type(f"CompactRecords: key {key!r}", values[0], "strings, numbers, booleans, or arrays of one shape")
+        _refuse_type(
+            f"CompactRecords: key {key!r}", values[0], "strings, numbers, booleans, or arrays of the same shape"
+        )
     return np.stack(values)
 
 

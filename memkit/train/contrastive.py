@@ -101,7 +101,7 @@ def cached_backward(
         changes.tell()
     if structure is None:
         raise InputError(
-            "cached_backward(encoder, batch)", got="no rows", expected="one row or more", fix="skip empty batches."
+            "cached_backward(encoder, batch)", got="no rows", expected="at least one row", fix="skip empty batches."
         )
     columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
     loss = loss_on_embeddings(pytree.tree_unflatten(columns, structure))
@@ -153,9 +153,9 @@ def _tell(verdict: SplitVerdict) -> None:
         raise ConfigError(
             _CALL,
             got=f"an encoder whose result for one row depends on other rows{error}",
-            expected="an encoder of each row alone",
-            fix=f"do what mixes rows (a mean, a softmax, attention over them) in loss_on_embeddings, {_WHOLE}; "
-            "check=False leaves this check out.",
+            expected="an encoder that computes each row's embedding from that row alone",
+            fix="move operations that mix rows (a mean, a softmax, attention over them) into loss_on_embeddings, "
+            f"{_WHOLE}; check=False skips this check.",
         )
     if verdict.modules:
         names = ", ".join(verdict.modules[:5]) + (
@@ -163,8 +163,8 @@ def _tell(verdict: SplitVerdict) -> None:
         )
         warn_user(
             f"cached_backward: in training mode {names} would see the statistics of each chunk, not of the batch, "
-            "and change running statistics once per chunk: the gradient is not the whole batch's. Use GroupNorm or "
-            f"LayerNorm, freeze the statistics with .eval(), {_WHOLE}."
+            "and change running statistics once per chunk, so the gradient is not that of the whole batch. Use "
+            f"GroupNorm or LayerNorm, freeze the statistics with .eval(), {_WHOLE}."
         )
     if verdict.exact is None and not verdict.is_uninformative:
         warn_user(
@@ -198,13 +198,13 @@ class _Changes:
             names = names or "something that memkit cannot name"
             warn_user(
                 f"cached_backward: each chunk changes state that the embeddings depend on ({names}), which a step on "
-                f"the whole batch changes once: the gradient is another. Update it outside of forward, {_WHOLE}."
+                f"the whole batch changes once, so the gradient differs. Update it outside of forward, {_WHOLE}."
             )
         elif names:
             warn_user(
                 f"cached_backward: each chunk changes the buffers {names}, which a step on the whole batch changes "
-                "once. No embedding depends on them, but they end with other values. Freeze them with .eval(), or "
-                "update them outside of forward."
+                "once. No embedding depends on them, but the buffers end up with different values. Freeze them with "
+                ".eval(), or update them outside of forward."
             )
 
     def _is_told(self, name: str) -> bool:
@@ -223,7 +223,12 @@ def _check(encoder: object, chunk_size: object) -> None:
     check = Checker("cached_backward(encoder, ...)")
     fix = "put the towers into one module whose forward returns their embeddings."
     check.instance(encoder, nn.Module, "a module, whose buffers can be kept from changing twice", fix)
-    check.whole("chunk_size", chunk_size, 1, fix="pass the number of rows whose activations fit.")
+    check.whole(
+        "chunk_size",
+        chunk_size,
+        1,
+        fix="pass the number of rows whose activations fit into memory, for example chunk_size=64.",
+    )
 
 
 def _check_embeddings(leaves: list[Any], num_rows: int) -> None:
@@ -240,6 +245,6 @@ def _check_embeddings(leaves: list[Any], num_rows: int) -> None:
                 "cached_backward(encoder, ...)",
                 got=f"a tensor of shape {tuple(leaf.shape)} from the encoder for {num_rows} rows",
                 expected="tensors with one row per row of the batch",
-                fix="return the embeddings only; what belongs to no row, such as a temperature, "
-                "loss_on_embeddings reads from the module itself.",
+                fix="return the embeddings only; let loss_on_embeddings read values that belong to no row, such as "
+                "a temperature, from the module itself.",
             )

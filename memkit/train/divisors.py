@@ -245,8 +245,8 @@ class WeightCheck:
             self._has_warned_of_weights = True
             warn_user(
                 "GradientAccumulator: the losses of a group were means over different numbers of items (rows, valid "
-                "tokens, class weights), and their counts do not say so, so the group's gradient is not the mean over "
-                "its items. Call accumulator.backward(loss, count=n), n being what the loss was divided by."
+                "tokens, class weights), but no counts gave these numbers, so the group's gradient is not the mean "
+                "over its items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss."
             )
 
 

@@ -76,8 +76,8 @@ class Evaluation:
                 raise MemkitOutOfMemoryError(
                     "evaluate(batch, fn)",
                     got=f"out of memory with one row: {outcome.description}",
-                    expected="memory for one row, and for the results so far",
-                    fix="let fn return its results in host memory (.cpu()), or what you need of them only.",
+                    expected="enough memory for one row and for the results so far",
+                    fix="let fn return its results in host memory (.cpu()), or return only the results that you need.",
                 )
             self._sizes.note_failure(key, size)
             todo.extendleft(reversed(split_batch(part, 2, num_rows=size)))
@@ -97,7 +97,7 @@ def _together(results: list[tuple[Any, int]]) -> Any:
                     "evaluate(batch, fn)",
                     got=f"a function that returns {got} for {size} rows of a batch that had to be cut",
                     expected="tensors with one row for each row: a mean of the parts' means is not the batch's mean",
-                    fix="return what there is per row (losses with reduction='none'), and average outside.",
+                    fix="return one value per row (losses with reduction='none'), and average outside of fn.",
                 )
         columns.append(leaves)
     assert tree is not None  # noqa: S101 - there is at least one part

@@ -111,9 +111,9 @@ class Foresight:
         if memory is not None and self._watch is None and not foreseeable:
             raise ConfigError(
                 f"MemoryEfficientTrainingWrapper(memory={memory!r})",
-                got="a budget where the size of a micro-batch cannot be foreseen",
-                expected="batches with rows (no split_fn), no sharded parameters, no SyncBatchNorm over ranks",
-                fix="leave memory out, and set accumulation_steps.",
+                got="a memory budget for a step whose memory per micro-batch cannot be predicted",
+                expected="batches with rows (no split_fn), no sharded parameters and no SyncBatchNorm over ranks",
+                fix="omit memory=..., and set accumulation_steps.",
             )
         self.is_on = memory is not None and foreseeable
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
@@ -138,8 +138,9 @@ class Foresight:
         if self._failure and not self._has_warned:  # the step itself succeeded, since this is called again
             self._has_warned = True
             warn_user(
-                "MemoryEfficientTrainingWrapper: memory=... is not used where nothing can be foreseen: running "
-                f"{_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with {self._failure}. Set accumulation_steps."
+                "MemoryEfficientTrainingWrapper: memory=... is ignored, because the memory of a micro-batch could "
+                f"not be predicted: running {_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with "
+                f"{self._failure}. Way out: set accumulation_steps."
             )
         try:
             key, num_rows = shape_key(batch), count_rows(batch)
@@ -182,9 +183,10 @@ class Foresight:
         available -= sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
         if forecast.peak_bytes(1) > available:
             warn_user(
-                f"MemoryEfficientTrainingWrapper: forward and backward of a single row are foreseen to take "
-                f"{format_bytes(forecast.peak_bytes(1))}, and {format_bytes(max(0, available))} are left for them "
-                "(memory=...). It is tried all the same: set checkpoint='auto', a lower precision or a larger budget."
+                "MemoryEfficientTrainingWrapper: forward and backward of a single row are predicted to take "
+                f"{format_bytes(forecast.peak_bytes(1))}, but only {format_bytes(max(0, available))} are available "
+                "(memory=...). The step is tried anyway. Way out: set checkpoint='auto', a lower precision or a "
+                "larger budget."
             )
         return forecast.max_rows(available, num_rows)
 

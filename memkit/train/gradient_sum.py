@@ -292,8 +292,8 @@ class GradientSum:
         if self.is_torn:
             raise StateError(
                 "GradientAccumulator",
-                got="a group that holds half of a backward: an error stopped it in the middle",
-                expected="whole gradients",
+                got="a group with an incomplete backward: an error interrupted it",
+                expected="complete gradients",
                 fix="call accumulator.discard() and run the group's micro-batches again.",
             )
         if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):

@@ -95,7 +95,8 @@ class StepGuard:
             got=f"out of memory inside it: {outcome.description}; parameters and state are "
             + ("as they were before the step" if before else f"as {self._unknown} left them, perhaps half stepped"),
             expected="memory for the optimizer's state and its temporary results",
-            fix="leave more memory free" + ("." if before else "; go on from the last checkpoint."),
+            fix="free more memory, for example with a smaller batch"
+            + ("." if before else "; resume from the last checkpoint."),
         ) from outcome.error
 
     def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
@@ -153,15 +154,15 @@ class StepGuard:
         size = format_bytes(num_bytes)
         what = (
             f"parameters, gradients and state ({size} now) are copied to the host before its first two steps, and "
-            "before later ones without room, so that an out-of-memory inside leaves them whole"
+            "before later steps when memory is short, so that an out-of-memory error inside a step can be undone"
             if is_copied
-            else f"an out-of-memory inside its step may leave parameters and state half stepped. They are not copied: "
-            f"{size} are too many, or do not fit"
+            else "an out-of-memory error inside its step may leave parameters and state half stepped. They are not "
+            f"copied, because {size} are too much or do not fit"
         )
         warn_user(
-            f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: where it steps "
-            f"each parameter by itself, say memkit.train.register_parameterwise({self._unknown}), and its step is "
-            "whole without a copy; on_oom='raise', or guard_steps=False, guards nothing."
+            f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: if it steps each "
+            f"parameter independently, call memkit.train.register_parameterwise({self._unknown}), which makes its "
+            "step safe without a copy; on_oom='raise' or guard_steps=False turns this guard off."
         )
 
 
@@ -176,8 +177,8 @@ def _in_two_tries(step: Callable[[], bool], chunked: Sequence[ChunkedStep]) -> b
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
             got=f"out of memory in a step hook: {outcome.description}; parameters are {ends}",
-            expected="memory for step hooks; those that have run already are not called twice",
-            fix="leave more memory free, or do what the hook does after the step.",
+            expected="memory for step hooks; hooks that have already run are not called twice",
+            fix="free more memory, or run the hook's work after the step.",
         ) from outcome.error
     return step()  # it failed outside the chunks; keep what they have stepped
 

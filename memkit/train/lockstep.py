@@ -203,8 +203,8 @@ class Lockstep:
             return
         self._has_warned = True
         warn_user(
-            "MemoryEfficientTrainingWrapper: no recovery from out-of-memory from now on, and such errors "
-            f"pass through: {reason}, so that a rank that has failed cannot keep the others company. Raise "
+            "MemoryEfficientTrainingWrapper: no recovery from out-of-memory from now on, and such errors pass "
+            f"through: {reason}, so a rank that has failed cannot continue in step with the others. Raise "
             "accumulation_steps or set checkpoint='auto' instead."
         )
 
@@ -237,7 +237,7 @@ def _refuse_torn(description: str) -> NoReturn:
         "MemoryEfficientTrainingWrapper",
         got=f"out of memory inside a collective: {description}",
         expected="memory for what the ranks exchange: the parameters of one fully_shard module",
-        fix="call fully_shard on smaller modules too; go on from the last checkpoint, on all ranks.",
+        fix="call fully_shard on smaller modules too; resume all ranks from the last checkpoint.",
     )  # not an out-of-memory error: a retry would not match the other ranks
 
 

@@ -41,8 +41,8 @@ def may_recover_alone(
     warn_user(
         f"{call}: no recovery from out-of-memory here: the ranks exchange "
         + (f"parameters (and cannot agree: {obstacle})" if is_sharded else "batch statistics")
-        + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
-        "pass through. Raise accumulation_steps or set checkpoint='auto' instead."
+        + " inside forward and backward, so a single rank cannot run a micro-batch again. Out-of-memory errors pass "
+        "through. Raise accumulation_steps or set checkpoint='auto' instead."
     )
     return False
 

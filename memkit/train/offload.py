@@ -100,9 +100,9 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         if self._num_on_cpu and not self._has_moved and not self._is_told:
             self._is_told = True
             warn_user(
-                "offload_activations(to='host') moves an accelerator's tensors, and those of this forward lie on the "
-                f"CPU: {self._num_on_cpu} stay where they are, and nothing is saved. Way out: to='disk', or run the "
-                "model on the accelerator."
+                "offload_activations(to='host') moves tensors of an accelerator, but those of this forward are on "
+                f"the CPU: {self._num_on_cpu} stay where they are, and no memory is saved. Way out: pass to='disk', "
+                "or run the model on the accelerator."
             )
 
     @contextlib.contextmanager
@@ -301,6 +301,6 @@ def _refuse_changed(shape: str = "") -> NoReturn:
     raise StateError(
         "backward() of what offload_activations saved",
         got=f"a tensor{shape} that was changed in place after it was saved for {node.name() if node else 'backward'}",
-        expected="saved tensors that stay as they are until backward",
-        fix="change a copy (x = x + 1 in place of x += 1), or change it after backward.",
+        expected="saved tensors that stay unchanged until backward",
+        fix="change a copy (x = x + 1 instead of x += 1), or change it after backward.",
     )

@@ -63,8 +63,8 @@ class DiskStore:
                 raise MemkitOutOfMemoryError(
                     "offload_activations(to='disk')",
                     got=f"{error.strerror} for {len(data)} bytes in {self._folder or tempfile.gettempdir()}",
-                    expected="room on the disk for the activations that the budget does not cover",
-                    fix="pass folder=... on a larger disk, a larger budget, or a smaller batch.",
+                    expected="enough disk space for the activations that the budget does not cover",
+                    fix="pass folder=... on a larger disk, pass a larger budget, or use a smaller batch.",
                 ) from error
         return place
 

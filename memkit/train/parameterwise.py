@@ -87,7 +87,7 @@ def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
         raise InputTypeError(
             "register_parameterwise(kind)",
             got=f"a {type(kind).__name__}",
-            expected="a class of optimizers",
+            expected="an optimizer class",
             fix="pass the class itself, not an instance: register_parameterwise(type(optimizer)).",
         )
     _REGISTERED.add(kind)
@@ -156,7 +156,7 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
                 f"materialize_state({type(each).__name__})",
                 got=f"a {type(each).__name__}",
                 expected=f"one of {known_names(with_state=True)}",
-                fix="let its first step make the state.",
+                fix="let the optimizer's first step create the state.",
             )
         for group in each.param_groups:
             trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
@@ -182,9 +182,11 @@ def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Te
         name = type(optimizer).__name__
         raise ConfigError(
             f"register_parameterwise({name})",
-            got="a step that keeps something besides its parameters and their state: in its group, or in attributes",
-            expected="an optimizer that steps each parameter by itself",
-            fix=f"do not register {name}: a step on some of its parameters is not a part of the whole step.",
+            got="an optimizer whose step keeps values outside of the per-parameter state: in its groups, or in "
+            "attributes",
+            expected="an optimizer that steps each parameter independently of the others",
+            fix=f"do not register {name}: a step on some of its parameters would differ from their part of the whole "
+            "step.",
         )
 
 

@@ -68,8 +68,8 @@ def gradient_penalty(
             raise InputError(
                 "gradient_penalty(discriminator, real)",
                 got="an output that does not depend on the input",
-                expected="a discriminator that autograd can follow from its output to its input",
-                fix="do not detach inside the discriminator, and pass the tensor that it judges.",
+                expected="a discriminator that autograd can differentiate with respect to its input",
+                fix="do not detach inside the discriminator, and let its output depend on the tensor that it receives.",
             )
         # vector_norm has gradient zero at zero, where the square root of a sum of squares has none.
         norms = torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1)
@@ -85,9 +85,9 @@ def _warn_of_norms(discriminator: object) -> None:
     if names:
         _WARNED_OF.add(discriminator)
         warn_user(
-            f"gradient_penalty: {', '.join(names[:5])} normalize over the rows of the batch, so that each row's "
-            "gradient is that of all outputs, and the penalty is not that of single rows. Use InstanceNorm, GroupNorm, "
-            "LayerNorm or spectral_norm in the discriminator, or put these into .eval()."
+            f"gradient_penalty: {', '.join(names[:5])} normalize over the rows of the batch, so each row's gradient "
+            "contains those of all outputs, and the penalty is not computed per row. Use InstanceNorm, GroupNorm, "
+            "LayerNorm or spectral_norm in the discriminator, or call .eval() on these layers."
         )
 
 
@@ -96,8 +96,8 @@ def _as_points(rows: torch.Tensor, name: str) -> torch.Tensor:
         raise InputError(
             f"gradient_penalty(discriminator, {name})",
             got=f"a tensor of shape {tuple(rows.shape)} and {rows.dtype}",
-            expected="a floating tensor with rows in dimension 0",
-            fix=f"pass {name} as the discriminator's floating input; penalize embeddings rather than indices.",
+            expected="a floating-point tensor with rows in dimension 0",
+            fix=f"pass {name} as the discriminator's floating-point input; penalize embeddings rather than indices.",
         )
     return rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
 
@@ -108,7 +108,7 @@ def _between(real: torch.Tensor, fake: torch.Tensor, generator: torch.Generator 
             "gradient_penalty(discriminator, real, fake)",
             got=f"shapes {tuple(real.shape)} and {tuple(fake.shape)}",
             expected="as many fake samples as real ones, of the same shape",
-            fix="cut the larger one.",
+            fix="cut the larger one: n = min(len(real), len(fake)), then real[:n] and fake[:n].",
         )
     device = real.device if generator is None else generator.device
     shares = torch.rand(len(real), dtype=real.dtype, device=device, generator=generator).to(real.device)

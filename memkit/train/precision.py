@@ -44,8 +44,8 @@ class Precision:
         if name == "fp16-mixed" and device.type == "cpu":
             warn_user(
                 "precision='fp16-mixed' on a CPU, which emulates float16: steps are 4 to 60 times slower than in "
-                "float32 and save hardly any memory. Use precision=None, or 'bf16-mixed' on a CPU that has bfloat16; a "
-                "model for an accelerator goes there first: model.to('cuda')."
+                "float32 and save hardly any memory. Use precision=None, or 'bf16-mixed' on a CPU that has "
+                "bfloat16; move a model for an accelerator there first: model.to('cuda')."
             )
         self.name = name
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16-mixed" else None

@@ -73,9 +73,10 @@ class Ranks:
         if num_lost:
             raise MemkitOutOfMemoryError(
                 "a step of several ranks",
-                got=f"out of memory on {int(num_lost)} of the {self.num_ranks} ranks, also in the smallest parts",
+                got=f"out of memory on {int(num_lost)} of the {self.num_ranks} ranks, even in the smallest parts",
                 expected="parts that fit on every rank",
-                fix="see the error of that rank; this step is lost on all ranks, whose parameters are as before it.",
+                fix="see the error of that rank; all ranks drop this step and keep the parameters that they had "
+                "before it.",
             )
         return total, [num > 0 for num in num_have], num_last == self.num_ranks
 
@@ -220,8 +221,9 @@ def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequen
         raise ConfigError(
             "GradientAccumulator(model=...)",
             got=f"parameters on {'several device meshes' if meshes else f'a {mesh.ndim}-dimensional device mesh'}",
-            expected="parameters sharded over one 1-dimensional mesh, the ranks that see different data",
-            fix="accumulate with the loop's own loss scaling here; please report the layout so that it can be added.",
+            expected="parameters sharded over one 1-dimensional mesh of ranks that see different data",
+            fix="accumulate gradients in your own loop, dividing the loss by the number of micro-batches; please "
+            "report the layout so that it can be added.",
         )
     return Shards([mesh.get_group()], torch.device(mesh.device_type))
 

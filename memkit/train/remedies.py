@@ -115,7 +115,7 @@ class Remedies:
         """Report, once per kind, what was done about an out-of-memory."""
         if kind not in self._told:
             self._told.add(kind)
-            warn_user(f"{self._call}: {what}. It goes on: {done}")
+            warn_user(f"{self._call}: {what}. Training continues: {done}")
 
     def close(self) -> None:
         """Restore the model."""

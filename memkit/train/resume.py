@@ -103,9 +103,9 @@ class StepJournal:
             if tensor is not noted() or tensor is None:
                 raise StateError(
                     "optimizer.step()",
-                    got=f"a step that was cut off, of a parameter whose state {name!r} is another tensor than before",
-                    expected="state that an optimizer changes in place",
-                    fix="go on from the last checkpoint.",
+                    got=f"an interrupted step of a parameter whose state {name!r} was replaced by a new tensor",
+                    expected="an optimizer that changes its state in place",
+                    fix="resume from the last checkpoint.",
                 )
             applied = version_of(tensor) - version
             if applied and number >= self.num_begun:

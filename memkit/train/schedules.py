@@ -99,9 +99,9 @@ def make_schedule(
         raise check.refuse("warmup_steps", warmup_steps, f"fewer than num_steps={num_steps}")
     check.number("final", final, 0, 1)
     if decay == "constant" and final:
-        raise check.refuse("final", final, "no final share with decay='constant', which stays at the base rate")
+        raise check.refuse("final", final, "final=0.0 with decay='constant', which stays at the base rate")
     if power is not None and (decay != "polynomial" or not power > 0):
-        raise check.refuse("power", power, "an exponent above 0 with decay='polynomial', and none with another")
+        raise check.refuse("power", power, "an exponent above 0 with decay='polynomial', and None with any other decay")
     return LambdaLR(
         optimizer, LearningRateFactor(decay, num_steps, warmup_steps, final, 2.0 if power is None else power)
     )

@@ -73,7 +73,7 @@ def check_settings(
     if isinstance(offload, str) or not set(offload) <= {"activations", "optimizer"}:
         raise check.refuse("offload", offload, "a collection of 'activations' and 'optimizer', or an empty one")
     if isinstance(scheduler, ReduceLROnPlateau):
-        wanted = "a schedule that steps without a metric; step this one after validation"
+        wanted = "a schedule that steps without a metric; step ReduceLROnPlateau yourself after validation"
         raise check.refuse("scheduler", "ReduceLROnPlateau", wanted)
     if isinstance(memory, bool) or not (
         memory is None or isinstance(memory, int | str | float) or callable(getattr(memory, "available_bytes", None))

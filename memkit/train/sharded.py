@@ -116,10 +116,10 @@ class Together:
         if not (lockstep.is_rehearsed and lockstep.is_steady):
             raise MemkitOutOfMemoryError(
                 "MemoryEfficientTrainingWrapper",
-                got=f"out of memory with {attempt.size} rows, where this rank does not know what the others wait for: "
-                f"{failure.description}",
-                expected="two rows that fit, and micro-batches that exchange the same",
-                fix="end this run on all ranks; set checkpoint='auto', a lower precision or a smaller model.",
+                got=f"out of memory with {attempt.size} rows, at a point where this rank cannot know which "
+                f"collective the others wait for: {failure.description}",
+                expected="two rows that fit into memory, and micro-batches that all run the same collectives",
+                fix="end this run on all ranks; then set checkpoint='auto', a lower precision or a smaller model.",
             ) from failure.error
         self._failure = failure
         lockstep.drop_out()
@@ -176,6 +176,6 @@ class Together:
             "MemoryEfficientTrainingWrapper",
             got=f"out of memory with {self._num_parts} micro-batches: {where}",
             expected=f"micro-batches that fit; the smallest batch of all ranks has {fewest_rows} rows",
-            fix="set checkpoint='auto', a lower precision or a smaller model; "
-            "give all ranks batches of one size (drop_last=True).",
+            fix="set checkpoint='auto', a lower precision or a smaller model; give all ranks batches of the same "
+            "size (drop_last=True).",
         ) from (self._failure.error if self._failure else None)

@@ -140,7 +140,7 @@ def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None
             f"split_fn(batch, {num_parts})",
             got=f"{parts!r:.60}",
             expected="a list of at least one part",
-            fix="return a list of batches, one per part.",
+            fix="return a list of batches, one for each part.",
         )
     return [(each, count_elements(each)) for each in parts]
 
@@ -289,8 +289,8 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
     raise InputError(
         "putting the rows of several batches together",
         got=", ".join(dict.fromkeys(f"{list(node) if isinstance(node, Mapping) else node!r:.40}" for node in nodes)),
-        expected="batches that are built alike, and equal values where one belongs to every row",
-        fix="leave it out of the batch, or give one value per row.",
+        expected="batches of the same structure, and equal values where one value belongs to all rows",
+        fix="remove this entry from the batch, or give one value per row.",
     )
 
 
@@ -325,8 +325,8 @@ def _refuse_ambiguous(batch: Any, num_rows: int) -> None:
                 raise InputError(
                     "splitting a batch",
                     got=f"{node!r:.60}, as many values as the batch has rows",
-                    expected="values that certainly belong to each row, or to all rows",
-                    fix="make it a tensor if it has one value per row, a tuple if it belongs to all rows.",
+                    expected="an unambiguous choice between one value per row and one value for all rows",
+                    fix="make it a tensor if it has one value per row, or a tuple if it belongs to all rows.",
                 )
             if not is_plain:
                 nodes += node

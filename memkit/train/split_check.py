@@ -191,7 +191,7 @@ class CheckAttempt:
                 "trainer.backward(loss)",
                 got="a second call for one micro-batch",
                 expected="one call inside `with attempt as micro:`",
-                fix="add losses up before backward.",
+                fix="add up the losses first, and call backward once.",
             )
         self.gradient = self._take(loss, self.size)
 
@@ -491,7 +491,10 @@ class Examination:
             return _Gradient([None] * len(self._parameters), 0.0, 0.0)
         if not root.requires_grad:
             raise InputError(
-                "loss_fn", got="a loss without a graph", expected="one computed with gradients", fix="do not detach it."
+                "loss_fn",
+                got="a loss without a graph",
+                expected="a loss computed with gradients enabled",
+                fix="do not detach the loss, and do not compute it under torch.no_grad().",
             )
         scale = 1.0 if self._in_full_precision else self._scale
         slopes = torch.full_like(root, slope, dtype=torch.float32 if root.dtype in _HALF else root.dtype) * scale

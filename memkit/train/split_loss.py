@@ -237,7 +237,7 @@ class SplitLoss(Uncopied):
             raise InputError(
                 f"{CALL}(split_fn=...)",
                 got="a loss without a count, for a part made by split_fn",
-                expected="the weight of the part, which its rows do not tell",
+                expected="the weight of the part, which its rows do not determine",
                 fix="return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
         share = attempt.size / max(1, attempt.batch_size)
@@ -254,7 +254,7 @@ class SplitLoss(Uncopied):
                 f"{CALL}(reduction='sum')",
                 got="mk.Loss(mean=...) without its count, to be added up",
                 expected="a sum over rows, or a loss with its count",
-                fix="return mk.Loss(mean=loss, count=n) or mk.Loss(sum=loss, count=n); or the bare sum.",
+                fix="return mk.Loss(mean=loss, count=n) or mk.Loss(sum=loss, count=n), or the sum itself as a tensor.",
             )
         if loss.count is None:
             return loss, None
@@ -286,9 +286,9 @@ class _Total:
         if not is_first and (count is None) != (self._count is None):
             raise InputError(
                 CALL_LOSS,
-                got="a count with some parts of a batch, and none with others",
+                got="a count for some parts of a batch but not for others",
                 expected="the same form for every part",
-                fix="return mk.Loss(..., count=n) always, count=0 where there is nothing to count.",
+                fix="always return mk.Loss(..., count=n), with count=0 where there is nothing to count.",
             )
         if count is not None:
             if self._count is None:

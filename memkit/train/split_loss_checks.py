@@ -26,8 +26,8 @@ def list_modules(model: object) -> list[nn.Module]:
     raise InputTypeError(
         f"{CALL}(model)",
         got=f"a {type(model).__name__}" + (f" of {[type(each).__name__ for each in modules]}" if modules else ""),
-        expected="a torch.nn.Module, or a list of one or more",
-        fix="pass the module whose parameters train, not its parameters or a function.",
+        expected="a torch.nn.Module, or a list of at least one",
+        fix="pass the module whose parameters are trained, not its parameters or a function.",
     )
 
 
@@ -38,9 +38,10 @@ def list_trained(model: nn.Module) -> list[nn.Parameter]:
         return trained
     raise InputError(
         CALL_LOSS,
-        got="a model of which no parameter requires a gradient",
-        expected="a parameter to train",
-        fix="unfreeze what trains, or pass the module that holds it; run without training under torch.no_grad().",
+        got="a model without any parameter that requires a gradient",
+        expected="at least one parameter to train",
+        fix="unfreeze the parameters to train, or pass the module that holds them; for inference call it under "
+        "torch.no_grad().",
     )
 
 
@@ -52,8 +53,8 @@ def unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.Distributed
         return model, None
     if is_compiled:
         warn_user(
-            f"{CALL}: torch.compile around DistributedDataParallel has no effect here: the parts run the module "
-            "within. Compile first, then wrap."
+            f"{CALL}: torch.compile around DistributedDataParallel has no effect here, because the parts run the "
+            "inner module. Compile the module first, then wrap it."
         )
     return replica.module, replica
 
@@ -66,7 +67,9 @@ def check_ranks(model: nn.Module) -> None:
         return
     raise ConfigError(
         f"{CALL}(model)",
-        got="parameters that are sharded over ranks" if is_sharded else "DistributedDataParallel around a part of it",
+        got="parameters that are sharded over ranks"
+        if is_sharded
+        else "DistributedDataParallel around only a part of the model",
         expected="a whole model, or one in DistributedDataParallel",
         fix="use MemoryEfficientTrainingWrapper, whose ranks split fully_shard models in step."
         if is_sharded
@@ -87,9 +90,9 @@ def warn_of_float16(loss: torch.Tensor) -> None:
         for each in metadata
     ):
         warn_user(
-            f"{CALL_LOSS}: the loss is computed in float16, and no scale is given: small gradients become zero on the "
-            "way, whatever scales the loss afterwards. Pass scale=scaler.get_scale(), or compute in bfloat16; "
-            "scale=1.0 says that no scale is wanted."
+            f"{CALL_LOSS}: the loss is computed in float16, and no scale is given: small gradients become zero in "
+            "backward, however the loss is scaled afterwards. Pass scale=scaler.get_scale(), or compute in "
+            "bfloat16; scale=1.0 turns this warning off."
         )
 
 
@@ -98,8 +101,8 @@ def check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dict
     if has_reentrant_checkpoint(loss):
         raise InputError(
             CALL_LOSS,
-            got="a loss through checkpoint(use_reentrant=True), which only backward() can go through",
-            expected="a graph that torch.autograd.grad can go through",
+            got="a loss through checkpoint(use_reentrant=True), which only backward() can differentiate",
+            expected="a graph that torch.autograd.grad can differentiate",
             fix="pass use_reentrant=False to the checkpoint; a trainer has a setting for it, such as "
             "gradient_checkpointing_kwargs={'use_reentrant': False}.",
         )
@@ -111,7 +114,7 @@ def check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dict
         if isinstance(leaf, nn.Parameter):
             raise InputError(
                 CALL_LOSS,
-                got=f"a loss that trains a parameter of shape {tuple(leaf.shape)} which is not the model's",
+                got=f"a loss that trains a parameter of shape {tuple(leaf.shape)} which does not belong to the model",
                 expected="a loss over the parameters of the model",
                 fix="pass all modules that are trained: SplitLoss([model, criterion]).",
             )
@@ -119,7 +122,7 @@ def check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dict
             raise InputError(
                 CALL_LOSS,
                 got=f"{leaves[id(leaf)]}, of shape {tuple(leaf.shape)}, that requires a gradient",
-                expected="gradients of the model's parameters only: this one would silently get none",
-                fix="make it an nn.Parameter of a module that you pass, if it trains; else detach() it; where loss_fn "
-                "itself asks for its gradient, let it call requires_grad_().",
+                expected="only the model's parameters to require gradients: this tensor would silently get no gradient",
+                fix="if it is trained, make it an nn.Parameter of a module that you pass; if not, detach() it; if "
+                "loss_fn itself computes its gradient, call requires_grad_() inside loss_fn.",
             )

@@ -117,8 +117,8 @@ class SplitWatch:
             raise ConfigError(
                 f"{self._call}(reduction='sum')",
                 got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
-                expected="a sum over rows, divided by what does not depend on the part",
-                fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
+                expected="a sum over rows, not divided by anything that depends on the part",
+                fix="return mk.Loss(mean=loss, count=n) if the loss is a mean over n items.",
             )
         is_open = verdict.is_out_of_memory and run.forced is not None and not is_last
         if not verdict.is_out_of_memory:
@@ -152,11 +152,11 @@ class SplitWatch:
         advice = f"{verdict.advice} Else take" if verdict.advice else "take"
         raise MemkitOutOfMemoryError(
             self._call,
-            got=f"out of memory ({failure.description if failure else 'in an earlier step'}), where what keeps the "
-            f"result does not suffice, and splitting the batch {why}",
+            got=f"out of memory ({failure.description if failure else 'in an earlier step'}), the remedies that keep "
+            f"the result do not suffice, and splitting the batch {why}",
             expected="memory for the batch, or a split that keeps its gradient",
-            fix=f"{advice} a lower precision, smaller batches or a smaller model; on_oom='inexact' splits "
-            "all the same, and probe=False splits unchecked.",
+            fix=f"{advice} a lower precision, smaller batches or a smaller model; on_oom='inexact' splits anyway, "
+            "and probe=False splits without the check.",
         ) from (failure.error if failure else None)
 
     def report(
@@ -224,8 +224,8 @@ class SplitWatch:
 
     def _say_not_checked(self, verdict: SplitVerdict) -> None:
         fix = (
-            "pass probe=False if you know that the loss is a mean over independent rows; else check it once by itself: "
-            "memkit.train.split_check.check_split(model, batch, loss_fn)."
+            "pass probe=False if you know that the loss is a mean over independent rows; otherwise check it once, "
+            "outside of training: memkit.train.split_check.check_split(model, batch, loss_fn)."
         )
         if self._probe == "require":
             raise ConfigError(

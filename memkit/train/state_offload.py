@@ -61,8 +61,8 @@ def moved_state(optimizers: Sequence[Optimizer], folder: str | Path | None = Non
             raise ConfigError(
                 "offload_state(optimizer)",
                 got=f"parameters of type {type(parameter).__name__}",
-                expected="parameters that are whole on this device",
-                fix="keep the state where it is: sharding has divided it already.",
+                expected="unsharded parameters on this device",
+                fix="leave out offload_state: sharding has already divided the state.",
             )
     materialize_state(optimizers)
     with contextlib.ExitStack() as stack:
@@ -119,7 +119,7 @@ def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list
             raise MemkitOutOfMemoryError(
                 "offload_state(optimizer)",
                 got=f"{error.strerror} in {folder or tempfile.gettempdir()}",
-                expected="room on the disk for the optimizer's state",
+                expected="enough disk space for the optimizer's state",
                 fix="pass folder=... on a larger disk.",
             ) from error
         if not starts:

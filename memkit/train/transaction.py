@@ -84,9 +84,9 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
             raise ConfigError(
                 f"atomic_steps({type(each).__name__})",
                 got=f"a {type(each).__name__}",
-                expected=f"one of {known_names()}, or a subclass that leaves the step alone",
-                fix="use one of these, or step without it; if it steps each parameter by itself, call "
-                f"memkit.train.register_parameterwise({type(each).__name__}).",
+                expected=f"one of {known_names()}, or a subclass that does not override step()",
+                fix="use one of these, or step without atomic_steps; if this optimizer steps each parameter "
+                f"independently, call memkit.train.register_parameterwise({type(each).__name__}).",
             )
     steps = [ChunkedStep(each, only_once=False) for each in optimizers]
     try:
@@ -342,10 +342,10 @@ class ChunkedStep:
         )
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
-            got=f"out of memory inside it, also in the smallest parts: {describe_error(error)}; "
+            got=f"out of memory inside it, even in the smallest parts: {describe_error(error)}; "
             + (whole if self.num_stepped or torn else "parameters and state are as they were before the step"),
             expected="memory for the optimizer's state, and a little for temporary results",
-            fix=f"{state}leave more memory free{'; go on from the last checkpoint' if torn else ''}.",
+            fix=f"{state}free more memory{'; resume from the last checkpoint' if torn else ''}.",
         ) from error
 
 

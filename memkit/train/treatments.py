@@ -96,9 +96,9 @@ class TreatedForward:
             raise ChangedInputError(
                 f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
                 got=f"a {type(self._block).__name__} that changes its own input in place",
-                expected="a block that leaves its inputs as they are, for it runs again on them in backward",
-                fix="set inplace=False where it does so, choose a larger block around it that does not begin with an "
-                "operation in place, or give this one checkpoint 'offload'.",
+                expected="a block that leaves its inputs unchanged, because it runs on them again in backward",
+                fix="set inplace=False in that block, choose a larger block around it that does not begin with an "
+                "in-place operation, or use checkpoint 'offload' for this block.",
             )
         return out
 
@@ -174,8 +174,8 @@ class KeptResults:
             raise StateError(
                 "backward() through a block with checkpoint 'selective'",
                 got=f"{func} in the repeated forward where the first one ran {then or 'nothing more'}",
-                expected="a forward that runs the same operators when it runs again",
-                fix="give this block checkpoint 'offload', or make its forward depend on its inputs alone.",
+                expected="a forward that runs the same operators each time",
+                fix="use checkpoint 'offload' for this block, or make its forward depend on its inputs alone.",
             )
         if not keeps_graph():
             self._results[index] = func, None  # free it as soon as backward is done with it

@@ -320,7 +320,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 "trainer.backward(loss)",
                 got="a call outside of an attempt" if attempt is None else "a second call for one micro-batch",
                 expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
-                fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
+                fix="loop over trainer.microbatches(batch), or use trainer.train_step; add up the losses before "
+                "backward.",
             )
         if attempt.size != attempt.batch_size and self._split_watch.is_on:
             attempt.terms = divisors(loss.value)
@@ -366,8 +367,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             raise StateError(
                 "trainer.state_dict()",
                 got="a call during the split check, whose runs leave no trace",
-                expected="a call outside of a check",
-                fix="skip what follows where attempt.is_check is True.",
+                expected="a call outside of the check",
+                fix="skip the call if attempt.is_check is True.",
             )
         scaler = self._precision.scaler
         return {
@@ -402,9 +403,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         if self._batch_run is not None:
             raise StateError(
                 "trainer.microbatches(batch)",
-                got="a batch that was not stepped yet",
+                got="a new batch before step() for the previous one",
                 expected="one step() after the micro-batches of each batch",
-                fix="call trainer.step() after the loop over micro-batches; or trainer.discard() to drop that batch.",
+                fix="call trainer.step() after the loop over micro-batches, or trainer.discard() to drop that batch.",
             )
         return self._driver.open(batch, num_parts, self._sum)
 
@@ -457,7 +458,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             raise InputError(
                 "trainer.backward(loss)",
                 got="no count for a part made by split_fn",
-                expected="the weight of the part, which its rows do not tell",
+                expected="the weight of the part, which its rows do not determine",
                 fix="pass count=..., or return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
 

@@ -41,17 +41,18 @@ def compose(call: str, affine: Any, moves: Sequence[Tensor], *, batched: bool) -
     if not is_one and not (batched and given.shape == (len(moves), 4, 4)):
         raise InputError(
             call,
-            got=f"an affine of shape {tuple(given.shape)} for {len(moves)} volumes that are flipped or turned",
+            got=f"an affine of shape {tuple(given.shape)} for {len(moves)} volumes that are flipped or rotated",
             expected="(4, 4)" + (f", or {(len(moves), 4, 4)}" if batched else ""),
-            fix="give each volume the matrix from its voxels along D, H, W to the world; or a plain tensor.",
+            fix="give each volume the matrix from its voxels along D, H, W to world coordinates, or pass a plain "
+            "tensor.",
         )
     if is_one and any(not torch.equal(each, moves[0]) for each in moves):
         raise InputError(
             call,
             got=f"one affine for {len(moves)} volumes that are moved in different ways",
             expected="an affine for each volume of the batch, (B, 4, 4)",
-            fix="make the batch so that it keeps them (monai.data.list_data_collate), augment before batching, or set "
-            "same_on_batch=True.",
+            fix="collate with monai.data.list_data_collate, which keeps the affines, augment before batching, or "
+            "set same_on_batch=True.",
         )
     steps = moves[0] if is_one else torch.stack(list(moves))
     matrix = given.to(torch.float64) @ steps.to(given.device)
@@ -79,9 +80,9 @@ def described_as(call: str, result: Tensor, source: Tensor, moves: Sequence[Tens
     if getattr(source, "has_pending_operations", False):
         raise InputError(
             call,
-            got=f"a {type(source).__name__} with operations that are pending",
-            expected="a volume to which they were applied: they are about voxels where they lie now",
-            fix="apply them first: monai.transforms.ApplyPending, or lazy=False.",
+            got=f"a {type(source).__name__} with pending operations",
+            expected="a volume without pending operations, because they refer to the current positions of the voxels",
+            fix="apply them first with monai.transforms.ApplyPending, or use lazy=False.",
         )
     affine: Any = source.affine  # type: ignore[attr-defined]  # it carries one
     moved: Any = compose(call, affine, moves, batched=batched)
@@ -92,7 +93,8 @@ def described_as(call: str, result: Tensor, source: Tensor, moves: Sequence[Tens
             call,
             got=f"a {type(source).__name__} whose affine cannot be set",
             expected="a volume whose affine can follow its voxels",
-            fix="pass x.as_subclass(torch.Tensor), and keep augmentation.affine_after(affine, params) yourself.",
+            fix="pass x.as_subclass(torch.Tensor), and compute its affine with augmentation.affine_after(affine, "
+            "params).",
         ) from error
     _note(whole, moves, batched=batched)
     return whole  # type: ignore[no-any-return]  # a tensor

@@ -100,7 +100,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
             if getattr(self, name) and (self.layout is None or kind not in self.layout.channels):
                 warn_user(
                     f"VoxelAugmentation({name}={getattr(self, name)}) has no effect: no channel of the layout is "
-                    f"{kind!r}. Name it in layout=VoxelLayout(channels)."
+                    f"{kind!r}. Way out: name the channel in layout=VoxelLayout(channels)."
                 )
 
     @classmethod
@@ -136,7 +136,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
             raise InputError(
                 call,
                 got=f"a grid {grid.shape} with voxels of {tuple(layout.voxel_size)} m along X, Y, Z",
-                expected="as many voxels along Y as along X, of one size, for quarter turns",
+                expected="as many voxels along Y as along X, of the same size, for quarter turns",
                 fix="pass on_nonsquare='half_turns' or 'skip', or crop the grid.",
             )
         self._warn_of_the_sensor(layout, grid.shape)
@@ -171,9 +171,10 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
         wrong = "".join(axis for axis in layout.off_center(shape) if axis in moved)
         if wrong and "doppler" in layout.channels:
             warn_user(
-                f"VoxelAugmentation moves the sensor along {wrong}: it is not in the middle of the grid there, so a "
-                "network sees Doppler values of a sensor that stands elsewhere. Leave these axes out of flip_axes, and "
-                "set rotate_prob=0 for X or Y; or give the network the sensor's place, from sensor_after(params)."
+                f"VoxelAugmentation moves the sensor along {wrong}: it is not at the center of the grid there, so a "
+                "network sees Doppler values of a sensor at another position. Way out: remove these axes from "
+                "flip_axes, and set rotate_prob=0 for X or Y; or pass the sensor's position from "
+                "sensor_after(params) to the network."
             )
 
     def sensor_after(self, params: VoxelParams) -> Tensor:
@@ -187,7 +188,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
         if self.layout is None or self.layout.sensor_origin is None:
             raise InputError(
                 "VoxelAugmentation.sensor_after(params)",
-                got="no sensor",
+                got="a layout without a sensor",
                 expected="a layout with sensor_origin",
                 fix="pass layout=VoxelLayout(channels, sensor_origin=(x, y, z)).",
             )
@@ -208,7 +209,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
                 "VoxelAugmentation.apply(x, params)",
                 got=f"a quarter turn of a volume of shape {params.shape}, {size_x} x {size_y} in XY",
                 expected="as many voxels along Y as along X",
-                fix="take turns=2, or crop the grid.",
+                fix="use turns=2, or crop the grid.",
             )
         if isinstance(x, Tensor):
             return cast("X", _move_volume(x, params, known, inplace=inplace))

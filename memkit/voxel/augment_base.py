@@ -157,7 +157,7 @@ class Augmentation(ABC, Generic[P]):
                 call,
                 got=f"params of type {type(params).__name__}",
                 expected=self._params.__name__,
-                fix="pass what sample() of this augmentation drew.",
+                fix="pass the parameters that sample() of this augmentation returned.",
             )
 
     @abstractmethod
@@ -213,7 +213,7 @@ class Augmentation(ABC, Generic[P]):
                     f"{type(self).__name__}.apply_joint(sample, params)",
                     got=f"the name {name!r}",
                     expected="names of its volumes: " + ", ".join(map(str, sample)),
-                    fix="write the name as it is in the sample.",
+                    fix="use a name as it is in the sample.",
                 )
         geometry: Any = params.geometry()
         return {
@@ -233,7 +233,7 @@ def read_grid(call: str, shape: Sequence[int], layout: VoxelLayout | None) -> Ba
             call,
             got=f"the shape {sizes}",
             expected="(C, D, H, W) of a sample or (B, C, D, H, W) of a batch",
-            fix="give x.shape of a volume; for SparseVoxels (voxels.batch_size, C, *voxels.shape).",
+            fix="pass x.shape of a volume; for SparseVoxels pass (voxels.batch_size, C, *voxels.shape).",
         )
     num_samples, (num_channels, depth, height, width) = (1, sizes) if len(sizes) == 4 else (sizes[0], sizes[1:])
     grid = BatchShape((depth, height, width), num_channels, num_samples, batched=len(sizes) == 5)
@@ -298,9 +298,9 @@ def layout_of(call: str, x: object, grid: tuple[Triple, int, bool], layout: Voxe
     if layout is None and isinstance(x, VoxelPoints):
         raise InputError(
             call,
-            got="points, and no layout",
-            expected="a layout, whose origin and voxel_size say where the grid lies among the points",
-            fix="make the augmentation with layout=VoxelLayout(channels, voxel_size=..., origin=...).",
+            got="points without a layout",
+            expected="a layout, whose origin and voxel_size place the grid among the points",
+            fix="create the augmentation with layout=VoxelLayout(channels, voxel_size=..., origin=...).",
         )
     if layout is None:
         return VoxelLayout(("scalar",) * max(num_channels, 1))
@@ -313,8 +313,8 @@ def _other_channels(call: str, num_channels: int, layout: VoxelLayout) -> InputE
     return InputError(
         call,
         got=f"{num_channels} channels",
-        expected=f"the layout's {len(layout.channels)}: {', '.join(layout.channels)}",
-        fix="pass layout=, one that describes the channels of this volume.",
+        expected=f"the {len(layout.channels)} channels of the layout: {', '.join(layout.channels)}",
+        fix="pass layout=VoxelLayout(channels) that describes the channels of this volume.",
     )
 
 

@@ -257,7 +257,7 @@ def _convention(convention: ConventionName | ChamferConvention) -> ChamferConven
             f"chamfer_distance(..., convention={convention!r})",
             got=repr(convention),
             expected=f"one of {', '.join(map(repr, CHAMFER_CONVENTIONS))}, or a ChamferConvention(squared, combine)",
-            fix="write for example ChamferConvention(squared=False, combine='max').",
+            fix="pass for example ChamferConvention(squared=False, combine='max').",
         )
     return found
 
@@ -266,6 +266,7 @@ def _refuse_batches(call: str, a: object, b: object) -> NoReturn:
     raise InputError(
         call,
         got=f"{described(a)} and {described(b)}",
-        expected="two clouds (N, D), two batches (B, N, D), two sequences of as many clouds, or one NearestPoints",
-        fix="give as many clouds of the one as of the other; one at least.",
+        expected="two clouds (N, D), two batches (B, N, D), two sequences with the same number of clouds, or one "
+        "NearestPoints",
+        fix="pass the same number of clouds in both, at least one.",
     )

@@ -45,14 +45,15 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
         self.augmentations = tuple(augmentations)
         if not self.augmentations:
             check = Checker("ComposedAugmentation(augmentations)")
-            raise check.refuse("augmentations", augmentations, "one augmentation at least")
+            raise check.refuse("augmentations", augmentations, "at least one augmentation")
         for each in self.augmentations:
             if not isinstance(each, Augmentation):
                 raise InputTypeError(
                     "ComposedAugmentation(augmentations)",
                     got=f"a {type(each).__name__}",
                     expected="augmentations of memkit",
-                    fix="make one, such as VoxelAugmentation(); call functions of your own before or after it.",
+                    fix="pass for example VoxelAugmentation(); call your own functions before or after the composed "
+                    "augmentation.",
                 )
 
     def sample(
@@ -97,8 +98,8 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
             raise InputError(
                 "ComposedAugmentation.apply(x, params)",
                 got=f"parameters of {len(params.steps)} augmentations",
-                expected=f"of {len(self.augmentations)}",
-                fix="pass what sample() of this one drew.",
+                expected=f"parameters of {len(self.augmentations)} augmentations",
+                fix="pass the parameters that sample() of this augmentation returned.",
             )
         return zip(self.augmentations, params.steps, strict=True)
 

@@ -61,7 +61,7 @@ class CompositeLoss3D(nn.Module):
         check = Checker("CompositeLoss3D({...})")
         given: Any = losses
         if not isinstance(given, Mapping) or not given:
-            raise check.refuse("losses", losses, "{name: (loss, weight)}, with one loss at least")
+            raise check.refuse("losses", losses, "{name: (loss, weight)}, with at least one loss")
         self.losses: dict[str, VoxelLoss] = {}
         self._weights: dict[str, LossWeight] = {}
         for name, pair in given.items():
@@ -110,8 +110,8 @@ class CompositeLoss3D(nn.Module):
             raise StateError(
                 call,
                 got=f"weights that are all zero at step {self.num_steps}",
-                expected="one at least that is not",
-                fix="let one schedule begin above zero.",
+                expected="at least one weight that is not zero",
+                fix="let at least one schedule start above zero.",
             )
         self.values = {}
         terms = []
@@ -122,7 +122,7 @@ class CompositeLoss3D(nn.Module):
                     call,
                     got=f"{described(value)} from {name!r}",
                     expected="a 0-dim tensor",
-                    fix="average inside of the loss: reduction='mean'.",
+                    fix="average inside the loss: reduction='mean'.",
                 )
             self.values[name] = value.detach()
             terms.append(value * weight)

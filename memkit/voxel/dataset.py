@@ -93,9 +93,9 @@ class VoxelDataset(Dataset[Any]):
         if augmentation is not None and (augmentation_config is not None or layout is not None):
             raise ConfigError(
                 check.call,
-                got="augmentation, and augmentation_config or layout beside it",
-                expected="an augmentation, or the settings of one",
-                fix="put layout and settings into the augmentation.",
+                got="augmentation together with augmentation_config or layout",
+                expected="either an augmentation or the settings of one",
+                fix="pass layout and settings to the augmentation instead.",
             )
         self._samples = samples
         self._augmentation = augmentation or VoxelAugmentation.from_config(augmentation_config or {}, layout=layout)
@@ -152,7 +152,7 @@ class VoxelDataset(Dataset[Any]):
                 f"VoxelDataset[{index}]",
                 got="a sample of " + ", ".join(type(each).__name__ for each in sample.values()),
                 expected="a volume (C, D, H, W), or a mapping or tuple with such volumes",
-                fix="wrap the source so that it gives tensors with a dimension of channels.",
+                fix="wrap the source so that it returns tensors with a channel dimension.",
             )
         first = next(iter(volumes.values()))
         shape = first.shape if isinstance(first, Tensor) else (first.features.shape[1], *first.shape)
@@ -193,9 +193,9 @@ class VoxelDataset(Dataset[Any]):
             self._told[_HAS_WARNED] = 1
             epoch = int(self._told[_EPOCH])
             warn_user(
-                f"VoxelDataset: {min(num_again, num_seen)} of {num_seen} samples of epoch {epoch} were handed out once "
-                "more, with the same draws. Call dataset.set_epoch(epoch) before each epoch's loop (memkit's loops "
-                f"do); where the same draws are meant, call set_epoch({epoch}); for a validation pass "
+                f"VoxelDataset: {min(num_again, num_seen)} of {num_seen} samples of epoch {epoch} were returned "
+                "again with the same random draws. Way out: call dataset.set_epoch(epoch) before each epoch's loop "
+                f"(memkit's loops do); if you want the same draws, call set_epoch({epoch}); for a validation pass "
                 "use_augmentation=False."
             )
 
@@ -222,8 +222,8 @@ def _refuse_unmoved(call: str, name: object, value: Any, shape: tuple[int, ...])
             call,
             got=f"{name!r}, {got}, which would not be moved with the volumes of its sample",
             expected="volumes as tensors (C, D, H, W), or SparseVoxels, at the top of the sample",
-            fix="give it a dimension of channels (mask[None]), make it a tensor (torch.from_numpy(mask), image.data), "
-            "or leave it out.",
+            fix="add a channel dimension (mask[None]), convert it to a tensor (torch.from_numpy(mask), image.data), "
+            "or remove it from the sample.",
         )
 
 

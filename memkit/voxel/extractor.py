@@ -59,14 +59,14 @@ class FrozenNetworkLoss(VolumeLoss):
                 self._call,
                 got=f"volumes on {volume.device}, a network on {weight.device}",
                 expected="both on one device",
-                fix="move the loss as you move a model: loss.to(device).",
+                fix="move the loss like a model: loss.to(device).",
             )
         if weight.dtype != torch.promote_types(weight.dtype, torch.float32):
             raise StateError(
                 self._call,
                 got=f"a network that was converted to {weight.dtype}",
-                expected="float32 or float64: in half precision small gradients inside of it are lost",
-                fix="convert the loss back with loss.float(); autocast around the loss does no harm.",
+                expected="float32 or float64: in half precision small gradients inside the network are lost",
+                fix="convert the loss back with loss.float(); autocast around the loss is fine.",
             )
         return weight.dtype
 
@@ -106,7 +106,7 @@ def levels_of(network: Callable[..., Any], volume: Tensor, *, use_checkpoint: bo
                 raise InputTypeError(
                     call,
                     got=f"an extractor that returns {described(level)} for a volume {tuple(volume.shape)}",
-                    expected="features (B, C, ...), or a list of them; from each stage of an nn.Sequential one",
+                    expected="features (B, C, ...), or a list of them; one tensor from each stage of an nn.Sequential",
                     fix="wrap it in a module that returns the feature maps to compare.",
                 )
             yield level

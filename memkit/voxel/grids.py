@@ -147,8 +147,8 @@ def feature_mae(
         _refuse(
             call,
             "a mask for points or sparse volumes",
-            "a mask for dense volumes alone",
-            "leave it out, and give the points or voxels that count.",
+            "a mask only for dense volumes",
+            "omit mask, and pass only the points or voxels that count.",
         )
     if pairs is not None:
         return _mae_of_points(prediction, target, pairs, per_channel=per_channel)
@@ -167,7 +167,7 @@ def feature_mae(
                     call,
                     f"a mask {tuple(mask.shape)}, {mask.dtype}",
                     f"bool {(len(target), *target.shape[2:])}",
-                    "make it of what is occupied: mask = occupancy[:, 0] > 0.5.",
+                    "create the mask from the occupancy: mask = occupancy[:, 0] > 0.5.",
                 )
             difference = difference[mask.flatten()]
             are_empty = not len(difference)  # the mask is empty
@@ -190,7 +190,7 @@ def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
         _refuse_types(call, prediction, target)
     grids = [_samples(each, call) for each in (prediction, target)]
     if grids[0].shape != grids[1].shape:
-        _refuse(call, f"{tuple(prediction.shape)} and {tuple(target.shape)}", "two grids of one shape", _RESIZE)
+        _refuse(call, f"{tuple(prediction.shape)} and {tuple(target.shape)}", "two grids of the same shape", _RESIZE)
     rows = []
     for sample in zip(*grids, strict=True):
         a, b = (each if each.dtype == torch.bool else each > threshold for each in sample)
@@ -215,11 +215,11 @@ def _samples(grid: object, call: str) -> Tensor:
             call,
             got=described(grid),
             expected="(D, H, W), (B, D, H, W) or (B, 1, D, H, W), or SparseVoxels",
-            fix="take the channel that says what is occupied: volume[:, 0].",
+            fix="pass the occupancy channel, for example volume[:, 0].",
         )
     samples = grid.detach() if grid.dim() != 5 else grid.detach().squeeze(1)
     if not len(samples):
-        _refuse(call, f"a batch {tuple(grid.shape)}", "one sample at least", "leave empty batches out.")
+        _refuse(call, f"a batch {tuple(grid.shape)}", "at least one sample", "skip empty batches.")
     return samples[None] if samples.dim() == 3 else samples
 
 
@@ -244,7 +244,7 @@ def _mae_of_points(a: Grid, b: Grid, pairs: NearestPoints, *, per_channel: bool)
             call,
             f"{tuple(a.shape)} and {tuple(b.shape)}",
             f"({len(pairs.a)}, C) and ({len(pairs.b)}, C)",
-            "give one row for each point of the clouds that nearest_points was given, in that order.",
+            "pass one row for each point of the clouds given to nearest_points, in the same order.",
         )
     if not len(a) or not len(b):
         mean = a.sum(0) * 0 + b.sum(0) * 0 + (0.0 if len(a) == len(b) else math.inf)
@@ -264,14 +264,16 @@ def _both_dense(a: Grid, b: Grid, call: str) -> tuple[Tensor, Tensor]:
         _refuse_types(call, a, b)
     if a.shape != b.shape or a.dim() != 5 or a.is_complex() or b.is_complex():
         forms = f"{described(a)} and {described(b)}"
-        _refuse(call, forms, "two volumes (B, C, D, H, W) of one shape, of real numbers", _RESIZE)
+        _refuse(call, forms, "two volumes (B, C, D, H, W) of the same shape, with real numbers", _RESIZE)
     return a, b
 
 
 def _check_alike(a: SparseVoxels, b: SparseVoxels, call: str, *, features: bool = True) -> None:
     forms = [(each.batch_size, *each.shape, *([each.features.shape[1]] if features else [])) for each in (a, b)]
     if forms[0] != forms[1]:
-        _refuse(call, f"sparse volumes of {forms[0]} and {forms[1]}", "equal batch size, shape and channels", _RESIZE)
+        _refuse(
+            call, f"sparse volumes of {forms[0]} and {forms[1]}", "the same batch size, shape and channels", _RESIZE
+        )
 
 
 def _refuse_types(call: str, a: object, b: object) -> NoReturn:
@@ -279,7 +281,7 @@ def _refuse_types(call: str, a: object, b: object) -> NoReturn:
         call,
         got=f"a {type(a).__name__} and a {type(b).__name__}",
         expected="two tensors, or two SparseVoxels",
-        fix="bring one of them into the other's form: SparseVoxels.from_dense(volume), voxels.to_dense().",
+        fix="convert one of them with SparseVoxels.from_dense(volume) or voxels.to_dense().",
     )
 
 

@@ -75,13 +75,17 @@ class VoxelLayout:
         for kind in channels:
             if not (isinstance(kind, str) and (kind in KINDS or _is_component(kind))):
                 raise check.refuse(
-                    "channels", kind, f"of {', '.join(KINDS)}, vector:x, vector:y, vector:z, vector:x:<name> and so on"
+                    "channels",
+                    kind,
+                    f"kinds out of {', '.join(KINDS)}, vector:x, vector:y, vector:z, vector:x:<name> and so on",
                 )
         if len(check.axes("axes", self.axes)) != 3:
             raise check.refuse("axes", self.axes, "the letters X, Y and Z in the order of D, H and W")
         sensor = None if self.sensor_origin is None else check.triple("sensor_origin", self.sensor_origin)
         if sensor is None and "doppler" in channels:
-            raise check.refuse("sensor_origin", None, "three numbers, as a Doppler channel is seen from a sensor")
+            raise check.refuse(
+                "sensor_origin", None, "three numbers, because a Doppler channel is relative to a sensor"
+            )
         empty = self.empty_value
         is_list = isinstance(empty, (list, tuple))
         empties = check.items("empty_value", empty if is_list else (empty,) * len(channels), len(channels))
@@ -118,11 +122,17 @@ class VoxelLayout:
             if _is_component(kind):
                 component, _, name = kind.removeprefix("vector:").partition(":")
                 if component in fields.setdefault(name, {}):
-                    raise check.refuse("channels", kind, "each component of a vector once; name a second vector's")
+                    raise check.refuse(
+                        "channels",
+                        kind,
+                        "each component of a vector once; a second vector needs a name, as in vector:x:flow",
+                    )
                 fields[name][component] = channel
         for each in fields.values():
             if not {"x", "y"} <= each.keys():
-                raise check.refuse("channels", self.channels, "a vector's x and y together, as a turn mixes them")
+                raise check.refuse(
+                    "channels", self.channels, "a vector's x and y together, because a rotation mixes them"
+                )
         return tuple(VectorField(each["x"], each["y"], each.get("z")) for each in fields.values())
 
     def dim(self, axis: str) -> int:
@@ -182,5 +192,5 @@ def _range(check: Checker, kind: str, given: object) -> tuple[float, float] | No
         return None
     low, high = (check.number("value_range", each) for each in check.items("value_range", given, 2))
     if low > high or (_is_component(kind) and low != -high):
-        raise check.refuse("value_range", given, "the lower end first, and for a vector's component low = -high")
+        raise check.refuse("value_range", given, "the lower end first, and low = -high for a vector's component")
     return low, high

@@ -112,8 +112,8 @@ class OccupancyAwareLoss(VolumeLoss):
         if self.layout is not None and len(self.layout.channels) != prediction.shape[1]:
             raise InputError(
                 self._call,
-                got=f"volumes of {prediction.shape[1]} channels",
-                expected=f"those of the layout: {', '.join(self.layout.channels)}",
+                got=f"volumes with {prediction.shape[1]} channels",
+                expected=f"the channels of the layout: {', '.join(self.layout.channels)}",
                 fix="name each channel in VoxelLayout(channels=[...]).",
             )
         return mean_of_samples(self._sum, prediction, target, chunk_size=1, call=self._call)

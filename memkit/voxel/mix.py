@@ -86,7 +86,7 @@ class _Mix(Augmentation[M], Generic[M]):
                 call,
                 got=f"the shape {tuple(shape)} of one sample",
                 expected="(B, C, D, H, W)",
-                fix="mix after samples were put into a batch.",
+                fix="apply the mix after the samples are collated into a batch.",
             )
         named = tuple(index) if isinstance(index, Sequence) else (index,)
         return self._draw(generator(Checker(call, InputError), seed=seed, epoch=epoch, index=named), grid)
@@ -109,7 +109,7 @@ class _Mix(Augmentation[M], Generic[M]):
                 f"{type(self).__name__}.labels(labels, params)",
                 got=f"labels of shape {tuple(labels.shape)}",
                 expected=f"one row for each of {len(params.partners)} samples",
-                fix="draw parameters for this batch.",
+                fix="draw the parameters for this batch with sample(x.shape, seed=...).",
             )
         weight = torch.tensor(params.weights, dtype=torch.float64, device=labels.device)
         return MixedLabels(labels, labels[list(params.partners)], weight)
@@ -171,8 +171,8 @@ class MixupAugmentation(_Mix[MixupParams]):
             raise InputTypeError(
                 "MixupAugmentation.apply(x, params)",
                 got=f"labels of dtype {volume.dtype}",
-                expected="floating point volumes",
-                fix="use labels(), and weigh two losses; CutmixAugmentation keeps label volumes whole.",
+                expected="floating-point volumes",
+                fix="use labels(), and weight two losses; CutmixAugmentation keeps label values unmixed.",
             )
         out = torch.empty_like(volume, memory_format=torch.contiguous_format)
         for number, (partner, weight) in enumerate(zip(params.partners, params.weights, strict=True)):

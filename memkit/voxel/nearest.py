@@ -103,8 +103,8 @@ def nearest_points(
         raise InputError(
             _CALL,
             got=f"{tuple(a.shape)} on {a.device} and {tuple(b.shape)} on {b.device}",
-            expected="clouds with equally many coordinates on one device",
-            fix="cut or move one of them.",
+            expected="clouds with the same number of coordinates, on one device",
+            fix="pass clouds of equal dimension, and move one to the device of the other: b.to(a.device).",
         )
     work = torch.promote_types(a.dtype, b.dtype)
     a, b = a.to(work), b.to(work)
@@ -155,7 +155,7 @@ def _resolved(backend: NearestBackend, a: Tensor, b: Tensor) -> NearestBackend:
         _refuse(backend, "", ", ".join(map(repr, get_args(NearestBackend))))
     has_scipy = importlib.util.find_spec("scipy") is not None
     if backend == "kdtree" and not has_scipy:
-        _refuse(backend, ", and scipy is not installed", 'scipy: pip install "memkit[metrics]"')
+        _refuse(backend, ", but scipy is not installed", 'scipy: pip install "memkit[metrics]"')
     if backend == "pruned" and a.shape[1] not in _NUM_SPATIAL:
         _refuse(backend, f", for {a.shape[1]} coordinates", "2 or 3 coordinates")
     if backend != "auto":
@@ -170,7 +170,7 @@ def _refuse(backend: str, what: str, expected: str) -> NoReturn:
         f"nearest_points(..., backend={backend!r})",
         got=f"{backend!r}{what}",
         expected=expected,
-        fix="leave backend out: all give the same distances.",
+        fix="omit backend: all of them give the same distances.",
     )
 
 
@@ -179,8 +179,8 @@ def _checked(cloud: object, name: str) -> Tensor:
         raise InputTypeError(
             _CALL,
             got=f"{name}: {described(cloud)}",
-            expected="floating point coordinates (N, D)",
-            fix="give one row for each point; of a batch, one cloud at a time.",
+            expected="floating-point coordinates (N, D)",
+            fix="pass one row for each point, and one cloud of a batch at a time.",
         )
     cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
     largest = (torch.finfo(cloud.dtype).max / (4 * cloud.shape[1])) ** 0.5  # their squared distance stays finite
@@ -188,9 +188,10 @@ def _checked(cloud: object, name: str) -> Tensor:
     if not bool(is_usable.all()):
         raise InputError(
             _CALL,
-            got=f"{name}: {int((~is_usable).sum())} points with a coordinate that is nan or inf, or has no square",
+            got=f"{name}: {int((~is_usable).sum())} points with a coordinate that is nan or inf, or whose square "
+            "overflows",
             expected=f"coordinates of at most {largest:.1e}",
-            fix="drop these points, or find where they come from.",
+            fix="drop these points, or find out where they come from.",
         )
     return cloud
 

@@ -54,15 +54,15 @@ def check_pair(call: str, prediction: object, target: object) -> tuple[Tensor, T
         raise InputError(
             call,
             got=f"{tuple(prediction.shape)} on {prediction.device} and {tuple(target.shape)} on {target.device}",
-            expected="two volumes (B, C, D, H, W) of one shape on one device",
-            fix="add what is missing with volume[None] or volume[:, None]; move one of them.",
+            expected="two volumes (B, C, D, H, W) of the same shape on one device",
+            fix="add missing dimensions with volume[None] or volume[:, None]; move one volume to the other's device.",
         )
     if not prediction.numel():
         raise InputError(
             call,
-            got=f"volumes {tuple(prediction.shape)}, which hold nothing",
-            expected="one sample at least, of one voxel at least",
-            fix="skip this batch: a mean over nothing is no number.",
+            got=f"volumes {tuple(prediction.shape)}, which are empty",
+            expected="at least one sample with at least one voxel",
+            fix="skip this batch: a mean over no voxels is undefined.",
         )
     return prediction, target.detach()
 
@@ -76,8 +76,8 @@ def _real(call: str, name: str, volume: object) -> Tensor:
         raise InputTypeError(
             call,
             got=f"{name}: {described(volume)}",
-            expected="tensors of real numbers, the prediction floating",
-            fix="convert with volume.float(); SparseVoxels with voxels.to_dense().",
+            expected="tensors of real numbers, with a floating-point prediction",
+            fix="convert tensors with volume.float(), and SparseVoxels with voxels.to_dense().",
         )
     return volume
 

@@ -62,9 +62,9 @@ class AugmentationParams(ABC):
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise _unreadable(f"no JSON: {error}"[:200]) from None
+            raise _unreadable(f"invalid JSON: {error}"[:200]) from None
         if not isinstance(found, dict) or found.pop("version", None) != VERSION:
-            raise _unreadable("no object with version 1")
+            raise _unreadable("JSON that is not an object with version 1")
         return _from_dict(found)
 
 
@@ -308,8 +308,8 @@ def _unreadable(got: str) -> FileFormatError:
     return FileFormatError(
         "AugmentationParams.from_json(text)",
         got=got,
-        expected="what to_json() of such a record wrote",
-        fix="check that the line is whole, and read it with the memkit that wrote it.",
+        expected="text written by to_json() of augmentation parameters",
+        fix="check that the line is complete, and read it with the version of memkit that wrote it.",
     )
 
 
@@ -334,13 +334,13 @@ def _set_grid(params: VoxelParams | CutoutParams, check: Checker, num_samples: i
     object.__setattr__(params, "shape", _triple(check, "shape", params.shape, 1))
     is_batch = check.flag("batched", params.batched)
     if num_samples < 1 or (num_samples > 1 and not is_batch):
-        raise check.refuse("samples", num_samples, "one at least, and one only for a volume (C, D, H, W)")
+        raise check.refuse("samples", num_samples, "at least one, and exactly one for a volume (C, D, H, W)")
 
 
 def _set_partners(params: MixupParams | CutmixParams, check: Checker) -> None:
     object.__setattr__(params, "shape", _triple(check, "shape", params.shape, 1))
     given = check.items("partners", params.partners)
     if not given:
-        raise check.refuse("partners", given, "one for each sample, and one sample at least")
+        raise check.refuse("partners", given, "one partner for each sample, and at least one sample")
     partners = tuple(check.whole("partners", each, 0, len(given) - 1) for each in given)
     object.__setattr__(params, "partners", partners)

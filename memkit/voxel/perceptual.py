@@ -90,9 +90,9 @@ class Perceptual3DLoss(FrozenNetworkLoss):
         if self.in_channels not in {None, prediction.shape[1]}:
             raise InputError(
                 self._call,
-                got=f"volumes of {prediction.shape[1]} channels",
-                expected=f"in_channels={self.in_channels}, as the loss was made",
-                fix=f"write Perceptual3DLoss(in_channels={prediction.shape[1]}).",
+                got=f"volumes with {prediction.shape[1]} channels",
+                expected=f"in_channels={self.in_channels}, as the loss was created",
+                fix=f"create the loss with Perceptual3DLoss(in_channels={prediction.shape[1]}).",
             )
         dtype = self._work_dtype(prediction)
         return mean_of_samples(
@@ -144,7 +144,7 @@ class SliceLoss(FrozenNetworkLoss):
         check = Checker("SliceLoss(...)")
         given: Any = axes
         if not isinstance(given, str) or not axes or len(set(axes)) < len(axes) or set(axes) - _AXES.keys():
-            raise check.refuse("axes", axes, "some of the letters D, H and W, each once")
+            raise check.refuse("axes", axes, "a combination of the letters D, H and W, each at most once")
         super().__init__(distance)
         self.axes = axes
         self.chunk_size = check.whole("chunk_size", chunk_size, 1)
@@ -169,8 +169,8 @@ class SliceLoss(FrozenNetworkLoss):
             raise InputTypeError(
                 self._call,
                 got=f"a distance that returns {described(found)} for {len(prediction)} slices",
-                expected="a number for each slice, or their mean",
-                fix="average over channels and places inside of it.",
+                expected="one number for each slice, or their mean",
+                fix="average over channels and positions inside the distance.",
             )
         return found.mean() * len(prediction)
 

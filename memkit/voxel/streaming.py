@@ -53,7 +53,7 @@ class _Sums:
                 f"{type(self).__name__}.merge(other)",
                 got=f"metrics {', '.join(other._names)} with {other._settings}",
                 expected=f"{', '.join(self._names)} with {self._settings}",
-                fix="make both with the same settings.",
+                fix="create both with the same settings.",
             )
         self._sums += other._sums
         self._num_samples += other._num_samples
@@ -83,7 +83,10 @@ class _Sums:
         """
         if not self._num_samples:
             raise StateError(
-                f"{type(self).__name__}.compute()", got="no sample", expected="one at least", fix="call update first."
+                f"{type(self).__name__}.compute()",
+                got="no samples",
+                expected="at least one sample",
+                fix="call update(...) first.",
             )
         sums = dict(zip(self._names, self._sums.tolist(), strict=True))
         return {name: value if name.startswith("num_") else value / self._num_samples for name, value in sums.items()}
@@ -109,7 +112,7 @@ class _Sums:
                 f"{type(self).__name__}.load_state_dict(state)",
                 got=f"version {found[0]!r} of {', '.join(found[1])} with {found[2]}",
                 expected=f"version {_VERSION} of {', '.join(self._names)} with {self._settings}",
-                fix="load it into metrics of the same settings.",
+                fix="load the state into metrics with the same settings.",
             )
         self._sums = torch.tensor(list(state["sums"].values()), dtype=torch.float64)
         self._num_samples = state["num_samples"]
@@ -173,7 +176,7 @@ class PointCloudMetrics(_Sums):
                 check.call,
                 got=f"metrics {', '.join(names)}",
                 expected="each threshold, quantile and convention once",
-                fix="leave the repeated ones out.",
+                fix="remove the repeated ones.",
             )
         super().__init__(names, empty_distance=empty_distance)
         empty = torch.zeros(0, 3)

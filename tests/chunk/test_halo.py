@@ -71,7 +71,7 @@ def test_refusal_names_the_culprit(name):
 
 
 def test_a_module_that_does_not_take_the_input():
-    with pytest.raises(InputError, match="takes no input of shape"):
+    with pytest.raises(InputError, match="does not accept an input of shape"):
         find_reach(nn.Conv2d(3, 1, 3), torch.zeros(1, 1, 20, 20), (-1,))
 
 

@@ -32,7 +32,9 @@ def mlp(*middle):
     ],
 )
 def test_what_mixes_rows_is_refused_by_name(fn, name):
-    with pytest.raises(mk.errors.InputError, match=rf"first in ({name}).*a function of each row alone.*eval mode"):
+    with pytest.raises(
+        mk.errors.InputError, match=rf"first in ({name}).*computes each row from that row alone.*eval mode"
+    ):
         check(fn, torch.randn(20, 4))
 
 

@@ -88,4 +88,4 @@ def test_ranks_with_other_numbers_of_chunks_equal_one_process(kind, found):
 
 def test_a_function_whose_parameters_are_gathered_at_each_call_is_refused(found):
     """It would be gathered for each chunk; ranks have other numbers of them, and would wait for each other for ever."""
-    assert "fully_shard the module around it" in found["fsdp kernel"]
+    assert "call fully_shard on the module around it" in found["fsdp kernel"]

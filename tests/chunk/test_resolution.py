@@ -168,7 +168,7 @@ def test_there_and_back_for_a_net_with_a_stride(mode):
     assert back.shape == volume.shape
     assert_same(back, F.interpolate(pooled, scale_factor=2, mode=mode)[:, :, :18, :30, :16])
     (gradient,) = torch.autograd.grad(back.sum(), volume)
-    with pytest.raises(InputError, match=r"expected the sides that apply gave, \(16, 16, 8\)"):
+    with pytest.raises(InputError, match=r"expected the spatial size that apply returned, \(16, 16, 8\)"):
         processor.restore(pooled[..., ::2])
     if mode == "nearest":
         torch.testing.assert_close(gradient, torch.ones_like(gradient))  # a mean, copied to all
@@ -213,7 +213,7 @@ def test_what_is_refused():
         with pytest.raises(StateError, match=r"first|before"):
             call(torch.zeros(1, 1, 8, 8, 8))
     for bad in (torch.zeros(0, 3), torch.zeros(3, 4), torch.zeros(3)):
-        with pytest.raises(InputError, match=r"one row \(N, 3\) or \(N, 2\) for each point"):
+        with pytest.raises(InputError, match=r"\(N, 3\) or \(N, 2\), one row for each point"):
             processor.choose(bad)
     with pytest.raises(InputError, match="not finite"):
         processor.choose(torch.tensor([[0.0, 0.0, torch.nan], [1.0, 0.0, 0.0]]))

@@ -272,8 +272,8 @@ def test_what_is_wrong_is_refused():
         "an index from -1 to 1": {"index": index - 1},
         "expected 5 rows": {"index": index[:5]},
         "torch.float32": {"index": index.float()},
-        "does not rise from 0": {"index": None, "ptr": ptr.flip(0)},
-        "does not rise": {"index": None, "ptr": ptr[:0]},
+        "does not start at 0 or decreases": {"index": None, "ptr": ptr.flip(0)},
+        "does not start at 0": {"index": None, "ptr": ptr[:0]},
         "a ptr of 4 numbers": {"index": None, "ptr": ptr, "num_segments": 9},
         r"gather\['x_j'\]: \(6, 3\) in torch.float32 and \(5,\) in torch.int64; .* int64 or int32 \(6,\)": {
             "gather": {"x_j": (rows, index[:5])}

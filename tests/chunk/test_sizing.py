@@ -177,7 +177,7 @@ def test_a_budget_that_is_none_is_named_with_its_call(budget, error):
 
 
 def test_a_budget_needs_a_size_to_choose():
-    with pytest.raises(mk.errors.ConfigError, match=r"memory_budget='1MiB' with chunk_size=16.*leave chunk_size out"):
+    with pytest.raises(mk.errors.ConfigError, match=r"memory_budget='1MiB' with chunk_size=16.*omit chunk_size"):
         mk.ChunkedProcessor(abs, chunk_size=16, memory_budget="1MiB")
     with pytest.raises(mk.errors.ConfigError, match="budget"):
         mk.ChunkedProcessor(abs, memory_budget=0)

@@ -228,11 +228,11 @@ def test_submanifold_is_never_taken_by_itself():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.GroupNorm(2, 4), r"mixes voxels otherwise than by convolutions, first in `1` \(GroupNorm\)"),
+        (nn.GroupNorm(2, 4), r"mixes voxels by something other than convolutions, first in `1` \(GroupNorm\)"),
         (nn.InstanceNorm3d(4), r"first in `1` \(InstanceNorm3d\)"),
         (nn.AdaptiveAvgPool3d(1), r"gives \(1, 2, 1, 1, 1\) for \(1, 2, 1, 1, 3\)"),
         (nn.MaxPool3d(3, 1, 1), r"first in `1` \(MaxPool3d\)"),
-        (nn.MaxPool3d(2), "does not run on lone voxels"),
+        (nn.MaxPool3d(2), "does not run on single voxels"),
         (conv(4, 4, 2), r"a convolution with kernel \(2, 2, 2\)"),
         (conv(4, 4, 3, stride=2, padding=1), r"stride \(2, 2, 2\)"),
         (conv(4, 4, 3), r"padding \(0, 0, 0\)"),
@@ -339,7 +339,7 @@ def test_a_volume_that_requires_a_gradient():
     torch.testing.assert_close(found, expected)
     assert found[volume == 0].any()
     assert "requires a gradient" in processor.last_plan.why
-    with pytest.raises(InputError, match="which its empty voxels have too"):
+    with pytest.raises(InputError, match="which covers its empty voxels too"):
         SparsityAwareProcessor(net, mode="bbox")(volume)
     with torch.no_grad():
         SparsityAwareProcessor(net, mode="bbox")(volume)
@@ -380,7 +380,7 @@ def test_the_network_is_described_once_a_call():
 
 def test_other_refusals():
     net, volume = NETS["stack"], brain()
-    with pytest.raises(InputError, match=r"looks at 3 \+ 3 voxels \(stride 1\)"):
+    with pytest.raises(InputError, match=r"covers 3 \+ 3 voxels \(stride 1\)"):
         SparsityAwareProcessor(net, mode="pointwise")(volume)
     y = SparsityAwareProcessor(net, mode="bbox")(volume)
     with pytest.raises(StateError, match="create_graph=True"):

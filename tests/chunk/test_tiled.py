@@ -198,7 +198,7 @@ def test_inference_with_online_reduction_on_another_device():
     assert tiled_apply(net, x, 32, output_device="meta").device.type == "meta"
     tracked = trace_allocations(lambda: tiled_apply(net, x, 32, online_reduce=lambda y: y.argmax(1)))
     assert tracked.peak < whole.nbytes / 2
-    with pytest.raises(InputError, match="the spatial dimensions as they are"):
+    with pytest.raises(InputError, match="unchanged spatial dimensions"):
         tiled_apply(net, x, 32, online_reduce=lambda y: y.mean((2, 3)))
 
 
@@ -258,11 +258,11 @@ def test_a_plain_call_of_the_same_norm_keeps_its_backward():
     [
         ({"mode": "blend"}, "expected one of 'exact', 'constant', 'gaussian'"),
         ({"overlap": 1.0}, r"from 0 below 1"),
-        ({"dims": (-3,)}, r"different spatial dimensions out of \(-2, -1\)"),
-        ({"dims": (-1, 3)}, "different spatial dimensions"),
-        ({"halo": (1, 2, 3)}, "one for each of the 2 dimensions"),
+        ({"dims": (-3,)}, r"distinct spatial dimensions out of \(-2, -1\)"),
+        ({"dims": (-1, 3)}, "distinct spatial dimensions"),
+        ({"halo": (1, 2, 3)}, "one int for each of the 2 dimensions"),
         ({"halo": -1}, "0 or more"),
-        ({"halo": 4, "mode": "gaussian"}, "halo with mode='exact' alone"),
+        ({"halo": 4, "mode": "gaussian"}, "halo only with mode='exact'"),
         ({"tile_size": 0}, "1 or more"),
         ({"tile_size": 8.5}, "1 or more"),
         ({"tile_size": "8"}, "1 or more"),
@@ -291,7 +291,7 @@ def test_forms():
         tiled_apply(same(1, 2), x.long(), 8)
     with pytest.raises(InputTypeError, match=r"returns a Tensor of shape \(1, 64\)"):
         tiled_apply(nn.Sequential(same(1, 1), nn.Flatten()), x[..., :12, :12], 8, mode="constant")
-    with pytest.warns(MemkitWarning, match=r"halo=\(0, 0\)"), pytest.raises(InputError, match="lacks places"):
+    with pytest.warns(MemkitWarning, match=r"halo=\(0, 0\)"), pytest.raises(InputError, match="lacks positions"):
         tiled_apply(nn.Conv2d(1, 1, 5), x, 8, halo=0)
 
 

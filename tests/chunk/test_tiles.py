@@ -66,7 +66,7 @@ def test_blended_weights_add_up_to_one(size, length, overlap, is_gaussian):
 
 
 def test_windows_whose_result_has_another_size():
-    with pytest.raises(InputError, match="gives 4 places for a window of 8"):
+    with pytest.raises(InputError, match="returns 4 positions for a window of 8"):
         list(BlendedAxis(20, 8, 0.25, is_gaussian=True).pieces(4))
 
 

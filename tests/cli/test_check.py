@@ -35,7 +35,7 @@ def test_wrong_use(capsys, script):
     script.write_text("import torch\nprint 'x'\n")
     assert main(["check", str(script)]) == 2
     assert re.fullmatch(r"memkit: cannot check .*train\.py: line 2: .*\n", capsys.readouterr().err)
-    assert_wrong_usage(capsys, ["check"], "a file or a folder is needed")
+    assert_wrong_usage(capsys, ["check"], "expected a file or a folder")
 
 
 def test_json(capsys, script):

@@ -180,8 +180,8 @@ def test_steps_without_a_gradient_are_not_known(capfd):
     ("arguments", "text"),
     [
         (["none.py", "--gpu", "T4"], "got no such file"),
-        (["ends.py", "--gpu", "A100"], "several cards begin with"),
-        (["ends.py", "--gpu", "Apple 16GB"], "a card of NVIDIA"),
+        (["ends.py", "--gpu", "A100"], "matches several GPUs"),
+        (["ends.py", "--gpu", "Apple 16GB"], "an NVIDIA GPU"),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -116,7 +116,7 @@ def test_a_preset(capsys):
     "option", [["--precision", "fp16-mixed"], ["--accumulation-steps", "2"], ["--selected-fraction", "1"]]
 )
 def test_a_preset_says_its_options_itself(capsys, option):
-    assert_wrong_usage(capsys, ["estimate", "medium", *option], f"{option[0]}: of your own step")
+    assert_wrong_usage(capsys, ["estimate", "medium", *option], f"{option[0]} applies only to your own step")
 
 
 def test_a_calibrated_card(script, tmp_path, capsys):
@@ -131,15 +131,15 @@ def test_a_calibrated_card(script, tmp_path, capsys):
     assert main(["estimate", f"{script}:build", *options]) == 0
     capsys.readouterr()
     for without in (options[2:], ["--budget", "24GiB", *options[2:]]):
-        assert_wrong_usage(capsys, ["estimate", f"{script}:build", *without], "--calibrated: is for a card")
+        assert_wrong_usage(capsys, ["estimate", f"{script}:build", *without], "--calibrated needs a GPU")
 
 
 @pytest.mark.parametrize(
     ("step", "message"),
     [
         ("huge", "neither a preset nor FILE.py:FUNCTION"),
-        ("train.py:build", "no Python file"),
-        ("{script}:no_such", "no such function"),
+        ("train.py:build", "not a Python file"),
+        ("{script}:no_such", "a missing function"),
         ("{script}:nothing", "a function that returned NoneType"),
         ("{script}:too_few", "a function that returned tuple of 2"),
         ("{script}:too_many", "a function that returned tuple of 5"),

@@ -61,9 +61,9 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--calibrate", "own.json", "--need", "14GiB"], "leave --need and --calibrated out"),
-        (["--calibrate", "own.json", "--calibrated", "14GiB"], "leave --need and --calibrated out"),
-        (["RTX 4090", "--need", "14GiB"], "leave the name out"),
+        (["--calibrate", "own.json", "--need", "14GiB"], "omit --need and --calibrated"),
+        (["--calibrate", "own.json", "--calibrated", "14GiB"], "omit --need and --calibrated"),
+        (["RTX 4090", "--need", "14GiB"], "omit the name"),
     ],
 )
 def test_what_does_not_go_together_is_wrong_usage(capsys, arguments, text):

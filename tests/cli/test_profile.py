@@ -104,9 +104,9 @@ def test_a_range_is_twelve_sizes_in_equal_ratios():
     ("arguments", "message"),
     [
         (["{script}", "--sizes", "5k,many"], "positive numbers such as 5000 or 5k"),
-        (["{script}", "--sizes", "10..5"], "the smallest..the largest"),
-        (["train:build", "--sizes", "5"], "no Python file"),
-        (["{script}s", "--sizes", "5"], "no such function"),
+        (["{script}", "--sizes", "10..5"], "SMALLEST..LARGEST"),
+        (["train:build", "--sizes", "5"], "not a Python file"),
+        (["{script}s", "--sizes", "5"], "a missing function"),
         (["--gpu", "A100"], "A100 40GB, A100 80GB"),
         (["--max-edges", "0"], "max_edges=0"),
     ],
@@ -119,11 +119,11 @@ def test_an_error_is_one_line_and_exit_code_2(script, tmp_path, capsys, argument
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.py:build_step"], "--sizes go together"),
-        (["--sizes", "5"], "--sizes go together"),
-        (["--memory-limit", "nonsense"], "--memory-limit: of a measured run"),
-        (["--device", "cpu"], "--device: of a measured run"),
-        (["train.py:build_step", "--sizes", "5", "--max-edges", "3"], "--max-edges: of the memory test"),
+        (["train.py:build_step"], "--sizes must be given together"),
+        (["--sizes", "5"], "--sizes must be given together"),
+        (["--memory-limit", "nonsense"], "--memory-limit applies only to measured runs"),
+        (["--device", "cpu"], "--device applies only to measured runs"),
+        (["train.py:build_step", "--sizes", "5", "--max-edges", "3"], "--max-edges applies only to the memory test"),
     ],
 )
 def test_options_without_effect_are_refused(capsys, arguments, message):

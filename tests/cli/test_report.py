@@ -67,9 +67,9 @@ def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
     [
         (["report", "--log", "none.json"], "no file there"),
         (["report", "--log", str(S1), "--output", "report.pdf"], "the suffix '.pdf'"),
-        (["report", "--log", str(S1), "--output", str(S1)], "a file that is there and is no memkit report"),
+        (["report", "--log", str(S1), "--output", str(S1)], "an existing file that is not a memkit report"),
         (["report", "--log", str(S1), "--language", "de"], "expected one of 'en', 'zh'"),
-        (["report", "--log", str(S1), "--gpu", "none"], "a name of no card"),
+        (["report", "--log", str(S1), "--gpu", "none"], "an unknown GPU"),
         (["compare", str(S1), "none.json"], "no file there"),
         (["compare", str(S1), str(S1), "--output", "x.pdf"], "the report 'x.pdf': got the suffix"),
     ],
@@ -93,7 +93,7 @@ def test_snapshots_go_wherever_logs_go(capsys, tmp_path):
     assert main(["convert", str(log), "--to", "perfetto"]) == 0
     assert main(["compare", str(log), str(tmp_path / "log.trace.json"), "--max-growth", "0"]) == 0
     assert main(["convert", str(log), "--to", "perfetto"]) == 2
-    assert "a path where something is" in capsys.readouterr().err
+    assert "a path that already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

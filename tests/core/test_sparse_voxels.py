@@ -64,7 +64,7 @@ def test_coordinates_and_features_that_are_refused():
         options = {"shape": (4, 4, 4)} | options
         assert_refused(lambda: SparseVoxels.from_coords(coords, features, **options), error, *words)
 
-    before = "1 coordinates that came before, the first (0, 3, 3, 3)"
+    before = "1 repeated coordinates, the first (0, 3, 3, 3)"
     refused(before, coords=right[[1, 0, 1]], features=torch.ones(3, 1))
     refused("from 2 to 3 along axis 3; expected an extent of 3 cells from 0: 0 to 2", shape=(4, 4, 3))
     refused("from -1 to 2 along axis 1", coords=right - 1)
@@ -73,7 +73,7 @@ def test_coordinates_and_features_that_are_refused():
     refused("coordinates of shape (2, 3) and", "; expected coordinates (N, 4)", batch_size=2)
     refused("dtype torch.float32; expected integers", coords=right.float(), error=InputTypeError)
     for features in (ones[:, 0], ones.long(), torch.ones(3, 1)):
-        refused("expected floating point features (2, C)", features=features, error=InputTypeError)
+        refused("expected floating-point features (2, C)", features=features, error=InputTypeError)
     refused("features on meta, coordinates on cpu", features=ones.to("meta"))
     refused("a volume of shape (4, 4)", shape=(4, 4))
 

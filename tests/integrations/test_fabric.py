@@ -156,7 +156,7 @@ def test_parts_see_the_model_as_fabric_gives_it():
 
 
 def test_a_model_without_fabric_is_refused():
-    with pytest.raises(mk.errors.InputTypeError, match="got a Linear; expected a model that Fabric has set up"):
+    with pytest.raises(mk.errors.InputTypeError, match="got a Linear; expected a model set up by Fabric"):
         FabricSplitLoss(nn.Linear(2, 2))
 
 

@@ -199,7 +199,7 @@ class TestRefusals:
     def test_an_attribute_that_came_later(self):
         batch = self.batch()
         batch.edge_weight = torch.ones(batch.num_edges)
-        self.refused(batch, "'edge_weight': an attribute that came after batching")
+        self.refused(batch, "'edge_weight': an attribute that was added after batching")
 
     def test_rows_that_came_later(self):
         batch = self.batch()

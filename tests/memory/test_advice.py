@@ -98,7 +98,7 @@ def test_budgets_that_are_no_sizes(budget, error):
 
 
 def test_a_fraction_of_an_unknown_capacity():
-    assert_refused(lambda: parse_budget(0.5, None), ConfigError, "on a device whose capacity is not known")
+    assert_refused(lambda: parse_budget(0.5, None), ConfigError, "on a device whose capacity is unknown")
     assert parse_budget("1GiB", None) == GIB
 
 

@@ -142,7 +142,7 @@ def test_one_phase_is_one_block():
     phase = memory.phase("forward")
     with phase, pytest.raises(mk.errors.StateError, match=r"entered before"), phase:
         pass
-    with pytest.raises(mk.errors.StateError, match=r"each call makes a new one"), phase:
+    with pytest.raises(mk.errors.StateError, match=r"creates a new phase on each call"), phase:
         pass
     assert memory.phases["forward"].num_calls == 1
     with memory.phase("next"):

@@ -198,7 +198,7 @@ def test_errors_of_order():
     with tracker:
         assert tracker.live_bytes == 0
         assert_refused(lambda: tracker.peak_bytes, StateError, "after the block")
-    with pytest.raises(StateError, match="call track"), tracker:
+    with pytest.raises(StateError, match="create a new one"), tracker:
         pass
     assert_refused(lambda: Tracker(device="no such device"), ConfigError)
 

@@ -188,11 +188,11 @@ TWO_RANKS = {"num_replicas": 2, "rank": 0}
 @pytest.mark.parametrize(
     ("sizes", "budgets", "options", "error", "words"),
     [
-        ([10, 10, 10], (10,), TWO_RANKS, InputError, "3 samples that make 3 batches of one"),  # not equally many
+        ([10, 10, 10], (10,), TWO_RANKS, InputError, "3 samples, which give only 3 batches of one"),  # not equally many
         ([1], (10,), TWO_RANKS, InputError, "1 samples"),
         ([1, 2], (), {}, ConfigError, "no budget"),
         ([1, 2], (5, 6), {}, ConfigError, "max_points, max_edges"),
-        ({"points": [1]}, (5, 6), {}, ConfigError, "sizes of points, and max_points, max_edges"),
+        ({"points": [1]}, (5, 6), {}, ConfigError, "sizes of points, but max_points, max_edges"),
         ({"points": [1], "edges": [1, 2]}, (5, 6), {}, InputError, "1 sizes of points and 2 sizes of edges"),
         ([1, -2], (5,), {}, InputError, "least -2"),
         ([1.5], (5,), {}, InputError, "float64"),

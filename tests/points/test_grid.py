@@ -148,7 +148,7 @@ def test_far_from_the_origin_float64_is_used_and_float32_storage_warns():
     index = GridIndex.from_coords(points, 0.12)
     assert (index.cells[index.cell_of_point()] == np.floor(points.double().numpy() / 0.12)).all()
     assert (index.cells[index.cell_of_point()] != torch.floor(points / 0.12).numpy()).any()  # in float32
-    with pytest.warns(MemkitWarning, match="more than 1% of grid_size") as caught:
+    with pytest.warns(MemkitWarning, match="only above 1% of grid_size") as caught:
         GridIndex.from_coords(points, 0.01)
     assert caught[0].filename == __file__
 
@@ -181,8 +181,13 @@ def test_wrong_parameters_are_named():
     refused([[0.0], [1.0], [2.0], [math.nan]], InputError, "in row 3; expected finite", offsets=[2, 4])
     refused(points, InputError, "got [1.0, 2.0, 3.0] for points with 2 axes", grid_size=[1.0, 2.0, 3.0])
     refused(points, InputError, "got 'x' for points with 2 axes; expected one finite number above 0", grid_size="x")
-    refused(points, InputError, "offsets [2] for 3 points; expected where the points of each scene end", offsets=[2])
-    refused([[1.0, 2.0], [3.0]], InputTypeError, "coords that are no array", "expected rows of equal length")
+    refused(points, InputError, "offsets [2] for 3 points; expected the end of each scene's points", offsets=[2])
+    refused(
+        [[1.0, 2.0], [3.0]],
+        InputTypeError,
+        "coords that cannot be converted to an array",
+        "expected rows of equal length",
+    )
     refused(points.bool(), InputTypeError, "coords of dtype bool")
     no_integers = "cell_ids of dtype float32; expected integers"
     assert_refused(lambda: GridIndex.from_cells(points[:, 0]), InputTypeError, no_integers)
@@ -262,6 +267,6 @@ def test_other_files_are_refused_by_name(tmp_path):
         with pytest.raises(FileFormatError, match=r"GridIndex.load\('.*wrong.npz'\)"):
             GridIndex.load(tmp_path / "wrong.npz")
     np.save(tmp_path / "other.npy", np.zeros(3))
-    assert_refused(lambda: GridIndex.load(tmp_path / "other.npy"), FileFormatError, "a file of GridIndex.save")
+    assert_refused(lambda: GridIndex.load(tmp_path / "other.npy"), FileFormatError, "file written by GridIndex.save")
     with pytest.raises(FileNotFoundError):
         GridIndex.load(tmp_path / "none")

@@ -164,7 +164,7 @@ class TestRefusals:
 
     def test_rows_that_fit_points_and_scenes(self):
         batch = {"coord": torch.rand(2, 3), "category": torch.arange(2), "offset": torch.tensor([2, 2])}
-        self.refused(batch, "'coord': 2 rows; expected rows of either: 2 of 'offset', 2 of 'scenes'")
+        self.refused(batch, "'coord': 2 rows; expected as many rows as one of: 2 of 'offset', 2 of 'scenes'")
         levels = {"coord": "points", "category": "scenes"}
         parts = split_packed(batch | {"offset": torch.tensor([0, 2])}, 2, belongs_to=levels)
         assert [len(part["category"]) for part in parts] == [2]  # the empty scene stays with the other: nothing to gain
@@ -200,13 +200,13 @@ class TestRefusals:
         ],
     )
     def test_offsets_that_are_none(self, offset):
-        self.refused(base() | {"offset": offset}, "offset, a ", "do not fall")
+        self.refused(base() | {"offset": offset}, "offset, a ", "never decrease")
 
     def test_where_scenes_end_is_not_said_or_cannot_be(self):
         self.refused(
-            base() | {"offset": torch.tensor([4, 5])}, "'coord': 6 rows; expected rows of either: 5 of 'offset'"
+            base() | {"offset": torch.tensor([4, 5])}, "'coord': 6 rows; expected as many rows as one of: 5 of 'offset'"
         )
         self.refused(base() | {"view_offset": torch.tensor([2, 4, 5, 6])}, "'offset': 2, 'view_offset': 4")
-        self.refused({"pos": torch.rand(3, 1), "batch": torch.tensor([0, 1, 0])}, "batch, a Tensor", "do not fall")
+        self.refused({"pos": torch.rand(3, 1), "batch": torch.tensor([0, 1, 0])}, "batch, a Tensor", "never decrease")
         self.refused({"coord": torch.rand(3, 3)}, "entries ['coord']; expected \"offset\"")
         self.refused([torch.rand(3, 3)], "a list; expected a mapping", error=mk.errors.InputTypeError)

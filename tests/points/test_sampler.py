@@ -170,7 +170,10 @@ def test_cells_of_all_sizes_keep_their_count(sizes):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 0.0}, "ratio=0.0; expected a share such as 0.5, or (least, greatest): 0 < least <= greatest <= 1"),
+        (
+            {"ratio": 0.0},
+            "ratio=0.0; expected a fraction such as 0.5, or (least, greatest) with 0 < least <= greatest <= 1",
+        ),
         ({"ratio": (0.7, 0.3)}, "got ratio=(0.7, 0.3)"),
         ({"ratio": (0.3, 0.5, 0.7)}, "got ratio=(0.3, 0.5, 0.7)"),
         ({"ratio": "0.5"}, "got ratio='0.5'"),

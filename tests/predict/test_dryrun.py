@@ -294,7 +294,7 @@ def test_wrong_options(options, message):
         (nn.Linear(2, 2), None, InputTypeError, "loss_fn="),
         (lambda x: x, lambda m, x: m(x).sum(), InputTypeError, "expected a torch.nn.Module"),
         (nn.Linear(2, 2), lambda m, x: m(x).sum().item(), InputTypeError, "got a float"),
-        (nn.LazyLinear(8), lambda m, x: m(x).sum(), InputError, "call the model on one batch first"),
+        (nn.LazyLinear(8), lambda m, x: m(x).sum(), InputError, "call model(batch) once first"),
     ],
 )
 def test_wrong_arguments(model, loss_fn, error, message):
@@ -313,7 +313,7 @@ def test_wrong_arguments(model, loss_fn, error, message):
     ],
 )
 def test_a_config_stands_alone(beside):
-    words = f"got {next(iter(beside))} beside a config"
+    words = f"got {next(iter(beside))} together with a config"
     assert_refused(lambda: estimate_memory_usage(get_preset_config("medium"), **beside), ConfigError, words)
 
 
@@ -325,7 +325,7 @@ def test_a_card_as_a_record_and_the_loss_by_position():
 
     by_name = estimate_memory_usage(model, batch, loss_fn=loss_fn, target="RTX 4090")
     assert estimate_memory_usage(model, batch, loss_fn, target=find_gpu("RTX 4090")) == by_name
-    with pytest.raises(InputTypeError, match="the name of a card as text, or a GPU"):
+    with pytest.raises(InputTypeError, match="the name of a GPU as a string, or a GPU object"):
         estimate_memory_usage(model, batch, loss_fn, target=None)
 
 

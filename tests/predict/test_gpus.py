@@ -74,12 +74,12 @@ def test_names_as_people_and_drivers_write_them(name, expected):
 @pytest.mark.parametrize(
     ("name", "got", "names"),
     [
-        ("A100", "several cards begin with", "A100 40GB, A100 80GB"),
-        ("RTX 4060 Ti", "several cards begin with", "RTX 4060 Ti 8GB, RTX 4060 Ti 16GB"),
-        ("RTX 4091", "no card", "RTX 4090"),
-        ("H10O", "no card", "H100 80GB"),
-        ("abacus", "no card", "a card of the table"),
-        ("", "no card", "a card of the table"),
+        ("A100", "matches several GPUs", "A100 40GB, A100 80GB"),
+        ("RTX 4060 Ti", "matches several GPUs", "RTX 4060 Ti 8GB, RTX 4060 Ti 16GB"),
+        ("RTX 4091", "an unknown GPU", "RTX 4090"),
+        ("H10O", "an unknown GPU", "H100 80GB"),
+        ("abacus", "an unknown GPU", "a GPU that memkit knows"),
+        ("", "an unknown GPU", "a GPU that memkit knows"),
     ],
 )
 def test_a_name_that_is_not_one_card(name, got, names):
@@ -198,7 +198,7 @@ def test_a_record_is_its_own_card_and_other_things_are_none():
     own = replace(find_gpu("RTX 4090"), name="mine")
     assert find_gpu(own) is own
     for name in (None, 4090, torch.device("cuda")):
-        assert_refused(partial(find_gpu, name), InputTypeError, "the name of a card as text, or a GPU")
+        assert_refused(partial(find_gpu, name), InputTypeError, "the name of a GPU as a string, or a GPU object")
 
 
 @pytest.mark.slow  # it starts a process, which imports torch

@@ -99,7 +99,7 @@ def test_a_card_that_is_no_positive_number(value):
 
 @pytest.mark.parametrize(
     ("name", "way_out"),
-    [("hgih", "did you mean 'high'?"), ("Medium", "did you mean 'medium'?"), ("rtx", "use one of the known names.")],
+    [("hgih", "did you mean 'high'?"), ("Medium", "did you mean 'medium'?"), ("rtx", "pass one of these names.")],
 )
 def test_an_unknown_name_lists_the_known(name, way_out):
     error = assert_refused(lambda: get_preset_config(name), ConfigError)

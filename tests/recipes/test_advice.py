@@ -347,7 +347,7 @@ def test_wrong_arguments(batch):
         advise(mlp(64, 10), batch, classify, precision="fp16")
     with pytest.raises(mk.errors.InputTypeError, match="the mean loss as a 0-dim tensor"):
         advise(mlp(64, 10), batch, lambda model, batch: 1.0)
-    with pytest.raises(mk.errors.InputTypeError, match="the name of a card as text, or a GPU"):
+    with pytest.raises(mk.errors.InputTypeError, match="the name of a GPU as a string, or a GPU object"):
         advise(mlp(64, 10), batch, classify, target=None)
     with pytest.raises(mk.errors.ConfigError, match="a class in torch"):
         advise(mlp(64, 10), batch, classify, optimizer="adamm")

@@ -348,7 +348,7 @@ def test_cached_refuses_batch_norm():
         ({"mode": "together"}, "'stopgrad'"),
         ({"consistency": "l3"}, "'mse', 'kl'.*or a function"),
         ({"weight": float("nan")}, "from 0"),
-        ({"optimizer": None}, "the optimizer of a plain module"),
+        ({"optimizer": None}, "an optimizer, because the model is a plain module"),
     ],
 )
 def test_refuses_settings(settings, text):
@@ -362,7 +362,7 @@ def test_a_wrapper_brings_its_own_optimizer_and_stays_open():
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = MemoryEfficientTrainingWrapper(model, optimizer)
-    with pytest.raises(ConfigError, match="no optimizer beside a wrapper"):
+    with pytest.raises(ConfigError, match="no optimizer together with a wrapper"):
         DensityInvariantTrainer(wrapper, GridAwareSampler(), F.cross_entropy, optimizer=optimizer)
     assert one_step(model, scene(), trainer=wrapper).stepped
     assert one_step(model, scene(), trainer=wrapper).stepped
@@ -375,7 +375,10 @@ def test_a_wrapper_brings_its_own_optimizer_and_stays_open():
     [
         ([], "no scene"),
         (PointScene(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0)), "0 coords"),
-        (PointScene(torch.zeros(4, 3), torch.zeros(3, 3), torch.zeros(4)), "3 features and 4 targets; .* in all three"),
+        (
+            PointScene(torch.zeros(4, 3), torch.zeros(3, 3), torch.zeros(4)),
+            "3 features and 4 targets; .* with the same number of rows",
+        ),
     ],
 )
 def test_refuses_scenes(scenes, text):

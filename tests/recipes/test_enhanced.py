@@ -207,7 +207,7 @@ def test_a_state_of_a_loop_with_other_averages_is_refused(tmp_path):
         other = TrainLoop(2)
         other.ema_params = []
         with pytest.raises(
-            mk.errors.FileFormatError, match=r"4 tensors of .* beside the model; expected version 1, 0 tensors"
+            mk.errors.FileFormatError, match=r"4 tensors of .* besides the model; expected version 1, 0 tensors"
         ):
             create_enhanced_train_loop(other, state=state).run_loop()
         other = TrainLoop(2)
@@ -357,7 +357,7 @@ class Slotted:
     [
         (object(), {}, mk.errors.InputTypeError, "a object without a per-step hook; expected run_step and run_loop"),
         (nn.Linear(1, 1), {}, mk.errors.InputTypeError, "a Linear without a per-step hook"),
-        (Slotted(), {}, mk.errors.InputTypeError, "set on it alone"),
+        (Slotted(), {}, mk.errors.InputTypeError, "can be replaced"),
         (lambda batch: None, {}, mk.errors.ConfigError, "pass data="),
         (lambda batch: None, {"data": []}, mk.errors.ConfigError, "pass model="),
         (TrainLoop(1), {"val_interval": 0}, mk.errors.ConfigError, "val_interval=0"),
@@ -382,7 +382,7 @@ class Slotted:
                 "state": TrainingStateManager("none", mode="max"),
             },
             mk.errors.ConfigError,
-            "one idea of the best metric",
+            "the same mode in the manager and the monitor",
         ),
         (TrainLoop(1), {"monitor": ValidationMonitor()}, mk.errors.ConfigError, "pass val_dataloader"),
         (TrainLoop(1), {"val_dataloader": iter(VALIDATION)}, mk.errors.ConfigError, "an iterator as val_dataloader"),

@@ -223,7 +223,7 @@ class TestWhoTellsNothing:
             list(loader)
         del loader  # and its workers, which have written by then
         assert re.search(
-            r"MemkitWarning: VoxelDataset: . of 4 samples of epoch 0 .*once more.*set_epoch\(epoch\)",
+            r"MemkitWarning: VoxelDataset: . of 4 samples of epoch 0 .*returned again.*set_epoch\(epoch\)",
             capfd.readouterr().err,
         )
 
@@ -278,7 +278,7 @@ class TestWhoTellsNothing:
         batches.set_epoch(5)
         loader = DataLoader(torch.arange(64), batch_sampler=batches, **workers)
         list(loader)
-        with pytest.warns(mk.MemkitWarning, match=r"epoch 5 begins once more.*set_epoch\(5\)"):
+        with pytest.warns(mk.MemkitWarning, match=r"epoch 5 begins again.*set_epoch\(5\)"):
             list(loader)
         batches.set_epoch(5)  # it is meant
         list(loader)

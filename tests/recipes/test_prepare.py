@@ -153,9 +153,10 @@ def test_nothing_fits():
         plan_training(make_model(), digits(), loss_fn, budget="100KiB", micro_batch_size=1)
     error = raised.value  # the four parts
     assert error.call == "plan_training(..., budget='100KiB')"
-    assert "at the least, with micro-batches of" in error.got
+    assert "a step that needs at least " in error.got
+    assert ", with micro-batches of" in error.got
     assert "its largest holders are" in error.got
-    least = int(error.fix.split("take a budget of ")[1].split()[0])
+    least = int(error.fix.split("pass a budget of at least ")[1].split()[0])
     assert plan_training(make_model(), digits(), loss_fn, budget=least, micro_batch_size=1)
 
 
@@ -210,19 +211,19 @@ def test_other_modes_than_the_plan_judged_are_judged(step):
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"precisions": ()}, ConfigError, "a list of one or more of"),
+        ({"precisions": ()}, ConfigError, "a list of at least one of"),
         ({"precisions": "bf16-mixed"}, ConfigError, "got precisions='bf16-mixed'; expected a list"),
         ({"precisions": ("fp8",)}, ConfigError, "fp8"),
         ({"model": make_model}, InputTypeError, r"plan_training\(function, \.\.\.\).*a torch\.nn\.Module"),
         ({"sample_batch": torch.empty(0, 128, 64), "model": make_model().to("meta")}, InputError, "without rows"),
         ({"sample_batch": {"x": torch.ones(7, 3), "y": torch.ones(5)}}, InputError, "cut a packed batch yourself"),
         ({"budget": 1.5}, InputTypeError, "budget=1.5"),
-        ({"target": 4090}, InputTypeError, "the name of a card as text"),
+        ({"target": 4090}, InputTypeError, "the name of a GPU as a string"),
         ({"selected_fraction": 0}, ConfigError, "selected_fraction=0"),
         (
             {"budget": "RTX 4090", "target": "cpu"},
             ConfigError,
-            "got two devices; expected a budget in bytes where there is a target",
+            "got a budget and a target that each name a device; expected a budget in bytes when target is given",
         ),
         ({"budget": "RTX 4090", "measure": True}, ConfigError, r"measure=True.*a budget on RTX 4090"),
     ],

@@ -61,7 +61,7 @@ def test_a_last_stage_that_does_not_fit_is_refused_before_the_first_step():
     stages = [Stage(4, batch_size=16), Stage(8, batch_size=16), Stage(16, batch_size=16)]
     trainer = ProgressiveTrainer(seen, stages, resize=resize, fits=lambda stage, rows: stage.resolution * rows < 200)
     with pytest.raises(
-        mk.errors.ConfigError, match=r"stage 2, Stage\(resolution=16.*16 rows at a time that do not fit"
+        mk.errors.ConfigError, match=r"stage 2, Stage\(resolution=16.*16 rows at a time, which do not fit"
     ):
         trainer.run(loader_of())
     assert seen.steps == []

@@ -69,7 +69,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_last_whole_state_is_taken_and_the_other_named(manager, damage):
     DAMAGE[damage](newest(manager))
-    with pytest.warns(MemkitWarning, match=f"passes over .*{newest(manager).name}"):
+    with pytest.warns(MemkitWarning, match=f"skips .*{newest(manager).name}"):
         assert value_of(manager) == (10, 1.0)
     manager.save(11, model=model_of(3.0))  # the training goes on from there
     assert value_of(manager) == (11, 3.0)
@@ -88,8 +88,8 @@ def test_no_state_is_none_but_no_whole_state_is_an_error(tmp_path, manager):
     for state in statefiles.list_states(manager.directory):
         DAMAGE["a bit of a weight"](state.path)
     with (
-        pytest.warns(MemkitWarning, match="passes over"),
-        pytest.raises(FileFormatError, match=r"no state that is whole in .* \(2 tried\)"),
+        pytest.warns(MemkitWarning, match="skips"),
+        pytest.raises(FileFormatError, match=r"no intact state in .* \(2 tried\)"),
     ):
         value_of(manager)
 

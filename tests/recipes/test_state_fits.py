@@ -382,7 +382,7 @@ def test_a_sequence_of_other_schedules_is_refused(tmp_path):
     check_refused(manager, "step_size", scheduler=lr_scheduler.SequentialLR(optimizer, parts, [2]))
     parts = [lr_scheduler.ConstantLR(optimizer) for _ in range(3)]
     check_refused(
-        manager, "another number of _schedulers", scheduler=lr_scheduler.SequentialLR(optimizer, parts, [2, 3])
+        manager, "a different number of _schedulers", scheduler=lr_scheduler.SequentialLR(optimizer, parts, [2, 3])
     )
 
 

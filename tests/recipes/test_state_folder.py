@@ -183,7 +183,7 @@ def test_what_is_not_ours_is_left_alone_and_saves_go_on(tmp_path, stray):
 
 def test_a_file_named_like_a_step_is_told_when_restoring(manager):
     (manager.directory / "00000009-step-90").write_text("mine")
-    with pytest.warns(MemkitWarning, match="passes over .*00000009-step-90: it is no folder"):
+    with pytest.warns(MemkitWarning, match="skips .*00000009-step-90: it is not a folder"):
         assert value_of(manager) == (20, 2.0)
 
 
@@ -225,7 +225,7 @@ def test_a_state_that_cannot_be_removed_does_not_fail_the_save(manager, monkeypa
 
 def test_a_number_that_nothing_can_follow(manager):
     (manager.directory / "999999999999-step-1").mkdir()
-    with pytest.raises(StateError, match=r"999999999999 as the number of a state.*move that one away"):
+    with pytest.raises(StateError, match=r"999999999999 as the number of a state.*move that folder elsewhere"):
         manager.save(30, model=model_of(3.0))
     assert not list(manager.directory.glob(".memkit-*"))
 
@@ -294,7 +294,7 @@ MANIFESTS = {
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_an_odd_manifest_leads_to_the_older_state(manager, name):
     MANIFESTS[name](newest(manager))
-    with pytest.warns(MemkitWarning, match=f"passes over .*{newest(manager).name}"):
+    with pytest.warns(MemkitWarning, match=f"skips .*{newest(manager).name}"):
         assert value_of(manager) == (10, 1.0)
     manager.save(30, model=model_of(3.0), metric=0.5)
     assert manager.best_step == 30
@@ -312,8 +312,8 @@ def test_the_best_that_is_damaged_is_an_error(manager, damage):
     """Asked for by name, nothing else is taken in its place."""
     DAMAGE[damage](newest(manager))
     with (
-        pytest.warns(MemkitWarning, match="passes over"),
-        pytest.raises(FileFormatError, match=r"no state that is whole in .* \(1 tried\)"),
+        pytest.warns(MemkitWarning, match="skips"),
+        pytest.raises(FileFormatError, match=r"no intact state in .* \(1 tried\)"),
     ):
         value_of(manager, 20)
 

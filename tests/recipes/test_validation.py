@@ -171,5 +171,5 @@ def test_the_random_state_is_left_alone_and_no_batch_is_an_error():
     state = torch.get_rng_state()
     run(trainer, (torch.rand(2, 3) for _ in range(3)), lambda model, rows: {"mean": model(rows)})
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(mk.errors.InputError, match="an iterator is used up"):
+    with pytest.raises(mk.errors.InputError, match="an iterator is exhausted"):
         run(trainer, iter(()), lambda model, rows: {"mean": model(rows)})

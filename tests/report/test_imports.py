@@ -129,7 +129,7 @@ def bombs():
     yield "recursion", pickle.dumps({"segments": deep}), "segments[0]"
     yield "sharing", pickle.dumps({"segments": [{"blocks": blocks}] * 2000}), "over and over"
     yield "another pickle", pickle.dumps({"epoch": 3}), "a pickle of {'epoch': 3}"
-    yield "containers", b"\x80\x04(" + b"}" * 10**6 + b"l.", "hardly anything but empty containers"
+    yield "containers", b"\x80\x04(" + b"}" * 10**6 + b"l.", "almost only empty containers"
     yield "nothing", pickle.dumps({"segments": []}), "without segments or history"
     yield "a sign", pickle.dumps({"segments": [{"blocks": [{"size": -1}]}]}), "size=-1"
     yield "a type", pickle.dumps({"device_traces": [[{"action": 3}]]}), "action=3"

@@ -60,13 +60,13 @@ def test_an_export_hides_no_characters_and_loses_none(tmp_path, suffix):
 def test_a_report_is_not_written_through_a_link_to_nowhere(tmp_path):
     elsewhere = tmp_path / "elsewhere.json"
     (tmp_path / "report.json").symlink_to(elsewhere)
-    with pytest.raises(InputError, match="a link to a file that is not there"):
+    with pytest.raises(InputError, match="a link to a missing file"):
         write_report(log(), tmp_path / "report.json")
     (tmp_path / "trace.json").symlink_to(elsewhere)
-    assert_refused(lambda: export_log(log(), tmp_path / "trace.json"), InputError, "a path where something is")
+    assert_refused(lambda: export_log(log(), tmp_path / "trace.json"), InputError, "a path that already exists")
     assert not elsewhere.exists()
     os.mkfifo(tmp_path / "pipe.md")
-    assert_refused(lambda: write_report(log(), tmp_path / "pipe.md"), InputError, "no regular file")
+    assert_refused(lambda: write_report(log(), tmp_path / "pipe.md"), InputError, "not a regular file")
     write_report(log(), elsewhere)
     write_report(log(), tmp_path / "report.json")  # now it leads to an earlier report
     assert (tmp_path / "report.json").is_symlink()

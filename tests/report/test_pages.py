@@ -239,7 +239,7 @@ def test_only_a_report_is_replaced(tmp_path):
         assert MARK in path.read_text("utf-8")[:200]
     notes = tmp_path / "notes.md"
     notes.write_text("mine")
-    assert_refused(lambda: write_report(first_log(), notes), InputError, "a file that is there and is no memkit report")
+    assert_refused(lambda: write_report(first_log(), notes), InputError, "an existing file that is not a memkit report")
     assert notes.read_text() == "mine"
     assert_refused(lambda: write_report(first_log(), tmp_path / "report.pdf"), InputError, "got the suffix '.pdf'")
     (tmp_path / "d.md").mkdir()

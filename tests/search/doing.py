@@ -78,7 +78,9 @@ class Runner:
             except Exception as error:  # noqa: BLE001 - each error is an outcome
                 done.error = error
         told = [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
-        done.messages = [each for each in told if "It goes on: " not in each]  # an out-of-memory survived is no alarm
+        done.messages = [
+            each for each in told if "Training continues: " not in each
+        ]  # an out-of-memory survived is no alarm
         done.gradients, done.stepped = self._gradients, done.error is None and bool(self._gradients)
         return done
 

@@ -101,8 +101,8 @@ def test_all_options_together():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("expandable_segment:True", "'expandable_segment', which torch does not know"),
-        ("expandable_segments:true", "parse('expandable_segments'): got true; expected True or False"),
+        ("expandable_segment:True", "the unknown option 'expandable_segment'"),
+        ("expandable_segments:true", "parse('expandable_segments'): got true; expected exactly True or False"),
         ("max_split_size_mb=128", "max_split_size_mb=128"),
         ("max_split_size_mb:128;expandable_segments:True", "got 'max_split_size_mb:128;expandable_segments:True'"),
         ("max_split_size_mb:64.5", "64.5"),
@@ -110,12 +110,12 @@ def test_all_options_together():
         ("max_split_size_mb:50,large_segment_size_mb:100", "at least the large segment: 100"),
         ("max_split_size_mb:50,max_split_size_mb:60", "the option twice"),
         ("large_segment_size_mb:10", "at least 11"),
-        ("garbage_collection_threshold:1.0", "between 0 and 1"),
+        ("garbage_collection_threshold:1.0", "above 0 and below 1"),
         ("roundup_power2_divisions:[256:3]", "power of two or 0"),
         ("roundup_power2_divisions:[256:4", "256:4"),
         ("per_process_memory_fraction:2", "from 0 to 1"),
-        ("backend:cudaMallocAsync", "memkit models nothing else"),
-        ("throw_on_cudamalloc_oom:True", "memkit models nothing else"),
+        ("backend:cudaMallocAsync", "memkit models no other value"),
+        ("throw_on_cudamalloc_oom:True", "memkit models no other value"),
     ],
 )
 def test_a_wrong_option_is_named(text, named):

@@ -394,9 +394,9 @@ def test_settings_of_the_allocator_count():
 
 def test_wrong_arguments():
     assert_refused(lambda: VirtualGPU("RTX 4090", selected_fraction=50), ConfigError, "selected_fraction=50")
-    assert_refused(lambda: VirtualGPU(None), InputTypeError, "the name of a card as text")
+    assert_refused(lambda: VirtualGPU(None), InputTypeError, "the name of a GPU as a string")
     assert_refused(lambda: VirtualGPU("RTX 4091"), InputError, "RTX")
-    amd = "a dry run on 'Instinct MI300X': got a card of AMD", "NVIDIA"
+    amd = "a dry run on 'Instinct MI300X': got a GPU from AMD", "NVIDIA"
     assert_refused(lambda: VirtualGPU("MI300X"), ConfigError, *amd)
 
 
@@ -404,7 +404,7 @@ def test_wrong_arguments():
 
 
 def test_one_at_a_time(card):
-    with pytest.raises(StateError, match="one at a time"), VirtualGPU("RTX 3090"):
+    with pytest.raises(StateError, match="one virtual GPU at a time"), VirtualGPU("RTX 3090"):
         pass
     assert_refused(card.__enter__, StateError, "entered before")
     assert torch.cuda.is_available()
@@ -464,7 +464,7 @@ def test_one_of_three_threads_has_the_card_and_the_others_are_refused():
         thread.join()
     (entered,) = (each for each in results if isinstance(each, bool))
     assert entered
-    assert sum("one at a time" in str(each) for each in results) == 2
+    assert sum("one virtual GPU at a time" in str(each) for each in results) == 2
     with VirtualGPU("T4"):  # and the next one may have it
         assert torch.cuda.is_available()
 

@@ -205,7 +205,7 @@ class TestChoice:
             choose_blocks(Net(), ["block.0"])
 
     def test_nothing_to_checkpoint(self):
-        with pytest.raises(mk.errors.ConfigError, match="no block of Linear chosen"):
+        with pytest.raises(mk.errors.ConfigError, match="selects no block of Linear"):
             choose_blocks(nn.Linear(2, 2), "auto")
 
     def test_through_the_wrapper(self):
@@ -240,9 +240,9 @@ class TestMapping:
             ({"layers.0": "full", "layers.0.linear1": "offload"}, r"'layers.0.linear1', whose modules all lie inside"),
             ({"layers.0": "disk"}, r"'disk' for 'layers.0'; expected one of \('full', 'selective', 'offload'\)"),
             ({"layer.0": "full"}, r"'layer.0', which matches no module of TransformerEncoder.*'layers.0'"),
-            ({0: "full"}, "patterns as text"),
-            ([0], "patterns as text"),
-            (4, "patterns as text"),
+            ({0: "full"}, "patterns as strings"),
+            ([0], "patterns as strings"),
+            (4, "patterns as strings"),
         ],
     )
     def test_refused(self, choice, message):
@@ -254,7 +254,7 @@ class TestMapping:
         with Checkpointing(model, {"[0-3]": "full"}):
             with Checkpointing(model, {"0": "full"}):
                 pass
-            with pytest.raises(mk.errors.ConfigError, match="treated as 'full' already"):
+            with pytest.raises(mk.errors.ConfigError, match="already has the treatment 'full'"):
                 Checkpointing(model, {"0": "offload"})
             assert len([1 for block in model if "forward" in block.__dict__]) == 4
 

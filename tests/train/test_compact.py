@@ -44,13 +44,13 @@ def test_records_come_back_with_their_own_types():
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
-        ([], "no record"),
+        ([], "no records"),
         ([{"a": 1}, {"b": 1}], r"keys \['b'\] in record 1; expected the keys of the first, \['a'\]"),
         ([{"a": 1}, {"a": 1.5}], "got a float; expected a int, as before"),
         ([{"a": 1}, {"a": True}], "got a bool"),
         ([{"a": None}], "key 'a'.*NoneType"),
-        ([{"a": 2**70}], "ints of 64 bits"),
-        ([{"a": np.zeros(2)}, {"a": np.zeros(3)}], "arrays of one shape"),
+        ([{"a": 2**70}], "64-bit integers"),
+        ([{"a": np.zeros(2)}, {"a": np.zeros(3)}], "arrays of the same shape"),
     ],
 )
 def test_what_no_array_holds(rows, text):

@@ -115,7 +115,7 @@ def test_a_budget_that_cannot_be_used_is_said_once():
 
     with trainer_of(model, memory="1GiB") as trainer:
         trainer.train_step(torch.randn(16, 512), picky)
-        with pytest.warns(mk.MemkitWarning, match=r"memory=\.\.\. is not used.*ValueError: too few rows"):
+        with pytest.warns(mk.MemkitWarning, match=r"memory=\.\.\. is ignored.*ValueError: too few rows"):
             trainer.train_step(torch.randn(16, 512), picky)
         trainer.train_step(torch.randn(18, 512), picky)
 
@@ -180,7 +180,9 @@ def test_a_batch_without_rows_stays_whole_where_nothing_is_to_be_cut():
 
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory, on_oom="raise") as trainer:
         assert trainer.train_step(batch, table_loss).sizes == (1,)
-        with pytest.warns(mk.MemkitWarning, match="memory=... is not used where nothing can be foreseen"):
+        with pytest.warns(
+            mk.MemkitWarning, match="memory=... is ignored, because the memory of a micro-batch could not be predicted"
+        ):
             assert trainer.train_step(batch, table_loss).stepped
     with (
         mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory) as trainer,
@@ -218,7 +220,7 @@ def test_a_row_that_does_not_fit_is_said_and_tried():
     model = mlp()
     with (
         trainer_of(model, memory="1MiB") as trainer,
-        pytest.warns(mk.MemkitWarning, match=r"a single row are foreseen to take .*, and 0 B are left"),
+        pytest.warns(mk.MemkitWarning, match=r"a single row are predicted to take .*, but only 0 B are available"),
     ):
         result = trainer.train_step(torch.randn(8, 512), mean_square)
     assert result.sizes == (1,) * 8

@@ -234,7 +234,9 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
         _, optimizer = make()
         monkeypatch.setattr("memkit.train.guard._Copy", lambda *_: pytest.fail("nobody has asked for it"))
         guard = StepGuard([optimizer])
-        with pytest.warns(mk.MemkitWarning, match=r"half stepped\. They are not copied: 314\.06 KiB are too many"):
+        with pytest.warns(
+            mk.MemkitWarning, match=r"half stepped\. They are not copied, because 314\.06 KiB are too much"
+        ):
             guard.run(lambda: step(optimizer))
         assert guard.run(lambda: step(optimizer))
 
@@ -326,7 +328,7 @@ def test_a_parameter_that_stays_torn_is_said_to_be():
     assert any(is_torn for _, is_torn in typed)
     for text, is_torn in typed:
         assert ("one more is half stepped" in text) == is_torn, text
-        assert ("go on from the last checkpoint" in text) == is_torn
+        assert ("resume from the last checkpoint" in text) == is_torn
         assert "of 2 parameters are stepped" in text or "as they were before" in text
 
 

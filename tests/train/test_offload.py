@@ -288,7 +288,7 @@ def test_wrong_settings():
 
 def test_on_the_host_what_lies_there_already_stays():
     offload = offload_activations(to="host")
-    with pytest.warns(mk.MemkitWarning, match=r"\(to='host'\) moves an accelerator's tensors"):
+    with pytest.warns(mk.MemkitWarning, match=r"\(to='host'\) moves tensors of an accelerator"):
         gradients(deep(depth=2), torch.randn(64, 128), offload)
     assert offload.written_bytes == 0
 

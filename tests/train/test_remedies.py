@@ -90,7 +90,7 @@ def test_then_the_batch_is_split_where_that_is_proven_and_the_blocks_are_let_be(
     model, result, blocks, told = step(fails)
     assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
     assert ["run again in backward" in each for each in told] == [True, False]
-    assert "It goes on: the batch is cut into micro-batches of at most 4 rows" in told[1]
+    assert "Training continues: the batch is cut into micro-batches of at most 4 rows" in told[1]
     assert fails.sizes[:2] == [8, 8]
     assert max(fails.sizes[2:]) <= 4  # the look at the split too
     same(model, plain, rtol=1e-12, atol=1e-14)

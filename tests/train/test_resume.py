@@ -229,7 +229,7 @@ class TestWhereCopiesAreMade:
         held = optimizer.state[parameters[0]]["exp_avg"]
         optimizer.state[parameters[0]]["exp_avg"] = held.clone()
         give_gradients(parameters)
-        with FailingOperator(12), pytest.raises(StateError, match="'exp_avg' is another tensor than before"):
+        with FailingOperator(12), pytest.raises(StateError, match="'exp_avg' was replaced by a new tensor"):
             guarded(optimizer, guard)
 
     def test_a_parameter_that_gets_its_first_gradient_late(self):

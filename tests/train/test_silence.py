@@ -56,7 +56,7 @@ class TestValidations:
         model = nn.Linear(3, 1)
         trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.0))
         trainer._sum.ranks = type("Ranks", (), {"num_ranks": 2})()
-        with pytest.warns(mk.MemkitWarning, match="on 2 ranks: each judges by its own validation"):
+        with pytest.warns(mk.MemkitWarning, match="on 2 ranks: each rank decides by its own validation"):
             mk.MemoryEfficientTrainLoop(
                 trainer, [DATA], lambda *_: None, val_loader=[DATA], monitor=mk.ValidationMonitor()
             )
@@ -65,7 +65,7 @@ class TestValidations:
 class TestMonitors:
     @pytest.mark.parametrize("metric", ["accuracy", "iou", "f1", "score", "val/dice", "reward"])
     def test_which_values_are_better_must_be_said(self, metric):
-        with pytest.raises(mk.errors.ConfigError, match=f"which values of '{metric}' are better"):
+        with pytest.raises(mk.errors.ConfigError, match=f"whichever is better for '{metric}'"):
             mk.ValidationMonitor(metric=metric)
         assert mk.ValidationMonitor(metric=metric, mode="max").update(0.5)
 
@@ -149,7 +149,7 @@ class TestProgressiveTrainer:
 
 def test_an_offload_to_the_host_of_what_lies_there_is_warned_of():
     layer, offload = nn.Linear(64, 64), mk.train.offload_activations(to="host", min_bytes=0)
-    with pytest.warns(mk.MemkitWarning, match=r"lie on the CPU: \d+ stay where they are.*to='disk'"), offload:
+    with pytest.warns(mk.MemkitWarning, match=r"are on the CPU: \d+ stay where they are.*to='disk'"), offload:
         layer(torch.randn(64, 64)).tanh().sum()
     with offload:  # said once
         layer(torch.randn(64, 64)).tanh().sum()

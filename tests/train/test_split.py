@@ -67,7 +67,7 @@ def test_joining_undoes_a_split(rows, num_parts, kind):
 )
 def test_batches_that_are_not_alike_are_not_joined(other, got):
     """Taking the first one's value would lose rows or mix up what belongs to them."""
-    with pytest.raises(mk.errors.InputError, match=f"{got}; expected batches that are built alike"):
+    with pytest.raises(mk.errors.InputError, match=f"{got}; expected batches of the same structure"):
         join_rows([batch_of(2), batch_of(2) | other])
 
 

@@ -97,7 +97,7 @@ def test_many_modules_in_a_loss_function_are_not_walked_through(model, monkeypat
 
 
 def test_parts_of_which_some_have_a_count_are_refused(model):
-    with pytest.raises(mk.errors.InputError, match="a count with some parts"):
+    with pytest.raises(mk.errors.InputError, match="a count for some parts"):
         mk.SplitLoss(model, num_microbatches=2, probe=False)(
             (X, Y), lambda m, b: mk.Loss(sum=square_error(m, b), count=4) if b[0][0, 0] > 0 else square_error(m, b)
         )
@@ -116,7 +116,7 @@ def test_what_trains_may_change_between_batches_but_something_must(model):
     split((X, Y), square_error).backward()
     assert model.weight.grad is None
     split._own.requires_grad_(False)
-    with pytest.raises(mk.errors.InputError, match=r"no parameter requires a gradient.*unfreeze"):
+    with pytest.raises(mk.errors.InputError, match=r"without any parameter that requires a gradient.*unfreeze"):
         split((X, Y), square_error)
 
 

@@ -415,7 +415,7 @@ class TestRegisteredOptimizers:
                 self.state["total"] = self.state.get("total", 0) + 1
 
         kind = registered(Lion, step=torch.no_grad()(step))
-        with pytest.raises(mk.errors.ConfigError, match="keeps something besides its parameters"):
+        with pytest.raises(mk.errors.ConfigError, match="keeps values outside of the per-parameter state"):
             train_small(kind, guarded=True)
 
     def test_what_is_no_class_of_optimizers(self):

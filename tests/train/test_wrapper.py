@@ -323,7 +323,7 @@ class TestPackedBatches:
         ("split_fn", "num_parts", "loss_fn", "error", "words"),
         [
             (split, 2, lambda model, batch: model(batch[0]).mean(), InputError, "no count for a part made by split_fn"),
-            (split, 1, out_of_memory, mk.MemkitOutOfMemoryError, "elements.*give split_fn"),
+            (split, 1, out_of_memory, mk.MemkitOutOfMemoryError, "elements.*pass split_fn"),
             # One scene that cannot be cut: the parts are the scene itself and nothing.
             (lambda batch, n: [batch, (batch[0][:0], batch[1][:0])], 1, out_of_memory, mk.MemkitOutOfMemoryError, ""),
             (lambda batch, n: None, 2, loss, InputError, r"split_fn\(batch, 2\): got None"),
@@ -446,7 +446,7 @@ class TestMisuse:
         attempts = trainer.microbatches(next(batches()))
         attempt = next(attempts)
         with (
-            pytest.raises(StateError, match=r"a second call for one micro-batch.*add losses up"),
+            pytest.raises(StateError, match=r"a second call for one micro-batch.*add up the losses"),
             attempt as micro,
         ):
             trainer.backward(row_loss(model, micro))
@@ -457,7 +457,7 @@ class TestMisuse:
         attempts = trainer.microbatches(next(batches()))
         with next(attempts) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match="a batch with micro-batches left to do"):
+        with pytest.raises(StateError, match="a batch with unfinished micro-batches"):
             trainer.step()
         attempts.close()
         assert trainer.train_step(next(batches()), row_loss).stepped
@@ -467,7 +467,7 @@ class TestMisuse:
         old = trainer.microbatches(next(batches()))
         with next(old) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match="was not stepped yet"):
+        with pytest.raises(StateError, match="a new batch before step"):
             next(trainer.microbatches(next(batches())))
         old.close()
         attempts = trainer.microbatches(next(batches()))
@@ -496,7 +496,7 @@ class TestMisuse:
     def test_a_schedule_that_needs_a_metric(self):
         model, optimizer, _ = make()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        with pytest.raises(ConfigError, match="step this one after validation"):
+        with pytest.raises(ConfigError, match="step ReduceLROnPlateau yourself after validation"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=scheduler)
 
     def test_a_batch_that_was_not_stepped(self):

@@ -293,7 +293,9 @@ def test_what_was_not_drawn_for_is_refused():
     points, values = torch.zeros(2, 3), torch.zeros(2, 1)
     assert_refused(lambda: aug.apply(VoxelPoints(points, torch.zeros(3, 1)), params), InputError, "one sample")
     assert_refused(lambda: aug.apply(sparse, params), InputError, "SparseVoxels of 1 samples")
-    assert_refused(lambda: aug.apply(VoxelPoints(points, values), params), InputError, "where the grid lies")
+    assert_refused(
+        lambda: aug.apply(VoxelPoints(points, values), params), InputError, "place the grid among the points"
+    )
     assert_refused(lambda: aug.apply(VoxelPoints([[0, 0, 0]], values[:1]), params), InputTypeError, "VoxelPoints")
     assert_refused(lambda: aug.apply({"x": torch.zeros(1, 8, 8, 8)}, params), InputTypeError, "apply_joint")
     assert_refused(lambda: aug.sensor_after(params), InputError, "sensor_origin")

@@ -106,7 +106,9 @@ def test_what_does_not_compare_is_refused():
     assert_refused(lambda: voxel_iou(sparse(volume), volume), InputTypeError, "a SparseVoxels and a Tensor")
     assert_refused(lambda: voxel_iou(volume, torch.ones(1, 1, 2, 2, 3)), InputError, "one shape")
     assert_refused(lambda: voxel_iou(torch.ones(1, 3, 2, 2, 2), volume), InputTypeError, "(1, 3, 2, 2, 2)")
-    assert_refused(lambda: voxel_iou(sparse(volume), sparse(torch.ones(2, 1, 2, 2, 2))), InputError, "equal batch size")
+    assert_refused(
+        lambda: voxel_iou(sparse(volume), sparse(torch.ones(2, 1, 2, 2, 2))), InputError, "the same batch size"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
@@ -119,5 +121,5 @@ def test_labels_are_compared_as_numbers(dtype):
 
 def test_a_mask_is_for_dense_volumes():
     voxels, mask = sparse(torch.ones(1, 1, 2, 2, 2)), torch.zeros(1, 2, 2, 2, dtype=torch.bool)
-    with pytest.raises(InputError, match=r"a mask for points or sparse volumes.*leave it out"):
+    with pytest.raises(InputError, match=r"a mask for points or sparse volumes.*omit mask"):
         feature_mae(voxels, voxels, mask=mask)

@@ -189,7 +189,7 @@ def test_micro_batches_add_up_to_the_batch():
 def test_a_composite_refuses_what_is_no_loss():
     a = torch.rand(1, 1, 2, 2, 2)
     for losses, words in [
-        ({}, "one loss at least"),
+        ({}, "at least one loss"),
         ({"total": (F.l1_loss, 1.0)}, "'total'"),
         ({"keys": (F.l1_loss, 1.0)}, "nn.ModuleDict"),
         ({"a": F.l1_loss}, "a list of 2"),

@@ -149,7 +149,7 @@ def test_a_composition_applies_in_order_and_comes_back_in_reverse():
         assert torch.equal(aug.inverse(aug.apply(x, params.geometry()), params), x)
     first, _, third = params.steps
     assert first.draws[0].seed != third.draws[0].seed  # two of a kind draw their own
-    assert_refused(lambda: ComposedAugmentation([]), ConfigError, "one augmentation at least")
+    assert_refused(lambda: ComposedAugmentation([]), ConfigError, "at least one augmentation")
     assert_refused(lambda: ComposedAugmentation([torch.flip]), InputTypeError, "function")
 
 

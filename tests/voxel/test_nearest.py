@@ -125,7 +125,7 @@ def test_auto_takes_the_tree_where_scipy_is_and_does_without(monkeypatch):
         (torch.ones(3, 3), torch.ones(3, 2), InputError, "(3, 3) on cpu and (3, 2)"),
         (torch.ones(3, 3), torch.tensor([[0, 0, torch.nan]]), InputError, "b: 1 points with a coordinate that is nan"),
         (torch.full((2, 3), 1e25), torch.zeros(1, 3), InputError, "a: 2 points with a coordinate that is nan or inf"),
-        (torch.full((2, 3), 1e25), torch.zeros(1, 3), InputError, "or has no square"),
+        (torch.full((2, 3), 1e25), torch.zeros(1, 3), InputError, "or whose square overflows"),
         (torch.ones(3, dtype=torch.int64), torch.ones(1, 3), InputTypeError, "a: a Tensor of shape (3,), torch.int64"),
         ([[0.0]], torch.ones(1, 1), InputTypeError, "a: a list"),
     ],

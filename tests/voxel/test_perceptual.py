@@ -172,7 +172,7 @@ def test_wrong_inputs_and_settings_are_refused():
         (Perceptual3DLoss(extractor=lambda volume: volume[0, 0, 0, 0]), volume, InputTypeError, "of shape (4,)"),
     ]:
         assert_refused(partial(call, given, given), error, *words)
-    assert_refused(lambda: loss(volume, volume[:, :, 1:]), InputError, "of one shape")
+    assert_refused(lambda: loss(volume, volume[:, :, 1:]), InputError, "of the same shape")
     for settings in ({"in_channels": 0}, {"num_levels": 1.5}, {"chunk_size": True}, {"seed": -1}):
         assert_refused(partial(Perceptual3DLoss, **settings), ConfigError, next(iter(settings)))
 

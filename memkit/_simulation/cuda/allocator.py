@@ -425,7 +425,7 @@ def _wrong_state(call: str, block: Block, expected: str) -> StateError:
     return StateError(
         f"{call}(block)",
         got=f"a block that is {block.state!r}",
-        expected=f"one that is {expected!r}",
+        expected=f"a block that is {expected!r}",
         fix="free each block once.",
     )
 
@@ -595,7 +595,7 @@ class CudaDriver:
                 "CachingAllocator(capacity_bytes, other_bytes=...)",
                 got=f"capacity_bytes={capacity_bytes}, other_bytes={other_bytes}",
                 expected="other_bytes <= capacity_bytes",
-                fix="pass the card's memory, and what of it is not for PyTorch, in bytes.",
+                fix="pass the GPU's memory, and the part of it that PyTorch cannot use, in bytes.",
             )
         self.capacity_bytes = capacity_bytes
         self.other_bytes = other_bytes
@@ -686,7 +686,7 @@ class AllocatorSettings:
         check.number("memory_fraction", self.memory_fraction, 0, 1)
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < check.number("garbage_collection_threshold", threshold) < 1:
-            raise check.refuse("garbage_collection_threshold", threshold, "a number between 0 and 1, without the ends")
+            raise check.refuse("garbage_collection_threshold", threshold, "a number above 0 and below 1")
         for each in check.items("roundup_power2_divisions", self.roundup_power2_divisions, _NUM_INTERVALS):
             if check.whole("roundup_power2_divisions", each) & (each - 1):
                 raise check.refuse("roundup_power2_divisions", each, "0 or a power of two for each size")
@@ -780,9 +780,9 @@ def _options(text: str) -> dict[str, Any]:
         if name not in _READERS:
             raise ConfigError(
                 "AllocatorSettings.parse(text)",
-                got=f"the option {name!r}, which torch does not know",
+                got=f"the unknown option {name!r}",
                 expected=f"one of {', '.join(sorted(_READERS))}",
-                fix="correct or remove it.",
+                fix="correct its name, or remove it.",
             )
         if name in found:
             raise _refusal(name, "the option twice", "each option once", "remove one")
@@ -797,7 +797,7 @@ def _refusal(name: str, got: str, expected: str, fix: str) -> ConfigError:
 
 def _boolean(name: str, value: str) -> bool:
     if value not in {"True", "False"}:
-        raise _refusal(name, value, "True or False, written so", "write True or False")
+        raise _refusal(name, value, "exactly True or False", "write True or False")
     return value == "True"
 
 
@@ -829,7 +829,7 @@ def _fraction(name: str, value: str) -> float:
 def _threshold(name: str, value: str) -> float:
     number = _fraction(name, value)
     if number in {0, 1}:
-        raise _refusal(name, value, "a number between 0 and 1, without the ends", "write a fraction such as 0.8")
+        raise _refusal(name, value, "a number above 0 and below 1", "write a fraction such as 0.8")
     return number
 
 
@@ -864,7 +864,7 @@ def _divisions(name: str, value: str) -> tuple[int, ...]:
 def _one_of(*allowed: str) -> Callable[[str, str], str]:
     def read(name: str, value: str) -> str:
         if value not in allowed:
-            raise _refusal(name, value, f"{' or '.join(allowed)}: memkit models nothing else", "remove the option")
+            raise _refusal(name, value, f"{' or '.join(allowed)}: memkit models no other value", "remove the option")
         return value
 
     return read

@@ -220,9 +220,9 @@ def _refuse_layout(layout: torch.layout) -> NoReturn:
     raise NotSimulatedError(
         "a sparse tensor on a virtual GPU",
         got=f"a tensor of layout {layout} at {Whereabouts().place().line}",
-        expected="dense tensors on the card: CUDA's sparse kernels are not simulated",
+        expected="dense tensors on the GPU: CUDA's sparse kernels are not simulated",
         fix="keep the indices and values as dense tensors (index_add, scatter), or estimate the step for the CPU: "
-        "estimate_memory_usage(model, batch, loss_fn) knows sparse tensors there.",
+        "estimate_memory_usage(model, batch, loss_fn) supports sparse tensors there.",
     )
 
 
@@ -404,9 +404,9 @@ def on_cuda(
     if not _one_at_a_time.acquire(blocking=False):
         raise StateError(
             "with VirtualGPU(...)",
-            got="a virtual GPU inside of another, or in another thread meanwhile",
-            expected="one at a time in a process",
-            fix="leave the first block before the next one begins.",
+            got="a virtual GPU inside another one, or in another thread at the same time",
+            expected="one virtual GPU at a time in a process",
+            fix="leave the first block before you enter the next one.",
         )
     with ExitStack() as stack:
         stack.callback(_one_at_a_time.release)

@@ -82,7 +82,7 @@ class DeterministicLaw:
         elif len(self.sizes) > 1 and self._bends_upwards() and self.peaks[-1] > self.peaks[-2]:
             start = len(self.sizes) - 2
         else:
-            raise too_far(call, "a budget that no known size fills", self.sizes[-1])
+            raise too_far(call, "a budget that no known size uses up", self.sizes[-1])
         (low, high), (at_low, at_high) = self.sizes[start : start + 2], self.peaks[start : start + 2]
         n = low + (most - at_low) * (high - low) // (at_high - at_low)
         if n > FARTHEST * self.sizes[-1]:
@@ -100,8 +100,8 @@ class DeterministicLaw:
             raise InputError(
                 call,
                 got=f"{n}",
-                expected=f"a size from {self.sizes[0]} on",
-                fix="add a smaller size to the known ones.",
+                expected=f"a size of at least {self.sizes[0]}",
+                fix="measure a smaller size too.",
             )
         if n > FARTHEST * self.sizes[-1]:
             raise too_far(call, f"{n}", self.sizes[-1])
@@ -109,8 +109,9 @@ class DeterministicLaw:
             raise InputError(
                 call,
                 got=f"{n}, beyond the largest known size {self.sizes[-1]}",
-                expected="two known sizes or more, the last three of which bend upwards",
-                fix="add larger sizes; what grows slower and slower works in chunks, or changes its kernel.",
+                expected="at least two known sizes, and no slower growth toward the last ones",
+                fix="add larger sizes to sizes=[...]; a step whose memory grows ever more slowly works in chunks or "
+                "changes its kernel.",
             )
         return n
 

@@ -44,7 +44,7 @@ def fit_points(
         ('deterministic', 26000000, 6000)
     """
     call = f"fit_points(sizes, peaks, tier={tier!r})"
-    Checker(call).choice("tier", tier, ("deterministic", "noisy"), fix="leave tier out.")
+    Checker(call).choice("tier", tier, ("deterministic", "noisy"), fix="omit tier.")
     try:
         sizes, peaks = ([index(each) for each in numbers] for numbers in (sizes, peaks))  # NumPy's would overflow
     except TypeError as error:
@@ -55,7 +55,7 @@ def fit_points(
         raise InputError(
             call,
             got=f"sizes {sizes} and peaks {peaks}",
-            expected="distinct sizes of 1 or more, and a peak of 1 byte or more for each",
+            expected="distinct sizes of at least 1, and a peak of at least 1 byte for each",
             fix="pass one (size, peak) pair per measured size.",
         )
     ordered = sorted(zip(sizes, peaks, strict=True))

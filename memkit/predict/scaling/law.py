@@ -86,7 +86,9 @@ def checked_size(n: Any, call: str) -> int:
         )
     size = int(n)
     if size < 1:
-        raise InputError(call, got=f"{n}", expected="a size of 1 or more", fix="pass a positive whole number.")
+        raise InputError(
+            call, got=f"{n}", expected="a size of at least 1", fix="pass a positive whole number such as 1000."
+        )
     return size
 
 
@@ -95,6 +97,6 @@ def too_far(call: str, n: str, largest: int) -> InputError:
     return InputError(
         call,
         got=n,
-        expected=f"a size up to {FARTHEST} times the largest one known, {largest}: beyond, this law is a guess",
-        fix="add a larger size.",
+        expected=f"a size up to {FARTHEST} times the largest known one, {largest}: beyond that, this law is a guess",
+        fix="add a larger size to sizes=[...].",
     )

@@ -127,7 +127,7 @@ def _check_sendable(build_step: BuildStep) -> None:
             "measure_scaling(build_step, sizes)",
             got=f"a build_step that no other process can import ({error})",
             expected="a function at the top level of a module, or an object that pickle can send",
-            fix="move it to the top level of a file, or take profile_scaling, which needs no other process.",
+            fix="move it to the top level of a file, or use profile_scaling, which needs no other process.",
         ) from error
 
 

@@ -134,7 +134,7 @@ class NoisyLaw:
         self._check(self.sizes[0], call)
         farthest = FARTHEST * self.sizes[-1]
         if self.predict(farthest) <= most:
-            raise too_far(call, f"a budget that size {farthest} does not fill", self.sizes[-1])
+            raise too_far(call, f"a budget that size {farthest} does not use up", self.sizes[-1])
         return bisect_right(range(1, farthest + 1), most, key=self.predict)
 
     def peak_where(self, n: int) -> str:
@@ -148,8 +148,8 @@ class NoisyLaw:
             raise InputError(
                 call,
                 got=f"no law: {self.reason}",
-                expected="points that a curve describes",
-                fix="measure more sizes, farther apart, or read the points themselves.",
+                expected="points that lie on one of the known curves",
+                fix="measure more sizes, farther apart, or read the measured points directly.",
             )
         if n > FARTHEST * self.sizes[-1]:
             raise too_far(call, f"{n}", self.sizes[-1])

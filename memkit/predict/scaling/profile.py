@@ -87,8 +87,8 @@ def profile_scaling(
         doubts |= dict.fromkeys(doubt for each in traces for doubt in each.doubts)
     if doubts:
         warn_user(
-            f"the laws are not known to hold: {'; '.join(doubts)}. Way out: let no size and no branch of the step "
-            "depend on values of its tensors, or take measure_scaling, which has them."
+            f"the laws may be wrong: {'; '.join(doubts)}. Way out: write the step so that no size and no branch "
+            "depends on the values of its tensors, or use measure_scaling, which runs on real values."
         )
     return ScalingResult(tuple(points), laws, tuple(guesses), tuple(doubts))
 
@@ -108,7 +108,7 @@ def checked_sizes(call: str, sizes: Sequence[int], modes: Sequence[StepMode]) ->
         raise ConfigError(
             call,
             got=f"sizes={sizes!r} and modes={modes!r}",
-            expected="one size or more, and modes among 'train' and 'inference'",
-            fix="write for example sizes=[1000, 10_000], modes=('train',).",
+            expected="at least one size, and modes among 'train' and 'inference'",
+            fix="pass for example sizes=[1000, 10_000], modes=('train',).",
         )
     return sorted({checked_size(size, call) for size in sizes})

@@ -141,7 +141,7 @@ class ScalingResult:
                     f"result.plot({str(path)!r})",
                     got=f"the suffix {suffix!r}" + (", but matplotlib is not installed" if suffix == ".png" else ""),
                     expected=".svg, or .png where matplotlib is installed",
-                    fix="write an .svg, or run `pip install memkit[plots]` for .png.",
+                    fix="pass a path such as 'laws.svg', or run `pip install memkit[plots]` for .png.",
                 )
         return to_svg(figure)
 

@@ -125,7 +125,7 @@ class StructuralLaw:
             raise InputError(
                 call,
                 got=f"{n}",
-                expected=f"a multiple of {self.grain}: other sizes were not traced, or take other operators",
+                expected=f"a multiple of {self.grain}: other sizes were not traced, or run other operators",
                 fix=f"ask for {(grains + 1) * self.grain}, or profile sizes with a smaller common divisor.",
             )
         return grains

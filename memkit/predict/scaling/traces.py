@@ -98,8 +98,8 @@ def trace_step(
         raise InputError(
             call,
             got=f"{type(error).__name__}: {error}",
-            expected="a step of training that also runs without gradients, where loss.backward() does nothing",
-            fix="give build_step a parameter named `mode` and return the step of that mode, or pass modes=('train',).",
+            expected="a training step that also runs without gradients, where loss.backward() has no effect",
+            fix="give build_step a parameter named `mode` and return the step for that mode, or pass modes=('train',).",
         ) from error
 
 

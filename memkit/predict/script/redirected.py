@@ -292,9 +292,9 @@ def _refuse(path: Any, dir_fd: int | None) -> None:
     if dir_fd is not None:
         raise StateError(
             f"a write to {os.fspath(path)!r} with dir_fd={dir_fd}",
-            got="a path relative to an open folder",
-            expected="an absolute path, or one relative to the working folder: others cannot be redirected",
-            fix="write by path, or leave this write out of the dry run.",
+            got="a path relative to an open directory",
+            expected="an absolute path, or one relative to the working directory: others cannot be redirected",
+            fix="write to an absolute path, or skip this write in the dry run.",
         )
 
 

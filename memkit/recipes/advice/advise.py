@@ -101,7 +101,7 @@ def advise(
             f"advise(..., precision={precision!r})",
             got=repr(precision),
             expected="None or 'bf16-mixed'",
-            fix="leave it out if the step uses no autocast.",
+            fix="omit precision if the step uses no autocast.",
         )
     training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction)
     trial = _Trial(training, target, budget)

@@ -84,7 +84,7 @@ class MemoryTestConfig(Settings):
     @classmethod
     def _is_not_below_min_edges(cls, max_edges: int, info: ValidationInfo) -> int:
         if max_edges < info.data.get("min_edges", 1):
-            raise ValueError(f"max_edges must not be below min_edges, which is {info.data['min_edges']}")
+            raise ValueError(f"max_edges must be at least min_edges, which is {info.data['min_edges']}")
         return max_edges
 
     @property

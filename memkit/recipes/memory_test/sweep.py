@@ -75,7 +75,7 @@ def run_memory_test(
             f"run_memory_test({config!r})",
             got=f"a {type(config).__name__}",
             expected="a MemoryTestConfig, or None for its defaults",
-            fix="pass run_memory_test(analysis='core') for the other analysis.",
+            fix="pass a MemoryTestConfig, or call run_memory_test(analysis='core') for the other analysis.",
         )
     makers = {"full": full_cases, "core": core_cases}
     cases = makers[analysis](config) if analysis in makers else ()
@@ -83,8 +83,8 @@ def run_memory_test(
         raise ConfigError(
             f"run_memory_test(config, {analysis!r})",
             got="a config that switches everything off" if analysis in makers else repr(analysis),
-            expected="'full' or 'core', with a part and a mode that are switched on",
-            fix="set for example test_encoder=True and test_training_mode=True.",
+            expected="'full' or 'core', with at least one part and one mode switched on",
+            fix="pass for example MemoryTestConfig(test_encoder=True, test_training_mode=True).",
         )
     sizes = config.num_edges if analysis == "full" else config.core_num_edges
     steps = [(_name(case), case, case.build_step) for case in cases]
@@ -120,9 +120,9 @@ def sweep(
         if config.source == "fake":
             raise ConfigError(
                 f"a memory test with memory_limit={memory_limit!r}",
-                got="a config with source='fake': no process runs that could be limited",
-                expected="a limit for measured runs alone",
-                fix="leave the limit out, or set source='measured'.",
+                got="a config with source='fake', which starts no process that could be limited",
+                expected="a memory limit only for measured runs",
+                fix="omit memory_limit, or set source='measured'.",
             )
     cards, device, curves = capacities(gpus), _device_of(config), []
     for name, case, build_step in steps:
@@ -156,7 +156,8 @@ def _device_of(config: MemoryTestConfig) -> str | None:
         return str(resolve_device(config.device))
     except ConfigError:
         warn_user(
-            f"this machine has no {config.device}: all points are predicted. Way out: device='cpu' measures here."
+            f"this machine has no {config.device} device, so all points are predicted. Way out: set device='cpu' to "
+            "measure here."
         )
         return None
 

@@ -208,8 +208,8 @@ class Draft:
             raise StateError(
                 f"TrainingStateManager.save({step})",
                 got=f"{serial - 1} as the number of a state in {self._directory}",
-                expected="numbers of at most 12 digits, as save gives them",
-                fix="move that one away.",
+                expected="numbers of at most 12 digits, as save assigns them",
+                fix="move that folder elsewhere.",
             )
         self.path.rename(self._directory / name)
         self._flush()
@@ -381,9 +381,9 @@ def _parse_manifest(text: str) -> dict[str, Any]:
     if not isinstance(content, dict) or type(content.get("version")) is not int:
         raise ValueError(f"{_MANIFEST} has no version")
     if content["version"] != _VERSION:
-        raise ValueError(f"{_MANIFEST} has version {content['version']}, this memkit reads {_VERSION}")
+        raise ValueError(f"{_MANIFEST} has version {content['version']}, but this memkit reads {_VERSION}")
     if not _is_manifest(content):
-        raise ValueError(f"{_MANIFEST} has other entries than those of a state")
+        raise ValueError(f"{_MANIFEST} does not have the entries of a state")
     return content
 
 

@@ -179,7 +179,7 @@ class TrainingStateManager(Uncopied, Closing):
             crew.together(lock)
             candidates = crew.first(lambda: self._choose(which))
             for stray in crew.first(lambda: list_strays(self.directory)) if which == "latest" else ():
-                _warn(f"passes over {stray}: it is no folder")
+                _warn(f"skips {stray}: it is not a folder")
             if not candidates:
                 return None
             restoration = Restoration(self._find_whole(candidates, crew), objects, crew, resumes=which == "latest")
@@ -228,8 +228,9 @@ class TrainingStateManager(Uncopied, Closing):
             raise ConfigError(
                 "TrainingStateManager(background=True)",
                 got=f"{crew.size} ranks",
-                expected="one process without sharded tensors: a thread's messages would mix with the training's",
-                fix="leave out background=True.",
+                expected="one process without sharded tensors: communication of a background thread would mix with "
+                "that of the training",
+                fix="omit background=True.",
             )
         self._writer = threading.Thread(target=self._write_guarded, args=(write,), name="memkit-state")
         self._writer.start()
@@ -248,8 +249,8 @@ class TrainingStateManager(Uncopied, Closing):
             raise StateError(
                 "TrainingStateManager.save(step)",
                 got="a call while this manager saves or restores",
-                expected="one call after the other, from one thread",
-                fix="in a signal handler only set a flag, and save after the step.",
+                expected="one call at a time, from one thread",
+                fix="only set a flag in a signal handler, and save after the step.",
             )
         try:
             if self._writer is not None:
@@ -299,7 +300,7 @@ class TrainingStateManager(Uncopied, Closing):
         if self.mode is not None and others:
             warn_user(
                 f"TrainingStateManager(mode={self.mode!r}): {self.directory} has states that were saved with "
-                f"mode={others.pop()!r}. The best of them is not kept. Use another directory, or leave mode out."
+                f"mode={others.pop()!r}. The best of them is not kept. Way out: use another directory, or omit mode."
             )
         remove_states(state for state in states[self._keep :] if state != best)
 
@@ -313,8 +314,8 @@ class TrainingStateManager(Uncopied, Closing):
             raise ConfigError(
                 f"TrainingStateManager(mode={self.mode!r})",
                 got=f"a monitor with mode={mode!r}",
-                expected="one idea of the best metric",
-                fix="leave mode out here, and the monitor's counts.",
+                expected="the same mode in the manager and the monitor",
+                fix="omit mode here, and the monitor's mode is used.",
             )
         self.mode = mode
 
@@ -339,7 +340,7 @@ class TrainingStateManager(Uncopied, Closing):
                 f"TrainingStateManager.restore({which!r})",
                 got=f"states of the steps {', '.join(str(state.step) for state in states)}",
                 expected="a state saved with metric=..." if which == "best" else f"one of step {which}",
-                fix="restore() without an argument takes the newest.",
+                fix="call restore() without an argument to restore the newest state.",
             )
         return chosen
 
@@ -349,12 +350,12 @@ class TrainingStateManager(Uncopied, Closing):
             problem = next((each for each in crew.gather(_find_problem(saved, crew)) if each), None)
             if problem is None:
                 return saved
-            _warn(f"passes over {saved.path}: {problem}")
+            _warn(f"skips {saved.path}: {problem}")
         raise FileFormatError(
             "TrainingStateManager.restore()",
-            got=f"no state that is whole in {self.directory} ({len(candidates)} tried)",
-            expected="files that are what was written",
-            fix="look at the warnings for the reasons; move the folders away to start from the beginning.",
+            got=f"no intact state in {self.directory} ({len(candidates)} tried)",
+            expected="at least one state whose files are unchanged since they were saved",
+            fix="see the warnings for the reasons; to start from the beginning, move the folders elsewhere.",
         )
 
 
@@ -364,8 +365,8 @@ def _check_given(step: int, objects: Collection[str]) -> None:
         raise InputError(
             f"TrainingStateManager.save({step})",
             got="no object",
-            expected="what the next step depends on",
-            fix="write save(step, model=model, optimizer=optimizer, ...).",
+            expected="the objects that the next step depends on",
+            fix="call save(step, model=model, optimizer=optimizer, ...).",
         )
 
 
@@ -383,7 +384,7 @@ def _as_step(step: object) -> int:
         raise InputError(
             f"TrainingStateManager.save({number})",
             got=str(number),
-            expected="a step of 0 or more" if number < 0 else "a step of at most 18 digits",
+            expected="a step of at least 0" if number < 0 else "a step of at most 18 digits",
             fix="count the optimizer steps from the start of the training.",
         )
     return number
@@ -398,7 +399,7 @@ def _as_metric(step: object, metric: object) -> float | None:
             f"TrainingStateManager.save({step!r}, metric=...)",
             got=type(metric).__name__,
             expected="a number, or a tensor with one",
-            fix="pass metric=loss.item(), or leave it out.",
+            fix="pass metric=loss.item(), or omit metric.",
         ) from None
 
 
@@ -409,7 +410,7 @@ def _check_which(which: object) -> None:
             f"TrainingStateManager.restore({which!r})",
             got=repr(which),
             expected="'latest', 'best', or a step as a whole number",
-            fix="restore() without it takes the newest.",
+            fix="call restore() without an argument to restore the newest state.",
         )
 
 

@@ -52,7 +52,7 @@ def check_objects(call: str, objects: Mapping[str, Any]) -> dict[str, Stateful]:
                 f"TrainingStateManager.{call}({name}=...)",
                 got=type(value).__name__,
                 expected="objects with state_dict() and load_state_dict(state)",
-                fix=f"leave {name} out, or give it these two methods.",
+                fix=f"omit {name}, or give its class these two methods.",
             )
     return {name: unwrap_model(each) if isinstance(each, nn.Module) else each for name, each in objects.items()}
 
@@ -238,7 +238,7 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], 
         _refuse(name, f"groups without {_join(missing)}", f"those of a {type(optimizer).__name__}")
     numbers, own_values = list(range(len(parameters))), _by_parameter(values)
     if [index for group in groups for index in group["params"]] != numbers or not own_values.keys() <= set(numbers):
-        _refuse(name, "values of other parameters", f"those of {len(parameters)}, by their numbers")
+        _refuse(name, "state for unknown parameter numbers", f"state for {len(parameters)} parameters, by number")
     kept = next((set(each) for each in optimizer.state.values() if isinstance(each, dict) and each), None)
     theirs = next((set(each) for each in own_values.values() if each), None)
     if is_other and kept is not None and theirs is not None and kept != theirs:
@@ -248,7 +248,7 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], 
         len(gradients) != len(parameters)
         or any(each is not None and each.shape != its.shape for each, its in zip(gradients, parameters, strict=True))
     ):
-        _refuse(name, "gradients of other shapes", "those of its parameters")
+        _refuse(name, "gradients of different shapes", "the shapes of its parameters")
 
 
 def _check_entries(name: str, target: Stateful, saved: object, live: object, place: str) -> None:
@@ -266,7 +266,7 @@ def _check_entries(name: str, target: Stateful, saved: object, live: object, pla
         theirs, own = saved.get(key), live.get(key)
         if isinstance(own, list):
             if not isinstance(theirs, list) or len(theirs) != len(own):
-                _refuse(name, f"another number of {key}{place}", str(len(own)))
+                _refuse(name, f"a different number of {key}{place}", str(len(own)))
             for its, each in zip(theirs, own, strict=True):
                 _check_entries(name, target, its, each, f"{place} in {key}")
 
@@ -315,7 +315,7 @@ def load_into(target: Stateful, state: Mapping[str, Any], name: str) -> None:
         raise FileFormatError(
             f"TrainingStateManager.restore({name}=...)",
             got=f"a state that {type(target).__name__}.load_state_dict refuses: {outcome.error}",
-            expected="the state of an object that was made alike",
+            expected="the state of an object that was created with the same arguments",
             fix=f"make {name} as it was made when it was saved, or leave it out.",
         ) from outcome.error
 

@@ -157,7 +157,7 @@ class ShardedTensors:
                     "TrainingStateManager.restore()",
                     got=f"{name} of shape {tuple(shape)}",
                     expected="a sharded tensor of that shape in one of the objects to restore",
-                    fix="shard the model as it was (fully_shard), and restore the model with its optimizer.",
+                    fix="shard the model as it was when saved (fully_shard), and restore the model with its optimizer.",
                 )
             like = min(alike, key=lambda each: [str(one) for one in each.placements] != placeholder["placements"])  # type: ignore[attr-defined] # a DTensor's
             tensor = torch.empty_like(like, dtype=placeholder["dtype"])
@@ -172,7 +172,7 @@ def _refuse(value: Any, name: str) -> NoReturn:
     raise InputTypeError(
         f"TrainingStateManager.save({name.split('.', 1)[0]}=...)",
         got=f"{kind} at {name}",
-        expected="numbers, text, bytes, dense tensors with values, and dicts, lists, tuples and sets of them, up to "
-        f"{_MOST_LEVELS} levels: they load without running code",
+        expected="numbers, strings, bytes, dense tensors with values, and dicts, lists, tuples and sets of them, up "
+        f"to {_MOST_LEVELS} levels deep: these load without running code",
         fix="let state_dict() return plain values: torch.from_numpy for an array, list for a deque, str for a path.",
     )

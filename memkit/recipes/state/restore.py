@@ -112,7 +112,7 @@ class Restoration:
         except MemkitError as error:
             if error.call:
                 raise
-            fix = "restore an older state by its step, and look at where this one came from."
+            fix = "restore an older state by its step, and check where this one came from."
             raise FileFormatError(
                 call, got=f"{error.got} in {self._saved.path}", expected=error.expected, fix=fix
             ) from None
@@ -120,8 +120,8 @@ class Restoration:
             raise FileFormatError(
                 call,
                 got=f"{type(error).__name__}: {error} in {self._saved.path}",
-                expected="a state as TrainingStateManager.save writes it",
-                fix="restore an older state by its step, and look at where this one came from.",
+                expected="a state written by TrainingStateManager.save",
+                fix="restore an older state by its step, and check where this one came from.",
             ) from error
 
     def _read(self, objects: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
@@ -161,8 +161,8 @@ class Restoration:
             raise FileFormatError(
                 f"TrainingStateManager.restore({', '.join(f'{name}=...' for name in sorted(given - saved))})",
                 got=f"a state of {', '.join(sorted(saved)) or 'no objects'}",
-                expected="objects by the names that they were saved under",
-                fix="use these names, or leave out what is new.",
+                expected="objects under the names that they were saved with",
+                fix="use these names, or omit new objects.",
             )
         if self._resumes and given != saved:
             self.remarks.append(

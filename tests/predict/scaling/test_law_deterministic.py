@@ -45,10 +45,10 @@ def test_never_beyond_four_times_the_largest():
     assert law.predict(800) == 8000
     for ask in (lambda: law.predict(801), lambda: law.interval(801), lambda: law.max_n(8010)):
         with pytest.raises(
-            mk.errors.InputError, match=r"up to 4 times the largest one known, 200.*Way out: add a larger size"
+            mk.errors.InputError, match=r"up to 4 times the largest known one, 200.*Way out: add a larger size"
         ):
             ask()
-    assert_refused(lambda: law.predict(99), mk.errors.InputError, "a size from 100 on")
+    assert_refused(lambda: law.predict(99), mk.errors.InputError, "a size of at least 100")
 
 
 def test_what_bends_downwards_is_not_drawn_on():
@@ -75,7 +75,7 @@ def test_the_lower_bound_comes_first_whichever_way_the_peaks_bend(peaks, bounds)
 def test_one_point_is_known_only_there():
     law = fit_points([100], [1000])
     assert (law.predict(100), law.interval(100), law.held_out_error) == (1000, (1000, 1000), None)
-    assert_refused(lambda: law.predict(101), mk.errors.InputError, "two known sizes or more")
+    assert_refused(lambda: law.predict(101), mk.errors.InputError, "at least two known sizes")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_no_law_says_why_and_refuses(sizes, peaks, reason):
 
 def test_never_beyond_four_times_the_largest():
     law = fit_points(*Truth().draw(seed=1), tier="noisy")
-    assert_refused(lambda: law.predict(FAR + 1), mk.errors.InputError, "up to 4 times the largest one known, 1000000")
+    assert_refused(lambda: law.predict(FAR + 1), mk.errors.InputError, "up to 4 times the largest known one, 1000000")
     assert_refused(lambda: law.max_n("1TiB"), mk.errors.InputError, "up to 4 times")
 
 

@@ -239,7 +239,7 @@ def test_nothing_to_do_is_an_error(changes, analysis):
     [
         (["core"], {}, InputTypeError, "analysis='core'"),
         ([SMALL], {"memory_limit": "junk"}, InputError, "memory_limit='junk'"),
-        ([SMALL], {"memory_limit": "1GiB"}, ConfigError, "a limit for measured runs alone"),
+        ([SMALL], {"memory_limit": "1GiB"}, ConfigError, "a memory limit only for measured runs"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(arguments, options, error, message):
