@@ -20,6 +20,7 @@ import torch
 
 from memkit._core.errors import ConfigError
 from memkit._core.records import DeviceMemory, HostMemory
+from memkit._machine.host import cgroups, read_text
 from memkit._torch import machine
 
 if sys.platform != "win32":
@@ -28,6 +29,10 @@ if sys.platform != "win32":
 _PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
 _WITHOUT_PEAK = frozenset({"cpu", "meta", "mps"})
 _USAGE_UNIT = 1 if sys.platform == "darwin" else 1024
+_CGROUP_FILES = {  # by version: limit, use, and the key of the reclaimable cache in memory.stat
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 _CGROUP_V1_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge page-aligned number
 
 
@@ -343,27 +348,15 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[str, int, int]]:
     """Yield (name, limit, used without reclaimable cache) for the process's memory cgroup and each of its parents."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        folder = mount / path.lstrip("/")
-        # Inside a container the path can be the host's: then only the mount itself can be read.
-        for level in (folder, *folder.parents):
-            limit, used = _read(level / files[0]).strip(), _read(level / files[1]).strip()
-            if limit.isdecimal() and used.isdecimal() and int(limit) < _CGROUP_V1_UNLIMITED:
-                yield "cgroup", int(limit), max(0, int(used) - _stat_value(level, files[2]))
-            if level == mount:
-                break
+    for level, version in cgroups(root, "memory"):
+        limit_file, used_file, cache_key = _CGROUP_FILES[version]
+        limit, used = read_text(level / limit_file).strip(), read_text(level / used_file).strip()
+        if limit.isdecimal() and used.isdecimal() and int(limit) < _CGROUP_V1_UNLIMITED:
+            yield "cgroup", int(limit), max(0, int(used) - _stat_value(level, cache_key))
 
 
 def _stat_value(cgroup: Path, key: str) -> int:
-    for line in _read(cgroup / "memory.stat").splitlines():
+    for line in read_text(cgroup / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == key:
             return int(value)
@@ -385,12 +378,5 @@ def _resource_limits(root: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _status_bytes(root: Path, field: str) -> int | None:
-    status = dict(line.split(":", 1) for line in _read(root / "proc/self/status").splitlines() if ":" in line)
+    status = dict(line.split(":", 1) for line in read_text(root / "proc/self/status").splitlines() if ":" in line)
     return int(status[field].split()[0]) * 1024 if field in status else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

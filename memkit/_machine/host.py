@@ -1,10 +1,11 @@
-"""Host resources other than memory: CPU cores and shared memory."""
+"""Host resources other than memory: CPU cores and shared memory; and the cgroups that limit a process."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -19,7 +20,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quotas = [quota for level in _cgroup_folders(root) if (quota := _quota(level)) is not None]
+    quotas = [quota for level, _ in cgroups(root, "cpu") if (quota := _quota(level)) is not None]
     return max(1, min([cores, *(math.ceil(quota) for quota in quotas)]))
 
 
@@ -31,30 +32,32 @@ def shared_memory_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:
         return None
 
 
-def _cgroup_folders(root: Path) -> list[Path]:
-    """Return the CPU cgroup of this process and all its parents, in both versions."""
-    folders: list[Path] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+def cgroups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and the version (1 or 2) of this process's cgroup of a controller, then those of its parents."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         folder = mount / path.lstrip("/")
-        folders += [level for level in (folder, *folder.parents) if level.is_relative_to(mount)]
-    return folders
+        # Inside a container the path can be the host's: then only the mount itself can be read.
+        for level in (folder, *folder.parents):
+            if level.is_relative_to(mount):
+                yield level, 1 if controllers else 2
 
 
 def _quota(folder: Path) -> float | None:
     """Return the cores that one cgroup allows; None without a limit."""
-    words = _read(folder / "cpu.max").split()
+    words = read_text(folder / "cpu.max").split()
     if not words:
-        words = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
+        words = [read_text(folder / "cpu.cfs_quota_us").strip(), read_text(folder / "cpu.cfs_period_us").strip()]
     if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
         return int(words[0]) / int(words[1])
     return None
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
