@@ -344,7 +344,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._reuse(reused, out)
         self._note_all(out, func)
         if phase == "backward" and func in ACCUMULATIONS:
-            node = running_node()
+            node = current_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
                 self.label(out, "gradient")
         if self._beneath is not None:
@@ -420,7 +420,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._event_bytes.append(nbytes)
             self._operators.append(operator)
             self._places.append(self._where.place())
-            node = running_node()
+            node = current_node()
             self._nodes.append(-1 if node is None else sequence_number(node))
         self._live[device] = self._live.get(device, 0) + nbytes
         self._follow(storage, number)
@@ -490,7 +490,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
         The engine adds gradients that two nodes send to the same input, or one node along two of its edges.
         """
-        node = running_node()
+        node = current_node()
         if node is None or sequence_number(node) != self._nodes[block.number]:
             return True
         edges = [edge for edge in node.next_functions if edge[0] is not None]
@@ -604,11 +604,6 @@ def _int64(values: Sequence[int]) -> IntArray:
 # ----------------------------------------------------------------------------------------- origin of an operator
 
 
-def running_node() -> torch.autograd.graph.Node | None:
-    """Return the autograd node that the engine is running now, if any."""
-    return current_node()
-
-
 class SourceLine(NamedTuple):
     """A line of code. The code object holds names and constants, never values as a frame would."""
 
@@ -661,16 +656,15 @@ class Whereabouts:
             self._backward_depth = len(self._modules)
         number = next_sequence_number()
         # The counter is per thread: on an accelerator, backward runs in another thread.
-        if number != self._next_sequence_number and threading.get_ident() == self._thread:
-            if self.outside_backward == "other" and backward == _NO_BACKWARD:
-                self.outside_backward = "forward"
-            self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
+        has_new_nodes = number != self._next_sequence_number and threading.get_ident() == self._thread
+        if has_new_nodes and self.outside_backward == "other" and backward == _NO_BACKWARD:
+            self.outside_backward = "forward"
+        self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
+        if has_new_nodes:
             place = self.place()
             for node in range(self._next_sequence_number, number):
                 self._origins[node] = place[1:]
             self._next_sequence_number = number
-        else:
-            self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
 
     def place(self) -> OperatorPlace:
         """Return the place of the running operator."""
@@ -678,7 +672,7 @@ class Whereabouts:
         module = self._modules[-1] if self._modules else ""
         if self.phase != "backward":
             return OperatorPlace(self.phase, module, line)
-        node = running_node()
+        node = current_node()
         origin = self._origins.get(sequence_number(node)) if node is not None else None
         if origin is not None:
             if len(self._modules) <= self._backward_depth:  # deeper: a checkpoint reruns its module

@@ -203,7 +203,7 @@ class Rehearsal:
         storage = _storage_of(tensor)
         if storage is None or not storage.nbytes():
             return
-        key = _identity(storage)
+        key = storage_key(storage)  # the same for all Python objects of one storage
         if key not in born and key not in self._before:
             self._before[key] = (storage, _as_bytes(storage).clone())
 
@@ -283,12 +283,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if storage is not None:
                 self._rehearsal.most_elements = max(self._rehearsal.most_elements, each.numel())
                 self._count(storage)
-                self._born.add(_identity(storage))
-                if (
-                    self._rounding is not None
-                    and _facts(func).rounds
-                    and (each.is_floating_point() or each.is_complex())
-                ):
+                self._born.add(storage_key(storage))
+                if self._rounding is not None and _facts(func).rounds:
                     _round_differently(each, func, self._rounding)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -354,10 +350,6 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage() if tensor.layout is torch.strided else None
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _identity(storage: torch.UntypedStorage) -> int:
-    return storage_key(storage)  # the same for all Python objects of one storage
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -480,8 +472,7 @@ class Attributes:
             return list(inside) if len(value) <= _MAX_ITEMS else ()
         if isinstance(value, (tuple, frozenset)):
             return list(value) if len(value) <= _MAX_ITEMS else ()
-        skipped = _MODULE_MACHINERY if isinstance(value, nn.Module) else ()
-        own = {name: each for name, each in vars(value).items() if name not in skipped}
+        own = _attributes_of(value)
         self._owners.append((value, own))
         return list(own.values())
 
@@ -492,25 +483,17 @@ class Attributes:
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
         for owner, attributes in self._owners:
-            now = vars(owner)
-            skipped = _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
-            for name in [name for name in now if name not in attributes and name not in skipped]:
-                del now[name]
-            for name, value in attributes.items():
-                if now.get(name, now) is not value:
-                    now[name] = value
+            now = _attributes_of(owner)
+            if not _is_same(now, attributes):
+                for name in now.keys() - attributes.keys():
+                    del vars(owner)[name]
+                vars(owner).update(attributes)
 
     def differ(self) -> bool:
         """Return whether any attribute has changed."""
-        if any(not _is_same(container, copy) for container, copy in self._containers):
-            return True
-        for owner, attributes in self._owners:
-            now, skipped = vars(owner), _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
-            if any(now.get(name, now) is not value for name, value in attributes.items()):
-                return True
-            if any(name not in attributes and name not in skipped for name in now):
-                return True
-        return False
+        return any(not _is_same(container, copy) for container, copy in self._containers) or any(
+            not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners
+        )
 
     def plain_tensors(self) -> list[Tensor]:
         """Return the tensors in attributes and containers that are neither parameters nor buffers."""
@@ -528,10 +511,15 @@ class Attributes:
             after = members_of(now)
             for name, value in after.items():
                 storage = _storage_of(value) if isinstance(value, Tensor) else None
-                is_written = storage is not None and _identity(storage) in written
+                is_written = storage is not None and storage_key(storage) in written
                 if is_written or (name in before and before[name] is not value and not name.startswith("_")):
                     names[f"{place}.{name}" if place else name] = None
         return list(names)
+
+
+def _attributes_of(owner: object) -> dict[str, Any]:
+    skipped = _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
+    return {name: value for name, value in vars(owner).items() if name not in skipped}
 
 
 def _may_hold_state(value: object) -> bool:

@@ -8,14 +8,14 @@ from types import FrameType
 from typing import Any
 
 from torch._C import (
-    _current_autograd_node as current_node,  # that the engine is running
+    _current_autograd_node,
     _current_graph_task_id as current_backward,  # -1 outside of one
 )
 from torch._C._autograd import (
     _get_current_graph_task_keep_graph as keeps_graph,  # whether it may run again
     _get_sequence_nr as next_sequence_number,  # of the next node in this thread
 )
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import Node, _engine_run_backward
 
 ENGINE = _engine_run_backward.__code__
 """The code that calls the engine: frames above it belong to a backward."""
@@ -34,6 +34,9 @@ __all__ = [
     "sequence_number",
 ]
 
+
+current_node: Callable[[], Node | None] = _current_autograd_node
+"""Returns the node that the engine is running, if any."""
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Returns a node's sequence number within its thread: later operations have higher numbers."""

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from memkit._core.errors import StateError, warn_user
 from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
-from memkit._recorder.recorder import running_node
 from memkit._torch import compiler
 from memkit._torch.fake import FakeTensor
+from memkit._torch.graph import current_node
 from memkit._torch.tensors import base_of, storage_key, version_of
 from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store
@@ -297,7 +297,7 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def _refuse_changed(shape: str = "") -> NoReturn:
-    node = running_node()
+    node = current_node()
     raise StateError(
         "backward() of what offload_activations saved",
         got=f"a tensor{shape} that was changed in place after it was saved for {node.name() if node else 'backward'}",
