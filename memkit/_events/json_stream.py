@@ -23,15 +23,15 @@ class NotWholeError(ValueError):
     """The text is not valid JSON, and may be a truncated document."""
 
 
-def check_density(text: str, start: int = 0) -> None:
+def check_density(text: str) -> None:
     """Reject a large value that consists almost only of containers, before it is parsed.
 
     Raises:
         ValueError: The value would take far more memory than its length.
     """
-    num_chars = len(text) - start
+    num_chars = len(text)
     if num_chars > _SMALL_CHARS:
-        num_containers = sum(text.count(each, start) for each in "{[")
+        num_containers = sum(text.count(each) for each in "{[")
         if num_containers * _CHARS_PER_CONTAINER > num_chars:
             raise ValueError(f"{num_containers} containers in {num_chars} characters")
 

@@ -28,6 +28,7 @@ from memkit._recorder.recording import (
     Label,
     Recording,
     StepPhase,
+    encoded,
     lifetimes,
     resolve_categories,
 )
@@ -588,12 +589,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             backwards=[index for index, phase in phases if phase == "backward"],
             end=len(event_storage),
         )
-        codes: dict[Label, IntArray] = {}
-        names: dict[Label, tuple[str, ...]] = {}
-        for label, values in texts.items():
-            table = {text: code for code, text in enumerate(dict.fromkeys(values))}
-            codes[label] = _int64([table[value] for value in values])
-            names[label] = tuple(table)
+        tables = {label: encoded(values) for label, values in texts.items()}
+        codes = {label: code for label, (code, _) in tables.items()}
+        names = {label: table for label, (_, table) in tables.items()}
         return Recording(event_storage, event_bytes, codes, names, phases, tuple(self._untracked))
 
 

@@ -202,6 +202,12 @@ class Recording:
         )
 
 
+def encoded(texts: Sequence[str], known: Sequence[str] = ()) -> tuple[IntArray, tuple[str, ...]]:
+    """Return texts as indices into a table, and the table: the ``known`` texts, then those that are new."""
+    table = {text: code for code, text in enumerate(dict.fromkeys((*known, *texts)))}
+    return np.asarray([table[text] for text in texts], dtype=np.int64), tuple(table)
+
+
 def lifetimes(event_storage: IntArray, event_bytes: IntArray, num_storages: int) -> tuple[IntArray, IntArray]:
     """Return first and last event of each storage; the last is ``len(event_storage)`` for storages never freed."""
     end = len(event_storage)

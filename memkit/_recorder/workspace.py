@@ -11,7 +11,7 @@ import torch
 
 from memkit._core.errors import StateError
 from memkit._recorder.recorder import RecorderMark
-from memkit._recorder.recording import IntArray, Label, Recording, lifetimes
+from memkit._recorder.recording import Label, Recording, encoded, lifetimes
 from memkit._torch.profiler import (
     ActiveProfilerType,
     ExperimentalConfig,
@@ -170,11 +170,9 @@ def _with_workspaces(recording: Recording, workspaces: Sequence[_Workspace]) -> 
         "phase": [found.call.end.place.phase for found in workspaces],
         "source": [str(found.call.end.place.line or "") for found in workspaces],
     }
-    names = {label: tuple(dict.fromkeys([*recording.names[label], *new])) for label, new in texts.items()}
-    codes: dict[Label, IntArray] = {}
-    for label, new in texts.items():
-        table = {text: code for code, text in enumerate(names[label])}
-        codes[label] = np.append(recording.codes[label], np.asarray([table[text] for text in new], dtype=np.int64))
+    tables = {label: encoded(new, recording.names[label]) for label, new in texts.items()}
+    codes = {label: np.append(recording.codes[label], code) for label, (code, _) in tables.items()}
+    names = {label: table for label, (_, table) in tables.items()}
     return Recording(
         np.insert(recording.event_storage, positions, ids),
         np.insert(recording.event_bytes, positions, changes),

@@ -27,7 +27,7 @@ def _in_loops_that_validate(script: Script) -> Iterator[ast.Call]:
         if not (isinstance(loop, ast.For) and _VALIDATES.search(" ".join(_words(loop.iter)))):
             continue
         inside = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-        if any(_needs_gradients(script, call) for call in inside):
+        if any(_uses_gradients(script, c) or method(c)[1] in ("step", "manual_backward") for c in inside):
             continue
         uses = [c for c in inside if dotted(c.func) in script.models and not script.under_no_grad(c)]
         reads = any(method(c)[1] in ("item", "cpu", "update") or dotted(c.func) == "float" for c in inside)
@@ -45,9 +45,11 @@ def _words(node: ast.AST) -> Iterator[str]:
             yield part.attr
 
 
-def _needs_gradients(script: Script, call: ast.Call) -> bool:
-    is_step = method(call)[1] in ("backward", "requires_grad_", "step", "manual_backward")
-    return is_step or script.qualified(call.func).startswith(("torch.autograd", "torch.jit", "torch.onnx"))
+def _uses_gradients(script: Script, call: ast.Call) -> bool:
+    full = script.qualified(call.func)
+    return method(call)[1] in ("backward", "requires_grad_") or full.startswith(
+        ("torch.autograd", "torch.jit", "torch.onnx")
+    )
 
 
 def _after_eval(script: Script) -> Iterator[ast.Call]:
@@ -80,10 +82,7 @@ def _uses(script: Script, name: str, statement: ast.stmt, rest: Sequence[ast.stm
         for node in ast.walk(following):
             if not isinstance(node, ast.Call) or script.function_of(node) is not function:
                 continue
-            full = script.qualified(node.func)
-            if method(node)[1] in ("backward", "requires_grad_") or full.startswith(
-                ("torch.autograd", "torch.jit", "torch.onnx")
-            ):
+            if _uses_gradients(script, node):
                 return []
             if method(node) == (name, "train"):
                 return found

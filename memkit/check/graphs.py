@@ -17,6 +17,7 @@ from memkit.check.script import (
     keyword,
     leaves,
     method,
+    owner,
     position,
 )
 
@@ -61,15 +62,7 @@ def _kept(script: Script) -> Iterator[tuple[ast.stmt | ast.expr, str, ast.expr]]
             if name in leaves(node.value):
                 yield node, name, node.value
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "append" and len(node.args) == 1:
-            yield node, _kept_in(node.func), node.args[0]
-
-
-def _kept_in(function: ast.expr) -> str:
-    """The name of the list that is appended to, also inside a dictionary: ``stats["loss"].append``."""
-    target = function.value if isinstance(function, ast.Attribute) else function
-    while isinstance(target, ast.Subscript):
-        target = target.value
-    return dotted(target)
+            yield node, owner(node), node.args[0]
 
 
 def _added(value: ast.expr) -> set[str]:

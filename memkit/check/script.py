@@ -283,6 +283,14 @@ def dotted(node: ast.AST) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
+def owner(call: ast.Call) -> str:
+    """Name of the object that a method is called on, or of the container of it: ``stats["loss"].append(x)``."""
+    target = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return dotted(target)
+
+
 def method(call: ast.Call) -> tuple[str, str]:
     """Receiver and name of a method call: ``loss.item()`` gives ("loss", "item")."""
     return (dotted(call.func.value), call.func.attr) if isinstance(call.func, ast.Attribute) else ("", "")

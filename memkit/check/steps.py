@@ -17,6 +17,7 @@ from memkit.check.script import (
     keyword,
     leaves,
     method,
+    owner,
     position,
 )
 
@@ -100,12 +101,8 @@ def _find_blocking_copies(script: Script) -> Iterator[SourceSpan]:
 
 def _copies(loop: ast.For, call: ast.Call) -> bool:
     """Whether a call copies part of the loop's batch to a device and waits for it."""
-    owner, _ = method(call)
     batch = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    target = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    while isinstance(target, ast.Subscript):
-        target = target.value
-    if (owner or dotted(target)) not in batch or keyword(call, "non_blocking") is not None or has_unpacked(call):
+    if owner(call) not in batch or keyword(call, "non_blocking") is not None or has_unpacked(call):
         return False
     return getattr(call.func, "attr", "") in ("cuda", "to") and _names_device(call)
 
@@ -125,14 +122,10 @@ def _find_retries(script: Script) -> Iterator[SourceSpan]:
         if isinstance(node, ast.Try):
             tried = {dotted(call.func) for each in node.body for call in ast.walk(each) if isinstance(call, ast.Call)}
             for handler in node.handlers:
-                calls = (call for each in handler.body for call in _calls_in(each))
+                calls = (call for each in handler.body for call in ast.walk(each) if isinstance(call, ast.Call))
                 again = next((call for call in calls if _runs_again(script, call, tried)), None)
                 if again is not None and _catches_shortage(handler):
                     yield SourceSpan.of(again)
-
-
-def _calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(statement) if isinstance(node, ast.Call))
 
 
 def _runs_again(script: Script, call: ast.Call, tried: set[str]) -> bool:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
@@ -26,6 +26,13 @@ _WORDS = re.compile(
 _FAMILY = re.compile(r"^(?:rtx|gtx|rx)(?=[a-z0-9])")
 _LIVE = re.compile(r"(?:cuda|xpu|mps)(?::\d+)?")
 _VENDORS = {"cuda": ("NVIDIA", "AMD"), "xpu": ("Intel",), "mps": ("Apple",)}  # by torch's type of device
+_COLUMNS = {  # of the table, where they are not named as the fields
+    "box_bytes": "box",
+    "total_interval": "total",
+    "context_interval": "context",
+    "cublas_workspace_bytes": "workspace",
+    "num_multiprocessors": "multiprocessors",
+}
 _NUM_SUGGESTIONS = 6
 
 
@@ -92,20 +99,8 @@ class GPU:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the GPU as a row of the table, with sizes in bytes, ready for JSON."""
-        return {
-            "name": self.name,
-            "vendor": self.vendor,
-            "architecture": self.architecture,
-            "box": self.box_bytes,
-            "total": list(self.total_interval),
-            "context": list(self.context_interval),
-            "workspace": self.cublas_workspace_bytes,
-            "multiprocessors": self.num_multiprocessors,
-            "confidence": self.confidence,
-            "source": self.source,
-            "date": self.date,
-            "aliases": list(self.aliases),
-        }
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {_COLUMNS.get(name, name): value for name, value in values.items()}
 
 
 CapacityLike: TypeAlias = SupportsIndex | str | GPU
