@@ -9,7 +9,7 @@ from memkit._events.reader import EventLog
 from memkit.report.comparing import compare_figures
 from memkit.report.figures import read_figures
 from memkit.report.rating import RULES, rate
-from tests.report.pages import first_log, log_of
+from tests.report.pages import log_of
 
 GIB = 2**30
 
@@ -152,10 +152,3 @@ def test_changes_are_matched_by_name():
     assert changes["component", "t5"].change_bytes == -10
     assert (changes["stage", "new"].presence, changes["stage", "new"].change_bytes) == ("new", None)
     assert changes["stage", "gone"].presence == "gone"
-
-
-def test_a_log_does_not_differ_from_itself():
-    figures = read_figures(first_log(), None)
-    changes = compare_figures(figures, figures)
-    assert {change.change_bytes for change in changes} <= {0, None}
-    assert {change.presence for change in changes} == {"both"}

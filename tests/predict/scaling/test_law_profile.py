@@ -18,35 +18,20 @@ from memkit.predict.scaling.points import ScalingPoint
 from memkit.predict.scaling.profile import profile_scaling
 from memkit.predict.scaling.result import ScalingResult
 from memkit.predict.scaling.traces import trace_step
+from tests.predict.scaling.families import training
 
 MODEL = nn.Linear(16, 16)
 OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
 
 
-def build_step(n):
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(n, 16)
-
-    def step():
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
 def build_step_of_mode(n, mode):
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).train(mode == "train")
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(n, 16)
-
-    def train():
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(n, 16)
+    train = training(model, lambda: model(x).square().mean())
     return train if mode == "train" else lambda: model(x)
+
+
+def build_step(n):
+    return build_step_of_mode(n, "train")
 
 
 def optimize(loss):
