@@ -22,7 +22,7 @@ from memkit._simulation.simulation import Host, TrainingStep, hold, optimizer_ma
 from memkit.predict.estimate import MemoryEstimate
 from tests.predict.step import Step, classify, labels, language, momentum, regress
 from tests.predict.steps import STEPS
-from tests.predict.test_dryrun import real_step
+from tests.predict.truth import real_step
 
 
 @dataclass

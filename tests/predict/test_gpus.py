@@ -17,9 +17,9 @@ from memkit._core.records import DeviceMemory
 from memkit._core.units import GIB, MIB
 from memkit.predict import calibration
 from memkit.predict.calibration import calibrate_gpu
-from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
 from tests.helpers import assert_refused, run_python
+from tests.predict.estimates import estimate_with
 
 GPUS = all_gpus()
 SHORT = json.dumps({"gpus": [GPUS[0].as_dict() | {"total": ["1GiB"]}]})  # one end of two
@@ -111,10 +111,7 @@ def test_capacity_is_a_size_or_a_card():
 def test_fits_takes_the_context_off_once():
     """Just as much as the card's total, context and all, fits; without a context only what the driver leaves."""
     card = find_gpu("RTX 3090")
-    parts = dict.fromkeys((f"{part}_bytes" for part in ("gradients", "optimizer", "activations", "temporaries")), 0)
-    cpu = MemoryEstimate(
-        parameters_bytes=card.usable_bytes, other_bytes=0, **parts, peak_where="here", confidence="exact"
-    )
+    cpu = estimate_with(parameters_bytes=card.usable_bytes)
     assert cpu.headroom_bytes("RTX 3090") == 0
     assert not replace(cpu, other_bytes=1).fits("RTX 3090")
     cuda = replace(cpu, reserved_bytes=card.usable_bytes, context_bytes=card.context_bytes)
@@ -123,16 +120,11 @@ def test_fits_takes_the_context_off_once():
 
 
 def test_a_step_that_has_less_than_it_reserves_is_too_close_to_say():
-    parts = dict.fromkeys((f"{part}_bytes" for part in ("gradients", "optimizer", "activations", "temporaries")), 0)
-    estimate = MemoryEstimate(
+    estimate = estimate_with(
         parameters_bytes=900 * MIB,
-        other_bytes=0,
-        **parts,
         reserved_bytes=1200 * MIB,
         least_reserved_bytes=1000 * MIB,
         context_bytes=300 * MIB,
-        peak_where="here",
-        confidence="exact",
     )
     assert (estimate.required_bytes, estimate.least_required_bytes) == (1500 * MIB, 1300 * MIB)
     words = {size: str(estimate.verdict(size * MIB)) for size in (1299, 1300, 1499, 1500)}

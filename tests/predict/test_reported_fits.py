@@ -6,23 +6,15 @@ from pathlib import Path
 import pytest
 
 from memkit._core.units import GIB, parse_bytes
-from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import find_gpu
+from tests.predict.estimates import estimate_with
 
 REPORTS = json.loads((Path(__file__).parents[1] / "data" / "reported_fits.json").read_text("utf-8"))
 
 
 def estimate(num_bytes, context_bytes):
     """An estimate that knows what the report says: so much in torch's allocator, so much outside."""
-    parts = dict.fromkeys(("gradients", "optimizer", "activations", "temporaries", "other"), 0)
-    return MemoryEstimate(
-        parameters_bytes=num_bytes,
-        **{f"{part}_bytes": size for part, size in parts.items()},
-        reserved_bytes=num_bytes,
-        context_bytes=context_bytes,
-        peak_where="as reported",
-        confidence="exact",
-    )
+    return estimate_with(parameters_bytes=num_bytes, reserved_bytes=num_bytes, context_bytes=context_bytes)
 
 
 def held(report):

@@ -177,13 +177,17 @@ def test_an_optimizer_by_zero_holds_its_share():
 # --------------------------------------------------------------------------------------------- left as it was
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_leaves_nothing_behind(kind):
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [*((kind, "cpu") for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2")), ("zero1", "H100"), ("fsdp2", "H100")],
+)
+def test_leaves_nothing_behind(kind, target, capfd):
     model = small()
     before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     resize, excepthook = torch.UntypedStorage.resize_, sys.excepthook
-    first = estimate(Shard(kind, 2), model)
+    first = estimate(Shard(kind, 2), model, target=target)
     assert not dist.is_initialized()
+    assert not torch.cuda.is_available() or torch.version.cuda
     assert torch.UntypedStorage.resize_ is resize
     assert sys.excepthook is excepthook
     assert [type(module) for module in model.modules()] == [nn.Sequential, nn.Linear, nn.Tanh, nn.Linear]
@@ -191,7 +195,8 @@ def test_leaves_nothing_behind(kind):
         assert id(value) == before[name][0]
         torch.testing.assert_close(value, before[name][1], rtol=0, atol=0)
     mean_square(model, torch.randn(4, 6)).backward()
-    assert estimate(Shard(kind, 2), model) == first
+    assert estimate(Shard(kind, 2), model, target=target) == first
+    assert capfd.readouterr() == ("", "")
 
 
 def test_leaves_nothing_behind_after_an_error():
@@ -240,10 +245,14 @@ def test_refuses_what_a_kind_does_not_know(arguments, message):
     assert_refused(lambda: Shard(*arguments), ConfigError, message)
 
 
-def test_refuses_text_and_names_of_no_units():
-    assert_refused(lambda: estimate("fsdp2"), ConfigError, "Shard('fsdp2', 8)")
-    assert_refused(lambda: estimate(Shard("fsdp2", 2, ("2.",))), ConfigError, "did you mean '2'")
-    assert_refused(lambda: estimate(Shard("fsdp2", 2, ("layers.*",))), ConfigError, "named_modules")
+@pytest.mark.parametrize("target", ["cpu", "H100"])
+def test_refuses_text_and_names_of_no_units(target):
+    def refused(shard, words):
+        assert_refused(lambda: estimate(shard, target=target), ConfigError, words)
+
+    refused("fsdp2", "Shard('fsdp2', 8)")
+    refused(Shard("fsdp2", 2, ("2.",)), "did you mean '2'")
+    refused(Shard("fsdp2", 2, ("layers.*",)), "named_modules")
 
 
 def test_refuses_an_optimizer_of_the_whole_model():
@@ -252,8 +261,9 @@ def test_refuses_an_optimizer_of_the_whole_model():
     assert_refused(lambda: estimate(shard, model, optimizer=whole), InputTypeError, "lambda params")
 
 
-def test_refuses_a_process_that_has_ranks(group_of_two):
-    assert_refused(lambda: estimate(Shard("fsdp2", 2)), StateError, "before init_process_group")
+@pytest.mark.parametrize("target", ["cpu", "H100"])
+def test_refuses_a_process_that_has_ranks(target, group_of_two):
+    assert_refused(lambda: estimate(Shard("fsdp2", 2), target=target), StateError, "before init_process_group")
     assert dist.is_initialized()
 
 

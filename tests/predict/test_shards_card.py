@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memkit._core.errors import ConfigError, StateError
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.shard import Shard
 from memkit._simulation.simulation import Gpu
 from memkit.predict.gpus import find_gpu
 from memkit.predict.usage import estimate_memory_usage
 from memkit.predict.virtual_gpu import VirtualGPU
-from tests.helpers import assert_refused
 from tests.predict.ranks import REPLICATED, SHARDED, build, rank_estimate
 from tests.toys import mean_square
 
@@ -101,31 +97,3 @@ def test_precision_and_accumulation_go_with_ranks():
     assert halves.activations_bytes + halves.temporaries_bytes != plain.activations_bytes + plain.temporaries_bytes
     twice = estimate(Shard("fsdp2", 2, ("*",)), accumulation_steps=2)
     assert twice.peak_bytes > estimate(Shard("fsdp2", 2, ("*",))).peak_bytes
-
-
-@pytest.mark.parametrize("kind", ["zero1", "fsdp2"])
-def test_leaves_nothing_behind(kind, capfd):
-    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-    weight, resize = model[0].weight, torch.UntypedStorage.resize_
-    expected = weight.detach().clone()
-    options = {"loss_fn": mean_square, "shard": Shard(kind, 2), "target": "H100"}
-    first = estimate_memory_usage(model, torch.randn(4, 6), **options)
-    assert not dist.is_initialized()
-    assert not torch.cuda.is_available() or torch.version.cuda
-    assert torch.UntypedStorage.resize_ is resize
-    assert [type(module) for module in model.modules()] == [nn.Sequential, nn.Linear, nn.Tanh, nn.Linear]
-    assert model[0].weight is weight
-    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=0)
-    mean_square(model, torch.randn(4, 6)).backward()
-    assert estimate_memory_usage(model, torch.randn(4, 6), **options) == first
-    assert capfd.readouterr() == ("", "")
-
-
-def test_refuses_what_a_rank_of_the_cpu_refuses():
-    assert_refused(lambda: estimate("fsdp2"), ConfigError, "Shard('fsdp2', 8)")
-    assert_refused(lambda: estimate(Shard("fsdp2", 2, ("layers.*",))), ConfigError, "named_modules")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        assert_refused(lambda: estimate(Shard("ddp", 2)), StateError, "before init_process_group")
-    finally:
-        dist.destroy_process_group()

@@ -4,17 +4,11 @@ import itertools
 
 from hypothesis import given, settings, strategies as st
 
-from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.search import fastest, micro_batch_counts, order_upgrades, search
 from memkit.predict.plan.trial import Arrangement, BlockCost, Trial
+from tests.predict.estimates import estimate_with
 
 ROWS, FIXED_BYTES, LAUNCH = 32, 1000, 0.05
-
-
-def nothing(peak_bytes: int) -> MemoryEstimate:
-    parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporaries"), 0)
-    figures = {f"{name}_bytes": 0 for name in parts}
-    return MemoryEstimate(**figures, other_bytes=peak_bytes, peak_where="", confidence="exact")
 
 
 class Step:
@@ -39,7 +33,7 @@ class Step:
         )
         seconds = count * LAUNCH + sum(ROWS * 3 * row_seconds for _, row_seconds in self.blocks.values())
         seconds += sum(costs[name][treatment].seconds for name, treatment in treatments.items())
-        return Trial(arrangement, nothing(FIXED_BYTES + kept), FIXED_BYTES + kept, seconds, costs)
+        return Trial(arrangement, estimate_with(other_bytes=FIXED_BYTES + kept), FIXED_BYTES + kept, seconds, costs)
 
     def costs(self, name, rows, count):
         row_bytes, row_seconds = self.blocks[name]
