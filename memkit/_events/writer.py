@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from memkit._core.errors import FileFormatError, InputError, StateError, warn_user
@@ -180,9 +179,7 @@ class EventWriter:
     def __enter__(self) -> EventWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

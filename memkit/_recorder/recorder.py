@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -241,9 +241,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._cleanup = cleanup.pop_all()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cleanup.close()
         self._blocks.clear()  # drops the weakref callbacks too: storages freed from here on were live at the end
 

@@ -7,7 +7,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -77,9 +76,7 @@ class ProcessLock:
             self._lock, self._pid = threading.Lock(), os.getpid()
         self._lock.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -136,9 +135,7 @@ class VirtualGPU(Uncopied):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
         empty_caches(self._simulation.tensors)
 

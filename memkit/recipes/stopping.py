@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 
@@ -27,9 +27,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._note)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_ours:
             signal.signal(signal.SIGTERM, self._before)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 import torch
 
@@ -47,9 +46,7 @@ class TimedBlock:
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._start
 
 

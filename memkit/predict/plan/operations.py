@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -74,9 +73,7 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._cleanup = cleanup.pop_all()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
     def begin_part(self, *_: object) -> None:

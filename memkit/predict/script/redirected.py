@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from memkit._core.errors import StateError
+from memkit._core.protocols import Closing
 
 _ORIGINALS = ("posix", "nt", "_io")  # the modules that os and io take their functions from
 _UNTOUCHED = ("/dev", "/proc", "/sys")
@@ -266,7 +267,7 @@ class Redirection:
         return _Entries(entries.values())
 
 
-class _Entries:
+class _Entries(Closing):
     """Result of `os.scandir`."""
 
     def __init__(self, entries: Iterable[os.DirEntry[Any]]) -> None:
@@ -277,12 +278,6 @@ class _Entries:
 
     def __next__(self) -> os.DirEntry[Any]:
         return next(self._entries)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
