@@ -34,25 +34,13 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.counting import cost
 from benchmarks.models import transformer
 from benchmarks.result import write_result
-from memkit._recorder.recorder import Recorder
-from memkit._simulation.simulation import hold
 from memkit.predict.usage import estimate_memory_usage
-from tests.allocations import trace_allocations
 from tests.predict.steps import STEPS, Step
 from tests.predict.steps_transformers import STEPS as TRANSFORMERS
 from tests.predict.test_dryrun import build
-from tests.predict.truth import NUMBERS, estimate_of, real_step
+from tests.predict.truth import NUMBERS, allocated_peak, estimate_of, real_step
 
 # ------------------------------------------------------------------------------------------------------- truth
-
-
-def allocator_peak(step: Step) -> int:
-    run = real_step(step)
-    with Recorder() as recorder:
-        hold(recorder, step.model, step.batch)
-        run()
-    there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)
-    return trace_allocations(run).peak + there_before
 
 
 def mem_tracker(make_step: Callable[[], Step]) -> int:
@@ -115,8 +103,9 @@ def truth() -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for name, make_step in models.items():
         low, high = estimate_of(make_step()).peak_interval
+        step = make_step()
         rows[name] = {
-            "allocator_peak_bytes": allocator_peak(make_step()),
+            "allocator_peak_bytes": allocated_peak(real_step(step), step.model, step.batch),
             "interval_end_bytes": high,
             "memkit": low,
             **{peer: answer(ask, make_step) for peer, ask in PEERS.items()},

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ import torch
 
 from benchmarks.result import write_result
 from memkit.predict.scaling.profile import profile_scaling
-from memkit.predict.scaling.traces import forward_alone
 from memkit.recipes.memory_test.config import MemoryTestConfig
-from memkit.recipes.memory_test.reference import EdgeCase, core_cases, full_cases
-from tests.allocations import mark, trace_allocations
+from memkit.recipes.memory_test.reference import core_cases, full_cases
+from tests.predict.scaling.families import allocated_peak
 
 SIZES = (5_000, 20_000, 100_000)
 
@@ -42,19 +41,6 @@ def whole_sweep() -> dict[str, Any]:
     return {"cpu_seconds": round(cpu, 1), "wall_seconds": round(wall, 1), "num_points": rows, "files": files}
 
 
-def allocator_peak(case: EdgeCase, num_edges: int, mode: Any) -> int:
-    def run() -> None:
-        step = case.build_step(num_edges, mode)
-        with nullcontext() if mode == "train" else forward_alone():
-            step()
-            with mark("warm"):
-                step()
-
-    trace = trace_allocations(run)
-    ((_, start, end),) = trace.marks
-    return trace.highest(start, end)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     sweep = whole_sweep()
@@ -68,9 +54,10 @@ def main() -> None:
         name = f"{case.part} {'x'.join(map(str, case.mlp))}"
         at_one_million[name] = {mode: law[mode].predict(1_000_000) for mode in config.modes}
         for mode in config.modes:
+            build_step = partial(case.build_step, mode=mode)
             for size in SIZES:
-                allocator_peak(case, 100, mode)  # caches of the first call
-                predicted, measured = law[mode].predict(size), allocator_peak(case, size, mode)
+                allocated_peak(build_step, 100, mode)  # caches of the first call
+                predicted, measured = law[mode].predict(size), allocated_peak(build_step, size, mode)
                 rows.append(
                     {
                         "part": case.part,

@@ -252,15 +252,8 @@ def capability_of(gpu: GPU) -> tuple[int, int]:
 
 
 @functools.cache
-def _data() -> dict[str, Any]:
-    text = Path(__file__).with_name("gpus.json").read_text("utf-8")
-    data: dict[str, Any] = json.loads(text)
-    return data
-
-
-@functools.cache
 def _table() -> tuple[GPU, ...]:
-    data = _data()
+    data = json.loads(Path(__file__).with_name("gpus.json").read_text("utf-8"))
     return tuple(_gpu({**data["architectures"][row["architecture"]], **row}) for row in data["gpus"])
 
 

@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
-from memkit._recorder.recorder import Recorder
-from memkit._simulation.simulation import hold
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import find_gpu
 from memkit.predict.presets import get_preset_config
 from memkit.predict.usage import estimate_memory_usage
-from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 from tests.predict.steps import STEPS, Step, classify, labels
-from tests.predict.truth import NUMBERS, assert_equals_the_real_step, estimate_of, real_step
+from tests.predict.truth import NUMBERS, allocated_peak, assert_equals_the_real_step, estimate_of, real_step
 
 # A view that was written in place: its backward frees two blocks of the same size in another order.
 OTHER_ORDER = {"unet3d", "unet3d_bfloat16"}
@@ -43,13 +40,7 @@ def test_equals_the_real_step(name):
 def test_the_interval_holds_what_the_profiler_saw(name):
     step = build(name)
     low, high = estimate_of(step).peak_interval
-    run = real_step(step)
-    with Recorder() as recorder:
-        hold(recorder, step.model, step.batch)
-        run()
-    there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)
-    peak = trace_allocations(run).peak + there_before
-    assert low <= peak <= high + NUMBERS
+    assert low <= allocated_peak(real_step(step), step.model, step.batch) <= high + NUMBERS
 
 
 def test_the_class_says_whether_kernels_may_hide_memory():

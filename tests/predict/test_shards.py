@@ -11,11 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
-from memkit._recorder.recorder import Recorder
 from memkit._simulation.shard import Shard
-from memkit._simulation.simulation import hold
 from memkit.predict.usage import estimate_memory_usage
-from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 from tests.predict.ranks import (
     FOUR,
@@ -30,6 +27,7 @@ from tests.predict.ranks import (
     spread,
     without,
 )
+from tests.predict.truth import allocated_peak
 from tests.toys import mean_square
 
 # Python numbers that C++ wraps in tensors; DDP's own divides by the number of ranks.
@@ -118,12 +116,7 @@ def test_the_interval_holds_what_the_allocator_saw(name, request):
     """Real fully_shard and real memory, in a group that takes none for itself as gloo does."""
     low, high = rank_estimate(name).peak_interval
     request.getfixturevalue("group_of_two")
-    run, model, batch = spread(name)
-    with Recorder() as recorder:
-        hold(recorder, model, batch)
-        run()
-    there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)
-    assert low <= there_before + trace_allocations(run).peak <= high + NUMBERS
+    assert low <= allocated_peak(*spread(name)) <= high + NUMBERS
 
 
 # ------------------------------------------------------------------------------------------ what the parts mean

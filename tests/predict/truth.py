@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from memkit._gradients.loss import Loss, detached
 from memkit._recorder.recorder import Recorder
@@ -13,6 +15,7 @@ from memkit._recorder.recording import Recording
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.simulation import Host, Record, TrainingStep, hold
 from memkit.predict.estimate import MemoryEstimate
+from tests.allocations import trace_allocations
 from tests.predict.step import Step
 
 # Python numbers that C++ wraps in tensors, inside of operators and for the backward.
@@ -59,6 +62,15 @@ def plain_step(step: Step):
         optimizer.zero_grad()
 
     return run
+
+
+def allocated_peak(run: Callable[[], object], model: nn.Module, batch: Any) -> int:
+    """Most bytes of the allocator during a step, with the model and the batch."""
+    with Recorder() as recorder:
+        hold(recorder, model, batch)
+        run()
+    there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)
+    return there_before + trace_allocations(run).peak
 
 
 def levels(recording: Recording) -> list[int]:

@@ -98,10 +98,9 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return out
 
     def _seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        count = flop_registry.get(func.overloadpacket)
         tensors = _tensors((out, args, tuple(kwargs.values())))
         return self._speeds.seconds(
-            num_flops=int(count(*args, **kwargs, out_val=out)) if count else 0,
+            num_flops=num_flops(func, args, kwargs, out),
             num_bytes=_num_bytes(tensors),
             dtype=tensors[0].dtype if tensors else None,
         )
@@ -114,6 +113,12 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def _leave_block(self, module: nn.Module, *_: object) -> None:
         if module in self._blocks:
             self._running.pop()
+
+
+def num_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Count the floating point operations of an operator by torch's formula; 0 if it has none."""
+    formula = flop_registry.get(getattr(func, "overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def _tensors(value: Any) -> list[Tensor]:

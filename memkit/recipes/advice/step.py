@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
-from torch.utils.flop_counter import flop_registry
 
 from memkit._gradients.loss import LossFn
 from memkit._recorder.recorder import Recorder
@@ -27,6 +26,7 @@ from memkit._simulation.simulation import MakeOptimizer, Place, Simulation, loss
 from memkit._simulation.tensors import StandIns, StorageCopies
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.plan.operations import num_flops
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 AdvicePrecision: TypeAlias = Literal["bf16-mixed"] | None
@@ -197,9 +197,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
-        if formula is not None:
-            self.num_flops += int(formula(*args, **kwargs, out_val=out))
+        self.num_flops += num_flops(func, args, kwargs, out)
         return out
 
 

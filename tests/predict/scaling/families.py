@@ -6,6 +6,7 @@ Each ``build(n, mode)`` is what a user would write for `memkit.predict.profile_s
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memkit as mk
+from memkit.predict.scaling.points import StepMode
+from memkit.predict.scaling.traces import forward_alone
+from tests.allocations import mark, trace_allocations
 
 Step = Callable[[], object]
 
@@ -27,6 +31,21 @@ def training(model: nn.Module, loss_of: Callable[[], Tensor]) -> Step:
         optimizer.step()
 
     return step
+
+
+def allocated_peak(build_step: Callable[[int], Step], n: int, mode: StepMode) -> int:
+    """Most bytes of the allocator during the second step, with what was built."""
+
+    def run() -> None:
+        step = build_step(n)
+        with nullcontext() if mode == "train" else forward_alone():
+            step()
+            with mark("step"):
+                step()
+
+    trace = trace_allocations(run)
+    ((_, start, end),) = trace.marks
+    return trace.highest(start, end)
 
 
 @dataclass(frozen=True)

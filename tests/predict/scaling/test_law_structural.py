@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
@@ -14,9 +13,9 @@ import memkit as mk
 from memkit.predict.scaling.polynomials import envelope
 from memkit.predict.scaling.profile import profile_scaling
 from memkit.predict.scaling.structural import Stretch, StructuralLaw, structural_law
-from memkit.predict.scaling.traces import forward_alone, trace_step
-from tests.allocations import mark, trace_allocations
-from tests.predict.scaling.families import FAMILIES
+from memkit.predict.scaling.traces import trace_step
+from tests.allocations import trace_allocations
+from tests.predict.scaling.families import FAMILIES, allocated_peak
 
 FAST = ("edge MLP", "MLP by width")
 NO_LAW = [name for name, family in FAMILIES.items() if family.order is None]
@@ -37,21 +36,6 @@ def assert_exact_far_away(name):
         assert law.peak_where(n) == trace(n).point().peak_where
         if mode == "train":
             assert law.order == FAMILIES[name].order
-
-
-def allocated_peak(build_step, n, mode):
-    """Most bytes of the allocator during the second step, with what was built."""
-
-    def run():
-        step = build_step(n)
-        with nullcontext() if mode == "train" else forward_alone():
-            step()
-            with mark("step"):
-                step()
-
-    trace = trace_allocations(run)
-    ((_, start, end),) = trace.marks
-    return trace.highest(start, end)
 
 
 @pytest.mark.parametrize("name", FAST)

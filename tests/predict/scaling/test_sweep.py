@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from functools import partial
 from itertools import pairwise
 from xml.etree import ElementTree as ET
 
@@ -15,8 +16,8 @@ from memkit.recipes.memory_test.config import MemoryTestConfig
 from memkit.recipes.memory_test.curves import capacities
 from memkit.recipes.memory_test.reference import EdgeCase, IntegralTransform, core_cases, full_cases
 from memkit.recipes.memory_test.sweep import run_memory_test
-from tests.allocations import mark, trace_allocations
 from tests.helpers import assert_refused
+from tests.predict.scaling.families import allocated_peak
 
 SMALL = MemoryTestConfig(
     num_physical_nodes=1000,
@@ -122,17 +123,9 @@ def test_the_theory_counts_each_row_of_each_layer_once():
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_predictions_are_the_allocators_bytes(full, number, mode):
     curve = full.curves[number]
-
-    def run():
-        step = curve.case.build_step(3200, mode)
-        step()
-        with mark("warm"):
-            step()
-
-    run()
-    trace = trace_allocations(run)
-    ((_, start, end),) = trace.marks
-    assert curve.result.peaks(mode)[3200] == trace.highest(start, end)
+    build_step = partial(curve.case.build_step, mode=mode)
+    allocated_peak(build_step, 100, mode)  # caches of the first call
+    assert curve.result.peaks(mode)[3200] == allocated_peak(build_step, 3200, mode)
     assert curve.result.law[mode].tier == "structural"
 
 
