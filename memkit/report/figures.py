@@ -11,10 +11,9 @@ from memkit._events.log import Event, LogHeader, Origin
 from memkit._events.reader import EventLog
 from memkit.report.components import Components, find_components
 from memkit.report.nodes import Size
-from memkit.report.observed import Observed, observe
+from memkit.report.observed import PEAK_FIELDS, Observed, observe
 from memkit.report.stages import EventStage, LoggedSteps, find_stages, find_steps
 
-_PEAK_FIELDS = ("peak_total_bytes", "peak_bytes", "allocated_bytes")
 _SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_line", "peak_by_phase")
 
 _LEAST_RANKS = 2  # a table with one row is pointless
@@ -277,7 +276,7 @@ def _earlier_run(log: EventLog, run: int, events: Sequence[Event]) -> EarlierRun
 def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) -> LogPeak | None:
     best, winner, name = -1, None, ""
     for event in events:
-        for each in _PEAK_FIELDS:
+        for each in PEAK_FIELDS:
             value = getattr(event, each)
             if value is not None and value > best:
                 best, winner, name = value, event, each
@@ -310,7 +309,7 @@ def _ranks(events: Sequence[Event]) -> dict[int, int]:
         return largest
     for event in events:
         if event.rank is not None:
-            value = max((getattr(event, name) or 0 for name in _PEAK_FIELDS), default=0)
+            value = max((getattr(event, name) or 0 for name in PEAK_FIELDS), default=0)
             largest[event.rank] = max(largest.get(event.rank, 0), value)
     return dict(sorted(largest.items()))
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from memkit._events.log import Event
 from memkit._events.reader import EventLog
 
+PEAK_FIELDS = ("peak_total_bytes", "peak_bytes", "allocated_bytes")
+"""Fields that report peak bytes in tensors; of equal values, the first one counts."""
 _STEP = re.compile(r"step[_ -]?(\d{1,18})", re.ASCII)
 
 
@@ -41,7 +43,7 @@ def observe(log: EventLog) -> tuple[list[Observed], int]:
         The events, and the number left out.
     """
     predicted = [
-        any(origin.kind == "predicted" for name, origin in header.fields.items() if name in _DEVICE_FIELDS)
+        any(origin.kind == "predicted" for name, origin in header.fields.items() if name in PEAK_FIELDS)
         for header in log.headers
     ]
     measured = [
@@ -93,9 +95,6 @@ def _outer(event: Event, *, is_block: bool) -> Iterator[str]:
         path = path.rpartition("/")[0]
 
 
-_DEVICE_FIELDS = ("allocated_bytes", "peak_bytes", "peak_total_bytes")
-
-
 def _observe(events: Iterable[Event]) -> Iterator[Observed]:
     last: dict[int | None, Event] = {}
     records: dict[int | None, int] = {}
@@ -140,5 +139,5 @@ def step_of(event: Event) -> int | None:
 
 def _device_bytes(event: Event) -> int | None:
     """Return the largest bytes in device tensors that an event reports."""
-    sizes = (event.allocated_bytes, event.peak_bytes, event.peak_total_bytes)
+    sizes = (getattr(event, name) for name in PEAK_FIELDS)
     return max((size for size in sizes if size is not None), default=event.incremental_bytes)
