@@ -192,6 +192,16 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     # All result files
     "all.peers": tables_peers.PEERS,
     "all.counts": tables_peers.COUNTED,
+    # Recorded GPUs
+    "recorded_convolutions": Table(
+        "summary/{family}",
+        "models | runs | error of what is reserved: median, worst | xMem's | the least respects what is known | "
+        "verdict: fits / too close / does not fit, of those that ran | of those that ran out",
+        "{family} | {num_rows} | {median_error:.1%}, {worst_error:.1%} | "
+        "{xmem_median_error:.1%}, {xmem_worst_error:.1%} | {bracket_respected:.0%} | "
+        "{verdicts/fits, ran} / {verdicts/too close, ran} / {verdicts/does not fit, ran} | "
+        "{verdicts/fits, ran out} / {verdicts/too close, ran out} / {verdicts/does not fit, ran out}",
+    ),
     # Public code and whole runs
     "acceptance": Table(
         "{project}",

@@ -84,7 +84,8 @@ class Checker:
                 return each
         words = [each for each in known if isinstance(each, str)]
         near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
-        suggested = f"pass {name}={near[0]!r}." if near else fix
+        is_open = isinstance(value, str) and sum(word.startswith(value) for word in words) > 1
+        suggested = f"pass {name}={near[0]!r}." if near and not is_open else fix
         raise self.refuse(name, value, "one of " + ", ".join(map(repr, known)), fix=suggested)
 
     def instance(self, value: Any, kind: type[T], expected: str, fix: str) -> T:

@@ -34,6 +34,7 @@ from memkit.train.checkpointing import choose_blocks
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.split import count_rows, take_rows
 from memkit.train.split_check import check_split, scan_modules
+from memkit.train.split_watch import Probe
 from memkit.train.treatments import KEPT_OPERATORS
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
@@ -188,6 +189,7 @@ def prepare(
     selected_fraction: float | None = None,
     max_grad_norm: float | None = None,
     scheduler: Scheduler | None = None,
+    probe: Probe = True,
 ) -> PreparedTrainer:
     """Plan a training step, and return a wrapper that runs it.
 
@@ -204,6 +206,7 @@ def prepare(
         selected_fraction: As for `plan_training`.
         max_grad_norm: As for `MemoryEfficientTrainingWrapper`.
         scheduler: As for `MemoryEfficientTrainingWrapper`.
+        probe: As for `MemoryEfficientTrainingWrapper`. Splits that planning found exact are not checked again.
 
     Returns:
         A `MemoryEfficientTrainingWrapper` with the plan as `plan`. Batches of other sizes are cut into the same number
@@ -241,9 +244,12 @@ def prepare(
         optimizer,
         max_grad_norm=max_grad_norm,
         scheduler=scheduler,
+        probe=probe,
         **plan.wrapper_settings(),
     )
     trainer.plan = plan
+    if plan.is_split_exact:
+        trainer.trust_split(sample_batch, loss_fn)  # a check would take more than the plan's budget
     return trainer
 
 

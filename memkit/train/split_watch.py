@@ -53,6 +53,7 @@ class SplitWatch:
         self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
         self._refused_kinds: set[object] = set()
         self._told: set[str] = set()
+        self._trusted: set[object] = set()  # losses, modes and structures that were found exact elsewhere
         self._num_split = 0
         self._num_uninformative = 0
         self.has_branches = False
@@ -70,6 +71,13 @@ class SplitWatch:
         """Whether the step is simulated, with no gradients to compare."""
         return fake_mode() is not None and any(isinstance(each, FakeTensor) for each in self._modules[0].parameters())
 
+    def trust(self, batch: Any, loss_fn: object) -> None:
+        """Skip checks of batches built like this one, in the present modes, unless the losses' divisors speak up."""
+        self._trusted.add(self._kind(batch, loss_fn))
+
+    def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
+        return _identity(loss_fn), tuple([module.training for module in self._modules]), _structure(batch)
+
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
     ) -> bool:
@@ -85,8 +93,10 @@ class SplitWatch:
         if not self.is_on or self.is_simulated:
             return False
         self._num_split += not is_again
-        modes = tuple([module.training for module in self._modules])
-        self._key = (_identity(loss_fn), modes, _structure(batch), len(set(sizes)) > 1, is_uneven)
+        kind = self._kind(batch, loss_fn)
+        self._key = (*kind, len(set(sizes)) > 1, is_uneven)
+        if kind in self._trusted and not is_uneven:
+            return False
         is_early = self.has_branches and self._num_split <= _NUM_WITH_BRANCHES
         is_time = not is_again and (is_early or self._num_split & (self._num_split - 1) == 0)
         return self._key not in self._known or self._key in self._refused or is_time

@@ -203,6 +203,32 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """Number of ranks that share the gradient."""
         return 1 if self._sum.ranks is None else self._sum.ranks.num_ranks
 
+    def trust_split(self, batch: Any, loss_fn: LossFn) -> None:
+        """Do not check splits of such batches: they were checked before, by `check_split` or by `prepare`.
+
+        A check runs some rows whole, beside the parts, and so may take more memory than the step itself. Batches of
+        another structure, another loss function, and layers in other modes are still checked, and so are losses that
+        turn out to be divided by something other than rows. In a loop over `microbatches`, whose loss is not known
+        beforehand, each split is checked.
+
+        Args:
+            batch: A batch as `train_step` takes it; only its structure and dtypes count.
+            loss_fn: The loss function that was checked.
+
+        Example:
+            >>> import torch
+            >>> import memkit as mk
+            >>> model, batch = torch.nn.Linear(4, 1), torch.ones(8, 4)
+            >>> loss_fn = lambda model, x: model(x).square().mean()
+            >>> assert mk.train.check_split(model, batch, loss_fn).exact
+            >>> optimizer = torch.optim.SGD(model.parameters())
+            >>> trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4)
+            >>> trainer.trust_split(batch, loss_fn)
+            >>> trainer.train_step(batch, loss_fn).num_microbatches
+            4
+        """
+        self._split_watch.trust(batch, loss_fn)
+
     def parts(self) -> dict[str, Any]:
         """Return every object with its own state, by name: ``state.save(step, **trainer.parts())`` saves them all.
 

@@ -57,6 +57,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[MemkitError], str, str, str]] = [
     (lambda: CHECK.whole("bits", 9, 1, 8), ConfigError, "bits=9", "a whole number from 1 to 8", "pass bits=8."),
     (lambda: CHECK.flag("flip", 1), ConfigError, "flip=1", "True or False", "change flip."),
     (lambda: CHECK.choice("mode", "fats", ("fast",)), ConfigError, "mode='fats'", "'fast'", "pass mode='fast'."),
+    (lambda: CHECK.choice("p", "bf16", ("bf16-mixed", "bf16-true"), fix="which?"), ConfigError, "p=", "one", "which?"),
     (lambda: CHECK.choice("n", True, (1, 2), fix="leave it out."), ConfigError, "n=True", "1, 2", "leave it out."),
     (lambda: CHECK.choice("mode", torch.zeros(2), ("a", "b")), ConfigError, "mode=tensor", "'a', 'b'", "change mode."),
     (lambda: CHECK.instance(3, str, "text", "pass text."), InputTypeError, "a int", "text", "pass text."),

@@ -208,6 +208,36 @@ def test_other_modes_than_the_plan_judged_are_judged(step):
             step(trainer, digits())
 
 
+def test_no_step_runs_more_rows_than_the_plan_says():
+    """A check of what planning has proven would run the whole batch, above the budget, now and then for ever."""
+    model, batch, num_rows = make_model(), digits(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB") as trainer:
+        assert trainer.plan.is_split_exact
+        assert trainer.plan.micro_batch_size < len(batch[0])
+        handle = model.register_forward_pre_hook(lambda module, args: num_rows.append(len(args[0])))
+        for _ in range(4):
+            trainer.train_step(batch, loss_fn)
+        handle.remove()
+    assert max(num_rows) == trainer.plan.micro_batch_size
+    assert sum(num_rows) == 4 * len(batch[0])
+
+
+def test_another_loss_than_the_planned_one_is_checked():
+    model, batch = make_model(), digits()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def of_the_batch(model, batch):
+        rows = model(batch[0]).flatten(1)
+        return (rows - rows.mean(0)).square().mean()
+
+    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB") as trainer:
+        trainer.train_step(batch, loss_fn)
+        assert_refused(lambda: trainer.train_step(batch, of_the_batch), ConfigError, "when the batch is split")
+    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB", probe=False) as trainer:
+        trainer.train_step(batch, of_the_batch)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [

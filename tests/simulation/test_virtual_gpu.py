@@ -476,3 +476,27 @@ def test_other_threads_of_the_host_go_on():
     thread.start()
     thread.join()
     assert results == [6]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.full((8,), float(index))
+
+
+def collate(rows):
+    large = torch.zeros(len(rows), 2**19)  # more than a tensor of the host that PyTorch fills keeps its values for
+    return torch.stack(rows), large
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_large_batches_arrive_from_workers(card, pin_memory):
+    loader = torch.utils.data.DataLoader(
+        Rows(), batch_size=2, num_workers=1, collate_fn=collate, pin_memory=pin_memory, multiprocessing_context="fork"
+    )
+    batches = [(rows.tolist(), large.cuda()) for rows, large in loader]
+    assert [rows[0][0] for rows, _ in batches] == [0.0, 2.0]
+    assert [tuple(large.shape) for _, large in batches] == [(2, 2**19)] * 2
+    assert card.allocated_bytes == 2 * 2 * 2**19 * 4

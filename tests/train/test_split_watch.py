@@ -216,6 +216,22 @@ def test_it_looks_at_the_first_second_fourth_and_eighth_batch():
     assert looked == [1, 2, 4, 8]
 
 
+def test_what_is_trusted_is_not_looked_at_unless_its_divisors_speak_up():
+    num_rows = []
+
+    def noted(model, batch):
+        num_rows.append(len(batch[0]))
+        return classify(model, batch)
+
+    with trainer_of(net(), accumulation_steps=4) as trainer:
+        trainer.trust_split((X, LABELS), noted)
+        for _ in range(4):
+            trainer.train_step((X, LABELS), noted)
+        assert set(num_rows) == {len(X) // 4}
+        with pytest.warns(mk.MemkitWarning, match="splitting the batch"):
+            trainer.train_step((X, PADDED), noted)
+
+
 def test_where_python_branches_on_values_it_looks_at_each_of_the_first_eight():
     calls = []
 

@@ -500,17 +500,20 @@ class _Loading:
                 patched(fake_mode_owner, "detect_fake_mode", _nothing),  # otherwise host tensors would have no data
                 torch.serialization.safe_globals([rebuilt]),
             ):
-                return _moved(load(f, note, *args, **kwargs), for_card)
+                try:
+                    return _moved(load(f, note, *args, **kwargs), for_card)
+                finally:
+                    _now.__dict__.clear()
 
         return loaded
 
 
 class _Now(threading.local):
-    """State of the running `torch.load`, for `rebuilt`, which only torch calls."""
+    """State of the running `torch.load`, for `rebuilt`, which only torch calls; no tensors if none is running."""
 
     place_of: Callable[[str], str] = staticmethod(lambda device: device)
     storages: dict[int, Tensor]
-    tensors: CudaTensors
+    tensors: CudaTensors | None = None
 
 
 _now = _Now()
@@ -556,14 +559,20 @@ def rebuilt(
     requires_grad: bool,  # noqa: FBT001
     is_parameter: bool,  # noqa: FBT001
 ) -> Tensor:
-    """Rebuild a tensor saved by `torch.save` on a virtual GPU, on the device that `torch.load` chooses."""
-    if key not in _now.storages:
-        size, place = num_bytes // dtype.itemsize, torch.device(_now.place_of(device))
-        if place.type == "cpu":
-            _now.storages[key] = _now.tensors.on_host(size, dtype)
-        else:
-            _now.storages[key] = torch.empty(size, dtype=dtype, device=place)
-    base = _now.storages[key]
+    """Rebuild a tensor saved by `torch.save` on a virtual GPU, on the device that `torch.load` chooses.
+
+    One that is sent between processes is rebuilt where it was; like the one that was sent, it has no data of its own.
+    """
+    size, place, loading = num_bytes // dtype.itemsize, torch.device(_now.place_of(device)), _now.tensors
+    if loading is None:  # it arrives from another process, such as a worker of a DataLoader
+        base = torch.zeros(size, dtype=dtype, device=place)
+    else:
+        if key not in _now.storages:
+            is_host = place.type == "cpu"
+            _now.storages[key] = (
+                loading.on_host(size, dtype) if is_host else torch.empty(size, dtype=dtype, device=place)
+            )
+        base = _now.storages[key]
     if isinstance(base, FakeTensor) and not base.is_cuda:
         out = base.view(dtype).as_strided(shape, stride, offset)
         return nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)
