@@ -194,11 +194,12 @@ def _match(model: nn.Module, patterns: Sequence[str] | Mapping[str, Treatment]) 
         matched = {name: module for name, module in modules.items() if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3) or list(modules)[:3]
+            names = ", ".join(map(repr, near))
             raise ConfigError(
                 f"checkpoint={patterns!r}",
                 got=f"the pattern {pattern!r}, which matches no module of {type(model).__name__}",
                 expected="fnmatch patterns over the names of model.named_modules()",
-                fix=f"write for example {', '.join(map(repr, near))}.",
+                fix=f"write for example {names}." if near else "omit checkpoint: the model has no modules inside.",
             )
         chosen |= matched
     return chosen

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
 from memkit.train.checkpointing import Checkpointing, choose_blocks
-from tests.helpers import assert_same, gradients
+from tests.helpers import assert_refused, assert_same, gradients
 from tests.toys import mean_square, trainer_of
 
 
@@ -281,3 +281,8 @@ def test_compiled_model():
     compiled(x).pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
     torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+def test_a_model_without_modules_inside_has_nothing_to_name():
+    error = assert_refused(lambda: mk.Checkpointing(nn.Linear(2, 2), "all"), mk.errors.ConfigError, "matches no module")
+    assert "omit checkpoint" in error.fix
