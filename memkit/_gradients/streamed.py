@@ -197,6 +197,27 @@ class _Accumulators:
         (buffer[rows] if rows else buffer).add_(gradient)
 
 
+def catch_gradients(
+    root: Tensor, slope: Tensor, parameters: Sequence[Tensor], catch: Callable[[int, Tensor], object]
+) -> None:
+    """Run backward outside of autocast, and call ``catch(index, gradient)`` with each gradient as soon as it is there.
+
+    Memory cost: one gradient at a time.
+    """
+
+    def note(index: int, gradient: Tensor) -> Tensor | None:
+        catch(index, gradient)
+        # Autograd holds what a hook returns until its end: a stand-in without memory.
+        return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else None
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(root.device.type, enabled=False))  # each node has its forward's dtype
+        for index, each in enumerate(parameters):
+            handle = each.register_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
+            stack.callback(handle.remove)
+        torch.autograd.grad(root, parameters, slope, allow_unused=True)
+
+
 @contextlib.contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     """Keep tensor hooks on parameters from running per chunk; they run once, on the whole gradient."""

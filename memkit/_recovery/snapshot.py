@@ -78,7 +78,8 @@ class StateWatch:
         for key, entry in snapshot.entries.items():
             if entry.copy is None or entry.copy.nbytes <= _SMALL_BYTES:
                 continue
-            if _equal(entry.copy, buffers_of(key[0]).get(key[1])):
+            now = buffers_of(key[0]).get(key[1])
+            if now is not None and entry.copy.shape == now.shape and are_same(entry.copy, now):
                 self._still[key] = entry.digest = _digest(entry.copy)
                 entry.copy = None
 
@@ -315,10 +316,9 @@ def cloned(buffer: torch.Tensor) -> torch.Tensor:
         return buffer.detach().clone()
 
 
-def _equal(copy: torch.Tensor | None, buffer: torch.Tensor | None) -> bool:
-    if copy is None or buffer is None or copy.shape != buffer.shape:
-        return False
-    return bool(((copy == buffer) | ((copy != copy) & (buffer != buffer))).all())  # NaN equals itself here
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have the same values; NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:

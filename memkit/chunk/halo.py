@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from memkit._core.errors import InputError
 from memkit._recovery.attempt import Done, Failed, unless_failed
-from memkit._recovery.snapshot import RandomNumbers, held_generators
+from memkit._recovery.snapshot import RandomNumbers, are_same, held_generators
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import TorchDispatchMode
@@ -135,8 +135,7 @@ class _Probe:
 
     def _refuse_changed(self, buffers: dict[str, Tensor]) -> None:
         for name, now in self._module.named_buffers():
-            then = buffers[name]
-            if not bool(((now == then) | ((now != now) & (then != then))).all()):
+            if not are_same(now, buffers[name]):
                 owner = self._module.get_submodule(name.rpartition(".")[0])
                 raise InputError(
                     CALL,

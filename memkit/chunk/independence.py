@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError
-from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit._torch import pytree
 from memkit._torch.modules import is_compiled
 
@@ -171,21 +171,14 @@ def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
         return [
             f"{paths[owner]}.{name}".lstrip(".")
             for (owner, name), copy in copies.items()
-            if copy is not None and _may_be_nan(copy) and _differs(getattr(owner, name), copy)
+            if copy is not None and _may_be_nan(copy)
+            if (now := getattr(owner, name)).shape == copy.shape and not are_same(now, copy)
         ]
 
     try:
         yield changed
     finally:
         rollback.restore()
-
-
-def _differs(new: Tensor, old: Tensor) -> bool:
-    return new.shape == old.shape and not _are_equal(new, old)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is not itself
 
 
 def unpacked() -> contextlib.AbstractContextManager[None]:

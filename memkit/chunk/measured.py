@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._torch.profiler import ActiveProfilerType, running_profiler
 from memkit.chunk.independence import modes_of, modules_of
-
-if TYPE_CHECKING:
-    pass
 
 _T = TypeVar("_T")
 HEAD = 2  # rows of a first chunk, after which the call has allocated everything it keeps between chunks

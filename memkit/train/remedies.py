@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from memkit._advice.catalog import remedy
 from memkit._core.errors import ConfigError, warn_user
+from memkit._core.printable import listed
 from memkit._recovery.attempt import Failed, Kinds, OutOfMemory
 from memkit._torch.modules import is_compiled
 from memkit.train.checkpointing import Checkpointing
@@ -127,8 +128,8 @@ class Remedies:
             self._checkpointing = Checkpointing(self._model, "auto")
         except ConfigError:  # it has no blocks, or they are already treated
             return ""
-        names = list(self._checkpointing.blocks)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        names = tuple(self._checkpointing.blocks)
+        shown = listed(names, 3)
         known = self._known["recompute"]
         return f"from now on {shown} run again in backward: {known.effect}. {known.arguments} does so from the start."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from memkit._core.protocols import Uncopied
 from memkit._core.settings import Checker
 from memkit._gradients.captured import named_tensors
 from memkit._gradients.loss import Loss, LossFn, detached, read_loss
-from memkit._gradients.streamed import accumulator_dtype, with_gradients, without_hooks
+from memkit._gradients.streamed import accumulator_dtype, catch_gradients, with_gradients, without_hooks
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
 from memkit._torch.ranks import after_forward, before_forward
@@ -296,31 +296,17 @@ class _Total:
             weight = (count if loss.reduction == "mean" else 1.0) / self._unit if count else 0.0
         if weight:
             root = loss.value.reshape(())
-            with torch.autocast(root.device.type, enabled=False), self._catching():  # each node has its forward's dtype
-                slope = torch.full_like(root, weight) * scale
-                torch.autograd.grad(root, self.parameters, slope, allow_unused=True)
+            slope = torch.full_like(root, weight) * scale
+            with without_hooks(self.parameters):  # they run once, on the batch's gradient
+                catch_gradients(root, slope, self.parameters, self._catch)
             value = root.detach().to(accumulator_dtype(root.dtype)) * weight
             self._value = value if self._value is None else self._value + value
             self.is_torn = False
         if count is not None:
             self._count = (self._count or 0.0) + count
 
-    @contextlib.contextmanager
-    def _catching(self) -> Iterator[None]:
-        """Catch each gradient as soon as backward has it; parameter hooks run once, on the batch's gradient."""
-        with without_hooks(self.parameters):
-            handles = [
-                each.register_hook(functools.partial(self._catch, i))  # type: ignore[no-untyped-call]
-                for i, each in enumerate(self.parameters)
-            ]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-
-    def _catch(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a parameter's gradient; return a zero-memory stand-in, since autograd holds the result until its end."""
+    def _catch(self, i: int, gradient: torch.Tensor) -> None:
+        """Add a parameter's gradient."""
         self.is_torn = True
         before = self._gradients[i]
         if before is None:
@@ -329,7 +315,6 @@ class _Total:
             self._gradients[i] = before + gradient
         else:
             self._gradients[i] = before.to(accumulator_dtype(before.dtype)).add_(gradient)
-        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     def as_loss(self, scale: float | torch.Tensor) -> torch.Tensor:
         """Return a loss whose backward hands the gradient over."""

@@ -16,7 +16,7 @@ from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
-from memkit.train.split import list_leaves
+from memkit.train.split import structure_of
 from memkit.train.split_check import SplitVerdict, take_workspace
 
 Probe = bool | Literal["require"]
@@ -76,7 +76,7 @@ class SplitWatch:
         self._trusted.add(self._kind(batch, loss_fn))
 
     def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
-        return _identity(loss_fn), tuple([module.training for module in self._modules]), _structure(batch)
+        return _identity(loss_fn), tuple([module.training for module in self._modules]), structure_of(batch)
 
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
@@ -269,10 +269,3 @@ def _identity(fn: object) -> object:
                 continue
         return fn.__code__, tuple(_identity(each) for each in cells if callable(each))
     return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None
-
-
-def _structure(batch: Any) -> tuple[object, ...]:
-    """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
-    return tuple(
-        (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in list_leaves(batch)
-    )
