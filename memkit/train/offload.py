@@ -22,8 +22,8 @@ from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_node
 from memkit._torch.tensors import base_of, storage_key, version_of
 from memkit.train.models import device_of
-from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store
-from memkit.train.state_offload import moved_state, span
+from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store, span
+from memkit.train.state_offload import moved_state
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
 _ALIGNMENT = 16  # bytes of the largest element
