@@ -27,7 +27,7 @@ from memkit._recovery.replay import Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
-from memkit._torch.tensors import version_of
+from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, Pieces, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
@@ -384,11 +384,12 @@ class _InPieces(torch.autograd.Function):
     def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[:num_inputs]
         replay = Circumstances(inputs, call.fn if call.preserve_rng_state else None)
-        versions = _versions(inputs)
+        counted = [tensor for tensor in inputs if not tensor.is_inference()]
+        versions = versions_of(counted)
         outputs, saved = call.assembly.collect(
             call.pieces(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
         )
-        if versions != _versions(inputs):
+        if versions != versions_of(counted):
             raise InputError(
                 call.name,
                 got="a function that changes its arguments in place",
@@ -419,11 +420,6 @@ class _InPieces(torch.autograd.Function):
             needs = ctx.needs_input_grad[2:]
             found = call.gradients(CallTensors(inputs, params, needs), upstream, kept, [None] * len(needs))
         return None, None, *found
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return autograd's in-place version counters."""
-    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 class CallProblem:

@@ -23,6 +23,7 @@ from memkit._recovery.snapshot import RandomNumbers, are_same, held_generators
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import TorchDispatchMode
+from memkit.chunk.independence import forward_hooks
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
@@ -220,12 +221,8 @@ class _Probe:
 
         rows = self._noise(1, sizes)
         rows.narrow(dim, sizes[dim] - 1, 1).fill_(math.nan)
-        handles = [each.register_forward_hook(watch) for each in names]
-        try:
+        with forward_hooks(names, watch):
             outcome = unless_failed(REFUSALS, functional_call, self._module, self._buffers(), (rows,))
-        finally:
-            for handle in handles:
-                handle.remove()
         return found[0] if found and isinstance(outcome, Done) else None
 
     def _check(self, dim: int, sizes: Sequence[int], reach: Reach) -> None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -216,9 +216,14 @@ def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: 
         row = torch.arange(count, device=value.device).view(-1, *[1] * (value.dim() - 1)) == poisoned
         return value.masked_fill(row, math.nan)
 
-    handles = [child.register_forward_hook(watch) for child in names]
-    try:
+    with forward_hooks(names, watch):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+@contextlib.contextmanager
+def forward_hooks(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook after the forward of each module in the block."""
+    with contextlib.ExitStack() as stack:
+        for each in modules:
+            stack.callback(each.register_forward_hook(hook).remove)
+        yield

@@ -17,7 +17,7 @@ from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 def chunked_map(
     fn: Callable[..., Any],
     *rows: Any,
-    chunk_size: ChunkSize | Sizer = "auto",
+    chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
     params: Iterable[Tensor] | None = None,
     strategy: Strategy = "auto",
