@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,7 +22,7 @@ from memkit._core.errors import ConfigError, InputError
 from memkit._core.settings import Checker
 from memkit._gradients.captured import CapturedTensors
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
-from memkit._recovery.replay import Replay
+from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
@@ -310,12 +309,7 @@ class ChunkedCall:
     def _checkpointed(self, piece: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         """Wrap a chunk so that the backward reruns it exactly as in the forward."""
         keeps_random = self.preserve_rng_state
-        watch = StateWatch(nn.ModuleList(modules_of(self.fn)))
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            replay = Replay(watch)
-            return replay, replay.again
-
+        contexts = functools.partial(contexts_of, StateWatch(nn.ModuleList(modules_of(self.fn))))
         settings: dict[str, Any] = {"context_fn": contexts} if keeps_random else {}
         return functools.partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=keeps_random, **settings)
 

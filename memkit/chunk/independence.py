@@ -158,20 +158,20 @@ def _bad_rows(value: Any, count: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
     """Restore random state and the modules' buffers after the block; yield a function that lists changed buffers."""
     watch = StateWatch(nn.ModuleList(modules))
     watch.changes_attributes = False
     rollback = Rollback(watch)
     paths = {owner: path for module in modules for path, owner in module.named_modules()}
 
-    def changed() -> list[str]:
-        """Return buffers whose values changed, except caches that have grown and integer call counters."""
+    def changed(*, with_counters: bool = False) -> list[str]:
+        """Return buffers whose values changed, except caches that have grown, and integer call counters."""
         copies = {key: entry.copy for key, entry in rollback.buffers.entries.items()}
         return [
             f"{paths[owner]}.{name}".lstrip(".")
             for (owner, name), copy in copies.items()
-            if copy is not None and _may_be_nan(copy)
+            if copy is not None and (with_counters or _may_be_nan(copy))
             if (now := getattr(owner, name)).shape == copy.shape and not are_same(now, copy)
         ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +54,6 @@ def watched(run: Callable[[], _T]) -> tuple[_T, int, int]:
     with recorder:
         result = run()
     recording = recorder.recording()
-    was_before = np.asarray(recording.names["operator"], dtype=str)[recording.codes["operator"]] == ""
-    of_before = recording.event_bytes[was_before[recording.event_storage]]
+    of_before = recording.event_bytes[recording.is_older[recording.event_storage]]
     live = recording.timeline() - int(of_before.clip(min=0).sum())
     return result, int(live.max(initial=0)), int(live[-1]) if len(live) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_us
 from memkit._core.printable import listed
 from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss
-from memkit._recovery.replay import Replay
+from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit.train.split import count_rows, structure_of, take_rows
@@ -212,8 +213,7 @@ def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: StateWatch) -> 
     """Run a module without keeping activations; backward runs it again, with the same random numbers and buffers."""
     # Measured: as little memory as a first pass under no_grad and a second one against the embeddings' gradient. Since
     # the graph is complete, any backward works, even an accumulator's, which stops at its own parameters.
-    replay = Replay(watch)
-    return checkpoint(encoder, chunk, use_reentrant=False, context_fn=lambda: (replay, replay.again))
+    return checkpoint(encoder, chunk, use_reentrant=False, context_fn=functools.partial(contexts_of, watch))
 
 
 def _check(encoder: object, chunk_size: object) -> None:

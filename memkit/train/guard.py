@@ -15,7 +15,7 @@ from memkit._core.errors import MemkitOutOfMemoryError, warn_user
 from memkit._core.units import format_bytes
 from memkit._machine.devices import has_room, release_cached_memory
 from memkit._recorder.recorder import Recorder
-from memkit._recovery.attempt import Done, Failed, OutOfMemory, attempt
+from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._torch.tensors import sparse_parts
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import steps_parameterwise
@@ -91,7 +91,7 @@ class StepGuard:
             + ("." if is_copied else "; resume from the last checkpoint."),
         ) from outcome.error
 
-    def _run_copied(self, step: Callable[[], bool]) -> tuple[Done[bool] | OutOfMemory | Failed, bool]:
+    def _run_copied(self, step: Callable[[], bool]) -> tuple[Done[bool] | Failure, bool]:
         """Run ``step``, twice if a copy allows it; return the outcome, and whether there was a copy to go back to."""
         before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
         undo = None if before is None else before.restore

@@ -21,11 +21,11 @@ from memkit._recovery.batch import Attempt
 from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.checks import check_loss, read_count
 from memkit.train.divisors import divisors
-from memkit.train.drive import BatchDriver, Computation
+from memkit.train.drive import BatchDriver
 from memkit.train.models import device_of, may_recover_alone
-from memkit.train.remedies import make_remedies
+from memkit.train.remedies import Remedies
 from memkit.train.split import SplitFn, list_tensors
-from memkit.train.split_check import CheckAttempt
+from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_loss_checks import (
     CALL,
     CALL_LOSS,
@@ -109,7 +109,7 @@ class SplitLoss(Uncopied):
         check_ranks(self._own)
         num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
         recovers = on_oom != "raise" and may_recover_alone(self._own, num_ranks, is_sharded=False, call=CALL)
-        self._remedies = make_remedies(self._own, call=CALL, may_look=probe is not False) if recovers else None
+        self._remedies = Remedies(self._own, call=CALL, may_look=probe is not False) if recovers else None
         self._num_microbatches, self._reduction = num_microbatches, reduction
         self._split_fn = split_fn
         self._split_watch = SplitWatch(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
-from memkit._recovery.attempt import Failed, OutOfMemory
+from memkit._recovery.attempt import Failure
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
@@ -152,7 +152,7 @@ class SplitWatch:
         if not (run.is_cut_anew and run.undo_cut()):
             self._check_forced(known, run.forced.failure)
 
-    def _check_forced(self, verdict: SplitVerdict, failure: OutOfMemory | Failed | None) -> None:
+    def _check_forced(self, verdict: SplitVerdict, failure: Failure | None) -> None:
         if verdict.exact or self._may_change:
             return
         why = f"could not be checked: {verdict.reason.rstrip('.')}"

@@ -31,7 +31,7 @@ from memkit.train.checks import (
     read_count,
 )
 from memkit.train.divisors import divisors
-from memkit.train.drive import BatchDriver, Computation
+from memkit.train.drive import BatchDriver
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
@@ -39,11 +39,11 @@ from memkit.train.gradients import list_parameters
 from memkit.train.models import device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload
 from memkit.train.precision import Precision, PrecisionName
-from memkit.train.remedies import Remedies, make_remedies
+from memkit.train.remedies import Remedies
 from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
-from memkit.train.split_check import CheckAttempt
+from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_watch import Probe, SplitWatch
 
 _VERSION = 1
@@ -153,7 +153,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._remedies: Remedies | None = None
             is_sharded = self._sum.shards is not None
             if recovers:
-                self._remedies = make_remedies(
+                self._remedies = Remedies(
                     model,
                     call=CALL,
                     may_look=probe is not False,
