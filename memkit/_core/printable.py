@@ -61,7 +61,7 @@ def described(value: Any) -> str:
     return f"{kind} of shape {tuple(value.shape)}, {value.dtype}" if is_array else kind
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
+def list_some(names: Sequence[str], most: int = 5) -> str:
     """List the first names, and say how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 

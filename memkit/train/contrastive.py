@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
-from memkit._core.printable import listed
+from memkit._core.printable import list_some
 from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss
 from memkit._recovery.replay import contexts_of
@@ -158,7 +158,7 @@ def _tell(verdict: SplitVerdict) -> None:
             f"{_WHOLE}; check=False skips this check.",
         )
     if verdict.modules:
-        names = listed(verdict.modules)
+        names = list_some(verdict.modules)
         warn_user(
             f"cached_backward: in training mode {names} would see the statistics of each chunk, not of the batch, "
             "and change running statistics once per chunk, so the gradient is not that of the whole batch. Use "

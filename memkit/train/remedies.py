@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from memkit._advice.catalog import remedy
 from memkit._core.errors import ConfigError, warn_user
-from memkit._core.printable import listed
+from memkit._core.printable import list_some
 from memkit._recovery.attempt import Failed, Failure, Kinds
 from memkit._torch.modules import is_compiled
 from memkit.train.checkpointing import Checkpointing
@@ -143,7 +143,7 @@ class Remedies:
         except ConfigError:  # it has no blocks, or they are already treated
             return ""
         names = tuple(self._checkpointing.blocks)
-        shown = listed(names, 3)
+        shown = list_some(names, 3)
         known = self._known["recompute"]
         return f"from now on {shown} run again in backward: {known.effect}. {known.arguments} does so from the start."
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, StateError
-from memkit._core.printable import listed
+from memkit._core.printable import list_some
 from memkit._core.units import MIB
 from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._gradients.streamed import without_hooks
@@ -88,7 +88,7 @@ class SplitVerdict:
         """Suggested fixes, one sentence per cause; empty if there are none."""
         sentences = []
         if self.modules:
-            names = listed(self.modules)
+            names = list_some(self.modules)
             sentences.append(
                 f"In training mode {names} would see the statistics of each micro-batch: use GroupNorm or LayerNorm, "
                 "or freeze the statistics with .eval()."
