@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import Task, transformer, unet
 from benchmarks.result import write_result
 from memkit._gradients.loss import read_loss
-from memkit.train.split_check import Examination
+from memkit.train.split_check import Computation, Examination
 from memkit.train.split_ways import ways_to_cut
 from tests.allocations import trace_allocations
 
@@ -38,7 +38,7 @@ def look(task: Task) -> None:
     """The first look at a batch in two parts."""
     parameters = list(task.model.parameters())
     ways = ways_to_cut(task.batch, num_parts=2, is_first=True)
-    examination = Examination(task.model, parameters, [task.loss_fn], ways)
+    examination = Examination(task.model, Computation(lambda: parameters), [task.loss_fn], ways)
     for attempt in examination.attempts():
         with attempt as micro:
             attempt.backward(read_loss(task.loss_fn(task.model, micro), call="loss_fn"))

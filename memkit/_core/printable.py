@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 # Control and format characters (escape sequences, bidirectional overrides), lone surrogates, line separators.
@@ -58,6 +59,11 @@ def described(value: Any) -> str:
     kind = f"a {type(value).__name__}"
     is_array = hasattr(value, "shape") and hasattr(value, "dtype")
     return f"{kind} of shape {tuple(value.shape)}, {value.dtype}" if is_array else kind
+
+
+def list_some(names: Sequence[str], most: int = 5) -> str:
+    """List the first names, and say how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def short(value: object) -> str:

@@ -33,7 +33,7 @@ class CapturedTensors:
         self._call, self._fn = call, fn
         with torch.inference_mode(False), torch.enable_grad():  # noqa: FBT003 - torch.compile knows no mode=
             mark: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
-        self._newest_before = _age(mark)
+        self._newest_before = sequence_number(mark)
 
     def refuse(self, results: Iterable[Tensor], known: Sequence[Tensor]) -> None:
         """Refuse results that depend on a tensor that needs a gradient and is not known.
@@ -74,7 +74,7 @@ class CapturedTensors:
     def _is_from_outside(self, node: Node, sources: set[Node]) -> bool:
         # Autocast keeps a parameter's conversion for the whole autocast block, so it may be older than this call.
         is_conversion = node.name() == "ToCopyBackward0" and all(source in sources for source, _ in node.next_functions)
-        return _is_leaf(node) or (_age(node) <= self._newest_before and not is_conversion)
+        return _is_leaf(node) or (sequence_number(node) <= self._newest_before and not is_conversion)
 
     def _describe(self, edge: _Edge) -> str:
         node: Any = edge.node
@@ -90,10 +90,6 @@ class CapturedTensors:
 
 def _is_leaf(node: Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def _age(node: Any) -> int:
-    return sequence_number(node)
 
 
 def named_tensors(fn: object) -> Iterator[tuple[str, Tensor]]:

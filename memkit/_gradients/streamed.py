@@ -89,7 +89,7 @@ def sum_of_chunks(
     is_grad_enabled = torch.is_grad_enabled()
 
     def compute(needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
-        gradients = _Accumulators([*(rows[index] for index in cut), *params])
+        gradients = GradientTotals([*(rows[index] for index in cut), *params])
         captured = CapturedTensors(call, chunk_sum if behind is None else behind)
         targets = [index for index, is_needed in enumerate(needs) if is_needed]
 
@@ -103,7 +103,7 @@ def sum_of_chunks(
                 captured.refuse([value], leaves)
                 found = torch.autograd.grad(value, [leaves[index] for index in targets], allow_unused=True)
                 for index, gradient in zip(targets, found, strict=True):
-                    gradients.add(index, gradient, part if index < len(cut) else None)
+                    gradients.add(index, gradient, part if index < len(cut) else ..., is_once=index < len(cut))
             return value.detach().to(accumulator_dtype(value.dtype))
 
         with without_gradients(are_off=not is_grad_enabled), without_hooks(params):
@@ -178,23 +178,43 @@ class _WithGradients(torch.autograd.Function):
         return None, None, *results
 
 
-class _Accumulators:
+class GradientTotals:
     """Accumulated gradients of all inputs, each allocated with its first contribution; None if there was none."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = inputs
         self.buffers: Gradients = [None] * len(inputs)
 
-    def add(self, index: int, gradient: Tensor | None, rows: slice | None) -> None:
-        """Add a chunk's gradient: of some rows, or of a whole parameter."""
+    def add(self, index: int, gradient: Tensor | None, where: Any, *, is_once: bool = False) -> None:
+        """Add a chunk's gradient to an input's; in the input's own dtype if each part comes once."""
         if gradient is None:
             return
         buffer, source = self.buffers[index], self._inputs[index]
         if buffer is None:
-            # A row's gradient comes once: a wider dtype would not help.
-            dtype = source.dtype if rows else accumulator_dtype(source.dtype)
+            dtype = source.dtype if is_once else accumulator_dtype(source.dtype)
             buffer = self.buffers[index] = torch.zeros_like(source, dtype=dtype, requires_grad=False)
-        (buffer[rows] if rows else buffer).add_(gradient)
+        buffer[where].add_(gradient)
+
+
+def catch_gradients(
+    root: Tensor, slope: Tensor, parameters: Sequence[Tensor], catch: Callable[[int, Tensor], object]
+) -> None:
+    """Run backward outside of autocast, and call ``catch(index, gradient)`` with each gradient as soon as it is there.
+
+    Memory cost: one gradient at a time.
+    """
+
+    def note(index: int, gradient: Tensor) -> Tensor | None:
+        catch(index, gradient)
+        # Autograd holds what a hook returns until its end: a stand-in without memory.
+        return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else None
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(root.device.type, enabled=False))  # each node has its forward's dtype
+        for index, each in enumerate(parameters):
+            handle = each.register_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
+            stack.callback(handle.remove)
+        torch.autograd.grad(root, parameters, slope, allow_unused=True)
 
 
 @contextlib.contextmanager

@@ -147,6 +147,9 @@ class NumpyState:
         self._mark: tuple[int, ...] = ()
         self._state: Any = ()
 
+    def __reduce__(self) -> tuple[type[NumpyState], tuple[()]]:
+        return NumpyState, ()  # a copy, perhaps in another process, looks at its own generator
+
     def get(self) -> Any:
         """Return the state in the form of `numpy.random.get_state`."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented

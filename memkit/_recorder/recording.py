@@ -83,6 +83,12 @@ class Recording:
         """Devices that held at least one storage, in order of appearance."""
         return self.names["device"]
 
+    @property
+    def is_older(self) -> npt.NDArray[np.bool_]:
+        """For each storage, whether it existed before the recording: no operator of the recording created it."""
+        is_nameless = np.asarray([not name for name in self.names["operator"]], dtype=np.bool_)
+        return is_nameless[self.codes["operator"]]
+
     def timeline(self, device: str | None = None) -> IntArray:
         """Return live bytes after each event.
 

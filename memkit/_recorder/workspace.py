@@ -153,7 +153,7 @@ def _with_workspaces(recording: Recording, workspaces: Sequence[_Workspace]) -> 
     """Insert each workspace as a storage that is born after its operator's outputs and freed at once."""
     num_old, num_new = recording.num_storages, len(workspaces)
     births, _ = lifetimes(recording.event_storage, recording.event_bytes, num_old)
-    was_before = np.asarray(recording.names["operator"], dtype=str)[recording.codes["operator"]] == ""
+    was_before = recording.is_older
     # A call counts the events that the recorder saw happen, not those that add storages from before the block.
     num_events = len(recording.event_bytes)
     happened = np.delete(np.arange(num_events), births[was_before])

@@ -31,8 +31,8 @@ class Done(Generic[Result]):
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """An attempt ran out of memory.
+class Failure:
+    """An attempt that did not succeed.
 
     Attributes:
         error: The error, without frames: it can be the cause of another error, and holds no tensor.
@@ -46,20 +46,12 @@ class OutOfMemory:
         return describe_error(self.error)
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An attempt ended with another error.
+class OutOfMemory(Failure):
+    """An attempt ran out of memory."""
 
-    Attributes:
-        error: The error.
-    """
 
-    error: Exception
-
-    @property
-    def description(self) -> str:
-        """The error's type and the first line of its text."""
-        return describe_error(self.error)
+class Failed(Failure):
+    """An attempt ended with another error."""
 
 
 class Caught(contextlib.AbstractContextManager["Caught"]):
@@ -74,7 +66,7 @@ class Caught(contextlib.AbstractContextManager["Caught"]):
 
     def __init__(self, others: Kinds = ()) -> None:
         self._others = others
-        self.failure: OutOfMemory | Failed | None = None
+        self.failure: Failure | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -84,9 +76,9 @@ class Caught(contextlib.AbstractContextManager["Caught"]):
         return self.failure is not None
 
 
-def _judge(error: BaseException, others: Kinds) -> OutOfMemory | Failed | None:
+def _judge(error: BaseException, others: Kinds) -> Failure | None:
     """Classify a caught error and drop its frames; None if the error should propagate."""
-    failure: OutOfMemory | Failed
+    failure: Failure
     if is_out_of_memory(error):
         failure = OutOfMemory(error)
     elif isinstance(error, others):
@@ -99,7 +91,7 @@ def _judge(error: BaseException, others: Kinds) -> OutOfMemory | Failed | None:
 
 def attempt(
     run: Callable[..., Result], *args: Any, undo: Callable[[], object] | None = None, others: Kinds = ()
-) -> Done[Result] | OutOfMemory | Failed:
+) -> Done[Result] | Failure:
     """Call ``run(*args)``; after an out-of-memory error, release cached memory and undo the call's changes.
 
     Args:

@@ -16,11 +16,10 @@ from typing import Any, NoReturn, Protocol
 from memkit._core.errors import MemkitOutOfMemoryError, StateError
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
-from memkit._recovery.attempt import Caught, Failed, Kinds, OutOfMemory, insist
+from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory, insist
 from memkit._recovery.plan import Part, Plan
-from memkit._recovery.sizes import SizeEntry, SizeMemory
+from memkit._recovery.sizes import SizeMemory
 
-Failure = OutOfMemory | Failed
 CutPart = Callable[[Part, int], list[Part]]
 
 
@@ -251,7 +250,7 @@ class BatchRun:
         self.is_complete = self.is_cut_anew = self.was_cut = False
         self.forced: Forced | None = None
         self.done: list[Attempt] = []
-        self._before_cut: tuple[Attempt, Plan, SizeEntry | None] | None = None
+        self._before_cut: tuple[Attempt, Plan, dict[str, Any]] | None = None
         self.rollback = self.take_rollback()
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:
@@ -298,12 +297,12 @@ class BatchRun:
         """Revert a split that is not allowed by applying another remedy instead; False if none is left."""
         if self._before_cut is None:
             return False
-        failed, plan, entry = self._before_cut
+        failed, plan, sizes = self._before_cut
         if failed.failure is None or not self.improve(failed, failed.failure, is_last=True):
             return False
         self._take(plan)
         self.is_cut_anew, self.forced = False, None
-        self.means.sizes.put_entry(self.key, entry)
+        self.means.sizes.load_state_dict(sizes)
         return True
 
     def go_on_smaller(self) -> bool:
@@ -381,7 +380,7 @@ class BatchRun:
         Raises:
             MemkitOutOfMemoryError: A part cannot be made smaller, and no remedy is left.
         """
-        self._before_cut = failed, self.plan, self.means.sizes.entry(self.key)
+        self._before_cut = failed, self.plan, self.means.sizes.state_dict()
         self.means.sizes.note_failure(self.key, failed.size)
         limit = min(self.means.sizes.largest(self.key) or 0, failed.size - 1)
         smaller = self.plan.shrink(limit, self._cut)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from memkit._recovery.snapshot import AttributeStates, BufferSnapshot, RandomNumbers, StateWatch, cloned
+from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, cloned
 
 
 class Replay:
@@ -23,22 +23,16 @@ class Replay:
 
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
-        self._buffers: BufferSnapshot
-        self._random: RandomNumbers
-        self._attributes: AttributeStates | None
+        self._before: Rollback
 
     def __enter__(self) -> None:
-        self._buffers = self._watch.snapshot()
-        self._random = RandomNumbers(self._watch.generators(), of_torch=False)
-        self._attributes = AttributeStates(self._watch) if self._watch.changes_attributes else None
+        self._before = Rollback(self._watch, of_torch=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._watch.learn(self._buffers)
-            if self._attributes is not None and not self._attributes.differ():
-                self._watch.changes_attributes, self._attributes = False, None
+            self._before.learn()
 
     @property
     def again(self) -> AbstractContextManager[None]:
@@ -49,21 +43,28 @@ class Replay:
     def repetition(self) -> Iterator[None]:
         """Run a block in the state of the first run, without side effects."""
         buffers_now = []
-        for (owner, name), entry in self._buffers.entries.items():
+        for (owner, name), entry in self._before.buffers.entries.items():
             if entry.copy is not None:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
-        attributes_now = None if self._attributes is None else AttributeStates(self._watch)
-        if self._attributes is not None:
-            self._attributes.restore()
+        attributes = self._before.attributes
+        attributes_now = None if attributes is None else AttributeStates(self._watch)
+        if attributes is not None:
+            attributes.restore()
         try:
-            with self._random.again():
+            with self._before.random.again():
                 yield
         finally:
             if attributes_now is not None:
                 attributes_now.restore()
             for owner, name, buffer in buffers_now:
                 setattr(owner, name, buffer)
+
+
+def contexts_of(watch: StateWatch) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a forward and for its reruns, as `torch.utils.checkpoint` takes them."""
+    replay = Replay(watch)
+    return replay, replay.again
 
 
 class Again(contextlib.AbstractContextManager[None]):

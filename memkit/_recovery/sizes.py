@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 _PATIENCE = 10  # clean steps before a larger size is tried again
@@ -87,17 +87,6 @@ class SizeMemory:
     def note_clean_step(self, key: str) -> None:
         """Record an optimizer step without any failure."""
         self._entries.setdefault(key, SizeEntry()).clean += 1
-
-    def entry(self, key: str) -> SizeEntry | None:
-        """Return a copy of a key's entry."""
-        entry = self._entries.get(key)
-        return None if entry is None else replace(entry)
-
-    def put_entry(self, key: str, entry: SizeEntry | None) -> None:
-        """Restore a key's entry, as returned by `entry`."""
-        self._entries.pop(key, None)
-        if entry is not None:
-            self._entries[key] = entry
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state as plain types."""

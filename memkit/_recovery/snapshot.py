@@ -78,7 +78,8 @@ class StateWatch:
         for key, entry in snapshot.entries.items():
             if entry.copy is None or entry.copy.nbytes <= _SMALL_BYTES:
                 continue
-            if _equal(entry.copy, buffers_of(key[0]).get(key[1])):
+            now = buffers_of(key[0]).get(key[1])
+            if now is not None and entry.copy.shape == now.shape and are_same(entry.copy, now):
                 self._still[key] = entry.digest = _digest(entry.copy)
                 entry.copy = None
 
@@ -182,14 +183,6 @@ class RandomNumbers:
         return not _is_same(self._random, now._random) or any(not _is_same(a, b) for (_, a), (_, b) in pairs)
 
     @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore the saved state at the end of the block, whatever the block draws."""
-        try:
-            yield
-        finally:
-            self.restore()
-
-    @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Replay the draws from the saved state in the block, then restore the state from before the block."""
         now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch)
@@ -265,16 +258,19 @@ class Rollback:
 
     Args:
         watch: The watch of the model.
+        of_torch: Whether to include torch's own random state, or leave it to other code.
 
     Attributes:
         buffers: The buffers.
+        random: The random state.
+        attributes: The attributes; None if forwards leave them unchanged.
     """
 
-    def __init__(self, watch: StateWatch) -> None:
+    def __init__(self, watch: StateWatch, *, of_torch: bool = True) -> None:
         self._watch = watch
         self.buffers, self._modes = watch.snapshot(), watch.modes()
-        self._random = RandomNumbers(watch.generators(), numpy=watch.numpy)
-        self._attributes = AttributeStates(watch) if watch.changes_attributes else None
+        self.random = RandomNumbers(watch.generators(), of_torch=of_torch, numpy=watch.numpy)
+        self.attributes = AttributeStates(watch) if watch.changes_attributes else None
 
     def discover(self) -> AbstractContextManager[None]:
         """Return a context for a forward: other modules that run in it are also rolled back from then on."""
@@ -283,8 +279,8 @@ class Rollback:
     def learn(self) -> None:
         """Drop copies of buffers that the forward since then has left unchanged."""
         insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
-        if self._attributes is not None and not self._attributes.differ():
-            self._watch.changes_attributes, self._attributes = False, None
+        if self.attributes is not None and not self.attributes.differ():
+            self._watch.changes_attributes, self.attributes = False, None
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -304,9 +300,9 @@ class Rollback:
         for module, is_training in self._modes:
             if module.training != is_training:
                 module.training = is_training
-        self._random.restore()
-        if self._attributes is not None:
-            self._attributes.restore()
+        self.random.restore()
+        if self.attributes is not None:
+            self.attributes.restore()
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:
@@ -315,10 +311,9 @@ def cloned(buffer: torch.Tensor) -> torch.Tensor:
         return buffer.detach().clone()
 
 
-def _equal(copy: torch.Tensor | None, buffer: torch.Tensor | None) -> bool:
-    if copy is None or buffer is None or copy.shape != buffer.shape:
-        return False
-    return bool(((copy == buffer) | ((copy != copy) & (buffer != buffer))).all())  # NaN equals itself here
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have the same values; NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:

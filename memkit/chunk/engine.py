@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,11 +22,11 @@ from memkit._core.errors import ConfigError, InputError
 from memkit._core.settings import Checker
 from memkit._gradients.captured import CapturedTensors
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
-from memkit._recovery.replay import Replay
+from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
-from memkit._torch.tensors import version_of
+from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, Pieces, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
@@ -310,12 +309,7 @@ class ChunkedCall:
     def _checkpointed(self, piece: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         """Wrap a chunk so that the backward reruns it exactly as in the forward."""
         keeps_random = self.preserve_rng_state
-        watch = StateWatch(nn.ModuleList(modules_of(self.fn)))
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            replay = Replay(watch)
-            return replay, replay.again
-
+        contexts = functools.partial(contexts_of, StateWatch(nn.ModuleList(modules_of(self.fn))))
         settings: dict[str, Any] = {"context_fn": contexts} if keeps_random else {}
         return functools.partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=keeps_random, **settings)
 
@@ -384,11 +378,12 @@ class _InPieces(torch.autograd.Function):
     def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[:num_inputs]
         replay = Circumstances(inputs, call.fn if call.preserve_rng_state else None)
-        versions = _versions(inputs)
+        counted = [tensor for tensor in inputs if not tensor.is_inference()]
+        versions = versions_of(counted)
         outputs, saved = call.assembly.collect(
             call.pieces(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
         )
-        if versions != _versions(inputs):
+        if versions != versions_of(counted):
             raise InputError(
                 call.name,
                 got="a function that changes its arguments in place",
@@ -419,11 +414,6 @@ class _InPieces(torch.autograd.Function):
             needs = ctx.needs_input_grad[2:]
             found = call.gradients(CallTensors(inputs, params, needs), upstream, kept, [None] * len(needs))
         return None, None, *found
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return autograd's in-place version counters."""
-    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 class CallProblem:

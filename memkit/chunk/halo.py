@@ -9,7 +9,7 @@ the stride.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,10 @@ from torch.func import functional_call
 
 from memkit._core.errors import InputError
 from memkit._recovery.attempt import Done, Failed, unless_failed
-from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import TorchDispatchMode
+from memkit.chunk.independence import forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
@@ -65,8 +65,8 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     key = (repr(module), modes, form, tuple(dims))
     known = _CACHE.setdefault(module, {})
     if key not in known:
-        with without_gradients(), RandomNumbers(held_generators([module])).preserved():
-            probe = _Probe(module, x)
+        with without_gradients(), undone([module]) as changed:
+            probe = _Probe(module, x, changed)
             known[key] = {dim: probe.reach(dim) for dim in dims}
     return known[key]
 
@@ -74,8 +74,8 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
 class _Probe:
     """Traces NaN through small volumes for one module."""
 
-    def __init__(self, module: nn.Module, x: Tensor) -> None:
-        self._module, self._like = module, x
+    def __init__(self, module: nn.Module, x: Tensor, changed: Callable[..., list[str]]) -> None:
+        self._module, self._like, self._changed = module, x, changed
         self._generator = torch.Generator(x.device)
         self._sizes, self._step = self._working_sizes()
 
@@ -100,14 +100,13 @@ class _Probe:
         """Return small spatial sizes that the module accepts, with the same remainders as the real ones."""
         spatial = self._like.shape[2:]
         options = [([step + size % step for size in spatial], step) for step in _SIZES]
-        reason: Exception | None = None
+        reason: BaseException | None = None
         for sizes, step in [*options, (list(spatial), max(spatial))]:
-            buffers = self._buffers()
-            outcome = unless_failed(REFUSALS, functional_call, self._module, buffers, (self._noise(1, sizes),))
+            outcome = unless_failed(REFUSALS, self._module, self._noise(1, sizes))
             if isinstance(outcome, Failed):
                 reason = outcome.error
                 continue
-            self._refuse_changed(buffers)
+            self._refuse_changed()
             return sizes, step
         raise InputError(
             CALL,
@@ -130,20 +129,15 @@ class _Probe:
         )
         return noise.expand(rows, *noise.shape).contiguous()
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: each.clone() for name, each in self._module.named_buffers()}
-
-    def _refuse_changed(self, buffers: dict[str, Tensor]) -> None:
-        for name, now in self._module.named_buffers():
-            then = buffers[name]
-            if not bool(((now == then) | ((now != now) & (then != then))).all()):
-                owner = self._module.get_submodule(name.rpartition(".")[0])
-                raise InputError(
-                    CALL,
-                    got=f"a module that changes its buffer `{name}` ({type(owner).__name__}) in every forward",
-                    expected="the same function for every tile",
-                    fix="call eval() on that layer: the statistics of a tile differ from those of the volume.",
-                )
+    def _refuse_changed(self) -> None:
+        for name in self._changed(with_counters=True):
+            owner = self._module.get_submodule(name.rpartition(".")[0])
+            raise InputError(
+                CALL,
+                got=f"a module that changes its buffer `{name}` ({type(owner).__name__}) in every forward",
+                expected="the same function for every tile",
+                fix="call eval() on that layer: the statistics of a tile differ from those of the volume.",
+            )
 
     def _settle(self, dim: int, sizes: Sequence[int]) -> Reach | None:
         """Return the reach, if NaN in the middle does not reach either end and a period is found."""
@@ -181,7 +175,7 @@ class _Probe:
             rows[2 * index + 1].narrow(dim, position, sizes[dim] - position).fill_(math.nan)
             rows[2 * index + 2].narrow(dim, 0, position + 1).fill_(math.nan)
         with _Footprints(dim, rows) as seen:
-            y = functional_call(self._module, self._buffers(), (rows,))
+            y = self._module(rows)
         result = _Stairs.of(y, dim)
         if bool(torch.isnan(y[0]).any()):  # NaN in the clean row: rows are mixed
             raise self._unsettled(dim, sizes)
@@ -221,12 +215,8 @@ class _Probe:
 
         rows = self._noise(1, sizes)
         rows.narrow(dim, sizes[dim] - 1, 1).fill_(math.nan)
-        handles = [each.register_forward_hook(watch) for each in names]
-        try:
-            outcome = unless_failed(REFUSALS, functional_call, self._module, self._buffers(), (rows,))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with forward_hooks(names, watch):
+            outcome = unless_failed(REFUSALS, self._module, rows)
         return found[0] if found and isinstance(outcome, Done) else None
 
     def _check(self, dim: int, sizes: Sequence[int], reach: Reach) -> None:

@@ -7,14 +7,14 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError
-from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit._torch import pytree
 from memkit._torch.modules import is_compiled
 
@@ -158,34 +158,27 @@ def _bad_rows(value: Any, count: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
     """Restore random state and the modules' buffers after the block; yield a function that lists changed buffers."""
     watch = StateWatch(nn.ModuleList(modules))
     watch.changes_attributes = False
     rollback = Rollback(watch)
     paths = {owner: path for module in modules for path, owner in module.named_modules()}
 
-    def changed() -> list[str]:
-        """Return buffers whose values changed, except caches that have grown and integer call counters."""
+    def changed(*, with_counters: bool = False) -> list[str]:
+        """Return buffers whose values changed, except caches that have grown, and integer call counters."""
         copies = {key: entry.copy for key, entry in rollback.buffers.entries.items()}
         return [
             f"{paths[owner]}.{name}".lstrip(".")
             for (owner, name), copy in copies.items()
-            if copy is not None and _may_be_nan(copy) and _differs(getattr(owner, name), copy)
+            if copy is not None and (with_counters or _may_be_nan(copy))
+            if (now := getattr(owner, name)).shape == copy.shape and not are_same(now, copy)
         ]
 
     try:
         yield changed
     finally:
         rollback.restore()
-
-
-def _differs(new: Tensor, old: Tensor) -> bool:
-    return new.shape == old.shape and not _are_equal(new, old)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is not itself
 
 
 def unpacked() -> contextlib.AbstractContextManager[None]:
@@ -223,9 +216,14 @@ def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: 
         row = torch.arange(count, device=value.device).view(-1, *[1] * (value.dim() - 1)) == poisoned
         return value.masked_fill(row, math.nan)
 
-    handles = [child.register_forward_hook(watch) for child in names]
-    try:
+    with forward_hooks(names, watch):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+@contextlib.contextmanager
+def forward_hooks(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook after the forward of each module in the block."""
+    with contextlib.ExitStack() as stack:
+        for each in modules:
+            stack.callback(each.register_forward_hook(hook).remove)
+        yield

@@ -21,7 +21,7 @@ from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 def chunked_loss(
     fn: Callable[..., Tensor | Loss],
     *rows: Any,
-    chunk_size: ChunkSize | Sizer = "auto",
+    chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     weight_total: float | Tensor | None = None,

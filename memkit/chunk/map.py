@@ -11,13 +11,13 @@ from torch import Tensor
 from memkit.chunk.assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine import ChunkedCall, Strategy
 from memkit.chunk.params import function_name
-from memkit.chunk.sizing import ChunkSize, Sizer, as_size
+from memkit.chunk.sizing import ChunkSize, as_size
 
 
 def chunked_map(
     fn: Callable[..., Any],
     *rows: Any,
-    chunk_size: ChunkSize | Sizer = "auto",
+    chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
     params: Iterable[Tensor] | None = None,
     strategy: Strategy = "auto",
@@ -77,47 +77,26 @@ def chunked_map(
         (True, True)
     """
     name = f"chunked_map({function_name(fn)}, ...)"
-    call = map_call(
+    call = ChunkedCall(
         name,
         fn,
+        Rows(output_device),
         as_size(name, chunk_size, memory_budget, may_choose=strategy == "auto"),
-        preserve_rng_state=preserve_rng_state,
-        output_device=output_device,
         num_kept=num_kept,
         check=check,
+        preserve_rng_state=preserve_rng_state,
     )
     return call.run(rows, {}, params=params, strategy=strategy)
 
 
-def map_call(
-    name: str,
-    fn: Callable[..., Any],
-    size: int | Sizer,
-    *,
-    preserve_rng_state: bool = True,
-    output_device: str | torch.device | None = None,
-    num_kept: int = 0,
-    check: bool = True,
-) -> ChunkedCall:
-    """Build the `ChunkedCall` of `chunked_map`."""
-    return ChunkedCall(
-        name,
-        fn,
-        _Rows(output_device),
-        size,
-        num_kept=num_kept,
-        check=check,
-        preserve_rng_state=preserve_rng_state,
-    )
-
-
-class _Rows(Assembly):
+class Rows(Assembly):
     """Writes rows into outputs allocated at the first chunk: a list of pieces would double the memory."""
 
     def __init__(self, device: str | torch.device | None) -> None:
         self._device = device
 
     def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Assembly`."""
         outputs: list[Tensor] = []
         for start, tensors in pieces:
             if not outputs:
@@ -131,9 +110,11 @@ class _Rows(Assembly):
         return outputs, []
 
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:  # noqa: ARG002
+        """See `Assembly`."""
         return lambda start, length: [
             None if gradient is None else gradient.narrow(0, start, length) for gradient in gradients
         ]
 
     def whole(self, tensors: list[Tensor]) -> list[Tensor]:
+        """See `Assembly`."""
         return [tensor.to(self._device or tensor.device) for tensor in tensors]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,9 +13,6 @@ from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._torch.profiler import ActiveProfilerType, running_profiler
 from memkit.chunk.independence import modes_of, modules_of
-
-if TYPE_CHECKING:
-    pass
 
 _T = TypeVar("_T")
 HEAD = 2  # rows of a first chunk, after which the call has allocated everything it keeps between chunks
@@ -58,7 +54,6 @@ def watched(run: Callable[[], _T]) -> tuple[_T, int, int]:
     with recorder:
         result = run()
     recording = recorder.recording()
-    was_before = np.asarray(recording.names["operator"], dtype=str)[recording.codes["operator"]] == ""
-    of_before = recording.event_bytes[was_before[recording.event_storage]]
+    of_before = recording.event_bytes[recording.is_older[recording.event_storage]]
     live = recording.timeline() - int(of_before.clip(min=0).sum())
     return result, int(live.max(initial=0)), int(live[-1]) if len(live) else 0

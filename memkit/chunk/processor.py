@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.loss import loss_call
-from memkit.chunk.map import map_call
+from memkit.chunk.map import Rows
 from memkit.chunk.params import function_name, listed
 from memkit.chunk.segments import segment_call
 from memkit.chunk.segments_index import Segments
@@ -82,13 +82,13 @@ class ChunkedProcessor:
         return self._map_call(output_device).run(rows, {}, params=self._params, strategy="auto")
 
     def _map_call(self, output_device: str | torch.device | None = None) -> ChunkedCall:
-        return map_call(
+        return ChunkedCall(
             self._name,
             self._fn,
+            Rows(output_device),
             self._size,
-            preserve_rng_state=self._preserve_rng_state,
-            output_device=output_device,
             check=self._check,
+            preserve_rng_state=self._preserve_rng_state,
         )
 
     # Full signature, as in chunked_segment_reduce: help() and completion show it to users.

@@ -27,7 +27,7 @@ def chunked_segment_reduce(
     reduce: Reduce = "sum",
     gather: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     weight: Tensor | None = None,
-    chunk_size: ChunkSize | Sizer = "auto",
+    chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
     params: Iterable[Tensor] | None = None,
     strategy: Strategy = "auto",

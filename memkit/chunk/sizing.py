@@ -77,7 +77,7 @@ def as_size(
 
     Args:
         call: The user's call, for messages.
-        chunk_size: A number of rows, ``"auto"``, or the `Sizer` of a processor.
+        chunk_size: A number of rows, or ``"auto"``.
         memory_budget: Bytes or text, or None.
         may_choose: Whether ``"auto"`` is allowed.
 
@@ -85,9 +85,9 @@ def as_size(
         ConfigError: The size is neither a number nor ``"auto"``, a budget comes with a number, or ``"auto"`` is not
             allowed.
     """
-    if isinstance(chunk_size, Sizer) or is_auto(chunk_size):
+    if is_auto(chunk_size):
         if may_choose:
-            return chunk_size if isinstance(chunk_size, Sizer) else Sizer(memory_budget, call)
+            return Sizer(memory_budget, call)
         raise ConfigError(
             call,
             got="chunk_size='auto' with a strategy that keeps intermediate results",

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
@@ -18,6 +17,7 @@ from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.halo import REFUSALS, find_reach
+from memkit.chunk.independence import undone
 from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
 from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -240,8 +240,8 @@ class SparsityAwareProcessor:
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:
-        before = RandomNumbers(held_generators([self._fn]))
-        with without_gradients(), before.preserved():
+        with without_gradients(), undone([self._fn]):
+            before = RandomNumbers(held_generators([self._fn]))
             sizes = [min(16 + size % 16, size) for size in form.shape[2:]]
             if isinstance(unless_failed(REFUSALS, self._on_empty, form, sizes), Failed):  # too small
                 self._on_empty(form, form.shape[2:])
@@ -250,7 +250,7 @@ class SparsityAwareProcessor:
     def _tile_out_sizes(self, form: Tensor, kind: object, lengths: tuple[int, ...]) -> tuple[int, ...]:
         key = kind, lengths
         if key not in self._sizes:
-            with without_gradients(), RandomNumbers(held_generators([self._fn])).preserved():
+            with without_gradients(), undone([self._fn]):
                 outcome = unless_failed(REFUSALS, self._on_empty, form, lengths)
             if isinstance(outcome, Failed):
                 error = outcome.error
@@ -264,8 +264,7 @@ class SparsityAwareProcessor:
         return repr(self._fn), modes, form.shape[1], form.dtype, form.device
 
     def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
-        buffers = {name: each.clone() for name, each in self._fn.named_buffers()}
-        y: Tensor = functional_call(self._fn, buffers, (form.new_zeros(1, form.shape[1], *sizes),))
+        y: Tensor = self._fn(form.new_zeros(1, form.shape[1], *sizes))
         return y
 
 

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from memkit._core.errors import InputError
 from memkit._core.sparse_voxels import SparseVoxels
-from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
+from memkit.chunk.independence import forward_hooks, undone
 from memkit.chunk.submanifold import submanifold_conv3d
 
 CALL = "SparsityAwareProcessor(fn)(volume)"
@@ -79,22 +78,18 @@ def check_submanifold(fn: nn.Module, rows: Tensor) -> None:
         if not _is_lone(output):
             culprits.append(names[child])
 
-    handles = [child.register_forward_hook(watch) for child in names]
     try:
-        buffers = {name: each.clone() for name, each in fn.named_buffers()}  # some layers count their calls
         with (
             without_gradients(),
-            RandomNumbers(held_generators([fn])).preserved(),
+            undone([fn]),  # some layers count their calls
+            forward_hooks(names, watch),
             _Replacing(lone, without_batch_norm=True),
         ):
-            rows = _on_rows(lambda volume: functional_call(fn, buffers, (volume,)), lone.features)
+            rows = _on_rows(fn, lone.features)
     except InputError:
         raise
     except RuntimeError as error:
         raise _no_form(f"a module that does not run on single voxels ({error})") from error
-    finally:
-        for handle in handles:
-            handle.remove()
     if not _is_lone(_as_volume(rows)):
         where = culprits[0] if culprits else "its own code"
         raise _no_form(f"a module that mixes voxels by something other than convolutions, first in {where}")

@@ -7,7 +7,6 @@ the whole volume, including at the borders.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +30,11 @@ class Patch(NamedTuple):
 
     sample: int
     pieces: tuple[TileSpan, ...]
+
+    @property
+    def part(self) -> tuple[Any, ...]:
+        """Index of what it contributes in its own result."""
+        return ..., *(piece.part for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ class TileChoice:
         """Return, for D, H, W, each result position's offset within its tile's result."""
         found = []
         for axis, size in zip(self.axes, self.tile_out_sizes, strict=True):
-            runs = (range(p.offset, p.offset + p.out_stop - p.out_start) for p in axis.pieces(size))
-            found.append(torch.tensor([place for run in runs for place in run], device=device))
+            runs = [torch.arange(size)[piece.part] for piece in axis.pieces(size)]
+            found.append(torch.cat(runs).to(device))
         return found
 
 
@@ -160,7 +164,7 @@ class _Paste(torch.autograd.Function):
             for sample in torch.split(out, 1):
                 torch.index_select(slab, 2, depth, out=sample)
         for part, patch in zip(parts, cut.patches, strict=True):
-            out[patch.sample][place_of(patch.pieces)] = part[_part(patch.pieces)]
+            out[patch.sample][place_of(patch.pieces)] = part[patch.part]
         return out
 
     @staticmethod
@@ -170,7 +174,7 @@ class _Paste(torch.autograd.Function):
         parts = rest.new_zeros(ctx.parts)
         for part, patch in zip(parts, cut.patches, strict=True):
             place = rest[patch.sample][place_of(patch.pieces)]
-            part[_part(patch.pieces)] = place
+            part[patch.part] = place
             place.zero_()
         if ctx.empty is None:
             return None, None, parts, None
@@ -184,8 +188,3 @@ class _Paste(torch.autograd.Function):
         rows = slab.new_zeros(1, channels, *sizes[:2], width).index_add_(3, places[1], slab)
         total = rows.new_zeros(ctx.empty).index_add_(4, places[2], rows)
         return None, None, parts, total.to(rest.dtype)
-
-
-def _part(pieces: Sequence[TileSpan]) -> tuple[Any, ...]:
-    """Return the index of a piece in its own result."""
-    return ..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -109,7 +110,7 @@ def tiled_apply(
         if not is_auto(halo):
             halos = _per_dim(x, dims, halo, "halo", least=0)
             _warn_of_short_halos({dim: reach for dim, reach in reaches.items() if cut[dim] < x.shape[dim]}, halos)
-            reaches = {dim: reach.with_halo(halos[dim]) for dim, reach in reaches.items()}
+            reaches = {dim: replace(reach, before=halos[dim], after=halos[dim]) for dim, reach in reaches.items()}
         for dim, reach in reaches.items():
             axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)
         _warn_of_no_effect(x, axes, reaches)

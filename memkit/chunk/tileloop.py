@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
-from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, without_hooks
+from memkit._gradients.streamed import GradientTotals, refuse_second_derivative, without_hooks
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.independence import undone
@@ -125,7 +125,7 @@ def _gradients(
     """Compute the gradients of the input and the parameters; None if the result does not depend on one."""
     sources = [x, *params]
     wanted = [index for index, is_needed in enumerate(needs) if is_needed]
-    sums: list[Tensor | None] = [None] * len(sources)
+    totals = GradientTotals(sources)
 
     def run(pieces: Sequence[TileSpan]) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
@@ -146,23 +146,15 @@ def _gradients(
             targets = [leaf, *params]
             found = torch.autograd.grad(part, [targets[each] for each in wanted], above, allow_unused=True)
             for each, gradient in zip(wanted, found, strict=True):
-                if gradient is not None:
-                    _add(sums, each, sources[each], gradient, job.read(pieces) if each == 0 else ...)
+                totals.add(each, gradient, job.read(pieces) if each == 0 else ...)
             del shares, above, targets, found
         del leaf, y, part
-    return [None if total is None else total.to(source.dtype) for total, source in zip(sums, sources, strict=True)]
-
-
-def _add(sums: list[Tensor | None], index: int, source: Tensor, gradient: Tensor, where: Any) -> None:
-    total = sums[index]
-    if total is None:
-        total = sums[index] = torch.zeros_like(source, dtype=accumulator_dtype(source.dtype), requires_grad=False)
-    total[where] += gradient
+    return [None if sum_ is None else sum_.to(x.dtype) for sum_, x in zip(totals.buffers, sources, strict=True)]
 
 
 def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
     """Return the part of a tile's result that it contributes."""
-    places: Any = (..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces))
+    places: Any = (..., *(piece.part for piece in pieces))
     part = y[places]
     if part.shape[-len(pieces) :] != torch.Size(p.out_stop - p.out_start for p in pieces):
         raise InputError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from memkit._core.errors import InputError
@@ -36,10 +36,6 @@ class Reach:
     period: int = 1
     step: int = 1
 
-    def with_halo(self, halo: int) -> Reach:
-        """Return the same period with another halo on both sides."""
-        return replace(self, before=halo, after=halo)
-
 
 @dataclass(frozen=True, slots=True)
 class TileSpan:
@@ -59,6 +55,11 @@ class TileSpan:
     out_stop: int
     offset: int
     weights: tuple[float, ...] | None = None
+
+    @property
+    def part(self) -> slice:
+        """Positions of the tile's own result that it contributes."""
+        return slice(self.offset, self.offset + self.out_stop - self.out_start)
 
 
 @dataclass(frozen=True, slots=True)

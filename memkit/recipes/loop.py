@@ -19,8 +19,7 @@ from memkit.recipes.timeline import Timeline, memory_figures, memory_line
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
-from memkit.train.settings import StepResult
-from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
 
 _LOGGER = logging.getLogger("memkit")
 _END = object()

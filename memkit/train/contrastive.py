@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.printable import list_some
 from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss
-from memkit._recovery.replay import Replay
+from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
-from memkit.train.split import count_rows, list_leaves, take_rows
+from memkit.train.split import count_rows, structure_of, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
 
 _CALL = "cached_backward(encoder, ...)"
@@ -114,9 +116,7 @@ def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Ch
 
     None if this encoder was already checked in these modes, on batches of this structure.
     """
-    leaves = list_leaves(batch)
-    structure = [(each.dtype, each.dim()) if isinstance(each, torch.Tensor) else type(each) for each in leaves]
-    key = (tuple(module.training for module in encoder.modules()), tuple(structure))
+    key = (tuple(module.training for module in encoder.modules()), structure_of(batch))
     known = _LOOKED_AT.setdefault(encoder, set())
     if key in known:
         return None
@@ -158,9 +158,7 @@ def _tell(verdict: SplitVerdict) -> None:
             f"{_WHOLE}; check=False skips this check.",
         )
     if verdict.modules:
-        names = ", ".join(verdict.modules[:5]) + (
-            f" and {len(verdict.modules) - 5} more" if verdict.modules[5:] else ""
-        )
+        names = list_some(verdict.modules)
         warn_user(
             f"cached_backward: in training mode {names} would see the statistics of each chunk, not of the batch, "
             "and change running statistics once per chunk, so the gradient is not that of the whole batch. Use "
@@ -215,8 +213,7 @@ def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: StateWatch) -> 
     """Run a module without keeping activations; backward runs it again, with the same random numbers and buffers."""
     # Measured: as little memory as a first pass under no_grad and a second one against the embeddings' gradient. Since
     # the graph is complete, any backward works, even an accumulator's, which stops at its own parameters.
-    replay = Replay(watch)
-    return checkpoint(encoder, chunk, use_reentrant=False, context_fn=lambda: (replay, replay.again))
+    return checkpoint(encoder, chunk, use_reentrant=False, context_fn=functools.partial(contexts_of, watch))
 
 
 def _check(encoder: object, chunk_size: object) -> None:

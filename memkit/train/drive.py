@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from memkit._gradients.loss import LossFn
@@ -20,32 +18,9 @@ from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
 from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, survey
-from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
+from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
-
-
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """How gradients are computed, as far as the split check needs to know.
-
-    Attributes:
-        parameters: Returns the trained parameters.
-        is_mixed: Whether forwards run under autocast.
-        scale: Returns the factor that keeps gradients in float16 from underflowing.
-        adds_up: Whether the losses of the parts add up to the batch's.
-        with_hooks: Whether hooks on parameters see the gradient of each part.
-        is_tight: Whether memory is known to be short.
-        unchecked: Why a split cannot be checked; empty if it can.
-    """
-
-    parameters: Callable[[], Sequence[nn.Parameter]]
-    is_mixed: Callable[[], bool]
-    scale: Callable[[], float | torch.Tensor] = lambda: 1.0
-    adds_up: bool = False
-    with_hooks: bool = True
-    is_tight: bool = False
-    unchecked: str = ""
 
 
 class BatchDriver:
@@ -203,18 +178,9 @@ class BatchDriver:
         is_uneven: bool = False,
         around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> Generator[CheckAttempt, None, SplitVerdict]:
-        how = self._computation
+        roots = [] if loss_fn is None else [loss_fn]
         examination = Examination(
-            self._model,
-            how.parameters(),
-            [] if loss_fn is None else [loss_fn],
-            ways,
-            adds_up=how.adds_up,
-            is_uneven=is_uneven,
-            with_hooks=how.with_hooks,
-            has_autocast=how.is_mixed(),
-            scale=how.scale(),
-            around_whole=around_whole,
+            self._model, self._computation, roots, ways, is_uneven=is_uneven, around_whole=around_whole
         )
         try:
             for attempt in examination.attempts():

@@ -230,8 +230,8 @@ def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
 
 def _added(recording: Recording) -> npt.NDArray[np.float64]:
     """Return the bytes in storages that the run created, after each event."""
-    was_before = recording.codes["operator"] == _index(recording.names["operator"], "")
-    return np.cumsum(np.where(was_before[recording.event_storage], 0, recording.event_bytes), dtype=np.float64)
+    is_older = recording.is_older[recording.event_storage]
+    return np.cumsum(np.where(is_older, 0, recording.event_bytes), dtype=np.float64)
 
 
 def _upper_envelope(heights: npt.NDArray[np.float64], slopes: npt.NDArray[np.float64]) -> list[int]:
@@ -253,10 +253,6 @@ def _upper_envelope(heights: npt.NDArray[np.float64], slopes: npt.NDArray[np.flo
             kept.pop()
         kept.append((height, slope, i))
     return [i for _, _, i in kept]
-
-
-def _index(names: Sequence[str], name: str) -> int:
-    return names.index(name) if name in names else -1
 
 
 def _operators(recording: Recording) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import tempfile
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +15,9 @@ from memkit._core.errors import MemkitOutOfMemoryError, warn_user
 from memkit._core.units import format_bytes
 from memkit._machine.devices import has_room, release_cached_memory
 from memkit._recorder.recorder import Recorder
-from memkit._recovery.attempt import Done, attempt
+from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._torch.tensors import sparse_parts
+from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
 from memkit.train.transaction import ChunkedStep, close_all
@@ -38,7 +37,7 @@ class StepGuard:
     An unknown optimizer is protected by a copy of the parameters, gradients and state of all optimizers that step
     together, made before steps that may run out of memory. These are the first two, when the state is created (the
     second also measures the temporary results), and later ones before which a trial allocation of the temporary
-    results fails. Accelerator tensors are copied to host memory, host tensors to temporary files, so the copy does not
+    results fails. Accelerator tensors are copied to host memory, host tensors to a temporary file, so the copy does not
     use the scarce memory. After an out-of-memory everything is restored, and the step is retried once with the
     allocator's cache released. A copy larger than `_MOST_BYTES`, or one that does not fit, is not made. Whether a copy
     is made, and its size, is reported once, at the first step.
@@ -79,25 +78,28 @@ class StepGuard:
         """
         if self._unknown is None:
             return self._run_in_chunks(step)
-        with contextlib.ExitStack() as stack:
-            before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
-            run = functools.partial(self._counted, step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step
-            if before is not None:
-                stack.enter_context(before)
-                outcome = attempt(run, undo=before.restore)
-            if before is None or not isinstance(outcome, Done):
-                outcome = attempt(run, undo=None if before is None else before.restore)
-            if isinstance(outcome, Done):
-                self._num_steps += outcome.result
-                return outcome.result
+        outcome, is_copied = self._run_copied(step)
+        if isinstance(outcome, Done):
+            self._num_steps += outcome.result
+            return outcome.result
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
             got=f"out of memory inside it: {outcome.description}; parameters and state are "
-            + ("as they were before the step" if before else f"as {self._unknown} left them, perhaps half stepped"),
+            + ("as they were before the step" if is_copied else f"as {self._unknown} left them, perhaps half stepped"),
             expected="memory for the optimizer's state and its temporary results",
             fix="free more memory, for example with a smaller batch"
-            + ("." if before else "; resume from the last checkpoint."),
+            + ("." if is_copied else "; resume from the last checkpoint."),
         ) from outcome.error
+
+    def _run_copied(self, step: Callable[[], bool]) -> tuple[Done[bool] | Failure, bool]:
+        """Run ``step``, twice if a copy allows it; return the outcome, and whether there was a copy to go back to."""
+        before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
+        undo = None if before is None else before.restore
+        run = functools.partial(self._counted, step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step
+        outcome = attempt(run, undo=undo)
+        if undo is not None and not isinstance(outcome, Done):
+            outcome = attempt(run, undo=undo)
+        return outcome, undo is not None
 
     def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
         try:
@@ -195,59 +197,51 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     return inner if is_prepared and isinstance(inner, Optimizer) else optimizer
 
 
+def _stepped(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """List the parameters with a gradient."""
+    listed = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    return [each for each in listed if each.grad is not None]
+
+
 def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
     """Yield the tensors that a copy holds."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield from (local_part(parameter.detach()), local_part(parameter.grad.detach()))
-        for state in optimizer.state.values():
-            values = state.values() if isinstance(state, dict) else ()
-            yield from (local_part(value.detach()) for value in values if isinstance(value, torch.Tensor))
+    for parameter in _stepped(optimizers):
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    states = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
+    yield from (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    return sum(part.nbytes for part in sparse_parts(tensor)) if tensor.is_sparse else tensor.nbytes
+    local = local_part(tensor.detach())
+    return sum(part.nbytes for part in sparse_parts(local)) if local.is_sparse else local.nbytes
 
 
-class _Copy(contextlib.AbstractContextManager["_Copy"]):
-    """A copy of parameters, gradients and optimizer state; its files are deleted when the context ends."""
+class _Copy:
+    """A copy of parameters, gradients and optimizer state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._cleanup = contextlib.ExitStack()
-        self._num_files = 0
-        try:
-            self._parameters = [
-                (parameter, self._copy(parameter), parameter.grad, self._copy(parameter.grad))
-                for optimizer in optimizers
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ]
-            self._states = [
-                (optimizer, {parameter: self._copy_state(state) for parameter, state in optimizer.state.items()})
-                for optimizer in optimizers
-            ]
-            self._groups = [
-                (group, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
-                for optimizer in optimizers
-                for group in optimizer.param_groups
-            ]
-        except BaseException:
-            self._cleanup.close()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._parameters, self._states = [], []  # some systems cannot remove a file that is mapped
-        self._cleanup.close()
+        tensors = list(_tensors(optimizers))
+        copies: dict[int, Any] = dict(zip(map(id, tensors), _copied(tensors), strict=True))
+        self._parameters = [(each, each.grad, copies[id(each)], copies[id(each.grad)]) for each in _stepped(optimizers)]
+        self._states = [  # what a state holds besides tensors is copied where it is
+            (optimizer, {parameter: copy.deepcopy(state, copies) for parameter, state in optimizer.state.items()})
+            for optimizer in optimizers
+        ]
+        self._groups = [
+            (group, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything in place."""
-        for parameter, value, gradient, its_value in self._parameters:
-            local_part(parameter).copy_(_load(value))
-            local_part(gradient).copy_(_load(its_value))  # weight decay may have been added to it
+        for parameter, gradient, value, its_value in self._parameters:
+            local_part(parameter).copy_(value)
+            if gradient is not None:
+                local_part(gradient).copy_(its_value)  # weight decay may have been added to it
             parameter.grad = gradient
         for optimizer, states in self._states:
             for parameter in list(optimizer.state):
@@ -260,45 +254,22 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
         for group, settings in self._groups:
             group.update(settings)
 
-    def _copy_state(self, state: Any) -> Any:
-        if not isinstance(state, dict):
-            return copy.deepcopy(state)
-        return {
-            name: self._copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-            for name, value in state.items()
-        }
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor | _Stored:
-        tensor = local_part(tensor.detach())
-        if tensor.device.type != "cpu" or tensor.is_sparse or tensor.nbytes < _SMALL_BYTES:
-            return tensor.to("cpu", copy=True)
-        if self._num_files == 0:
-            self._folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="memkit-step-"))
-        self._num_files += 1
-        return _Stored(tensor, Path(self._folder, str(self._num_files)))
-
-
-class _Stored:
-    """A host tensor in a file. It is written, not mapped, so a full disk is an error and not a crash."""
-
-    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
-        self._path, self._shape, self._dtype, self._nbytes = path, tensor.shape, tensor.dtype, tensor.nbytes
-        tensor.contiguous().view(-1).view(torch.uint8).numpy().tofile(path)
-
-    def load(self) -> torch.Tensor:
-        stored = torch.from_file(str(self._path), shared=True, size=self._nbytes, dtype=torch.uint8)
-        return stored.view(self._dtype).view(self._shape)
-
-
-def _load(value: torch.Tensor | _Stored) -> torch.Tensor:
-    return value.load() if isinstance(value, _Stored) else value
+def _copied(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield copies in host memory; of large tensors that are there already, in a file."""
+    local = [local_part(each.detach()).resolve_conj().resolve_neg() for each in tensors]
+    in_file = [each.is_cpu and not each.is_sparse and each.nbytes >= _SMALL_BYTES for each in local]
+    mapped = iter(map_file(list(itertools.compress(local, in_file))))
+    return (
+        next(mapped) if is_large else each.to("cpu", copy=True) for each, is_large in zip(local, in_file, strict=True)
+    )
 
 
 def _restore_state(state: dict[str, Any], before: dict[str, Any]) -> None:
     for name in state.keys() - before.keys():
         del state[name]
     for name, value in before.items():
-        if isinstance(value, torch.Tensor | _Stored):
-            local_part(state[name]).copy_(_load(value))
+        if isinstance(value, torch.Tensor):
+            local_part(state[name]).copy_(value)
         else:
             state[name] = copy.deepcopy(value)

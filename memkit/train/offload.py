@@ -22,8 +22,8 @@ from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_node
 from memkit._torch.tensors import base_of, storage_key, version_of
 from memkit.train.models import device_of
-from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store
-from memkit.train.state_offload import moved_state, span
+from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store, span
+from memkit.train.state_offload import moved_state
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
 _ALIGNMENT = 16  # bytes of the largest element
@@ -128,11 +128,11 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         return _Packed(tensor, self._record(tensor) if moves else None)
 
     def _may_move(self, tensor: torch.Tensor, lasting: set[int]) -> bool:
-        if isinstance(tensor, nn.Parameter) or isinstance(_base(tensor), nn.Parameter) or not _has_storage(tensor):
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter) or not _has_storage(tensor):
             return False
         if tensor.nbytes < self._min_bytes or tensor.device.type == "meta":
             return False
-        if _address(tensor.untyped_storage()) in lasting:
+        if storage_key(tensor.untyped_storage()) in lasting:
             return False
         if self._to == "host" and tensor.device.type == "cpu":
             self._num_on_cpu += 1
@@ -143,13 +143,13 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     def _record(self, tensor: torch.Tensor) -> _Record:
         """Find the record of a tensor's storage, or make one and move out storages that no longer fit."""
         storage = tensor.untyped_storage()
-        record = self._records.get(_address(storage))
+        record = self._records.get(storage_key(storage))
         first, size = _extent(tensor)
-        if record is not None and record.covers(storage, _version(tensor), first, size):
+        if record is not None and record.covers(storage, version_of(tensor), first, size):
             return record
         if storage.nbytes() <= _WORTH_WHOLE * size:
             first, size = 0, storage.nbytes()
-        record = self._records[_address(storage)] = _Record(self, tensor, first, size)
+        record = self._records[storage_key(storage)] = _Record(self, tensor, first, size)
         self._held[id(record)] = weakref.ref(record)
         self.held_bytes += record.num_bytes
         while self.held_bytes > self._budget and self._held:
@@ -159,7 +159,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         return record
 
     def _move_out(self, record: _Record, original: torch.Tensor) -> None:
-        if _version(original) == record.version:  # otherwise backward reports the change
+        if version_of(original) == record.version:  # otherwise backward reports the change
             store = self._store_for(original)
             record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
             record.store = store  # a write that failed has nothing to release
@@ -202,7 +202,7 @@ class _Record:
         self._source = weakref.ref(tensor.untyped_storage())
         self._loaded: weakref.ref[torch.UntypedStorage] | None = None
         self._device = tensor.device
-        self.version = _version(tensor)
+        self.version = version_of(tensor)
         self.first, self.num_bytes = first, num_bytes
         self.original: torch.Tensor | None = tensor  # while it is kept
         self.store: Store | None = None
@@ -236,7 +236,7 @@ class _Packed:
     def __init__(self, tensor: torch.Tensor, record: _Record | None) -> None:
         self._record = record
         if record is None:
-            self._tensor, self._saved_version = tensor, _version(tensor)
+            self._tensor, self._saved_version = tensor, version_of(tensor)
         else:
             self._layout = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -261,18 +261,6 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _address(storage: torch.UntypedStorage) -> int:
-    return storage_key(storage)
-
-
-def _base(tensor: torch.Tensor) -> torch.Tensor | None:
-    return base_of(tensor)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return version_of(tensor)
-
-
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return first byte and size of a view's range in its storage; the first byte is aligned for every dtype."""
     start = int(tensor.storage_offset()) * tensor.element_size()
@@ -283,7 +271,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 def _storages(model: nn.Module) -> set[int]:
     """Return the addresses of a model's parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
-    return {_address(tensor.untyped_storage()) for tensor in tensors if _has_storage(tensor)}
+    return {storage_key(tensor.untyped_storage()) for tensor in tensors if _has_storage(tensor)}
 
 
 def _view_bytes(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
@@ -292,7 +280,7 @@ def _view_bytes(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:
-    if _version(tensor) != version:
+    if version_of(tensor) != version:
         _refuse_changed(f", which has the shape {tuple(tensor.shape)}")
 
 

@@ -1,18 +1,22 @@
-"""Stores for offloaded tensors: ranges of an unlinked temporary file, or pinned host memory of an accelerator."""
+"""Places for offloaded tensors: unlinked temporary files, or pinned host memory of an accelerator."""
 
 from __future__ import annotations
 
 import bisect
+import mmap
 import tempfile
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from memkit._core.errors import MemkitOutOfMemoryError
+
+_ALIGNMENT = 64  # bytes, of a tensor in a mapped file
 
 
 class Store(Protocol):
@@ -182,3 +186,47 @@ class _Ranges:
             self._end = start
         else:
             self._free.insert(index, (start, size))
+
+
+def map_file(values: Sequence[torch.Tensor], folder: str | Path | None = None) -> list[torch.Tensor]:
+    """Write host tensors to an unnamed file, and return them mapped from it, with their strides.
+
+    Writing first makes a full disk an error instead of a crash.
+
+    Args:
+        values: The tensors.
+        folder: Folder of the file; None is the system's temporary folder, which some systems keep in memory.
+
+    Raises:
+        MemkitOutOfMemoryError: The disk is full.
+    """
+    if not values:
+        return []
+    with tempfile.TemporaryFile(dir=folder, prefix="memkit-state-") as file:
+        starts = []
+        try:
+            for value in values:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                starts.append(file.tell())
+                dense = torch.as_strided(value, (span(value),), (1,), value.storage_offset())
+                file.write(memoryview(dense.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # it has a buffer
+            file.flush()
+        except OSError as error:
+            raise MemkitOutOfMemoryError(
+                "offload_state(optimizer)",
+                got=f"{error.strerror} in {folder or tempfile.gettempdir()}",
+                expected="enough disk space for the optimizer's state",
+                fix="pass folder=... on a larger disk.",
+            ) from error
+        data = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    return [
+        data[start : start + span(value) * value.element_size()]
+        .view(value.dtype)
+        .as_strided(value.shape, value.stride())
+        for start, value in zip(starts, values, strict=True)
+    ]
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Return how many elements of its storage a tensor spans."""
+    return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

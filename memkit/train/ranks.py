@@ -106,7 +106,7 @@ class Shards(Ranks):
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of gradients sharded over the ranks; all of them must call it."""
         # Only code before or after the collective is retried; the collective itself must run once.
-        squared = insist(lambda: _square_norm([local_part(each) for each in gradients]), _NORM)
+        squared = insist(lambda: _total_norm([local_part(each) for each in gradients]).square(), _NORM)
         for group in self._groups:
             dist.all_reduce(squared, group=group)
         return insist(squared.sqrt, _NORM)
@@ -265,10 +265,6 @@ def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         (half if is_half else others).append(each)
     norms = foreach.norm(half, dtype=torch.float32) if half else []  # as get_total_norm
     return nn.utils.get_total_norm([*norms, *others])
-
-
-def _square_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _total_norm(gradients).square()
 
 
 def _flatten(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from memkit._advice.catalog import remedy
 from memkit._core.errors import ConfigError, warn_user
-from memkit._recovery.attempt import Failed, Kinds, OutOfMemory
+from memkit._core.printable import list_some
+from memkit._recovery.attempt import Failed, Failure, Kinds
 from memkit._torch.modules import is_compiled
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.models import device_of
@@ -33,12 +34,26 @@ class Remedies:
     Args:
         model: The model.
         call: The user's call, for messages.
-        has: Remedies that are already on, or not possible.
+        may_look: Whether it may be checked that recomputing blocks keeps the gradient.
+        is_sharded: Whether its parameters are sharded over ranks, which must all do the same.
+        checkpoint: The user's choice of blocks; None for none.
+        offload: The user's ``offload`` setting.
     """
 
-    def __init__(self, model: nn.Module, *, call: str, has: Collection[RemedyName] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        call: str,
+        may_look: bool,
+        is_sharded: bool = False,
+        checkpoint: object = None,
+        offload: Collection[str] = (),
+    ) -> None:
         self._model, self._call = model, call
-        self._can: list[RemedyName] = [each for each in ("recompute", "offload") if each not in has]
+        may_change = not is_sharded and not any(is_compiled(each) for each in model.modules())
+        self._can: list[RemedyName] = ["recompute"] if may_change and may_look and checkpoint is None else []
+        self._can += ["offload"] if may_change and "activations" not in offload else []
         self._left = [each for each in self._can if each == "recompute" or device_of(model).type != "cpu"]
         self._checkpointing: Checkpointing | None = None
         self._offload: offload_activations | None = None
@@ -80,7 +95,7 @@ class Remedies:
         """Return the context for forward, if there is one."""
         return None if self._offload is None else self._offload.within(self._model)
 
-    def improve(self, failure: OutOfMemory | Failed, what: str, *, is_last: bool = False) -> bool:
+    def improve(self, failure: Failure, what: str, *, is_last: bool = False) -> bool:
         """Apply the next remedy; return False if none is left.
 
         Args:
@@ -127,8 +142,8 @@ class Remedies:
             self._checkpointing = Checkpointing(self._model, "auto")
         except ConfigError:  # it has no blocks, or they are already treated
             return ""
-        names = list(self._checkpointing.blocks)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        names = tuple(self._checkpointing.blocks)
+        shown = list_some(names, 3)
         known = self._known["recompute"]
         return f"from now on {shown} run again in backward: {known.effect}. {known.arguments} does so from the start."
 
@@ -142,30 +157,3 @@ class Remedies:
         if self._checkpointing is not None:
             self._checkpointing.close()
         self._checkpointing = None
-
-
-def make_remedies(
-    model: nn.Module,
-    *,
-    call: str,
-    may_look: bool,
-    is_sharded: bool = False,
-    checkpoint: object = None,
-    offload: Collection[str] = (),
-) -> Remedies:
-    """Choose the possible remedies: none that is already on, none in compiled graphs or with sharded parameters.
-
-    Args:
-        model: The model.
-        call: The user's call, for messages.
-        may_look: Whether it may be checked that recomputing blocks keeps the gradient.
-        is_sharded: Whether its parameters are sharded over ranks, which must all do the same.
-        checkpoint: The user's choice of blocks; None for none.
-        offload: The user's ``offload`` setting.
-    """
-    has_compiled = any(is_compiled(each) for each in model.modules())
-    can_recompute = may_look and checkpoint is None and not has_compiled and not is_sharded
-    has: list[RemedyName] = [] if can_recompute else ["recompute"]
-    if "activations" in offload or has_compiled or is_sharded:
-        has.append("offload")
-    return Remedies(model, call=call, has=has)

@@ -9,7 +9,7 @@ from torch import nn
 
 from memkit._core.errors import MemkitOutOfMemoryError
 from memkit._machine.devices import release_cached_memory
-from memkit._recovery.attempt import Failed, OutOfMemory
+from memkit._recovery.attempt import Failure
 from memkit._recovery.batch import Alone, Attempt, BatchRun, Forced, Peers
 from memkit._recovery.plan import Part
 from memkit.train.gradient_sum import GradientSum
@@ -69,7 +69,7 @@ class Together:
         self._lockstep, self._sums = lockstep, sums
         self._num_parts = 0
         self._is_shortened = False  # to fewer parts than planned, because a rank has too few rows
-        self._failure: OutOfMemory | Failed | None = None
+        self._failure: Failure | None = None
 
     def num_parts(self, run: BatchRun, at_least: int) -> int:
         """Choose how many parts to split a batch into, and begin it."""

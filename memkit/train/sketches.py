@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from memkit._gradients.streamed import catch_gradients
+
 _EXACT_NUMEL, _WIDTH = 256, 64  # elements kept exactly, and numbers in a sketch of more
 _MOST_ROWS = 512  # that are summed at a time
 
@@ -30,22 +32,7 @@ def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) ->
     Memory cost: one gradient at a time.
     """
     found: dict[int, Tensor] = {}
-
-    def catch(index: int, gradient: Tensor) -> Tensor | None:
-        found[index] = _sketch(gradient)
-        # Autograd holds the returned tensor until its end, so return one without memory.
-        return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand_as(gradient)
-
-    with torch.autocast(loss.device.type, enabled=False):
-        handles = [
-            each.register_hook(lambda gradient, index=index: catch(index, gradient))  # type: ignore[no-untyped-call]
-            for index, each in enumerate(parameters)
-        ]
-        try:
-            torch.autograd.grad(loss, parameters, slope, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+    catch_gradients(loss, slope, parameters, lambda index, gradient: found.update({index: _sketch(gradient)}))
     return _to_host(found, len(parameters))
 
 

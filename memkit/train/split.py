@@ -198,11 +198,11 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def list_leaves(batch: Any) -> list[Any]:
-    """List all leaves of a batch, of any type."""
+def structure_of(batch: Any) -> tuple[object, ...]:
+    """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
     leaves: list[Any] = []
     _collect(batch, leaves)
-    return leaves
+    return tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
 
 
 def _leaves(batch: Any, fix: str = _WAY_OUT) -> list[Any]:

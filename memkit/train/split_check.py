@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, StateError
+from memkit._core.printable import list_some
 from memkit._core.units import MIB
 from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._gradients.streamed import without_hooks
@@ -87,7 +88,7 @@ class SplitVerdict:
         """Suggested fixes, one sentence per cause; empty if there are none."""
         sentences = []
         if self.modules:
-            names = ", ".join(self.modules[:5]) + (f" and {len(self.modules) - 5} more" if self.modules[5:] else "")
+            names = list_some(self.modules)
             sentences.append(
                 f"In training mode {names} would see the statistics of each micro-batch: use GroupNorm or LayerNorm, "
                 "or freeze the statistics with .eval()."
@@ -211,6 +212,29 @@ class CheckAttempt:
 Attempts = Generator[CheckAttempt, None, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """How gradients are computed, as far as the split check needs to know.
+
+    Attributes:
+        parameters: Returns the trained parameters.
+        is_mixed: Whether forwards run under autocast.
+        scale: Returns the factor that keeps gradients in float16 from underflowing.
+        adds_up: Whether the losses of the parts add up to the batch's.
+        with_hooks: Whether hooks on parameters see the gradient of each part.
+        is_tight: Whether memory is known to be short.
+        unchecked: Why a split cannot be checked; empty if it can.
+    """
+
+    parameters: Callable[[], Sequence[nn.Parameter]]
+    is_mixed: Callable[[], bool] = lambda: False
+    scale: Callable[[], float | Tensor] = lambda: 1.0
+    adds_up: bool = False
+    with_hooks: bool = True
+    is_tight: bool = False
+    unchecked: str = ""
+
+
 class Examination:
     """The check of one batch: a series of attempts, to be run by the caller, and the verdict.
 
@@ -220,44 +244,36 @@ class Examination:
 
     Args:
         model: The model, as the user calls it.
-        parameters: The trained parameters.
+        how: How the step computes its gradients; autocast is off for a check in full precision.
         roots: Other objects whose state a run may change: the loss function.
         ways: Ways to split, cheapest first; the next one is tried if one fails or sees no gradient.
-        adds_up: Whether losses of parts without a count add up to the batch's.
-        with_hooks: Whether a step runs the parameters' hooks on each part's gradient.
         is_uneven: Whether losses were divided by something not proportional to the parts' rows; real parts are checked.
-        has_autocast: Whether the caller's step runs under autocast, which is off for a check in full precision.
-        scale: Factor that keeps gradients in float16 from underflowing.
         around_whole: Context for runs of the whole, to compare two ways to compute it; no cause is then searched for.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        how: Computation,
         roots: Sequence[object],
         ways: Sequence[Way],
         *,
-        adds_up: bool = False,
-        with_hooks: bool = True,
         is_uneven: bool = False,
-        has_autocast: bool = False,
-        scale: float | Tensor = 1.0,
         around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._around_whole = around_whole
-        self._model, self._parameters = model, list(parameters)
-        self._ways, self._adds_up = ways, adds_up
+        self._model, self._parameters = model, list(how.parameters())
+        self._ways, self._adds_up = ways, how.adds_up
         # Rounding in half precision hides small differences.
-        self._in_full_precision = has_autocast or 0 < _half_bytes(model) <= _MAX_HALF_BYTES
+        self._in_full_precision = how.is_mixed() or 0 < _half_bytes(model) <= _MAX_HALF_BYTES
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
         self._prepare: Callable[[], None] = _leave
-        self._failure, self._is_uneven, self._scale = "", is_uneven, float(scale)
+        self._failure, self._is_uneven, self._scale = "", is_uneven, float(how.scale())
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._has_run_out = self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
-        self._with_hooks = with_hooks and any(hooks_of(each) for each in parameters)
+        self._with_hooks = how.with_hooks and any(hooks_of(each) for each in self._parameters)
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
         self._rehearsal: Rehearsal
@@ -766,7 +782,7 @@ def check_split(
         ways = ways_to_cut(batch, num_parts=num_parts, split_fn=split_fn)
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
-    examination = Examination(model, trained, [loss_fn], ways)
+    examination = Examination(model, Computation(lambda: trained), [loss_fn], ways)
     for look in examination.attempts():
         with look as micro:
             look.backward(read_loss(loss_fn(model, micro), call="loss_fn"))

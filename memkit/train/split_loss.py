@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from memkit._core.errors import InputError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.protocols import Uncopied
 from memkit._core.settings import Checker
 from memkit._gradients.captured import named_tensors
 from memkit._gradients.loss import Loss, LossFn, detached, read_loss
-from memkit._gradients.streamed import accumulator_dtype, with_gradients, without_hooks
+from memkit._gradients.streamed import accumulator_dtype, catch_gradients, with_gradients, without_hooks
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
+from memkit._torch.graph import inputs_of
+from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.checks import check_loss, read_count
 from memkit.train.divisors import divisors
-from memkit.train.drive import BatchDriver, Computation
+from memkit.train.drive import BatchDriver
+from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 from memkit.train.models import device_of, may_recover_alone
-from memkit.train.remedies import make_remedies
+from memkit.train.remedies import Remedies
 from memkit.train.split import SplitFn, list_tensors
-from memkit.train.split_check import CheckAttempt
-from memkit.train.split_loss_checks import (
-    CALL,
-    CALL_LOSS,
-    check_graph,
-    check_ranks,
-    list_modules,
-    list_trained,
-    unwrap_replica,
-    warn_of_float16,
-)
+from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_watch import Probe, SplitWatch
+
+_CALL = "SplitLoss"
+_LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear", "Embedding")
+_CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 
 
 class SplitLoss(Uncopied):
@@ -97,27 +95,27 @@ class SplitLoss(Uncopied):
         split_fn: SplitFn | None = None,
         probe: Probe = True,
     ) -> None:
-        check = Checker(CALL)
+        check = Checker(_CALL)
         check.whole("num_microbatches", num_microbatches, 1)
         check.choice("reduction", reduction, ("mean", "sum"))
         check.choice("on_oom", on_oom, ("exact", "inexact", "raise"))
         if split_fn is not None:
             check.function("split_fn", split_fn)
-        unwrapped = [unwrap_replica(each) for each in list_modules(model)]
+        unwrapped = [_unwrap_replica(each) for each in _list_modules(model)]
         self._replicas = [replica for _, replica in unwrapped if replica is not None]
         self._own = unwrapped[0][0] if isinstance(model, nn.Module) else nn.ModuleList([own for own, _ in unwrapped])
-        check_ranks(self._own)
+        _check_ranks(self._own)
         num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
-        recovers = on_oom != "raise" and may_recover_alone(self._own, num_ranks, is_sharded=False, call=CALL)
-        self._remedies = make_remedies(self._own, call=CALL, may_look=probe is not False) if recovers else None
+        recovers = on_oom != "raise" and may_recover_alone(self._own, num_ranks, is_sharded=False, call=_CALL)
+        self._remedies = Remedies(self._own, call=_CALL, may_look=probe is not False) if recovers else None
         self._num_microbatches, self._reduction = num_microbatches, reduction
         self._split_fn = split_fn
         self._split_watch = SplitWatch(
-            self._own, probe, call=CALL, may_change=on_oom == "inexact", adds_up=reduction == "sum"
+            self._own, probe, call=_CALL, may_change=on_oom == "inexact", adds_up=reduction == "sum"
         )
         self._scale: float | torch.Tensor = 1.0
         computation = Computation(
-            parameters=lambda: list_trained(self._own),
+            parameters=lambda: _list_trained(self._own),
             is_mixed=lambda: torch.is_autocast_enabled(self._device_type),
             scale=lambda: self._scale,
             adds_up=reduction == "sum",
@@ -129,7 +127,7 @@ class SplitLoss(Uncopied):
             split_watch=self._split_watch,
             remedies=self._remedies,
             split_fn=split_fn,
-            call=CALL,
+            call=_CALL,
         )
         self.sizes: tuple[int, ...] = ()
         self.outputs: tuple[Any, ...] = ()
@@ -161,7 +159,7 @@ class SplitLoss(Uncopied):
             InputTypeError: ``loss_fn`` is not callable, or does not return a tensor.
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
-        check = Checker(f"{CALL}(model)")
+        check = Checker(f"{_CALL}(model)")
         check.function("loss_fn", loss_fn)
         self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
         if not isinstance(self._scale, torch.Tensor) and not self._scale > 0:
@@ -193,7 +191,7 @@ class SplitLoss(Uncopied):
         return device_of(self._own).type
 
     def _run(self, batch: Any, loss_fn: LossFn) -> _Total:
-        total = _Total(list_trained(self._own))
+        total = _Total(_list_trained(self._own))
         self.outputs = ()  # before this batch's peak
         # Leaves whose gradient would be lost; collected before a loss function can create leaves of its own.
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
@@ -226,16 +224,16 @@ class SplitLoss(Uncopied):
     ) -> None:
         # A separate function: when it fails, its frame releases every tensor.
         loss, count = self._evaluate(micro, loss_fn)
-        check_loss(loss.value, call=CALL_LOSS)
+        check_loss(loss.value, call=_CALL_LOSS)
         if leaves is not None:
-            check_graph(loss.value, total.parameters, leaves)
+            _check_graph(loss.value, total.parameters, leaves)
             precision = loss.value.dtype, torch.is_autocast_enabled(loss.value.device.type)
             if not self._is_scaled and precision not in self._looked_at:  # once: it walks the whole graph
                 self._looked_at.add(precision)
-                warn_of_float16(loss.value)
+                _warn_of_float16(loss.value)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
             raise InputError(
-                f"{CALL}(split_fn=...)",
+                f"{_CALL}(split_fn=...)",
                 got="a loss without a count, for a part made by split_fn",
                 expected="the weight of the part, which its rows do not determine",
                 fix="return mk.Loss(mean=loss, count=n) from loss_fn.",
@@ -248,17 +246,17 @@ class SplitLoss(Uncopied):
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
         result = loss_fn(self._own, micro)
-        loss = read_loss(result, call=CALL_LOSS)
+        loss = read_loss(result, call=_CALL_LOSS)
         if self._reduction == "sum" and isinstance(result, Loss) and loss.count is None:
             raise InputError(
-                f"{CALL}(reduction='sum')",
+                f"{_CALL}(reduction='sum')",
                 got="mk.Loss(mean=...) without its count, to be added up",
                 expected="a sum over rows, or a loss with its count",
                 fix="return mk.Loss(mean=loss, count=n) or mk.Loss(sum=loss, count=n), or the sum itself as a tensor.",
             )
         if loss.count is None:
             return loss, None
-        return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))
+        return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {_CALL}"))
 
 
 class _Total:
@@ -285,7 +283,7 @@ class _Total:
         is_first = self._count is None and self._value is None
         if not is_first and (count is None) != (self._count is None):
             raise InputError(
-                CALL_LOSS,
+                _CALL_LOSS,
                 got="a count for some parts of a batch but not for others",
                 expected="the same form for every part",
                 fix="always return mk.Loss(..., count=n), with count=0 where there is nothing to count.",
@@ -296,31 +294,17 @@ class _Total:
             weight = (count if loss.reduction == "mean" else 1.0) / self._unit if count else 0.0
         if weight:
             root = loss.value.reshape(())
-            with torch.autocast(root.device.type, enabled=False), self._catching():  # each node has its forward's dtype
-                slope = torch.full_like(root, weight) * scale
-                torch.autograd.grad(root, self.parameters, slope, allow_unused=True)
+            slope = torch.full_like(root, weight) * scale
+            with without_hooks(self.parameters):  # they run once, on the batch's gradient
+                catch_gradients(root, slope, self.parameters, self._catch)
             value = root.detach().to(accumulator_dtype(root.dtype)) * weight
             self._value = value if self._value is None else self._value + value
             self.is_torn = False
         if count is not None:
             self._count = (self._count or 0.0) + count
 
-    @contextlib.contextmanager
-    def _catching(self) -> Iterator[None]:
-        """Catch each gradient as soon as backward has it; parameter hooks run once, on the batch's gradient."""
-        with without_hooks(self.parameters):
-            handles = [
-                each.register_hook(functools.partial(self._catch, i))  # type: ignore[no-untyped-call]
-                for i, each in enumerate(self.parameters)
-            ]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-
-    def _catch(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a parameter's gradient; return a zero-memory stand-in, since autograd holds the result until its end."""
+    def _catch(self, i: int, gradient: torch.Tensor) -> None:
+        """Add a parameter's gradient."""
         self.is_torn = True
         before = self._gradients[i]
         if before is None:
@@ -329,7 +313,6 @@ class _Total:
             self._gradients[i] = before + gradient
         else:
             self._gradients[i] = before.to(accumulator_dtype(before.dtype)).add_(gradient)
-        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     def as_loss(self, scale: float | torch.Tensor) -> torch.Tensor:
         """Return a loss whose backward hands the gradient over."""
@@ -339,5 +322,115 @@ class _Total:
         # Only parameters that the loss reaches: the others should have no gradient, not zeros.
         reached = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
         value, gradients = self._value * scale, [self._gradients[i] for i in reached]
-        loss = with_gradients(lambda _: (value, gradients), [self.parameters[i] for i in reached], call=CALL)
+        loss = with_gradients(lambda _: (value, gradients), [self.parameters[i] for i in reached], call=_CALL)
         return loss * ((self._unit / (self._count or 1.0) if self._count is not None else 1.0) / scale)
+
+
+def _list_modules(model: object) -> list[nn.Module]:
+    """Return the passed module or modules as a list."""
+    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if modules and all(isinstance(each, nn.Module) for each in modules):
+        return modules
+    raise InputTypeError(
+        f"{_CALL}(model)",
+        got=f"a {type(model).__name__}" + (f" of {[type(each).__name__ for each in modules]}" if modules else ""),
+        expected="a torch.nn.Module, or a list of at least one",
+        fix="pass the module whose parameters are trained, not its parameters or a function.",
+    )
+
+
+def _list_trained(model: nn.Module) -> list[nn.Parameter]:
+    """List the currently trainable parameters; they may be frozen between two batches."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trained:
+        return trained
+    raise InputError(
+        _CALL_LOSS,
+        got="a model without any parameter that requires a gradient",
+        expected="at least one parameter to train",
+        fix="unfreeze the parameters to train, or pass the module that holds them; for inference call it under "
+        "torch.no_grad().",
+    )
+
+
+def _unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
+    """Return the module that a DDP replica wraps (possibly compiled before wrapping), and the replica."""
+    is_compiled = is_compiled_wrapper(model)
+    replica = model.get_submodule(COMPILED) if is_compiled else model
+    if not isinstance(replica, nn.parallel.DistributedDataParallel):
+        return model, None
+    if is_compiled:
+        warn_user(
+            f"{_CALL}: torch.compile around DistributedDataParallel has no effect here, because the parts run the "
+            "inner module. Compile the module first, then wrap it."
+        )
+    return replica.module, replica
+
+
+def _check_ranks(model: nn.Module) -> None:
+    """Refuse models that communicate between ranks inside a forward: ranks may split their batches differently."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    is_sharded = "FullyShardedDataParallel" in kinds or any(hasattr(each, "to_local") for each in model.parameters())
+    if not is_sharded and "DistributedDataParallel" not in kinds:
+        return
+    raise ConfigError(
+        f"{_CALL}(model)",
+        got="parameters that are sharded over ranks"
+        if is_sharded
+        else "DistributedDataParallel around only a part of the model",
+        expected="a whole model, or one in DistributedDataParallel",
+        fix="use MemoryEfficientTrainingWrapper, whose ranks split fully_shard models in step."
+        if is_sharded
+        else "wrap the whole model, or pass several wrapped ones: SplitLoss([encoder, head]).",
+    )
+
+
+def _warn_of_float16(loss: torch.Tensor) -> None:
+    """Warn if a loss whose backward runs here goes through float16 without a scale.
+
+    A scaler comes too late: it multiplies the returned loss, whose gradient is already computed by then.
+    """
+    # Layers in float16, as autocast runs them; an explicit cast meets no scaler in the plain loop either.
+    given = ((node.name().startswith(_LAYERS), inputs_of(node)) for node in graph_nodes(loss))
+    if any(
+        each.dtype == torch.float16 and (is_layer or math.prod(each.shape) == 1)
+        for is_layer, metadata in given
+        for each in metadata
+    ):
+        warn_user(
+            f"{_CALL_LOSS}: the loss is computed in float16, and no scale is given: small gradients become zero in "
+            "backward, however the loss is scaled afterwards. Pass scale=scaler.get_scale(), or compute in "
+            "bfloat16; scale=1.0 turns this warning off."
+        )
+
+
+def _check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dict[int, str]) -> None:
+    """Refuse a graph that would lose a gradient: of a leaf outside the model, or through a reentrant checkpoint."""
+    if has_reentrant_checkpoint(loss):
+        raise InputError(
+            _CALL_LOSS,
+            got="a loss through checkpoint(use_reentrant=True), which only backward() can differentiate",
+            expected="a graph that torch.autograd.grad can differentiate",
+            fix="pass use_reentrant=False to the checkpoint; a trainer has a setting for it, such as "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}.",
+        )
+    known = set(map(id, parameters))
+    for node in graph_nodes(loss):
+        leaf = getattr(node, "variable", None)
+        if leaf is None or id(leaf) in known:
+            continue
+        if isinstance(leaf, nn.Parameter):
+            raise InputError(
+                _CALL_LOSS,
+                got=f"a loss that trains a parameter of shape {tuple(leaf.shape)} which does not belong to the model",
+                expected="a loss over the parameters of the model",
+                fix="pass all modules that are trained: SplitLoss([model, criterion]).",
+            )
+        if id(leaf) in leaves:
+            raise InputError(
+                _CALL_LOSS,
+                got=f"{leaves[id(leaf)]}, of shape {tuple(leaf.shape)}, that requires a gradient",
+                expected="only the model's parameters to require gradients: this tensor would silently get no gradient",
+                fix="if it is trained, make it an nn.Parameter of a module that you pass; if not, detach() it; if "
+                "loss_fn itself computes its gradient, call requires_grad_() inside loss_fn.",
+            )

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
-from memkit._recovery.attempt import Failed, OutOfMemory
+from memkit._recovery.attempt import Failure
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
-from memkit.train.split import list_leaves
+from memkit.train.split import structure_of
 from memkit.train.split_check import SplitVerdict, take_workspace
 
 Probe = bool | Literal["require"]
@@ -76,7 +76,7 @@ class SplitWatch:
         self._trusted.add(self._kind(batch, loss_fn))
 
     def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
-        return _identity(loss_fn), tuple([module.training for module in self._modules]), _structure(batch)
+        return _identity(loss_fn), tuple([module.training for module in self._modules]), structure_of(batch)
 
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
@@ -152,7 +152,7 @@ class SplitWatch:
         if not (run.is_cut_anew and run.undo_cut()):
             self._check_forced(known, run.forced.failure)
 
-    def _check_forced(self, verdict: SplitVerdict, failure: OutOfMemory | Failed | None) -> None:
+    def _check_forced(self, verdict: SplitVerdict, failure: Failure | None) -> None:
         if verdict.exact or self._may_change:
             return
         why = f"could not be checked: {verdict.reason.rstrip('.')}"
@@ -269,10 +269,3 @@ def _identity(fn: object) -> object:
                 continue
         return fn.__code__, tuple(_identity(each) for each in cells if callable(each))
     return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None
-
-
-def _structure(batch: Any) -> tuple[object, ...]:
-    """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
-    return tuple(
-        (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in list_leaves(batch)
-    )

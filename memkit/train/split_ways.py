@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -110,8 +111,8 @@ def ways_to_cut(
         return Way(functools.partial(cut, batch, num_rows, *settings), **kind)
 
     few = way(_few_rows, sizes, at_most)
-    in_another_order = way(_few_sorted_rows, sizes, at_most, is_sorted=True)
-    two, two_rows = way(_two_parts, sizes, is_real=True), way(_few_rows, [1], 2, is_smaller=True)
+    in_another_order = way(functools.partial(_few_rows, keeps_groups=False), sizes, at_most, is_sorted=True)
+    two, two_rows = way(_some_parts, sizes, 2, is_real=True), way(_few_rows, [1], 2, is_smaller=True)
     # After an out-of-memory try fewer rows, then the same again once the cache is released.
     if is_tight:
         alike = way(_alike_rows, sizes, at_most, is_sorted=True, is_further=True)
@@ -176,12 +177,12 @@ def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | N
     return CutBatch(samples, size, tuple(cut), has_rows=False) if len(cut) > 1 else None
 
 
-def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> CutBatch:
-    """Choose the most dissimilar small parts, unchanged and in their order."""
-    edges = [0, *np.cumsum(sizes).tolist()]
-    blocks = sorted(_unlike(batch, num_rows, edges, number))
-    lengths = [stop - start for start, stop in blocks]
-    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
+def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> CutBatch | None:
+    """Choose the most dissimilar parts, unchanged and in their order."""
+    if len(sizes) < 2:
+        return None
+    blocks = sorted(_unlike(batch, num_rows, [0, *np.cumsum(sizes).tolist()], number))
+    return _cut(batch, num_rows, blocks, [stop - start for start, stop in blocks])
 
 
 def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> CutBatch | None:
@@ -193,9 +194,7 @@ def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) 
     lengths += [last - unit] if last > unit else []  # sorted rows are a copy: take fewer, so memory stays the same
     if len(lengths) < 2:
         return None
-    return _cut(
-        _rows_of(batch, num_rows, _unlike(batch, num_rows, range(num_rows + 1), sum(lengths))), sum(lengths), lengths
-    )
+    return _cut(batch, num_rows, _unlike(batch, num_rows, range(num_rows + 1), sum(lengths)), lengths)
 
 
 def _if_alike(way: Way, batch: Any, sizes: Sequence[int]) -> CutBatch | None:
@@ -210,36 +209,25 @@ def _have_the_same_labels(batch: Any, num_rows: int, sizes: Sequence[int]) -> bo
     return bool(np.ptp(discrete, axis=0).any() and not np.ptp(means, axis=0).any())
 
 
-def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
+def _few_rows(
+    batch: Any, num_rows: int, sizes: Sequence[int], at_most: int, *, keeps_groups: bool = True
+) -> CutBatch | None:
     """Choose a few dissimilar rows, in two parts; no more than one real part has, which is known to fit.
 
-    If groups of rows may belong together, whole groups are chosen, and the split is between them.
+    If groups of rows may belong together, the split is between them. Whole groups are chosen, or, unless
+    ``keeps_groups``, rows one by one.
     """
     if num_rows < 2:
         return None
-    unit, lengths = _two_lengths(num_rows, sizes, at_most)
-    blocks = _unlike(batch, num_rows, range(0, num_rows + 1, unit), sum(lengths) // unit)
-    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
-
-
-def _few_sorted_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
-    """Same as `_few_rows`, but with rows chosen and sorted individually."""
-    if num_rows < 2:
-        return None
-    _, lengths = _two_lengths(num_rows, sizes, at_most)
-    blocks = _unlike(batch, num_rows, range(num_rows + 1), sum(lengths))
-    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
-
-
-def _two_lengths(num_rows: int, sizes: Sequence[int], at_most: int) -> tuple[int, list[int]]:
-    """Return the size of a possible group of rows, and the rows of two parts."""
     wanted = min(num_rows, max(2, min(at_most, max(sizes))))
     unit = math.gcd(_LARGEST_UNIT, *sizes)
     while 2 * unit > wanted:
         unit //= 2
     num_groups = wanted // unit
     cut, size = (num_groups * 5 + 4) // 8 * unit, unit * num_groups
-    return unit, [cut, size - cut]
+    step = unit if keeps_groups else 1
+    blocks = _unlike(batch, num_rows, range(0, num_rows + 1, step), size // step)
+    return _cut(batch, num_rows, blocks, [cut, size - cut])
 
 
 def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
@@ -249,35 +237,20 @@ def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -
     if not size or size == num_rows or num_rows > _MOST_SORTED:
         return None
     rows = _unlike(batch, num_rows, range(num_rows + 1), num_rows)[:size]
-    return _cut(_rows_of(batch, num_rows, [*rows[::2], *rows[1::2]]), size, [size // 2, size // 2])
+    return _cut(batch, num_rows, [*rows[::2], *rows[1::2]], [size // 2, size // 2])
 
 
-def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> CutBatch | None:
-    """Choose the two most dissimilar real parts, with their own order and number of rows."""
-    if len(sizes) < 2:
-        return None
-    edges = [0, *np.cumsum(sizes).tolist()]
-    blocks = sorted(_unlike(batch, num_rows, edges, 2))
-    lengths = [stop - start for start, stop in blocks]
-    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
-
-
-def _rows_of(batch: Any, num_rows: int, blocks: Sequence[tuple[int, int]]) -> Any:
-    """Take blocks of rows; neighbors need no copy."""
+def _cut(batch: Any, num_rows: int, blocks: Sequence[tuple[int, int]], lengths: Sequence[int]) -> CutBatch:
+    """Take blocks of rows, and cut them into parts of these lengths; neighbors need no copy."""
     merged: list[tuple[int, int]] = []
     for start, stop in blocks:
         if merged and merged[-1][1] == start:
             merged[-1] = (merged[-1][0], stop)
         else:
             merged.append((start, stop))
-    return join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in merged])
-
-
-def _cut(rows: Any, size: int, sizes: Sequence[int]) -> CutBatch:
-    stops = np.cumsum(sizes).tolist()
-    parts = [
-        (take_rows(rows, stop - length, stop, num_rows=size), length) for stop, length in zip(stops, sizes, strict=True)
-    ]
+    rows, size = join_rows([take_rows(batch, *block, num_rows=num_rows) for block in merged]), sum(lengths)
+    stops = itertools.accumulate(lengths)
+    parts = [(take_rows(rows, stop - n, stop, num_rows=size), n) for stop, n in zip(stops, lengths, strict=True)]
     return CutBatch(rows, size, tuple(parts), has_rows=True)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,12 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
+from memkit._core.errors import ConfigError
 from memkit.train.gradients import as_list
+from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import materialize_state
 from memkit.train.transaction import atomic_steps
-
-_ALIGNMENT = 64  # bytes
 
 
 @contextlib.contextmanager
@@ -94,7 +91,7 @@ def _move(optimizer: Optimizer, move: Callable[[torch.Tensor, torch.device], tor
 def _move_out(optimizer: Optimizer, folder: str | Path | None) -> None:
     values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     on_host = [value for value in values if value.device.type == "cpu"]
-    mapped = dict(zip(map(id, on_host), _map_file(on_host, folder), strict=True))
+    mapped = dict(zip(map(id, on_host), map_file(on_host, folder), strict=True))
 
     def move(value: torch.Tensor, _: torch.device) -> torch.Tensor:
         if id(value) in mapped:
@@ -102,37 +99,3 @@ def _move_out(optimizer: Optimizer, folder: str | Path | None) -> None:
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
 
     _move(optimizer, move)
-
-
-def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list[torch.Tensor]:
-    """Write tensors to an unnamed file, then map it; writing first makes a full disk an error instead of a crash."""
-    with tempfile.TemporaryFile(dir=folder, prefix="memkit-state-") as file:
-        starts = []
-        try:
-            for value in values:
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                starts.append(file.tell())
-                dense = torch.as_strided(value, (span(value),), (1,), value.storage_offset())
-                file.write(memoryview(dense.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # it has a buffer
-            file.flush()
-        except OSError as error:
-            raise MemkitOutOfMemoryError(
-                "offload_state(optimizer)",
-                got=f"{error.strerror} in {folder or tempfile.gettempdir()}",
-                expected="enough disk space for the optimizer's state",
-                fix="pass folder=... on a larger disk.",
-            ) from error
-        if not starts:
-            return []
-        data = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    return [
-        data[start : start + span(value) * value.element_size()]
-        .view(value.dtype)
-        .as_strided(value.shape, value.stride())
-        for start, value in zip(starts, values, strict=True)
-    ]
-
-
-def span(tensor: torch.Tensor) -> int:
-    """Return how many elements of its storage a tensor spans."""
-    return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._core.errors import StateError
-from memkit._recovery.replay import Again, Replay
+from memkit._recovery.replay import Again, Replay, contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch.aten import FUSED_ATTENTION
 from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
@@ -107,10 +107,9 @@ class TreatedForward:
             return forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        replay = Replay(self._watch)
         if self.treatment == "full":
-            return replay, replay.again
-        kept = KeptResults()
+            return contexts_of(self._watch)
+        replay, kept = Replay(self._watch), KeptResults()
         return kept.first(replay), Again(lambda: kept.repetition(replay))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
@@ -24,6 +26,7 @@ from memkit._torch.compiler import count_graphs
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import (
     check_loss,
+    check_norm,
     check_open,
     check_owner,
     check_reduction,
@@ -31,7 +34,7 @@ from memkit.train.checks import (
     read_count,
 )
 from memkit.train.divisors import divisors
-from memkit.train.drive import BatchDriver, Computation
+from memkit.train.drive import BatchDriver
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
@@ -39,16 +42,56 @@ from memkit.train.gradients import list_parameters
 from memkit.train.models import device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload
 from memkit.train.precision import Precision, PrecisionName
-from memkit.train.remedies import Remedies, make_remedies
-from memkit.train.settings import CALL, StepResult, check_settings
+from memkit.train.remedies import Remedies
 from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
-from memkit.train.split_check import CheckAttempt
+from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_watch import Probe, SplitWatch
 
 _VERSION = 1
+_CALL = "MemoryEfficientTrainingWrapper"
 Reduction = Literal["mean", "sum"]
 OnOom = Literal["exact", "inexact", "raise"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of one step.
+
+    Attributes:
+        losses: Loss and weight of each micro-batch, detached.
+        grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
+        stepped: Whether the optimizer actually stepped.
+        num_microbatches: Micro-batches that the step took.
+        num_ooms: Out-of-memory errors survived during the step.
+        peak_bytes: The device's peak allocated bytes so far; None if the device has no counter.
+        sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
+        num_compilations: Graphs that torch.compile made during the step, for any model. More than zero after the first
+            steps means that shapes change, also through new micro-batch sizes.
+    """
+
+    losses: tuple[Loss, ...]
+    grad_norm: torch.Tensor | None
+    stepped: bool
+    num_microbatches: int
+    num_ooms: int
+    peak_bytes: int | None
+    sizes: tuple[int, ...]
+    num_compilations: int
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The ``outputs`` of each micro-batch's `Loss`, detached, in order; None for a micro-batch without."""
+        return tuple(loss.outputs for loss in self.losses)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The batch's mean loss, a 0-dim detached tensor; only reading its value synchronizes with the device."""
+        if len(self.losses) == 1 and self.losses[0].reduction == "mean":
+            return self.losses[0].value
+        total = torch.stack([loss.total() for loss in self.losses]).sum()
+        mean: torch.Tensor = total / sum(loss.weight for loss in self.losses)
+        return mean
 
 
 class MemoryEfficientTrainingWrapper(Uncopied, Closing):
@@ -121,13 +164,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         split_fn: SplitFn | None = None,
         probe: Probe = True,
     ) -> None:
-        check_settings(accumulation_steps, on_oom, offload, memory, scheduler, split_fn, max_grad_norm)
+        _check_settings(accumulation_steps, on_oom, offload, memory, scheduler, split_fn, max_grad_norm)
         self.model, self.memory, self._device = model, memory, device_of(model)
         self._optimizers = list_optimizers(optimizer)
         check_owner(model, self._optimizers, call="MemoryEfficientTrainingWrapper")
         self._accumulation_steps = accumulation_steps
         self._split_fn, self._scheduler, self._average = split_fn, scheduler, average
-        self._split_watch = SplitWatch(model, probe, call=CALL, may_change=on_oom == "inexact")
+        self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
         self._batch_run: BatchRun | None = None
         self._num_steps_before = 0  # before that batch
@@ -153,9 +196,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._remedies: Remedies | None = None
             is_sharded = self._sum.shards is not None
             if recovers:
-                self._remedies = make_remedies(
+                self._remedies = Remedies(
                     model,
-                    call=CALL,
+                    call=_CALL,
                     may_look=probe is not False,
                     is_sharded=is_sharded,
                     checkpoint=checkpoint,
@@ -511,3 +554,31 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
 def _is_on_accelerator(count: float | torch.Tensor) -> bool:
     return isinstance(count, torch.Tensor) and count.device.type != "cpu"
+
+
+def _check_settings(
+    accumulation_steps: object,
+    on_oom: object,
+    offload: Collection[str],
+    memory: object,
+    scheduler: object,
+    split_fn: object,
+    max_grad_norm: float | None,
+) -> None:
+    """Check the settings of `MemoryEfficientTrainingWrapper`."""
+    check = Checker(_CALL)
+    check.whole("accumulation_steps", accumulation_steps, 1)
+    check.choice("on_oom", on_oom, ("exact", "inexact", "raise"))
+    check_norm(max_grad_norm, call=_CALL)
+    if isinstance(offload, str) or not set(offload) <= {"activations", "optimizer"}:
+        raise check.refuse("offload", offload, "a collection of 'activations' and 'optimizer', or an empty one")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        wanted = "a schedule that steps without a metric; step ReduceLROnPlateau yourself after validation"
+        raise check.refuse("scheduler", "ReduceLROnPlateau", wanted)
+    if isinstance(memory, bool) or not (
+        memory is None or isinstance(memory, int | str | float) or callable(getattr(memory, "available_bytes", None))
+    ):
+        wanted = "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]"
+        raise check.refuse("memory", memory, wanted)
+    if split_fn is not None:
+        check.function("split_fn", split_fn)

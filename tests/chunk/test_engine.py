@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from memkit._core.errors import ConfigError, InputError, StateError
 from memkit.chunk.engine import ChunkedCall
-from memkit.chunk.map import _Rows, chunked_map
+from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
 from tests.helpers import assert_same, warm_peak_bytes
 from tests.toys import mlp
@@ -28,7 +28,7 @@ def gradients(module, *tensors):
 
 
 def run(fn, x, num_kept=0, chunk_size=16, **kwargs):
-    call = ChunkedCall("test()", fn, _Rows(None), chunk_size, num_kept=num_kept)
+    call = ChunkedCall("test()", fn, Rows(None), chunk_size, num_kept=num_kept)
     return call.run((x,), kwargs, params=None, strategy="auto")
 
 

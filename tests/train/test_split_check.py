@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from memkit import Loss
 from memkit._gradients.loss import read_loss
 from memkit.train import sketches, split_ways
-from memkit.train.split_check import Examination, check_split
+from memkit.train.split_check import Computation, Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
@@ -872,7 +872,7 @@ def test_where_all_is_well_it_takes_no_longer_than_two_plain_steps(num_rows, num
         batch = torch.randn(num_rows, 6), labels
         ways = ways_to_cut(batch, num_parts=num_parts, is_first=is_first)
         model = net()
-        examination = Examination(model, list(model.parameters()), [seen], ways)
+        examination = Examination(model, Computation(model.parameters), [seen], ways)
         seen.lengths.clear()
         for attempt in examination.attempts():
             with attempt as micro:

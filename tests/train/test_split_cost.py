@@ -5,7 +5,7 @@ import torch
 
 from memkit._core.units import KIB
 from memkit._gradients.loss import read_loss
-from memkit.train.split_check import Examination
+from memkit.train.split_check import Computation, Examination
 from memkit.train.split_ways import ways_to_cut
 from tests.allocations import trace_allocations
 from tests.predict.steps import STEPS
@@ -23,8 +23,9 @@ def make(name):
 def look(step):
     """The first look at a batch in two parts."""
     parameters = [each for each in step.model.parameters() if each.requires_grad]
-    ways = ways_to_cut(step.batch, num_parts=2, is_first=True, is_widened=step.precision is not None)
-    examination = Examination(step.model, parameters, [step.loss_fn], ways, has_autocast=step.precision is not None)
+    how = Computation(lambda: parameters, is_mixed=lambda: step.precision is not None)
+    ways = ways_to_cut(step.batch, num_parts=2, is_first=True, is_widened=how.is_mixed())
+    examination = Examination(step.model, how, [step.loss_fn], ways)
     for attempt in examination.attempts():
         has_autocast = step.precision is not None and not attempt.in_full_precision
         with attempt as micro:

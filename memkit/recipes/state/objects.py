@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memkit._core.errors import FileFormatError, InputTypeError
+from memkit._core.printable import list_some
 from memkit._core.protocols import Stateful
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch.modules import loads_as_torch_does
@@ -26,7 +27,6 @@ from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
 
 _GRADIENTS = "memkit gradients"
-_MOST_NAMES = 4  # in an error message
 # Entries that PyTorch's optimizers add themselves to a group from an older version.
 _FILLED: Final = frozenset(
     {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov"}
@@ -169,7 +169,11 @@ def _check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> list[
             if _shape(saved) != _shape(value)
         ]
         if problems:
-            _refuse(name, f"a state that {own}.load_state_dict refuses: {_join(problems)}", f"the state of this {own}")
+            _refuse(
+                name,
+                f"a state that {own}.load_state_dict refuses: {list_some(problems, 4)}",
+                f"the state of this {own}",
+            )
     problems = [f"values for {key}, which is on meta" for key, value, _ in pairs if value.is_meta]
     problems += [f"{key} {_how(saved)}, here {_how(its)}" for key, its, saved in pairs if _how(saved) != _how(its)]
     problems += [
@@ -178,7 +182,7 @@ def _check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> list[
         if _is_value(saved) and saved.dtype not in {value.dtype, *_EXACT.get(value.dtype, ())}
     ]
     if problems:
-        _refuse(name, _join(problems), "values that this model holds: in the same dtype or a narrower one")
+        _refuse(name, list_some(problems, 4), "values that this model holds: in the same dtype or a narrower one")
     widened = {(saved.dtype, value.dtype) for _, value, saved in pairs if _is_value(saved)}
     return [f"{name} holds in {own} what was saved in {saved}" for saved, own in widened if saved != own]
 
@@ -224,7 +228,7 @@ def _check_parameters(name: str, optimizer: Optimizer, saved: Sequence[Mapping[s
         elif its["is_sharded"] != _is_sharded(parameter):
             problems.append(f"parameter {index} {_how(parameter)}, unlike when it was saved")
     if problems:
-        _refuse(name, _join(problems), "the same parameters in the same order, of the same shapes and dtypes")
+        _refuse(name, list_some(problems, 4), "the same parameters in the same order, of the same shapes and dtypes")
 
 
 def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], *, is_other: bool) -> None:
@@ -235,14 +239,14 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], 
         _refuse(name, f"a state that {own}.load_state_dict refuses: groups of {sizes}", f"groups of {own_sizes}")
     missing = sorted({key for group in groups for key in optimizer.defaults.keys() - group.keys() - _FILLED})
     if missing:
-        _refuse(name, f"groups without {_join(missing)}", f"those of a {type(optimizer).__name__}")
+        _refuse(name, f"groups without {list_some(missing, 4)}", f"those of a {type(optimizer).__name__}")
     numbers, own_values = list(range(len(parameters))), _by_parameter(values)
     if [index for group in groups for index in group["params"]] != numbers or not own_values.keys() <= set(numbers):
         _refuse(name, "state for unknown parameter numbers", f"state for {len(parameters)} parameters, by number")
     kept = next((set(each) for each in optimizer.state.values() if isinstance(each, dict) and each), None)
     theirs = next((set(each) for each in own_values.values() if each), None)
     if is_other and kept is not None and theirs is not None and kept != theirs:
-        _refuse(name, f"the values {_join(sorted(theirs))} for each parameter", f"{_join(sorted(kept))}")
+        _refuse(name, f"the values {list_some(sorted(theirs), 4)} for each parameter", f"{list_some(sorted(kept), 4)}")
     gradients = state.get(_GRADIENTS)
     if gradients is not None and (
         len(gradients) != len(parameters)
@@ -259,9 +263,9 @@ def _check_entries(name: str, target: Stateful, saved: object, live: object, pla
     if not isinstance(saved, Mapping):
         _refuse(name, f"nothing{place}", f"the state of {kind}")
     if missing := sorted(live.keys() - saved.keys()):
-        _refuse(name, f"no {_join(missing)}{place}", f"the state of {kind}")
+        _refuse(name, f"no {list_some(missing, 4)}{place}", f"the state of {kind}")
     if saved and not live:
-        _refuse(name, f"{_join(sorted(saved))}{place}", f"nothing, as {kind} has")
+        _refuse(name, f"{list_some(sorted(saved), 4)}{place}", f"nothing, as {kind} has")
     for key in ("base_lrs", "_schedulers"):
         theirs, own = saved.get(key), live.get(key)
         if isinstance(own, list):
@@ -343,11 +347,6 @@ def _by_parameter(values: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
 def _list(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return an optimizer's parameters, in the order of the indices in its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _join(problems: Sequence[str]) -> str:
-    rest = len(problems) - _MOST_NAMES
-    return ", ".join(problems[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _refuse(name: str, got: str, expected: str) -> NoReturn:
