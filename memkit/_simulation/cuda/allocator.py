@@ -157,9 +157,21 @@ class CachingAllocator:
             num_bytes = parse_bytes(num_bytes, name="num_bytes")
         if not num_bytes:
             raise InputError("num_bytes=0", got="0", expected="at least one byte", fix="leave out empty tensors.")
+        block = self.try_allocate(num_bytes, stream)
+        if block is None:
+            self.num_ooms += 1
+            wanted = self._segment_bytes(self.settings.round_up(num_bytes))
+            text = no_room(wanted, self.driver, self.device_index, self.allocated_bytes, self._limit_bytes)
+            raise torch.OutOfMemoryError(text)
+        return block
+
+    def try_allocate(self, num_bytes: int, stream: int = 0) -> Block | None:
+        """Allocate a block of at least this size, above zero; None if there is no room."""
         size = self.settings.round_up(num_bytes)
         pool = self._pool(stream, is_small=size <= _LARGEST_SMALL)
         block = self._take_cached(pool, size) or self._take_new(pool, size)
+        if block is None:
+            return None
         if self._is_worth_splitting(block, size):
             self._cache(block.cut(size))
         block.state = ACTIVE
@@ -268,7 +280,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _take_new(self, pool: Pool, size: int) -> Block:
+    def _take_new(self, pool: Pool, size: int) -> Block | None:
         self._collect_garbage()
         block = self._grow(pool, size)
         if block is None and self._release_oversize(pool, size):
@@ -277,11 +289,6 @@ class CachingAllocator:
             self.empty_cache()
             self.num_retries += 1
             block = self._grow(pool, size)
-        if block is None:
-            self.num_ooms += 1
-            wanted = self._segment_bytes(size)
-            text = no_room(wanted, self.driver, self.device_index, self.allocated_bytes, self._limit_bytes)
-            raise torch.OutOfMemoryError(text)
         return block
 
     def _segment_bytes(self, size: int) -> int:

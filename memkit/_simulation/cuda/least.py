@@ -10,8 +10,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
-import torch
-
 from memkit._core.units import MIB
 from memkit._simulation.cuda.allocator import AllocatorSettings, Block, CachingAllocator
 
@@ -50,16 +48,16 @@ class RequestLog:
         """Return whether the allocator can meet all requests on a card with this much room."""
         allocator = CachingAllocator(capacity_bytes, settings=replace(settings, memory_fraction=1.0))
         blocks: dict[int, Block] = {}
-        try:
-            for position, entry in enumerate(self._log):
-                if entry > 0:
-                    blocks[position] = allocator.allocate(entry, self._streams.get(position, 0))
-                elif entry < 0:
-                    allocator.free(blocks.pop(~entry))
-                else:
-                    allocator.empty_cache()
-        except torch.OutOfMemoryError:
-            return False
+        for position, entry in enumerate(self._log):
+            if entry > 0:
+                block = allocator.try_allocate(entry, self._streams.get(position, 0))
+                if block is None:
+                    return False
+                blocks[position] = block
+            elif entry < 0:
+                allocator.free(blocks.pop(~entry))
+            else:
+                allocator.empty_cache()
         return True
 
     def least_bytes(self, allocator: CachingAllocator) -> int:
