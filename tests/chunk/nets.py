@@ -134,7 +134,10 @@ def refused_nets():
         "circular padding": (nn.Sequential(same(1, 2, padding_mode="circular")), r"first in `0` \(Conv2d\)"),
         "spectral norm": (nn.utils.parametrizations.spectral_norm(same(1, 2)), "buffer `parametrizations.weight.0._u`"),
         "coordinates": (Coordinates(), "tiles differ from the whole"),
-        "nan_to_num on the way": (StopsNaN(), r"tiles differ from the whole .* halo \(1, 1\) that NaN shows"),
+        "nan_to_num on the way": (
+            StopsNaN(),
+            r"tiles differ from the whole .* halo \(1, 1\) that propagating NaN shows",
+        ),
         "align_corners": (
             nn.Sequential(conv(1, 2, 2, stride=2), nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)),
             "tiles differ from the whole",

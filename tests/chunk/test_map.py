@@ -167,7 +167,7 @@ def test_reducing_functions_are_refused():
     """A mean over rows would be a mean of means."""
     x = torch.randn(10, 3)
     for fn in (torch.mean, lambda x: x.mean(0, keepdim=True), lambda x: None):
-        with pytest.raises(InputError, match=r"chunked_map\(.*one row for each row"):
+        with pytest.raises(InputError, match=r"chunked_map\(.*one row of output for each input row"):
             chunked_map(fn, x, chunk_size=4)
 
 

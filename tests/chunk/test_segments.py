@@ -285,7 +285,7 @@ def test_what_is_wrong_is_refused():
         "gather.* with rows from -1 to 1": {"gather": {"x_j": (rows, index - 1)}},
         "returns torch.int64": {"fn": lambda rows: rows.long()},
         "returns tuple": {"fn": lambda rows: (rows, rows)},
-        "one row for each row": {"fn": torch.sum},
+        "one row of output for each input row": {"fn": torch.sum},
     }.items():
         with pytest.raises(InputError, match=message):
             call(**options)

@@ -211,7 +211,7 @@ def test_missing_options_are_wrong_usage(capsys, arguments, text):
 def test_a_process_that_dies_is_said_so(capfd):
     code, _, err = dryrun(capfd, "dies.py", "--gpu", "T4")
     assert code == 3
-    assert "got killed by SIGKILL; expected a script that ends" in err
+    assert "got killed by SIGKILL; expected a script that runs to its end" in err
 
 
 def test_the_command_itself_does_not_import_torch():

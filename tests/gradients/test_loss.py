@@ -113,7 +113,7 @@ class TestForms:
 
 
 TUPLE = (
-    r"which does not say what its entries are.*return mk\.Loss\(sum=loss_sum, count=n\).*"
+    r"whose entries are ambiguous.*return mk\.Loss\(sum=loss_sum, count=n\).*"
     r"return mk\.Loss\(mean=loss, count=n\).*return mk\.Loss\(mean=loss, outputs=\.\.\.\)"
 )
 BESIDE = r"return mk\.Loss\(mean=loss, outputs=\.\.\.\)"

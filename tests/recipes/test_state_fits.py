@@ -372,7 +372,7 @@ def test_only_its_own_class_takes_a_schedules_state(tmp_path, name):
 @pytest.mark.parametrize("name", ["StepLR", "OneCycleLR", "SequentialLR"])
 def test_a_schedule_of_other_groups_is_refused(tmp_path, name):
     manager = saved(tmp_path, scheduler=make_schedule(name))
-    check_refused(manager, "another number of base_lrs", scheduler=make_schedule(name, num_groups=2))
+    check_refused(manager, "a different number of base_lrs", scheduler=make_schedule(name, num_groups=2))
 
 
 def test_a_sequence_of_other_schedules_is_refused(tmp_path):

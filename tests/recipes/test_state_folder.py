@@ -346,7 +346,7 @@ def test_metrics_are_numbers(manager, metric):
         (1.5, InputTypeError, r"TrainingStateManager\.save\("),
         ("3", InputTypeError, r"TrainingStateManager\.save\("),
         (10**18, InputError, r"TrainingStateManager\.save\("),
-        (-1, InputError, r"save\(-1\): got -1; expected a step of 0 or more"),
+        (-1, InputError, r"save\(-1\): got -1; expected a step of at least 0"),
     ],
 )
 def test_steps_are_whole_numbers(manager, step, error, words):

@@ -312,8 +312,8 @@ def test_when_nothing_fits_the_error_says_so_and_counts_as_out_of_memory():
     assert error.__context__ is None
     assert str(error) == (
         "recover_from_oom(fn, sizes): got out of memory at every size: 8, 2; the last error was "
-        f"RuntimeError: {CPU_OOM}; expected one size that fits. Way out: allow smaller sizes, or free memory outside "
-        "fn: checkpointing, a smaller model, a lower precision."
+        f"RuntimeError: {CPU_OOM}; expected at least one size that fits into memory. Way out: allow smaller sizes, or "
+        "free memory outside fn: checkpointing, a smaller model, a lower precision."
     )
     assert classify_oom(error) == OomVerdict(True, "cpu")
     assert classify_oom(pickle.loads(pickle.dumps(error))) == OomVerdict(True, "cpu")

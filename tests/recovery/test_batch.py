@@ -228,7 +228,7 @@ def test_a_cut_that_may_not_be_is_taken_back_if_there_is_another_remedy():
 def test_an_attempt_that_adds_nothing_is_refused():
     run, *_ = make_run()
     attempt = run.next_attempt()
-    with pytest.raises(StateError, match="was not entered"):
+    with pytest.raises(StateError, match="never entered"):
         run.settle(attempt)
     with attempt:
         pass
@@ -238,7 +238,7 @@ def test_an_attempt_that_adds_nothing_is_refused():
 
 def test_a_step_before_the_last_part_is_refused():
     run, *_ = make_run(num_parts=2)
-    with pytest.raises(StateError, match="micro-batches left"):
+    with pytest.raises(StateError, match="unfinished micro-batches"):
         run.check_complete()
 
 

@@ -406,7 +406,7 @@ def test_wrong_arguments():
 def test_one_at_a_time(card):
     with pytest.raises(StateError, match="one virtual GPU at a time"), VirtualGPU("RTX 3090"):
         pass
-    assert_refused(card.__enter__, StateError, "entered before")
+    assert_refused(card.__enter__, StateError, "already entered")
     assert torch.cuda.is_available()
 
 

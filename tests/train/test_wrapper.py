@@ -431,7 +431,7 @@ class TestMisuse:
         ("use", "error", "words"),
         [
             (lambda it: it.backward(torch.ones((), requires_grad=True)), StateError, "a call outside of an attempt"),
-            (lambda it: list(it.microbatches(next(batches()))), StateError, "not entered"),
+            (lambda it: list(it.microbatches(next(batches()))), StateError, "never entered"),
             (enter_without_backward, StateError, r"without trainer\.backward"),
             (lambda it: it.train_step(next(batches()), lambda model, micro: 1.5), InputTypeError, "a float"),
             (lambda it: it.load_state_dict({"version": 9}), FileFormatError, "version 9"),

@@ -161,7 +161,7 @@ def test_wrong_inputs_and_settings_are_refused():
     half, other_device = Perceptual3DLoss(4, 4).bfloat16(), volume.to("meta")
     for call, given, error, *words in [
         (loss, volume[0], InputError, "(4, 4, 4, 4)"),
-        (loss, volume[:0], InputError, "hold nothing"),
+        (loss, volume[:0], InputError, "which are empty"),
         (loss, volume[:, :3], InputError, "in_channels=4", "Perceptual3DLoss(in_channels=3)"),
         (loss, volume.long(), InputTypeError, "prediction: a Tensor of shape ", "torch.int64"),
         (loss, SparseVoxels.from_dense(volume), InputTypeError, "to_dense"),

@@ -160,7 +160,7 @@ def test_each_class_of_cards_is_judged_by_the_card_that_holds_least():
     room = capacities()[1].card.usable_bytes
     others = [gpu for gpu in all_gpus() if 12 <= gpu.box_bytes / 2**30 <= 16 and gpu.vendor == "NVIDIA"]
     assert room == min(gpu.usable_bytes for gpu in others)
-    assert_refused(lambda: capacities(["A100"]), InputError, "one card")
+    assert_refused(lambda: capacities(["A100"]), InputError, "the name of one GPU")
 
 
 # -------------------------------------------------------------------------------------------------------- files
@@ -209,7 +209,7 @@ def test_the_text_says_that_nothing_ran_and_names_laws_and_cards(full, core):
 
 def test_a_device_that_is_not_there_is_predicted_for_and_said():
     config = SMALL.replace(source="measured", device="xpu:7", test_decoder=False, test_full_model=False)
-    with pytest.warns(MemkitWarning, match="no xpu:7: all points are predicted"):
+    with pytest.warns(MemkitWarning, match="no xpu:7 device, so all points are predicted"):
         result = run_memory_test(config)
     assert result.device is None
     assert {point.source for point in result.curves[0].result.points} == {"fake"}
