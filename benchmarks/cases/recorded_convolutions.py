@@ -85,7 +85,7 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
     with mk.VirtualGPU("B200", torch="2.6", cudnn="9.1") as unlimited:  # more room than any row needs
         train(row)
     figures = unlimited.record().figures
-    reserved, least = figures.reserved_bytes, figures.least_reserved_bytes
+    reserved, least = figures.reserved_bytes, figures.find_least()
     room = row["gpu_total_bytes"] - card.context_bytes
     return {
         "family": row["family"],

@@ -55,13 +55,13 @@ class AllocatorFigures(NamedTuple):
     Attributes:
         allocated_bytes: Peak of allocated bytes.
         reserved_bytes: Peak of reserved bytes, where memory is plenty.
-        least_reserved_bytes: The least that it must be able to reserve: short of memory, it frees what it caches.
+        find_least: Finds the least that it must be able to reserve: short of memory, it frees what it caches.
         context_bytes: Bytes outside the allocator.
     """
 
     allocated_bytes: int
     reserved_bytes: int
-    least_reserved_bytes: int
+    find_least: Callable[[], int]
     context_bytes: int
 
 
@@ -184,7 +184,7 @@ class Gpu:
         return AllocatorFigures(
             allocator.peak_allocated_bytes,
             allocator.peak_reserved_bytes,
-            min(self.memory.least_reserved_bytes(), allocator.peak_reserved_bytes),
+            self.memory.least_reserved(),
             self._card.context_bytes,
         )
 

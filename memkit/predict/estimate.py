@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from memkit._core.errors import warn_user
@@ -97,8 +98,6 @@ class MemoryEstimate:
             free internally; None where `reserved_bytes` includes it.
         reserved_bytes: The most that the caching allocator will hold: the peak, fragmentation, library workspaces.
             None on a CPU, whose allocator keeps no such count.
-        least_reserved_bytes: The least that it must be able to hold for the step to run, to within 0.4%: where the GPU
-            has no more, it frees what it caches and tries again, which takes time. None where unknown.
         context_bytes: Driver context and loaded libraries, which no allocator statistic shows. None on a CPU.
         peak_where: The place of the peak: for a dry run the module, operator, pass and line of your code; for the
             formula the layer and pass.
@@ -131,7 +130,6 @@ class MemoryEstimate:
     unsharded_bytes: int | None = None
     workspace_bytes: int | None = None
     reserved_bytes: int | None = None
-    least_reserved_bytes: int | None = None
     context_bytes: int | None = None
     peak_where: str
     confidence: Literal["exact", "workspace", "guessed"]
@@ -139,6 +137,16 @@ class MemoryEstimate:
     doubts: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     holders: tuple[Holder, ...] = ()
+    _find_least: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def least_reserved_bytes(self) -> int | None:
+        """The least that the caching allocator must be able to hold for the step to run, to within 0.4%.
+
+        Where the GPU has no more, it frees what it caches and tries again, which takes time. None where unknown. It is
+        found when it is first asked for, in about a tenth of the time that the estimate took.
+        """
+        return None if self._find_least is None else self._find_least()
 
     @property
     def peak_bytes(self) -> int:
@@ -177,7 +185,8 @@ class MemoryEstimate:
         The allocator spares what it caches beyond `least_reserved_bytes`; kernels of convolutions have slower forms
         without `workspace_bytes`.
         """
-        cached = (self.reserved_bytes or 0) - (self.least_reserved_bytes or self.reserved_bytes or 0)
+        reserved, least = self.reserved_bytes or 0, self.least_reserved_bytes
+        cached = 0 if least is None else max(0, reserved - least)
         return self.required_bytes - cached - (self.workspace_bytes or 0)
 
     def verdict(self, capacity: CapacityLike) -> Verdict:
@@ -274,7 +283,9 @@ class MemoryEstimate:
         """Return all figures by name, with `peak_bytes` and `total_bytes`, ready for JSON."""
         lists = {name: list(getattr(self, name)) for name in ("guesses", "doubts", "assumptions")}
         figures = asdict(self) | lists | {"holders": [asdict(holder) for holder in self.holders]}
-        return {**figures, "peak_bytes": self.peak_bytes, "total_bytes": self.total_bytes}
+        del figures["_find_least"]
+        names = ("peak_bytes", "total_bytes", "least_reserved_bytes")
+        return figures | {name: getattr(self, name) for name in names}
 
     @classmethod
     def of(cls, record: Record) -> MemoryEstimate:
@@ -294,7 +305,6 @@ class MemoryEstimate:
             unsharded_bytes=record.unsharded_bytes,
             workspace_bytes=record.workspace_bytes,
             reserved_bytes=None if figures is None else figures.reserved_bytes,
-            least_reserved_bytes=None if figures is None else figures.least_reserved_bytes,
             context_bytes=None if figures is None else figures.context_bytes,
             peak_where=", ".join(part for part in where if part),
             confidence="guessed" if record.guesses else "workspace" if record.workspace_bytes else "exact",
@@ -311,12 +321,15 @@ class MemoryEstimate:
                 )
                 for storage in recording.top(_NUM_HOLDERS)
             ),
+            _find_least=None if figures is None else figures.find_least,
         )
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
         """Return the estimate that `as_dict` described, also after a round trip through JSON."""
-        given = {each.name: figures[each.name] for each in fields(cls)}
+        given = {each.name: figures[each.name] for each in fields(cls) if each.name != "_find_least"}
+        least = figures["least_reserved_bytes"]
+        given["_find_least"] = None if least is None else partial(int, least)
         lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
         return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
 

@@ -1,5 +1,7 @@
 """The least memory in which a run goes through: with it the run finishes, with little less it does not."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ def within(num_bytes):
 def test_the_least_is_enough_and_little_less_is_not():
     gpu = train()
     figures = gpu.record().figures
-    least, reserved = figures.least_reserved_bytes, figures.reserved_bytes
+    least, reserved = figures.find_least(), figures.reserved_bytes
     assert gpu.peak_bytes <= least < 0.8 * reserved  # else the steps show nothing
     assert train(within(least + MIB)).reserved_peak_bytes <= least + MIB
     with pytest.raises(torch.OutOfMemoryError):
@@ -38,7 +40,7 @@ def test_the_least_is_enough_and_little_less_is_not():
 
 def test_segments_that_grow_cache_little():
     figures = train("expandable_segments:True").record().figures
-    assert figures.least_reserved_bytes > 0.9 * figures.reserved_bytes
+    assert figures.find_least() > 0.9 * figures.reserved_bytes
 
 
 def test_what_the_run_frees_itself_it_need_not_reserve():
@@ -53,9 +55,9 @@ def test_what_the_run_frees_itself_it_need_not_reserve():
 
     cached = held(empties=False)
     assert cached.reserved_bytes == (512 + 640 + 768) * MIB
-    assert 768 * MIB <= cached.least_reserved_bytes <= 768 * MIB + cached.reserved_bytes // 256
+    assert 768 * MIB <= cached.find_least() <= 768 * MIB + cached.reserved_bytes // 256
     emptied = held(empties=True)
-    assert emptied.least_reserved_bytes == emptied.reserved_bytes == 768 * MIB
+    assert emptied.find_least() == emptied.reserved_bytes == 768 * MIB
 
 
 def test_blocks_of_another_stream_do_not_serve():
@@ -64,4 +66,18 @@ def test_blocks_of_another_stream_do_not_serve():
         with torch.cuda.stream(torch.cuda.Stream()):
             second = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         del first, second
-    assert gpu.record().figures.least_reserved_bytes == 1024 * MIB
+    assert gpu.record().figures.find_least() == 1024 * MIB
+
+
+def test_the_least_is_of_what_was_done_until_then_also_in_a_copy():
+    with mk.VirtualGPU("RTX 3060") as gpu:
+        torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+        early = gpu.estimate()
+        torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda")
+        late = gpu.estimate()
+    assert early.least_reserved_bytes == 512 * MIB
+    assert 1024 * MIB <= late.least_reserved_bytes <= 1024 * MIB + late.reserved_bytes // 256
+    copied = pickle.loads(pickle.dumps(late))
+    assert copied == late
+    assert copied.least_reserved_bytes == mk.predict.MemoryEstimate.from_dict(late.as_dict()).least_reserved_bytes
+    assert copied.least_reserved_bytes == late.least_reserved_bytes

@@ -14,6 +14,8 @@ import math
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -105,9 +107,9 @@ class CudaMemory:
         self._requests.emptied()
         self.allocator.empty_cache()
 
-    def least_reserved_bytes(self) -> int:
+    def least_reserved(self) -> LeastReserved:
         """Return the least bytes that the allocator must be able to reserve for all that was done so far."""
-        return self._requests.least_bytes(self.allocator)
+        return LeastReserved(self._requests, self.allocator)
 
     def begin(self, recorder: Recorder) -> None:
         """Follow a recorder from now on, and reset the peaks."""
@@ -241,12 +243,15 @@ class RequestLog:
         """Note that the cache was emptied."""
         self._log.append(_EMPTY_CACHE)
 
-    def run_in(self, capacity_bytes: int, settings: AllocatorSettings) -> bool:
-        """Return whether the allocator can meet all requests on a card with this much room."""
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def run_in(self, capacity_bytes: int, settings: AllocatorSettings, num_requests: int) -> bool:
+        """Return whether the allocator can meet the first requests on a card with this much room."""
         allocator = CachingAllocator(capacity_bytes, settings=settings)
         allocator.set_memory_fraction(1.0)
         blocks: dict[int, Block] = {}
-        for position, entry in enumerate(self._log):
+        for position, entry in enumerate(islice(self._log, num_requests)):
             if entry > 0:
                 block = allocator.try_allocate(entry, self._streams.get(position, 0))
                 if block is None:
@@ -258,21 +263,34 @@ class RequestLog:
                 allocator.empty_cache()
         return True
 
-    def least_bytes(self, allocator: CachingAllocator) -> int:
-        """Return the least bytes that an allocator with these settings must be able to reserve, rounded up.
 
-        Args:
-            allocator: The one that met the requests.
-        """
-        low, high = allocator.highest_allocated_bytes, allocator.highest_reserved_bytes
-        step = max(_FINEST, high // _FINEST_SHARE // _FINEST * _FINEST)
-        while high - low > step:
-            middle = (low + high) // 2 // _FINEST * _FINEST
-            if self.run_in(middle, allocator.settings):
-                high = middle
+class LeastReserved:
+    """The least bytes that an allocator must be able to reserve for the requests so far, rounded up.
+
+    They are sought when they are first asked for: each try makes all requests again.
+
+    Args:
+        requests: The requests.
+        allocator: The one that met them.
+    """
+
+    def __init__(self, requests: RequestLog, allocator: CachingAllocator) -> None:
+        self._requests, self._num_requests, self._settings = requests, len(requests), allocator.settings
+        self._low, self._high = allocator.highest_allocated_bytes, allocator.highest_reserved_bytes
+
+    def __call__(self) -> int:
+        """Return the bytes."""
+        step = max(_FINEST, self._high // _FINEST_SHARE // _FINEST * _FINEST)
+        while self._high - self._low > step:
+            middle = (self._low + self._high) // 2 // _FINEST * _FINEST
+            if self._requests.run_in(middle, self._settings, self._num_requests):
+                self._high = middle
             else:
-                low = middle
-        return high
+                self._low = middle
+        return self._high
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (int, self())  # a copy knows the answer
 
 
 def is_on_card(value: Any) -> bool:

@@ -204,7 +204,7 @@ def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
     figures = AllocatorFigures(
         memory.allocator.highest_allocated_bytes,
         memory.allocator.highest_reserved_bytes,
-        memory.least_reserved_bytes(),
+        memory.least_reserved(),
         gpu.gpu.context_bytes,
     )
     return MemoryEstimate.of(replace(record, figures=figures))
