@@ -5,7 +5,7 @@ three cards, with PyTorch 2.6 and cuDNN 9.1 in float32, and recorded the most me
 runs under caps. They are read from `recorded_gpu_runs.json` in a folder outside of this repository: a list "rows" of
 records with the keys used below.
 
-Run: python -m benchmarks.cases.recorded_convolutions FOLDER   (4 minutes; needs torchvision)
+Run: python -m benchmarks.cases.recorded_convolutions FOLDER   (1.5 minutes; needs torchvision)
 """
 
 from __future__ import annotations
