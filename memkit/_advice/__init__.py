@@ -1,1 +1,1 @@
-"""What to do about memory: the catalog of remedies, and which of them a run's facts call for."""
+"""Advice on memory: the catalog of remedies, and the choice of those that a run's facts call for."""

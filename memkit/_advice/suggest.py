@@ -20,7 +20,7 @@ Standing: TypeAlias = tuple[bool, bool, bool, bool, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known about a run. None, or empty, means "not known": advice that rests on it is not given.
+    """Known facts about a run. Missing ones are None or empty, and advice that needs them is left out.
 
     Attributes:
         peak_bytes: Peak bytes in tensors.
@@ -110,7 +110,7 @@ def rank(
 
 
 class _Symptom(NamedTuple):
-    """What some facts show: its key in the catalog, its figures, and the remedies, each with the most it can save."""
+    """A symptom: its key in the catalog, its figures, and the remedies, each with the most that it can save."""
 
     key: str
     values: Mapping[str, object]

@@ -1,4 +1,4 @@
-"""What a manager knows, as facts for advice. Nothing here changes anything."""
+"""Facts for advice from a manager's figures."""
 
 from __future__ import annotations
 

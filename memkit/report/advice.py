@@ -1,4 +1,4 @@
-"""What a log tells, as facts for advice."""
+"""Facts for advice from a log's figures."""
 
 from __future__ import annotations
 

@@ -251,8 +251,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
         A check runs some rows whole, beside the parts, and so may take more memory than the step itself. Batches of
         another structure, another loss function, and layers in other modes are still checked, and so are losses that
-        turn out to be divided by something other than rows. In a loop over `microbatches`, whose loss is not known
-        beforehand, each split is checked.
+        turn out to be divided by something other than rows. A function that comes to compare rows later, by a counter
+        or a flag of its own, is not noticed. In a loop over `microbatches`, whose loss is not known beforehand, each
+        split is checked.
 
         Args:
             batch: A batch as `train_step` takes it; only its structure and dtypes count.

@@ -1,6 +1,7 @@
 """Users' code on a card that is not there: what it sees, what it takes, and what is left of it afterwards."""
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -487,7 +488,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def collate(rows):
-    large = torch.zeros(len(rows), 2**19)  # more than a tensor of the host that PyTorch fills keeps its values for
+    large = torch.ones(len(rows), 2**19)  # larger than a tensor of the host that keeps its values, elsewhere
     return torch.stack(rows), large
 
 
@@ -496,7 +497,13 @@ def test_large_batches_arrive_from_workers(card, pin_memory):
     loader = torch.utils.data.DataLoader(
         Rows(), batch_size=2, num_workers=1, collate_fn=collate, pin_memory=pin_memory, multiprocessing_context="fork"
     )
-    batches = [(rows.tolist(), large.cuda()) for rows, large in loader]
-    assert [rows[0][0] for rows, _ in batches] == [0.0, 2.0]
-    assert [tuple(large.shape) for _, large in batches] == [(2, 2**19)] * 2
+    batches = [(rows.tolist(), large.sum().item(), large.cuda()) for rows, large in loader]
+    assert [rows[0][0] for rows, *_ in batches] == [0.0, 2.0]
+    assert [num_ones for _, num_ones, _ in batches] == [2 * 2**19] * 2  # they have data
     assert card.allocated_bytes == 2 * 2 * 2**19 * 4
+    assert not card.guesses
+
+
+def test_a_tensor_without_data_does_not_travel(card):
+    sent = pickle.dumps(torch.zeros(2**19, device="cuda"))
+    assert_refused(lambda: pickle.loads(sent), StateError, "another process")

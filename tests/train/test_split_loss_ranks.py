@@ -56,7 +56,7 @@ def replica_worker(rank, folder):
     optimizer.zero_grad()
     split(rows(), lambda m, b: mk.Loss(sum=m(b[0]).sum(), count=0 if rank else ROWS)).backward()
     assert model.module.body[0].weight.grad.abs().max() > 0
-    with pytest.raises(mk.errors.ConfigError, match="a part of it"):
+    with pytest.raises(mk.errors.ConfigError, match="only a part of the model"):
         mk.SplitLoss(nn.Sequential(model))
     torch.save(list(model.module.parameters()), f"{folder}/{rank}.pt")
     leave()

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, cuda, nn
 
+from memkit._core.errors import StateError
 from memkit._core.protocols import SimulatedGpu
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CARD, CudaTensors, convolution_format
@@ -559,20 +560,20 @@ def rebuilt(
     requires_grad: bool,  # noqa: FBT001
     is_parameter: bool,  # noqa: FBT001
 ) -> Tensor:
-    """Rebuild a tensor saved by `torch.save` on a virtual GPU, on the device that `torch.load` chooses.
-
-    One that is sent between processes is rebuilt where it was; like the one that was sent, it has no data of its own.
-    """
-    size, place, loading = num_bytes // dtype.itemsize, torch.device(_now.place_of(device)), _now.tensors
-    if loading is None:  # it arrives from another process, such as a worker of a DataLoader
-        base = torch.zeros(size, dtype=dtype, device=place)
-    else:
-        if key not in _now.storages:
-            is_host = place.type == "cpu"
-            _now.storages[key] = (
-                loading.on_host(size, dtype) if is_host else torch.empty(size, dtype=dtype, device=place)
-            )
-        base = _now.storages[key]
+    """Rebuild a tensor saved by `torch.save` on a virtual GPU, on the device that `torch.load` chooses."""
+    loading = _now.tensors
+    if loading is None:
+        raise StateError(
+            "a tensor without data that another process sent",
+            got=f"{num_bytes} bytes on {device}, made on a virtual GPU",
+            expected="tensors with data: the others stay in the process that made them",
+            fix="send sizes, or small tensors, and make the large ones in this process.",
+        )
+    if key not in _now.storages:
+        size, place = num_bytes // dtype.itemsize, torch.device(_now.place_of(device))
+        is_host = place.type == "cpu"
+        _now.storages[key] = loading.on_host(size, dtype) if is_host else torch.empty(size, dtype=dtype, device=place)
+    base = _now.storages[key]
     if isinstance(base, FakeTensor) and not base.is_cuda:
         out = base.view(dtype).as_strided(shape, stride, offset)
         return nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)

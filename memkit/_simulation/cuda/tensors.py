@@ -255,7 +255,9 @@ def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
     if not isinstance(size, (list, tuple)) or not all(isinstance(length, int) for length in size):
         return False
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return bool(dtype.is_floating_point and math.prod(size) * dtype.itemsize > _MOST_HOST_BYTES)
+    if not dtype.is_floating_point or math.prod(size) * dtype.itemsize <= _MOST_HOST_BYTES:
+        return False
+    return torch.utils.data.get_worker_info() is None  # a worker of a DataLoader builds batches, not models
 
 
 # ----------------------------------------------------------------------------------------------- operators
