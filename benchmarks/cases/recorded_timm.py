@@ -1,0 +1,223 @@
+"""Virtual cards against recorded GPU runs of timm's models: growth with the batch, and the largest batch that ran.
+
+Two public records:
+
+* GPUMemNet (itu-rad/GPUMemNet) trained models of timm on an A100 40GB at batches of 8, 16, 32, 64 and 128, and recorded
+  what nvidia-smi showed. The driver's context and libraries are in that figure; the growth from one batch to the next
+  cancels them. The rows are in `recorded_gpu_runs.json`, as for `recorded_convolutions`.
+* timm's own benchmark (huggingface/pytorch-image-models, results/) of training with AMP on an RTX 3090, with PyTorch
+  1.12: the largest batch that ran. A smaller batch than 512 says that the next larger one had failed.
+
+Run: python -m benchmarks.cases.recorded_timm FOLDER   (an hour; FOLDER has recorded_gpu_runs.json and timm's CSV)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import gc
+import json
+import statistics
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import memkit as mk
+from benchmarks.result import write_result
+from memkit._core.units import MIB
+from memkit.predict.gpus import GPU
+
+LAYOUTS = ("nchw", "nhwc")
+BATCHES = (8, 16, 32, 64)
+LARGEST = 39_000 * MIB  # what nvidia-smi shows of a run near the A100's end may be a run that failed
+TABLE = "benchmark-train-amp-{layout}-pt112-cu113-rtx3090.csv"
+FIRST_BATCH = 512  # timm's benchmark begins here, and takes the next smaller batch after each failure
+ROOM = 0.02  # an answer is "too close" this near to the capacity: what cuDNN takes is not modeled
+
+
+def roomy(name: str) -> GPU:
+    """The same card with more memory than any row needs, so that a run shows what it would take."""
+    card = mk.find_gpu(name)
+    return replace(card, box_bytes=10 * card.box_bytes)
+
+
+def set_fused_attention(*, enable: bool) -> None:
+    import timm.layers
+
+    timm.layers.set_fused_attn(enable=enable)
+
+
+def create(name: str) -> Any:
+    import timm
+
+    return timm.create_model(name, pretrained=False).cuda().train()
+
+
+def train(model: Any, batch: int) -> None:
+    """timm's train.py as far as memory goes: the next batch is prepared on a second stream while one is trained on."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=2e-5)
+    size, stream = model.default_cfg["input_size"], torch.cuda.Stream()
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.stream(stream):
+            images = torch.zeros(batch, *size, dtype=torch.uint8).cuda(non_blocking=True)
+            return images.float().sub_(127.5).div_(127.5), torch.zeros(batch, dtype=torch.long).cuda()
+
+    following = prepare()
+    for _ in range(2):
+        images, labels = following
+        following = prepare()
+        loss = F.cross_entropy(first(model(images)), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def first(outputs: Any) -> torch.Tensor:
+    """A distilled model has two heads; timm trains with their mean or the first."""
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs
+
+
+def growth_of(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """For each pair of batches: how much more was recorded, and how much more is predicted."""
+    recorded = {b: mib * MIB for b, mib in zip(row["batch"], row["gpu_mib"], strict=True) if b in BATCHES}
+    known = [b for b in BATCHES if b in recorded and recorded[b] < LARGEST]
+    predicted, peer = {}, dict(zip(row["batch"], row["faketensor_mib"], strict=True))
+    for batch in known:
+        with mk.VirtualGPU(roomy("A100 40GB")) as gpu:
+            train(create(row["model"]), batch)
+        predicted[batch] = gpu.reserved_peak_bytes
+        gc.collect()
+    for small, large in pairwise(known):
+        grown = recorded[large] - recorded[small]
+        if grown > 0:  # less at a larger batch: the run had failed
+            yield {
+                "family": row["family"],
+                "model": row["model"],
+                "batches": [small, large],
+                "recorded_bytes": grown,
+                "predicted_bytes": predicted[large] - predicted[small],
+                "error": (predicted[large] - predicted[small]) / grown - 1,
+                "faketensor_error": (peer[large] - peer[small]) * MIB / grown - 1,
+            }
+
+
+def next_batch(batch: int) -> int:
+    """The batch that timm's benchmark had tried before: 512, 384, 256, 192, 128, 96, ..."""
+    power = 1 << (batch.bit_length() - 1)
+    return batch * 3 // 2 if batch == power else power * 2
+
+
+def run_of(row: dict[str, str], layout: str, batch: int) -> dict[str, Any]:
+    """One try of timm's benchmark on a virtual RTX 3090: whether it ends, and what it reserves and needs at least."""
+    dense = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    card, side = mk.find_gpu("RTX 3090"), int(row["train_img_size"])
+    with mk.VirtualGPU(roomy("RTX 3090")) as gpu:
+        model = create(row["model"]).to(memory_format=dense)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        images = torch.zeros(batch, 3, side, side, device="cuda").to(memory_format=dense)
+        labels = torch.zeros(batch, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                outputs = first(model(images))
+            F.cross_entropy(outputs, labels).backward()
+            optimizer.step()
+    figures = gpu.record().figures
+    reserved, least = figures.reserved_bytes, figures.find_least()
+    return {
+        "family": row["model"].split("_")[0],
+        "model": row["model"],
+        "layout": layout,
+        "batch": batch,
+        "ran": batch == int(row["train_batch_size"]),
+        "reserved_bytes": reserved,
+        "least_reserved_bytes": least,
+        "verdict": verdict(reserved, least, card.usable_bytes),
+    }
+
+
+def verdict(reserved: int, least: int, room: int) -> str:
+    if reserved * (1 + ROOM) <= room:
+        return "fits"
+    return "does not fit" if least * (1 - ROOM) > room else "too close"
+
+
+def growth_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    errors, peers = ([abs(row[key]) for row in rows] for key in ("error", "faketensor_error"))
+    return {
+        "num_models": len({row["model"] for row in rows}),
+        "num_rows": len(rows),
+        "median_error": statistics.median(errors),
+        "bias": statistics.median(row["error"] for row in rows),
+        "within_5_percent": sum(error <= 0.05 for error in errors) / len(errors),
+        "faketensor_median_error": statistics.median(peers),
+    }
+
+
+def bracket_summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    said = Counter((row["verdict"], row["ran"]) for row in rows)
+    answers, ends = ("fits", "too close", "does not fit"), ((True, "ran"), (False, "failed"))
+    return {"num_rows": said.total()} | {f"{word}, {end}": said[word, ran] for word in answers for ran, end in ends}
+
+
+@contextlib.contextmanager
+def noting(failed: list[str], name: str) -> Iterator[None]:
+    """A model that fails, or that today's timm lacks, is part of the record and ends no other row."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever a model raises
+        failed.append(f"{name}: {type(error).__name__}: {error}"[:300])
+    gc.collect()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--every", type=int, default=8, help="take each n-th row")
+    given = parser.parse_args(arguments)
+    # torchvision's own operators are missing beside a build of PyTorch for the CPU, and no model needs them.
+    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+    torch.set_num_threads(1)
+    growth: list[dict[str, Any]] = []
+    brackets: list[dict[str, Any]] = []
+    failed: list[str] = []
+    set_fused_attention(enable=False)  # as in 2022: PyTorch 1.12 had none
+    for layout in LAYOUTS:
+        with (given.folder / TABLE.format(layout=layout)).open() as file:
+            known = [row for row in csv.DictReader(file) if int(row["train_batch_size"]) < FIRST_BATCH]
+        for row in known[:: given.every]:
+            ran = int(row["train_batch_size"])
+            for batch in (ran, next_batch(ran)):
+                with noting(failed, row["model"]):
+                    brackets.append(run_of(row, layout, batch))
+    set_fused_attention(enable=True)
+    recorded = json.loads((given.folder / "recorded_gpu_runs.json").read_text())["rows"]
+    for row in [row for row in recorded if row["source"] == "GPUMemNet"][:: given.every]:
+        with noting(failed, row["model"]):
+            growth.extend(growth_of(row))
+    figures = {
+        "growth": {"summary": {"all": growth_summary(growth)}, "rows": growth},
+        "brackets": {
+            "summary": {
+                layout: bracket_summary(row for row in brackets if row["layout"] == layout)
+                for layout in ("nchw", "nhwc")
+            },
+            "rows": brackets,
+        },
+        "failed": failed,
+    }
+    print(write_result("recorded_timm", figures, peers=("timm", "torchvision")))
+
+
+if __name__ == "__main__":
+    main()
