@@ -25,7 +25,7 @@ def patches() -> str:
     from memkit.predict.gpus import find_gpu
 
     place = Gpu(find_gpu("RTX 4090"))
-    with place.on_stage(place.make_tensors(None)) as found:
+    with place.active(place.make_tensors(None)) as found:
         rows = [
             [_name(each.owner), each.purpose, ", ".join(f"`{name}`" for name in sorted(each.values))] for each in found
         ]

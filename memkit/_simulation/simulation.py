@@ -25,7 +25,7 @@ from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.protocols import SimulatedGpu
 from memkit._gradients.loss import Loss, LossFn, detached, read_loss
 from memkit._machine import random_state
-from memkit._recorder.recorder import UNSHARD, Events, Recorder, Whereabouts
+from memkit._recorder.recorder import UNSHARD, Recorder, Whereabouts
 from memkit._recorder.recording import Recording
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches
@@ -73,7 +73,7 @@ class Place(Protocol):
         """Device type as autocast takes it."""
 
     @property
-    def has_past(self) -> bool:
+    def needs_warmup(self) -> bool:
         """Whether a step's memory depends on the previous step, as with an allocator that caches."""
 
     def make_tensors(self, selected_fraction: float | None) -> SimulatedTensors:
@@ -82,7 +82,7 @@ class Place(Protocol):
     def make_recorder(self) -> Recorder:
         """Make the recorder of a block."""
 
-    def on_stage(self, tensors: Any) -> AbstractContextManager[Sequence[Patches]]:
+    def active(self, tensors: Any) -> AbstractContextManager[Sequence[Patches]]:
         """Set up everything around these tensors; yield the patches to torch."""
 
     def figures(self) -> AllocatorFigures | None:
@@ -110,7 +110,8 @@ class SimulatedTensors(Protocol):
 class Host:
     """The CPU."""
 
-    device_type, has_past = "cpu", False
+    device_type = "cpu"
+    needs_warmup = False
 
     def make_tensors(self, selected_fraction: float | None) -> Tensors:
         """Make tensors without data on the CPU."""
@@ -120,7 +121,7 @@ class Host:
         """Make a recorder that knows the scratch memory of CPU kernels."""
         return Recorder(beneath=HostKernels())
 
-    def on_stage(self, tensors: Tensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all places
+    def active(self, tensors: Tensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all places
         """Set up nothing: the CPU is always there."""
         return nullcontext(())
 
@@ -142,7 +143,8 @@ class Gpu:
         memory: Memory of its tensors.
     """
 
-    device_type, has_past = "cuda", True
+    device_type = "cuda"
+    needs_warmup = True
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class Gpu:
         self.memory.begin(recorder)
         return recorder
 
-    def on_stage(self, tensors: CudaTensors) -> AbstractContextManager[Sequence[Patches]]:
+    def active(self, tensors: CudaTensors) -> AbstractContextManager[Sequence[Patches]]:
         """Make ``cuda`` mean this GPU."""
         answers = answer_patches(self._card, self.memory, tensors)
         return on_cuda(tensors, self._card.compute_capability or (0, 0), self._rules, answers)
@@ -227,9 +229,9 @@ class Simulation:
         """
         with (
             reading(),
-            self.place.on_stage(self.tensors),
+            self.place.active(self.tensors),
             set_stance("force_eager"),
-            _told_that_tensors_are_real(),
+            _fake_check_disabled(),
             self.tensors.standing_in(*values) as stand_ins,
             self.tensors,
         ):
@@ -246,7 +248,7 @@ class Simulation:
 
     def first_watch(self) -> Watch:
         """Make the watch of the first of two passes: it records only if the allocator needs it."""
-        return self.watch() if self.place.has_past else Watch(self, None)
+        return self.watch() if self.place.needs_warmup else Watch(self, None)
 
 
 class Watch:
@@ -292,26 +294,14 @@ class Watch:
             figures=self._simulation.place.figures(),
             highest_bytes=int(self.recorder.events_since(0).bounds.max(initial=0)),
             guesses=tuple(f"{count} x {guess}" for guess, count in guesses.items()),
-            doubts=(*guesses.doubts, *self.without_gradients()),
+            doubts=(*guesses.doubts, *self.steps_without_gradients()),
             assumptions=tuple(guesses.assumptions),
             caller=str(Whereabouts().place().line),
         )
 
-    def live_recording(self) -> Recording:
-        """Return the recording of storages only, without scratch memory inside kernels."""
-        return self.recorder.live_recording()
-
-    def num_events(self) -> int:
-        """Return the number of events so far, as a mark for `events_since`."""
-        return self.recorder.num_events()
-
-    def events_since(self, event: int) -> Events:
-        """Return the events from a mark on."""
-        return self.recorder.events_since(event)
-
-    def without_gradients(self) -> tuple[str, ...]:
+    def steps_without_gradients(self) -> tuple[str, ...]:
         """Return the optimizer steps that never saw a gradient, a sign that the run did not train as intended."""
-        return tuple(f"{line}, and no gradient ever was there" for line, has in self._has_gradient.items() if not has)
+        return tuple(f"{line}, but no parameter had a gradient" for line, has in self._has_gradient.items() if not has)
 
     @property
     def recorder(self) -> Recorder:
@@ -394,32 +384,32 @@ def simulate(
     """
 
     def simulated() -> T:
-        with as_by_itself(), simulation.running(*values) as stand_ins:
+        with default_modes(), simulation.running(*values) as stand_ins:
             return run(*stand_ins)
 
     return leaving_nothing(call, values if roots is None else roots, simulation.tensors, simulated)
 
 
 @contextmanager
-def as_by_itself() -> Iterator[None]:
+def default_modes() -> Iterator[None]:
     """Run independently of the caller's modes: gradients enabled, random state restored."""
     with random_state.preserved(), torch.inference_mode(mode=False), torch.enable_grad():
         yield
 
 
 @contextmanager
-def _told_that_tensors_are_real() -> Iterator[None]:
+def _fake_check_disabled() -> Iterator[None]:
     """Make Transformers, if loaded, take the same path as with real data."""
     utils: Any = sys.modules.get(TRANSFORMERS_UTILS)
     if not hasattr(utils, "is_fake_tensor"):
         yield
         return
-    asks = utils.is_fake_tensor
+    original = utils.is_fake_tensor
     utils.is_fake_tensor = lambda _: False
     try:
         yield
     finally:
-        utils.is_fake_tensor = asks
+        utils.is_fake_tensor = original
 
 
 def _leaves(batch: Any) -> list[Any]:

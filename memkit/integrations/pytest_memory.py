@@ -69,7 +69,7 @@ def watch(limit: Limit, *held: object) -> LimitWatch:
         card = VirtualGPU(limit.gpu, selected_fraction=limit.selected_fraction)
         return LimitWatch(card, lambda: card.peak_bytes, lambda: card.estimate().explain(), card.estimate)
     from memkit._simulation.leftovers import empty_caches
-    from memkit._simulation.simulation import Host, Simulation, as_by_itself
+    from memkit._simulation.simulation import Host, Simulation, default_modes
     from memkit.predict.estimate import MemoryEstimate
 
     simulation = Simulation(Host(), selected_fraction=limit.selected_fraction)
@@ -78,7 +78,7 @@ def watch(limit: Limit, *held: object) -> LimitWatch:
     @contextmanager
     def without_data() -> Iterator[None]:
         try:
-            with as_by_itself(), simulation.running(*held), recorded:
+            with default_modes(), simulation.running(*held), recorded:
                 yield
         finally:
             empty_caches(simulation.tensors)

@@ -123,7 +123,7 @@ def _trace(
             )
         with nullcontext() if mode == "train" else forward_alone():
             step()
-            start = watch.num_events()
+            start = watch.recorder.num_events()
             step()
         return _since(start, watch, simulation, size, mode)
 
@@ -151,7 +151,7 @@ class _NoBackward(TorchFunctionMode):
 
 
 def _since(start: int, watch: Watch, simulation: Simulation, size: int, mode: StepMode) -> StepTrace:
-    events, guesses = watch.events_since(start), simulation.tensors.guesses
+    events, guesses = watch.recorder.events_since(start), simulation.tensors.guesses
     return StepTrace(
         size,
         mode,
@@ -160,7 +160,7 @@ def _since(start: int, watch: Watch, simulation: Simulation, size: int, mode: St
         events=tuple(zip(events.operators, events.is_growth, strict=True)),
         places=events.places,
         guesses=tuple(guesses),
-        doubts=(*guesses.doubts, *(watch.without_gradients() if mode == "train" else ())),
+        doubts=(*guesses.doubts, *(watch.steps_without_gradients() if mode == "train" else ())),
     )
 
 

@@ -161,7 +161,7 @@ def _observe(
         with second:
             second.hold(model, step.batch)
             run()
-    recording = second.live_recording()
+    recording = second.recorder.live_recording()
     estimate = None if has_data else MemoryEstimate.of(second.record())
     return Observation(
         peak_bytes=recording.peak_bytes() if estimate is None else estimate.peak_bytes,
@@ -237,7 +237,8 @@ class RealTensors:
 class RealHost:
     """The CPU, with data: recorded by its allocator's own events, which include the kernels' workspace."""
 
-    device_type, has_past = "cpu", False
+    device_type = "cpu"
+    needs_warmup = False
 
     def make_tensors(self, selected_fraction: float | None) -> RealTensors:  # noqa: ARG002 - as all places
         """Return copies with data."""
@@ -247,7 +248,7 @@ class RealHost:
         """Return a recorder that sees inside kernels."""
         return Recorder(marks=WorkspaceMarks())
 
-    def on_stage(self, tensors: RealTensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all
+    def active(self, tensors: RealTensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all
         """Patch nothing: everything is there."""
         return nullcontext(())
 
