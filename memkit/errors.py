@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memkit._core.errors import (
+        AbsentError as AbsentError,
         ConfigError as ConfigError,
         FileFormatError as FileFormatError,
         InputError as InputError,
@@ -19,6 +20,7 @@ else:  # a type checker would take any name for one that `__getattr__` may give
     from memkit._core.lazy import load_lazily
 
     _HOMES = {
+        "AbsentError": "memkit._core.errors",
         "ConfigError": "memkit._core.errors",
         "FileFormatError": "memkit._core.errors",
         "InputError": "memkit._core.errors",

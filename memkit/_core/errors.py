@@ -5,6 +5,7 @@ MemkitError
 ├── InputError              data handed to a call is wrong             (also ValueError)
 │   └── NotSimulatedError   a step depends on values of tensors        (also ValueError)
 ├── InputTypeError          data handed to a call has the wrong type   (also TypeError)
+├── AbsentError             an object has no such method or attribute  (also AttributeError)
 ├── StateError              calls were made in an invalid order        (also RuntimeError)
 ├── TorchVersionError       this PyTorch lacks a required feature      (also RuntimeError)
 ├── FileFormatError         a file does not have the expected format   (also ValueError)
@@ -18,6 +19,7 @@ import sys
 import warnings
 
 __all__ = [
+    "AbsentError",
     "ConfigError",
     "FileFormatError",
     "InputError",
@@ -84,6 +86,10 @@ class NotSimulatedError(InputError):
 
 class InputTypeError(MemkitError, TypeError):
     """Data handed to a call has the wrong type."""
+
+
+class AbsentError(MemkitError, AttributeError):
+    """An object has no such method or attribute; the way out names the one that serves the purpose."""
 
 
 class StateError(MemkitError, RuntimeError):

@@ -11,6 +11,18 @@ from types import FrameType
 from typing import Any
 
 _ROOT = "memkit"
+_WRAPPER = "what it does for a step, memkit.MemoryEfficientTrainingWrapper does"
+_ELSEWHERE = {  # names of other libraries, and short names, by what they are here
+    "Accelerator": _WRAPPER,
+    "Fabric": _WRAPPER,
+    "GradScaler": "MemoryEfficientTrainingWrapper(..., precision='fp16-mixed') has its own",
+    "Trainer": "a step is memkit.MemoryEfficientTrainingWrapper, a whole loop memkit.MemoryEfficientTrainLoop",
+    "autocast": "write MemoryEfficientTrainingWrapper(..., precision='bf16-mixed')",
+    "checkpoint": "write memkit.Checkpointing(model, 'auto')",
+    "estimate": "it is memkit.estimate_memory_usage",
+    "initialize": _WRAPPER,
+    "plan": "it is memkit.plan_training",
+}
 
 
 def load_lazily(
@@ -57,6 +69,8 @@ def _hint(name: str, names: Sequence[str]) -> str:
     homes = {each: f"{room}.{each}" for room, module in reversed(rooms.items()) for each in module.__all__}
     if name in homes:
         return f"; it is {homes[name]}"
+    if name in _ELSEWHERE:
+        return f"; {_ELSEWHERE[name]}"
     near = difflib.get_close_matches(name, names, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -59,6 +59,8 @@ class Checker:
             ends = (("from", low), ("above", above), ("to", high), ("below", below))
             rule = " ".join(f"{word} {end:g}" for word, end in ends if math.isfinite(end))
             nearest = high if found > high else low
+            if (low, high) == (0, 1) and 2 <= found <= 100:
+                nearest = found / 100  # a percentage
             suggested = f"pass {name}={nearest:g}." if math.isfinite(nearest) else None
             raise self.refuse(name, value, f"a finite number {rule}".rstrip(), fix=fix or suggested)
         return found
@@ -83,9 +85,9 @@ class Checker:
             if (type(value) is type(each) or isinstance(value, str)) and value == each:
                 return each
         words = [each for each in known if isinstance(each, str)]
-        near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
+        meant = nearest_word(value, words) if isinstance(value, str) else None
         is_open = isinstance(value, str) and sum(word.startswith(value) for word in words) > 1
-        suggested = f"pass {name}={near[0]!r}." if near and not is_open else fix
+        suggested = f"pass {name}={meant!r}." if meant and not is_open else fix
         raise self.refuse(name, value, "one of " + ", ".join(map(repr, known)), fix=suggested)
 
     def instance(self, value: Any, kind: type[T], expected: str, fix: str) -> T:
@@ -156,6 +158,13 @@ class Checker:
             if is_needed and each.name not in value:
                 raise self.refuse(each.name, None, "a value, because it has no default")
         return cls(**value)
+
+
+def nearest_word(value: str, words: Iterable[str]) -> str | None:
+    """Return the word that was probably meant, whatever its case; None if none is near."""
+    by_lower = {word.lower(): word for word in words}
+    near = difflib.get_close_matches(value.lower(), by_lower, 1)
+    return by_lower[near[0]] if near else None
 
 
 def _nearest_whole(value: Any, low: int, high: int) -> int:

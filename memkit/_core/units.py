@@ -1,10 +1,12 @@
 """Sizes: ints of bytes inside memkit, parsed from text with a unit and formatted for people in binary units.
 
-GB is 10^9 bytes and GiB is 2^30 bytes, everywhere. The number on a graphics card's box counts GiB.
+GB is 10^9 bytes and GiB is 2^30 bytes, everywhere; a letter alone is the smaller of the two: 24G is 24 GB. The number
+on a graphics card's box counts GiB.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from decimal import Decimal
@@ -18,27 +20,31 @@ GIB = 2**30
 
 _FACTORS: dict[str, int] = {
     "b": 1,
-    **{f"{prefix}b": 10 ** (3 * power) for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}{b}": 10 ** (3 * power) for power, prefix in enumerate("kmgt", start=1) for b in ("", "b")},
     **{f"{prefix}ib": 2 ** (10 * power) for power, prefix in enumerate("kmgt", start=1)},
 }
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_BUDGETS = "pass 0.9 for 90%, or a size such as '22GiB'."
 _UNITS = "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
 
 
-def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
+def parse_bytes(value: SupportsIndex | str, *, name: str = "size", is_large: bool = False) -> int:
     """Read a size in bytes.
 
     Args:
         value: Bytes as an int, or text with a unit, such as ``"24GiB"``, ``"24 GB"`` or ``"1.5MiB"``
             (upper or lower case). A fraction of a byte is rounded down.
         name: Name of the size, for the error message.
+        is_large: Whether this is memory of a whole device or step. Then a bare number below 1 MiB is refused: whoever
+            writes 24 means 24 GiB.
 
     Returns:
         The size in bytes, zero or more.
 
     Raises:
         InputTypeError: ``value`` is neither an int nor text (a bool or a float is not a size).
-        InputError: ``value`` is negative, has no unit, or has a unit that is not in the list.
+        InputError: ``value`` is negative, has no unit, has a unit that is not in the list, or is too small.
 
     Example:
         >>> from memkit.memory import parse_bytes
@@ -56,6 +62,13 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
             fix="pass the size as an int of bytes or as text such as '24GiB'.",
         )
     num_bytes = operator.index(value)
+    if is_large and 0 < num_bytes < MIB:
+        raise InputError(
+            call,
+            got=f"{num_bytes}, which means {num_bytes} bytes",
+            expected="the memory of a device or a step: 1 MiB or more as a bare number, or text with a unit",
+            fix=f"write '{num_bytes}GiB', or '{num_bytes}B' if bytes are meant.",
+        )
     if num_bytes < 0:
         raise InputError(
             call, got=f"{num_bytes}", expected="zero bytes or more", fix="pass a size that is not negative."
@@ -80,7 +93,7 @@ def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None, *
         InputError: ``budget`` is text that is not a size, or a negative number.
     """
     if not isinstance(budget, float):
-        num_bytes = parse_bytes(budget, name=name)
+        num_bytes = parse_bytes(budget, name=name, is_large=True)
     elif 0 < budget <= 1 and total_bytes is not None:
         num_bytes = int(budget * total_bytes)
     else:
@@ -90,12 +103,20 @@ def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None, *
             f"{name}={budget!r}",
             got=repr(budget) + ("" if total_bytes is not None else ", on a device whose capacity is unknown"),
             expected="a size above zero, or a fraction in (0, 1] of a known capacity",
-            fix="pass 0.9 for 90%, or a size such as '22GiB'.",
+            fix=f"pass '{budget:g}GiB'." if isinstance(budget, float) and 1 < budget < math.inf else _BUDGETS,
         )
     return num_bytes
 
 
 def _parse_text(value: str, call: str) -> int:
+    percent = _PERCENT.fullmatch(value)
+    if percent:
+        raise InputError(
+            call,
+            got=f"the text {value!r}",
+            expected="a size, or a fraction as a float where the argument takes one",
+            fix=f"pass {float(percent[1]) / 100:g}.",
+        )
     match = _SIZE.fullmatch(value)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:

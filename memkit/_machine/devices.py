@@ -55,16 +55,29 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     resolved = (accelerator or torch.device("cpu")) if device == "auto" else _parse_device(device)
     if resolved is None or (resolved.index or 0) >= there.get(resolved.type, 0):
         names = ", ".join(name if math.isinf(count) else f"{name} ({count:.0f})" for name, count in there.items())
+        shown = _shown(device)
         raise ConfigError(
-            f"device={device!r}",
-            got=repr(device),
+            f"device={shown}",
+            got=shown,
             expected=f"'auto' or a device of this machine: {names}",
-            fix="pass device='auto', or run on a machine that has this device.",
+            fix=_what_was_meant(device, resolved),
         )
     index: int | None = resolved.index  # torch's own stub forgets the None
     if index is None and accelerator and resolved.type == accelerator.type:
         return torch.device(resolved.type, torch.accelerator.current_device_index())
     return resolved
+
+
+def _shown(device: object) -> str:
+    return repr(device) if isinstance(device, (str, torch.device)) else f"a {type(device).__name__}"
+
+
+def _what_was_meant(device: object, resolved: torch.device | None) -> str:
+    if isinstance(device, str) and device.lower() in {"gpu", "nvidia"}:
+        return "pass device='cuda', or device='auto' for the accelerator of this machine if it has one."
+    if resolved is None:
+        return "pass device='auto', or the name of a device such as 'cpu' or 'cuda:0'."
+    return "pass device='auto', or run on a machine that has this device."
 
 
 def _parse_device(device: str | torch.device) -> torch.device | None:

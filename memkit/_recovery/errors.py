@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memkit._core.errors import MemkitError, MemkitOutOfMemoryError
+from memkit._core.errors import InputTypeError, MemkitError, MemkitOutOfMemoryError
 from memkit._machine.devices import under_memory_pressure
 
 # Backend and message. Each row matches a real message, listed with its source in tests/data/oom_corpus.json.
@@ -95,6 +95,9 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
     Returns:
         True when memory ran out. ``KeyboardInterrupt`` and ``SystemExit`` never count.
 
+    Raises:
+        InputTypeError: ``exc`` is no exception, such as its text.
+
     Source:
         The messages and where each comes from: ``tests/data/oom_corpus.json``.
 
@@ -108,6 +111,13 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
         >>> mk.is_out_of_memory(ambiguous, under_pressure=True)
         True
     """
+    if not isinstance(exc, BaseException):
+        raise InputTypeError(
+            "is_out_of_memory(exc)",
+            got=f"a {type(exc).__name__}",
+            expected="the error itself, which has a type and causes",
+            fix="inside `except Exception as exc:` write is_out_of_memory(exc)",
+        )
     try:
         verdict = classify_oom(exc)
     except MemoryError:  # not even enough memory to inspect the error

@@ -211,7 +211,7 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> 
     if isinstance(capacity, GPU):
         return capacity.total_bytes if context_counted else capacity.usable_bytes
     try:
-        return parse_bytes(capacity, name="capacity")
+        return parse_bytes(capacity, name="capacity", is_large=True)
     except InputError as no_size:
         if not isinstance(capacity, str):
             raise

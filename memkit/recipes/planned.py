@@ -263,7 +263,7 @@ def _check_precisions(precisions: Any) -> None:
 def _find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None) -> tuple[GPU | None, int]:
     """Return the card, None for the CPU, and its budget in bytes."""
     try:
-        num_bytes = parse_bytes(budget, name="budget")  # type: ignore[arg-type]  # refuses a card as not a size
+        num_bytes = parse_bytes(budget, name="budget", is_large=True)  # type: ignore[arg-type]  # refuses a card as not a size
     except (InputError, InputTypeError):
         if not isinstance(budget, (str, GPU)):
             raise

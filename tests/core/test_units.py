@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import memkit as mk
+from memkit._core.units import parse_budget
 
 FACTORS = {
     "B": 1,
@@ -29,7 +30,16 @@ def test_whole_sizes_are_exact(number, unit, space):
 
 @pytest.mark.parametrize(
     ("value", "num_bytes"),
-    [("0.1GB", 100_000_000), ("1.5MiB", 1_572_864), ("1_000B", 1000), (np.int64(7), 7), (0, 0), ("0.7B", 0)],
+    [
+        ("0.1GB", 100_000_000),
+        ("1.5MiB", 1_572_864),
+        ("1_000B", 1000),
+        ("24G", 24 * 10**9),
+        ("512m", 512_000_000),
+        (np.int64(7), 7),
+        (0, 0),
+        ("0.7B", 0),
+    ],
 )
 def test_what_is_read(value, num_bytes):
     assert mk.memory.parse_bytes(value) == num_bytes
@@ -40,11 +50,33 @@ def test_gigabyte_is_not_gibibyte():
 
 
 @pytest.mark.parametrize(
-    "value", ["24", "24G", "GiB", "", "1e3MB", "-1GB", "nanGB", "24GiB free", "٣GB", "1.MB", ".5GB", -1]
+    "value", ["24", "24 gigs", "GiB", "", "1e3MB", "-1GB", "nanGB", "24GiB free", "٣GB", "1.MB", ".5GB", -1]
 )
 def test_what_is_no_size(value):
     with pytest.raises(mk.errors.InputError, match=r"budget=.*expected (a number and a unit|zero bytes or more)"):
         mk.memory.parse_bytes(value, name="budget")
+
+
+@pytest.mark.parametrize(
+    ("read", "fix"),
+    [
+        (lambda: mk.memory.parse_bytes(24, is_large=True), "write '24GiB', or '24B' if bytes are meant."),
+        (lambda: parse_budget(24, 2**34), "write '24GiB', or '24B' if bytes are meant."),
+        (lambda: parse_budget(24.0, 2**34), "pass '24GiB'."),
+        (lambda: parse_budget("90%", 2**34), "pass 0.9."),
+        (lambda: parse_budget(-0.5, 2**34), "pass 0.9 for 90%, or a size such as '22GiB'."),
+    ],
+)
+def test_a_number_of_gigabytes_is_not_taken_for_bytes(read, fix):
+    with pytest.raises(ValueError, match="24|90|-0.5") as caught:
+        read()
+    assert caught.value.fix == fix
+
+
+def test_small_sizes_of_devices_have_a_unit():
+    assert mk.memory.parse_bytes("24B", is_large=True) == 24
+    assert mk.memory.parse_bytes(2**20, is_large=True) == 2**20
+    assert mk.memory.parse_bytes(0, is_large=True) == 0
 
 
 @pytest.mark.parametrize("value", [True, 1.5, float("nan"), None, b"24GB", [24]])

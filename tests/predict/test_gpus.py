@@ -97,7 +97,8 @@ def test_any_text_is_a_card_or_an_input_error(name):
 def test_capacity_is_a_size_or_a_card():
     card = find_gpu("RTX 4090")
     assert capacity_bytes("24GiB") == capacity_bytes("24GiB", context_counted=True) == 24 * GIB
-    assert capacity_bytes(7) == 7
+    assert capacity_bytes("7B") == 7
+    assert_refused(lambda: capacity_bytes(24), InputError, "write '24GiB'")
     assert capacity_bytes("RTX 4090") == card.total_bytes - card.context_bytes
     assert capacity_bytes("RTX 4090", context_counted=True) == card.total_bytes
     assert capacity_bytes(card) == card.usable_bytes

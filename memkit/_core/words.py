@@ -1,0 +1,205 @@
+"""Calls in other libraries' words: a typed error whose way out is the corrected call, instead of Python's own.
+
+Python answers a misspelt keyword, a missing argument or an absent method with a sentence about its own rules. `guided`
+answers with the call that works. It costs nothing where a call is right: arguments are looked at only after Python has
+refused them.
+
+    @guided(words={"use_amp": "precision='bf16-mixed'"}, absent={"fit": "MemoryEfficientTrainLoop(...).run()"})
+    class Wrapper: ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from memkit._core.errors import AbsentError, InputTypeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_CALLED = "()"  # in `absent`: the object itself is called
+_LONGEST = 60  # characters of a value that a corrected call repeats
+_ONE_WORD = re.compile(r"[a-z]\w*")
+
+
+def guided(
+    *, words: Mapping[str, str] | None = None, absent: Mapping[str, str] | None = None, methods: tuple[str, ...] = ()
+) -> Callable[[F], F]:
+    """Let a public function or class answer wrong calls with the corrected call.
+
+    Args:
+        words: By a keyword of another library: this library's name for it (``"accumulation_steps"``, which keeps the
+            value), the argument to write (``"precision='bf16-mixed'"``), or a sentence that says what to do instead.
+        absent: For a class, by an attribute or method that it does not have: the code to write instead. ``"()"`` is the
+            object itself, called.
+        methods: For a class, the methods that are guided too, besides the constructor.
+
+    Returns:
+        The decorator.
+
+    Example:
+        >>> @guided(words={"n": "size"})
+        ... def make(size): ...
+        >>> make(n=3)
+        Traceback (most recent call last):
+        ...
+        memkit.errors.InputTypeError: make: got n=3; expected the arguments size. Way out: write make(size=3)
+    """
+
+    def decorate(thing: F) -> F:
+        if not isinstance(thing, type):
+            return _guided_function(thing, thing.__name__, words or {}, is_method=False)
+        name = thing.__name__
+        for method in ("__init__", *methods):
+            label = name if method == "__init__" else f"{name}.{method}"
+            function = _guided_function(getattr(thing, method), label, words or {}, is_method=True)
+            setattr(thing, method, function)
+        if absent:
+            _answer_for_absent(thing, absent)
+        return thing
+
+    return decorate
+
+
+def _guided_function(function: F, name: str, words: Mapping[str, str], *, is_method: bool) -> F:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            refuse_call(function, name, args, kwargs, words, is_method=is_method)
+            raise
+
+    return call  # type: ignore[return-value]  # it has the same signature
+
+
+def refuse_call(
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    words: Mapping[str, str],
+    *,
+    is_method: bool,
+) -> None:
+    """Raise the guided error if these arguments do not fit the function; return if they do.
+
+    Raises:
+        InputTypeError: An argument is unknown, missing, given twice, or one too many.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        parameters = list(signature.parameters.values())
+        if is_method:
+            parameters, args = parameters[1:], args[1:]
+        _refuse(name, parameters, args, kwargs, words)
+
+
+def _refuse(
+    name: str,
+    parameters: list[inspect.Parameter],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    words: Mapping[str, str],
+) -> NoReturn:
+    free = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    written: dict[str, str] = {}  # by parameter, as it stands in the corrected call
+    wrong: list[str] = []
+    notes: list[str] = []
+    for position, value in enumerate(args):
+        if position < len(positional):
+            written[positional[position]] = _shown(positional[position], value)
+        else:
+            wrong.append("one argument too many" if position == len(positional) else "")
+            keyword = next((each for each in free[position:] if each not in kwargs), None)
+            if keyword is not None:
+                written[keyword] = f"{keyword}={_shown(keyword, value)}"
+    for key, value in kwargs.items():
+        if key in free and key not in written:
+            written[key] = f"{key}={_shown(key, value)}"
+        elif key in free:
+            wrong.append(f"{key} twice")
+        else:
+            wrong.append(f"{key}={_shown(key, value)}")
+            _translate(key, value, free, words, written, notes)
+    for each in parameters:
+        if each.name in free and each.default is each.empty and each.name not in written:
+            wrong.append(f"no {each.name}")
+            written[each.name] = each.name if each.name in positional else f"{each.name}=..."
+    ordered = [written[each] for each in free if each in written]
+    ordered += [text for each, text in written.items() if each not in free]
+    raise InputTypeError(
+        name,
+        got=", ".join(filter(None, wrong)),
+        expected=f"the arguments {', '.join(free)}" if free else "no arguments",
+        fix=f"{''.join(f'{note}; ' for note in notes)}write {name.rpartition('.')[2]}({', '.join(ordered)})",
+    ) from None
+
+
+def _translate(
+    key: str, value: Any, free: list[str], words: Mapping[str, str], written: dict[str, str], notes: list[str]
+) -> None:
+    """Put this library's words for a foreign keyword into the corrected call, or what to do instead into the notes."""
+    word = words.get(key)
+    if word is None:
+        near = difflib.get_close_matches(key, [each for each in free if each not in written], n=1)
+        word = near[0] if near else f"there is no {key}"
+    if _ONE_WORD.fullmatch(word):
+        written.setdefault(word, f"{word}={_shown(word, value)}")
+    elif re.match(r"\w+=\S", word):
+        written.setdefault(word.partition("=")[0], word)
+    else:
+        notes.append(word)
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a value as its user may have written it: a literal, or else the name of the argument."""
+    text = repr(value) if _is_literal(value) else name
+    return text if len(text) <= _LONGEST else name
+
+
+def _is_literal(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_literal, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _answer_for_absent(cls: type, absent: Mapping[str, str]) -> None:
+    inherited = getattr(cls, "__getattr__", None)
+
+    def answer(self: Any, name: str) -> Any:
+        if inherited is not None and name not in absent:
+            return inherited(self, name)
+        if name.startswith("_") or hasattr(type(self), name):  # hasattr: a property of this name failed
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name)
+        raise refuse_attribute(self, name, absent)
+
+    cls.__getattr__ = answer  # type: ignore[attr-defined]  # so that type checkers still report absent names
+    if _CALLED in absent:
+
+        def called(self: Any, *_: Any, **__: Any) -> NoReturn:
+            raise InputTypeError(
+                f"{type(self).__name__}(...)(...)",
+                got=f"a call of the {type(self).__name__} itself",
+                expected="one of its methods",
+                fix=f"write {absent[_CALLED]}",
+            )
+
+        cls.__call__ = called  # type: ignore[method-assign]  # so that type checkers still report the call
+
+
+def refuse_attribute(owner: object, name: str, absent: Mapping[str, str]) -> AbsentError:
+    """Return the error for an attribute that an object does not have."""
+    kind = type(owner).__name__
+    public = [each for each in dir(type(owner)) if not each.startswith("_")]
+    near = difflib.get_close_matches(name, public, n=1)
+    meant = absent.get(name) or (near[0] if near else f"help({kind})")
+    return AbsentError(
+        f"{kind}.{name}", got=f"the absent name {name!r}", expected=f"one of {', '.join(public)}", fix=f"write {meant}"
+    )

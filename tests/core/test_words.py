@@ -1,0 +1,109 @@
+"""Calls in other libraries' words are answered with the corrected call, and right calls are not touched."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+import memkit as mk
+from memkit._core.words import guided
+
+
+@guided(words={"grad_accum": "steps", "amp": "precision='bf16'", "device": "move the model first: model.to(device)"})
+def train(model, steps=1, *, precision=None):
+    return model, steps, precision
+
+
+@guided(absent={"fit": "loop.run()", "()": "trainer.model(x)"}, methods=("step",))
+class Trainer:
+    """A class whose constructor and method are guided."""
+
+    def __init__(self, model, *, steps=1):
+        self.model = model
+        self.steps = steps
+
+    @property
+    def broken(self):
+        return self.model.no_such_attribute
+
+    def step(self, batch, *, count=None):
+        return batch, count
+
+    def fails_inside(self):
+        raise TypeError("the user's own")
+
+
+@pytest.mark.parametrize(
+    ("call", "got", "corrected"),
+    [
+        (lambda: train("net", grad_accum=4), "grad_accum=4", "write train('net', steps=4)"),
+        (lambda: train(object(), amp=True), "amp=True", "write train(model, precision='bf16')"),
+        (lambda: train(1, device="cuda"), "device='cuda'", "move the model first: model.to(device); write train(1)"),
+        (lambda: train(), "no model", "write train(model)"),
+        (lambda: train(1, 2, "bf16"), "one argument too many", "write train(1, 2, precision='bf16')"),
+        (lambda: train(1, model=2), "model twice", "write train(1)"),
+        (lambda: train(1, presision="bf16"), "presision='bf16'", "write train(1, precision='bf16')"),
+        (lambda: train(1, zebra=object()), "zebra=zebra", "there is no zebra; write train(1)"),
+        (
+            lambda: train(grad_accum=2, amp=1),
+            "grad_accum=2, amp=1, no model",
+            "write train(model, steps=2, precision='bf16')",
+        ),
+        (lambda: Trainer(), "no model", "write Trainer(model)"),
+        (lambda: Trainer("net", 4), "one argument too many", "write Trainer('net', steps=4)"),
+        (lambda: Trainer("net").step(), "no batch", "write step(batch)"),
+        (lambda: Trainer("net").step([1, 2], n=3), "n=3", "there is no n; write step([1, 2])"),
+    ],
+)
+def test_a_wrong_call_is_answered_with_the_corrected_one(call, got, corrected):
+    with pytest.raises(mk.errors.InputTypeError) as caught:
+        call()
+    assert (caught.value.got, caught.value.fix) == (got, corrected)
+    assert str(caught.value).endswith(corrected)
+    assert caught.value.__suppress_context__
+
+
+def test_the_corrected_calls_work():
+    assert train("net", steps=4) == ("net", 4, None)
+    assert train(1, 2, precision="bf16") == (1, 2, "bf16")
+    assert Trainer("net", steps=4).step([1, 2]) == ([1, 2], None)
+
+
+def test_an_error_inside_stays_what_it_is():
+    with pytest.raises(TypeError, match="the user's own"):
+        Trainer("net").fails_inside()
+
+    @guided()
+    def calls_wrongly(value):
+        return len(value)
+
+    with pytest.raises(TypeError, match="has no len") as caught:
+        calls_wrongly(3)
+    assert not isinstance(caught.value, mk.MemkitError)
+
+
+def test_absent_attributes_name_their_counterpart():
+    trainer = Trainer("net")
+    with pytest.raises(mk.errors.AbsentError, match=r"Way out: write loop\.run\(\)"):
+        trainer.fit(3)
+    with pytest.raises(mk.errors.AbsentError, match="Way out: write step"):
+        trainer.stepp(3)
+    with pytest.raises(mk.errors.InputTypeError, match=r"Way out: write trainer\.model\(x\)"):
+        trainer(3)
+    assert not hasattr(trainer, "fit")
+    assert getattr(trainer, "eval", None) is None
+
+
+def test_a_property_that_fails_is_not_called_absent():
+    with pytest.raises(AttributeError) as caught:
+        _ = Trainer("net").broken
+    assert not isinstance(caught.value, mk.errors.AbsentError)
+
+
+def test_guided_objects_are_copied_pickled_and_inspected_as_before():
+    trainer = Trainer("net", steps=2)
+    for again in (copy.copy(trainer), copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+        assert (again.model, again.steps) == ("net", 2)
+    assert str(inspect.signature(Trainer)) == "(model, *, steps=1)"
+    assert pickle.loads(pickle.dumps(train)) is train
