@@ -82,7 +82,6 @@ def inference(net: nn.Module, x: Tensor) -> dict[str, dict[str, Any]]:
     ways[f"cubes {SMALL}"] = lambda x: tiled_apply(net, x, SMALL)
     ways["cubes 40, argmax online"] = lambda x: tiled_apply(net, x, 40, online_reduce=lambda y: y.argmax(1))
     for mode in ("constant", "gaussian"):
-        ways[f"{mode} windows {WINDOW}"] = lambda x, mode=mode: tiled_apply(net, x, WINDOW, mode=mode)
         if sliding_window_inference is not None:
             ways[f"MONAI {mode} windows {WINDOW}"] = lambda x, mode=mode: sliding_window_inference(
                 x, WINDOW, 1, net, overlap=0.25, mode=mode
