@@ -10,11 +10,7 @@ if TYPE_CHECKING:
     from memkit.train.backward_steps import step_in_backward as step_in_backward
     from memkit.train.checkpointing import Checkpointing as Checkpointing
     from memkit.train.contrastive import cached_backward as cached_backward
-    from memkit.train.loader import (
-        LoaderPlan as LoaderPlan,
-        make_dataloader as make_dataloader,
-        to_device as to_device,
-    )
+    from memkit.train.loader import make_dataloader as make_dataloader, to_device as to_device
     from memkit.train.offload import offload_activations as offload_activations
     from memkit.train.parameterwise import (
         materialize_state as materialize_state,
@@ -32,7 +28,6 @@ else:  # a type checker would accept any name through `__getattr__`
     _HOMES = {
         "Checkpointing": "memkit.train.checkpointing",
         "GradientAccumulator": "memkit.train.accumulate",
-        "LoaderPlan": "memkit.train.loader",
         "Loss": "memkit._gradients.loss",
         "MemoryEfficientTrainingWrapper": "memkit.train.wrapper",
         "check_split": "memkit.train.split_check",
