@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_us
 from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
 from memkit.chunk.halo import find_reach
-from memkit.chunk.sizing import is_auto
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
@@ -23,7 +21,6 @@ def tiled_apply(
     x: Tensor,
     tile_size: int | Sequence[int],
     *,
-    halo: int | Sequence[int] | Literal["auto"] = "auto",
     dims: Sequence[int] | None = None,
     online_reduce: Callable[[Tensor], Tensor] | None = None,
     output_device: torch.device | str | None = None,
@@ -40,8 +37,6 @@ def tiled_apply(
         x: (B, C, *spatial), floating point; one, two or three spatial dimensions, any batch size.
         tile_size: Maximum input extent that a tile owns: one number, or one per dimension in ``dims``; rounded down to
             a multiple of the module's stride. A tile reads the halo on both sides in addition.
-        halo: ``"auto"``, or the margin on both sides of a tile: one number or one per dimension in ``dims``. A halo
-            smaller than the module's reach gives wrong results near the cuts and a warning.
         dims: Dimensions to cut; None for all spatial ones. ``(-3,)`` cuts slabs.
         online_reduce: Applied to each tile's result before it is stored, under ``torch.no_grad()``:
             ``lambda y: y.argmax(1)`` stores one label instead of many channels. It must keep the spatial dimensions
@@ -56,7 +51,7 @@ def tiled_apply(
         InputError: The module cannot be tiled exactly; the message names it (a norm over space,
             attention, global pooling, circular padding, BatchNorm in training mode).
         InputTypeError: The module or its result has an unsupported type or shape.
-        ConfigError: Settings are out of range or mutually exclusive.
+        ConfigError: A setting is out of range, or ``online_reduce`` comes with gradients.
         StateError: In a backward pass with ``create_graph=True``.
 
     A tile as large as the volume is one plain call. Random numbers (dropout) are drawn separately for each tile, and
@@ -83,7 +78,7 @@ def tiled_apply(
         torch.Size([1, 1, 60, 50])
     """
     _check_input(module, x)
-    cut = _per_dim(x, dims, tile_size, "tile_size", least=1)
+    cut = _per_dim(x, dims, tile_size)
     dims = list(cut)
     if online_reduce is not None:
         _check_inference(module, x)
@@ -92,10 +87,6 @@ def tiled_apply(
     axes = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
     if not is_whole:
         reaches = find_reach(module, x, dims)
-        if not is_auto(halo):
-            halos = _per_dim(x, dims, halo, "halo", least=0)
-            _warn_of_short_halos({dim: reach for dim, reach in reaches.items() if cut[dim] < x.shape[dim]}, halos)
-            reaches = {dim: replace(reach, before=halos[dim], after=halos[dim]) for dim, reach in reaches.items()}
         for dim, reach in reaches.items():
             axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)
         _warn_of_no_effect(x, axes, reaches)
@@ -140,12 +131,12 @@ def _check_inference(module: nn.Module, x: Tensor) -> None:
         )
 
 
-def _per_dim(x: Tensor, dims: Sequence[int] | None, value: Any, name: str, *, least: int) -> dict[int, int]:
-    """Return one number per dimension, with dimensions counted from the end."""
+def _per_dim(x: Tensor, dims: Sequence[int] | None, tile_size: Any) -> dict[int, int]:
+    """Return the tile size of each dimension to cut, with dimensions counted from the end."""
     spatial = range(2 - x.dim(), 0)
     chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
-    are_many = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
-    values = [as_whole(each) for each in (value if are_many else [value] * len(chosen))]
+    are_many = isinstance(tile_size, Iterable) and getattr(tile_size, "ndim", 1) > 0
+    values = [as_whole(each) for each in (tile_size if are_many else [tile_size] * len(chosen))]
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(spatial):
         raise ConfigError(
             f"tiled_apply(dims={dims!r})",
@@ -153,26 +144,15 @@ def _per_dim(x: Tensor, dims: Sequence[int] | None, value: Any, name: str, *, le
             expected=f"distinct spatial dimensions out of {tuple(spatial)}",
             fix="omit dims to cut all of them.",
         )
-    sizes = [each for each in values if each is not None and each >= least]
+    sizes = [each for each in values if each is not None and each >= 1]
     if not len(sizes) == len(values) == len(chosen):
         raise ConfigError(
-            f"tiled_apply({name}={value!r})",
-            got=repr(value),
-            expected=f"one int, or one int for each of the {len(chosen)} dimensions that are cut; {least} or more",
-            fix=f"pass {name}=32, or a tuple.",
+            f"tiled_apply(tile_size={tile_size!r})",
+            got=repr(tile_size),
+            expected=f"one int, or one int for each of the {len(chosen)} dimensions that are cut; 1 or more",
+            fix="pass tile_size=32, or a tuple.",
         )
     return dict(zip(chosen, sizes, strict=True))
-
-
-def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> None:
-    needed = {dim: max(reach.before, reach.after) for dim, reach in reaches.items()}
-    short = [dim for dim in reaches if halos[dim] < needed[dim]]
-    if short:
-        warn_user(
-            f"tiled_apply: halo={tuple(halos[dim] for dim in short)} in dimensions {tuple(short)}, but the module's "
-            f"results depend on positions up to {tuple(needed[dim] for dim in short)} away: results and gradients "
-            "are wrong near the cuts. Way out: pass halo='auto', which measures these distances."
-        )
 
 
 def _warn_of_no_effect(x: Tensor, axes: Sequence[ExactAxis], reaches: dict[int, Reach]) -> None:

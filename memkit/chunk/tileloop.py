@@ -146,9 +146,8 @@ def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
         raise InputError(
             CALL,
             got=f"a tile's result of sizes {tuple(y.shape[-len(pieces) :])}, which lacks positions that it must cover",
-            expected="a halo that covers everything that these positions depend on, and the same sizes for the same "
-            "input",
-            fix='pass halo="auto", the default.',
+            expected="the same sizes for the same input",
+            fix="keep the module's sizes from depending on values, or on the number of calls.",
         )
     return part
 
