@@ -53,7 +53,7 @@ def train(folder: Path, num_epochs: int, stop_at: int | None = None) -> tuple[mk
     val_loader = mk.train.make_dataloader(val_data, batch_size=64, num_workers=0)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = mk.train.make_schedule(optimizer, "cosine", num_steps=num_epochs * len(train_loader), warmup_steps=10)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * len(train_loader))
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=schedule, max_grad_norm=1.0)
 
     def stopping_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What MemoryEfficientTrainLoop costs: each of its steps beside one of a loop by hand; and a worker's memory.
+"""What MemoryEfficientTrainLoop costs: each of its steps beside one of a loop by hand.
 
 The loop's batches come from a generator that runs a step of another loop before each of them, so the two take turns
 step by step, and a busy machine disturbs both alike. Processor time; everything that the loop does between two batches
@@ -10,9 +10,6 @@ standard error, of the mean difference without the largest and smallest tenth.
 again" is the error of the method. With on_oom="raise" the wrapper does not prepare to recover from out-of-memory, which
 the other loops cannot.
 
-The worker: a forked process reads 500,000 file names from a list, and from CompactStrings; how much of its memory is
-then its own (USS)?
-
 Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.loop_cost
 """
 
@@ -20,16 +17,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -38,12 +32,10 @@ from benchmarks.cases.wrapper_overhead import Batch, mean_loss
 from benchmarks.models import Task
 from benchmarks.result import write_result
 from memkit.recipes.loop import MemoryEfficientTrainLoop
-from memkit.train.compact import CompactStrings
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 REPEATS, PAIRS, WARM_UP = 8, 80, 10
 WIDTH, ROWS = 384, 384
-NAMES = 500_000
 
 OnOom = Literal["exact", "raise"]
 
@@ -152,31 +144,10 @@ def measure_cost() -> dict[str, dict[str, float]]:
     return figures
 
 
-def read_all(names: Any, connection: Connection) -> None:
-    gc.freeze()
-    process = psutil.Process()
-    before = process.memory_full_info().uss
-    for i in range(len(names)):
-        names[i]
-    connection.send(process.memory_full_info().uss - before)
-
-
-def measure_worker() -> dict[str, int]:
-    names = [f"train/sequence-{i // 100:05d}/frame-{i % 100:03d}.ply" for i in range(NAMES)]
-    figures = {"names": NAMES}
-    for kind, held in (("list", names), ("compact", CompactStrings(names))):
-        ours, theirs = multiprocessing.Pipe()
-        child = multiprocessing.get_context("fork").Process(target=read_all, args=(held, theirs))
-        child.start()
-        figures[f"{kind}_worker_growth_bytes"] = ours.recv()
-        child.join()
-    return figures
-
-
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    figures = {"worker": measure_worker(), "cost": measure_cost()}
+    figures = {"cost": measure_cost()}
     print(figures)
     print(write_result("loop_cost", figures, peers=("lightning",)))
 

@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.result import write_result
 from memkit.recipes.loop import MemoryEfficientTrainLoop
 from memkit.recipes.state.manager import TrainingStateManager
-from memkit.train.schedules import make_schedule
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 SAMPLES, BATCH, DONE = 64, 4, 9  # of the resume
@@ -115,7 +114,7 @@ def skipped_lightning(model: nn.Module, optimizer: torch.optim.Optimizer, schedu
 
 def skipped(run: Callable[..., None]) -> dict[str, int]:
     model, optimizer = make_model()
-    schedule = make_schedule(optimizer, "linear", num_steps=100)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
     steps: list[None] = []
     optimizer.register_step_post_hook(lambda *_: steps.append(None))
     run(model, optimizer, schedule, DataLoader(torch.randn(40, 3), batch_size=4))

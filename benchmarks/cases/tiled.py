@@ -21,6 +21,8 @@ from benchmarks.result import write_result
 from benchmarks.timing import least_seconds
 from benchmarks.twins import differences, largest_difference
 from memkit.chunk.tiled import tiled_apply
+from memkit.chunk.tileloop import TileJob, apply_tiles
+from memkit.chunk.tiles import ExactAxis, Reach
 from tests.allocations import trace_allocations
 
 try:
@@ -82,7 +84,6 @@ def inference(net: nn.Module, x: Tensor) -> dict[str, dict[str, Any]]:
     ways[f"cubes {SMALL}"] = lambda x: tiled_apply(net, x, SMALL)
     ways["cubes 40, argmax online"] = lambda x: tiled_apply(net, x, 40, online_reduce=lambda y: y.argmax(1))
     for mode in ("constant", "gaussian"):
-        ways[f"{mode} windows {WINDOW}"] = lambda x, mode=mode: tiled_apply(net, x, WINDOW, mode=mode)
         if sliding_window_inference is not None:
             ways[f"MONAI {mode} windows {WINDOW}"] = lambda x, mode=mode: sliding_window_inference(
                 x, WINDOW, 1, net, overlap=0.25, mode=mode
@@ -109,7 +110,8 @@ def float64_errors(x: Tensor) -> dict[str, float]:
     gradients = torch.autograd.grad(expected.square().mean(), inputs)
     errors = {}
     for name, halo in {"halo found": HALO, "halo one short": HALO - 1}.items():
-        y = tiled_apply(net, part, 8, halo=halo)
+        axes = tuple(ExactAxis.cut(size, 8, Reach(halo, halo)) for size in part.shape[2:])
+        y = apply_tiles(TileJob(net, axes), part)
         found = torch.autograd.grad(y.square().mean(), inputs)
         errors[name] = max(differences((y, *found), (expected, *gradients)))
     return errors

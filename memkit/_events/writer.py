@@ -16,7 +16,7 @@ from typing import Any
 from memkit._core.errors import FileFormatError, InputError, StateError, warn_user
 from memkit._core.printable import printable_json
 from memkit._events.log import EVENT_KEYS, Event, LogHeader, require_rank
-from memkit._machine.files import atomic_writer, write_bytes
+from memkit._machine.files import atomic_writer
 
 if sys.platform != "win32":
     import fcntl
@@ -209,48 +209,6 @@ def run_lines(header: LogHeader, events: Iterable[Event]) -> Iterator[bytes]:
     yield _header_line(header)
     for event in events:
         yield _line(_text_of(event))
-
-
-def save_legacy(path: str | os.PathLike[str], events: Iterable[Event]) -> int:
-    """Write the older format, a JSON array of ``{"event", "peak_memory"}`` or ``{"event", "incremental_memory"}``.
-
-    ``peak_memory`` is the event's ``peak_total_bytes``, and ``incremental_memory`` its ``incremental_bytes``; if both
-    are known, the peak is written. Everything else is lost. An event with neither number is left out: the format
-    cannot express "not recorded".
-
-    Args:
-        path: The file, replaced atomically.
-        events: The events in order.
-
-    Returns:
-        Number of events left out.
-
-    Raises:
-        OSError: The file cannot be written; an existing file is unchanged.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> from memkit._events.log import Event
-        >>> from memkit._events.writer import save_legacy
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "memory_events.json")
-        >>> save_legacy(path, [Event("t5_loaded", peak_total_bytes=11_362_869_248), Event("note")])
-        1
-        >>> print(path.read_text(), end="")
-        [
-        {"event":"t5_loaded","peak_memory":11362869248}
-        ]
-    """
-    lines = []
-    num_left_out = 0
-    for event in events:
-        if event.peak_total_bytes is not None:
-            lines.append(_encode({"event": event.event, "peak_memory": event.peak_total_bytes}))
-        elif event.incremental_bytes is not None:
-            lines.append(_encode({"event": event.event, "incremental_memory": event.incremental_bytes}))
-        else:
-            num_left_out += 1
-    write_bytes(path, _utf8(printable_json("[\n" + ",\n".join(lines) + "\n]\n")))
-    return num_left_out
 
 
 def rank_path(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:

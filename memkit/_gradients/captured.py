@@ -68,7 +68,7 @@ class CapturedTensors:
                 "silently get no gradient",
                 fix="pass it as an argument if it has one entry per row; pass leaf tensors as params=[...] "
                 "(params=module.parameters()); compute non-leaf tensors inside the function; detach() tensors that "
-                "need no gradient. chunked_map(..., strategy='checkpoint') accepts any function.",
+                "need no gradient.",
             )
 
     def _is_from_outside(self, node: Node, sources: set[Node]) -> bool:

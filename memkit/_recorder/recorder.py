@@ -42,7 +42,7 @@ from memkit._torch.dispatch import (
 from memkit._torch.graph import ENGINE, current_backward, current_node, next_sequence_number, sequence_number
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.storage import is_dense, storage_use_count
-from memkit._torch.tensors import is_zero_tensor, sparse_parts, storage_key, use_count
+from memkit._torch.tensors import is_zero_tensor, storage_key, strided_parts, use_count
 
 _aten = torch.ops.aten
 ADD = _aten.add.Tensor
@@ -448,14 +448,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 part = getattr(tensor, name)
                 if isinstance(part, torch.Tensor):  # a DTensor's mesh is not memory
                     yield from self._parts(part, operator)
-        elif tensor.layout is torch.strided:
-            yield tensor
-        elif tensor.layout is torch.sparse_coo:
-            yield from sparse_parts(tensor)
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        elif parts := strided_parts(tensor):
+            yield from parts
         else:
             self._untracked[f"{operator or 'input'}: {tensor.layout}"] = None
 

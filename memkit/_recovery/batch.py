@@ -19,6 +19,7 @@ from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory, insist
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import SizeMemory
+from memkit._recovery.snapshot import Rollback
 
 CutPart = Callable[[Part, int], list[Part]]
 
@@ -30,19 +31,6 @@ class Sums(Protocol):
 
     def discard(self) -> None:
         """Drop the sums and start over."""
-
-
-class Undo(Protocol):
-    """Saved state of everything that a forward may change."""
-
-    def discover(self) -> AbstractContextManager[None]:
-        """Return a context for a forward, which may change more than is known so far."""
-
-    def learn(self) -> None:
-        """Record the state that a completed forward left unchanged."""
-
-    def restore(self) -> None:
-        """Restore everything."""
 
 
 class RemedySource(Protocol):
@@ -93,7 +81,7 @@ class Means:
 
     sizes: SizeMemory
     remedies: RemedySource | None
-    snapshot: Callable[[], Undo]
+    snapshot: Callable[[], Rollback]
     peers: Peers
     unit: str = "rows"
     call: str = "MemoryEfficientTrainingWrapper"
@@ -128,7 +116,7 @@ class Attempt:
         batch_size: int,
         *,
         remedies: RemedySource | None = None,
-        rollback: Undo | None = None,
+        rollback: Rollback | None = None,
         watching: AbstractContextManager[None] | None = None,
     ) -> None:
         self.part, self.size, self.batch_size = part.data, part.size, batch_size
@@ -330,7 +318,7 @@ class BatchRun:
 
     # ------------------------------------------------------------------ for the strategies
 
-    def take_rollback(self) -> Undo | None:
+    def take_rollback(self) -> Rollback | None:
         """Save everything that a forward may change, if recovery is on."""
         if self.means.remedies is None:
             return None

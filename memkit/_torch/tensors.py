@@ -23,9 +23,18 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Returns a key that is the same for all Python objects of one storage."""
 
 
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a sparse tensor as is; the public methods require it to be coalesced."""
-    return tensor._indices(), tensor._values()
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse one; () if unknown."""
+    layout = tensor.layout
+    if layout is torch.strided:
+        return (tensor,)
+    if layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # as they are: the public methods require it to be coalesced
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")

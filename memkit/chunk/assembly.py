@@ -58,7 +58,3 @@ class Assembly(ABC):
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
         """Return bytes held per segment besides the outputs, in the forward and in the backward pass."""
         return 0, 0
-
-    @abstractmethod
-    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Compute the outputs from the results of all rows at once, with operators that autograd records."""

@@ -31,8 +31,7 @@ class Circumstances:
 
     Args:
         tensors: The call's inputs; their devices' autocast is noted.
-        fn: The call's function; generators held by its modules draw the same numbers again. None records no random
-            state.
+        fn: The call's function; generators held by its modules draw the same numbers again.
 
     Attributes:
         kept: The last chunks, if their graphs were kept.
@@ -45,7 +44,7 @@ class Circumstances:
             for kind in sorted(kinds)
             if torch.amp.is_autocast_available(kind)
         ]
-        self._at_start = None if fn is None else RandomNumbers(held_generators(modules_of(fn)))
+        self._at_start = RandomNumbers(held_generators(modules_of(fn)))
         self.kept: list[ReplayedChunk] = []
 
     @contextlib.contextmanager
@@ -55,6 +54,5 @@ class Circumstances:
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            if self._at_start:
-                stack.enter_context(self._at_start.again())
+            stack.enter_context(self._at_start.again())
             yield kept

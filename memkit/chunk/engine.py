@@ -9,21 +9,16 @@ relies on.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from memkit._core.errors import ConfigError, InputError
-from memkit._core.settings import Checker
+from memkit._core.errors import InputError
 from memkit._gradients.captured import CapturedTensors
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
-from memkit._recovery.replay import contexts_of
-from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.tensors import versions_of
@@ -34,7 +29,6 @@ from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.params import used_parameters
 from memkit.chunk.sizing import ChunkPlan, Measurement, Sizer, plan_of
 
-Strategy = Literal["auto", "checkpoint", "save"]
 _TENSOR = object()  # stands for a tensor when only the structure is kept
 
 
@@ -76,7 +70,6 @@ class ChunkedCall:
         size: Rows of a chunk, or the `Sizer` that chooses them.
         num_rows: Rows of the call; None to take them from the arguments.
         num_kept: Number of last chunks whose graphs are kept, so that the backward does not recompute them.
-        preserve_rng_state: Whether the backward draws the same random numbers as the forward.
         check: Whether to verify first, on a few rows, that the function treats each row independently.
 
         plan: How the call is cut, set when it runs; None if its size was given.
@@ -88,7 +81,6 @@ class ChunkedCall:
     size: int | Sizer
     num_rows: int | None = None
     num_kept: int = 0
-    preserve_rng_state: bool = True
     check: bool = False
     plan: ChunkPlan | None = field(init=False, default=None)
     # Set by `run`. No tensor that needs a gradient may be stored here: autograd must be able to free those.
@@ -106,52 +98,30 @@ class ChunkedCall:
         assert isinstance(self.size, int)  # noqa: S101 - ensured by `run`
         return self.size
 
-    def run(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None, strategy: Strategy
-    ) -> Any:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None) -> Any:
         """Run the function over all rows.
 
         Args:
             args: Its arguments: tensors of rows, `Gathered`, anything else, or containers of them.
             kwargs: Its keyword arguments, of the same kinds.
             params: Leaf tensors that the function uses besides its arguments and its own parameters.
-            strategy: See `memkit.chunked_map`.
 
         Returns:
             The function's result, as assembled.
 
         Raises:
-            ConfigError: The strategy is invalid.
             InputError: The arguments do not have the same number of rows.
         """
-        fix = "leave it out unless you need second derivatives."
-        Checker(self.name).choice("strategy", strategy, get_args(Strategy), fix=fix)
-        self._check_kept(strategy)
         inputs = self._take_arguments(args, kwargs)
+        tensors = self._prepare(inputs, params)
         outputs: Sequence[Tensor]
-        if strategy == "auto":
-            tensors = self._prepare(inputs, params)
-            if torch.is_grad_enabled():
-                outputs = _InPieces.apply(self, len(inputs), *inputs, *tensors.params)  # type: ignore[no-untyped-call]
-            else:
-                outputs, _ = self.assembly.collect(self.pieces(tensors, None))
+        if torch.is_grad_enabled():
+            outputs = _InPieces.apply(self, len(inputs), *inputs, *tensors.params)  # type: ignore[no-untyped-call]
         else:
-            self._check(inputs)
-            outputs = self.assembly.whole(self._in_graph(inputs, again=strategy == "checkpoint"))
+            outputs, _ = self.assembly.collect(self.pieces(tensors, None))
         template, tree = self._result
         results = iter(outputs)
         return pytree.tree_unflatten([next(results) if leaf is _TENSOR else leaf for leaf in template], tree)
-
-    def _check_kept(self, strategy: Strategy) -> None:
-        self.num_kept = Checker(self.name).whole("num_kept", self.num_kept)
-        if self.num_kept and (isinstance(self.size, Sizer) or strategy != "auto"):
-            other = "chunk_size='auto', which chooses it" if strategy == "auto" else f"strategy={strategy!r}"
-            raise ConfigError(
-                self.name,
-                got=f"num_kept={self.num_kept} with {other}",
-                expected="num_kept with a number as chunk_size, and strategy='auto'",
-                fix="omit num_kept.",
-            )
 
     def choose(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None) -> ChunkPlan:
         """Return how the call would be cut, without running it."""
@@ -288,31 +258,6 @@ class ChunkedCall:
         self._result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         return results
 
-    def _in_graph(self, inputs: Sequence[Tensor], *, again: bool) -> list[Tensor]:
-        """Compute all results with ordinary autograd, each chunk checkpointed or with its graph kept."""
-
-        def piece(length: int, *parts: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
-            # Rows are gathered inside the chunk: a checkpoint keeps its inputs.
-            gathered = [part if isinstance(part, Tensor) else part[0].index_select(0, part[1]) for part in parts]
-            return self._call(gathered, length)
-
-        lengths = [length for _, length in self._spans()]
-        # In the backward `split` costs one concatenation; a slice would cost full-size zeros for each chunk.
-        pieces_of = [
-            torch.split(tensor, lengths) if pick is None else [(tensor, rows) for rows in torch.split(pick, lengths)]
-            for tensor, pick in zip(inputs, self._picks, strict=True)
-        ]
-        run = self._checkpointed(piece) if again else piece
-        pieces = [run(length, *parts) for length, *parts in zip(lengths, *pieces_of, strict=True)]
-        return [torch.cat(column) for column in zip(*pieces, strict=True)]
-
-    def _checkpointed(self, piece: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-        """Wrap a chunk so that the backward reruns it exactly as in the forward."""
-        keeps_random = self.preserve_rng_state
-        contexts = functools.partial(contexts_of, StateWatch(nn.ModuleList(modules_of(self.fn))))
-        settings: dict[str, Any] = {"context_fn": contexts} if keeps_random else {}
-        return functools.partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=keeps_random, **settings)
-
     def gradients(
         self, tensors: CallTensors, upstream: Upstream, kept: list[ReplayedChunk], totals: list[Tensor | None]
     ) -> list[Tensor | None]:
@@ -377,7 +322,7 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[:num_inputs]
-        replay = Circumstances(inputs, call.fn if call.preserve_rng_state else None)
+        replay = Circumstances(inputs, call.fn)
         counted = [tensor for tensor in inputs if not tensor.is_inference()]
         versions = versions_of(counted)
         outputs, saved = call.assembly.collect(
@@ -404,8 +349,8 @@ class _InPieces(torch.autograd.Function):
         call, replay = ctx.call, ctx.replay
         refuse_second_derivative(
             call.name,
-            "call chunked_map or chunked_segment_reduce with strategy='checkpoint' and a chunk_size, which can be "
-            "differentiated twice.",
+            "for second derivatives run the chunks through torch's own checkpoint: torch.cat([checkpoint(fn, part, "
+            "use_reentrant=False) for part in rows.split(4096)]).",
         )
         saved = ctx.saved_tensors
         inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
@@ -435,7 +380,7 @@ class CallProblem:
         in_forward, in_backward = (assembly.built_bytes + assembly.num_segments * each for each in found.segment_bytes)
         # The forward's random state, and in the backward the caller's too: no operator allocates them, so trials miss
         # them.
-        random = torch.get_rng_state().nbytes if self._call.preserve_rng_state and any(self._tensors.needs) else 0
+        random = torch.get_rng_state().nbytes if any(self._tensors.needs) else 0
         cast = cast_bytes(self._tensors.params)
         return in_forward + random + cast, in_backward + 2 * random + cast + self._gradient_bytes()
 
@@ -461,9 +406,7 @@ class CallProblem:
         for_backward = any(tensors.needs)
 
         def forward() -> tuple[Circumstances | None, list[Tensor], list[Tensor]]:
-            replay = (
-                Circumstances(tensors.inputs, part.fn if part.preserve_rng_state else None) if for_backward else None
-            )
+            replay = Circumstances(tensors.inputs, part.fn) if for_backward else None
             return replay, *assembly.collect(part.pieces(tensors, replay))
 
         (replay, outputs, saved), forward_peak, forward_end = watched(forward)

@@ -23,7 +23,7 @@ from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.chunk.independence import forward_hooks, undone
-from memkit.chunk.tileloop import CALL, TileJob, run_tiles
+from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
 _SIZES = (8, 16, 32, 64, 128)  # sizes of the small volume; the strides of most networks divide one of them
@@ -31,8 +31,10 @@ _LONGEST = 512
 _PERIODS = (2, 8, 32)  # longest period to search for, cheap search first
 _VOXELS = 2**13  # per run of the probe, if its rows can be split
 REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # of modules for a size or dtype
-_GAUSSIAN = 'pass mode="gaussian", which approximates the result; or apply the part of the module before that layer '
-"in tiles, and that layer to the whole volume."
+_APART = (
+    "apply the part of the module before that layer in tiles, and that layer to the whole volume; "
+    "monai.inferers.sliding_window_inference approximates the result."
+)
 
 _Key = tuple[Any, ...]
 _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDictionary()
@@ -102,10 +104,12 @@ class _Probe:
         options = [([step + size % step for size in spatial], step) for step in _SIZES]
         reason: BaseException | None = None
         for sizes, step in [*options, (list(spatial), max(spatial))]:
-            outcome = unless_failed(REFUSALS, self._module, self._noise(1, sizes))
+            noise = self._noise(1, sizes)
+            outcome = unless_failed(REFUSALS, self._module, noise)
             if isinstance(outcome, Failed):
                 reason = outcome.error
                 continue
+            check_form(noise, outcome.result)
             self._refuse_changed()
             return sizes, step
         raise InputError(
@@ -165,7 +169,7 @@ class _Probe:
                 CALL,
                 got="a module whose operators depend on the values of its input",
                 expected="the same operators for every tile",
-                fix='pass mode="gaussian", which approximates the result.',
+                fix="apply that part of the module to the whole volume.",
             )
         return [_Stairs.join(each) for each in zip(*parts, strict=True)]
 
@@ -190,14 +194,14 @@ class _Probe:
                 got=f"a module for which no halo up to {_LONGEST // 2} and no stride up to {_PERIODS[-1]} was found "
                 f"in dimension {dim}",
                 expected="a module that is equivariant to shifts, as convolutions are, and propagates NaN",
-                fix='pass mode="gaussian", which approximates the result.',
+                fix="apply the parts of the module in tiles that look less far.",
             )
         return InputError(
             CALL,
             got=f"a module whose result depends on the whole of dimension {dim}, first in {culprit}",
             expected="convolutions and other local operations: a tile cannot see the whole volume (a norm over "
             "space, attention, global pooling, circular padding)",
-            fix=_GAUSSIAN,
+            fix=_APART,
         )
 
     def _culprit(self, dim: int, sizes: Sequence[int]) -> str | None:
@@ -241,7 +245,7 @@ class _Probe:
                 f"({reach.before}, {reach.after}) that propagating NaN shows",
                 expected="a module whose result does not depend on the position, and that propagates NaN (no "
                 "coordinates, no align_corners=True, no nan_to_num)",
-                fix='move that part out of the module, or pass mode="gaussian", which approximates the result.',
+                fix="move that part out of the module.",
             )
 
     def _difference(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int]) -> tuple[float, torch.dtype]:

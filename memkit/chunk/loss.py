@@ -24,7 +24,6 @@ def chunked_loss(
     chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
     reduction: Literal["mean", "sum"] = "mean",
-    weight_total: float | Tensor | None = None,
     params: Iterable[Tensor] | None = None,
     check: bool = True,
 ) -> Tensor:
@@ -45,7 +44,6 @@ def chunked_loss(
             count.
         reduction: ``"mean"`` divides by the number of losses (all elements that ``fn`` returns) or by the sum of the
             counts; ``"sum"`` does not divide.
-        weight_total: Divide by this instead, for ``reduction="mean"``.
         params: Leaf tensors that ``fn`` trains besides the rows. A module contributes its own, also through a method or
             a `functools.partial`.
         check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
@@ -88,7 +86,6 @@ def chunked_loss(
         rows,
         as_size(call, chunk_size, memory_budget),
         reduction=reduction,
-        weight_total=weight_total,
         params=params,
         check=check,
     )
@@ -101,19 +98,11 @@ def loss_call(
     size: int | Sizer,
     *,
     reduction: Literal["mean", "sum"],
-    weight_total: float | Tensor | None,
     params: Iterable[Tensor] | None,
     check: bool,
 ) -> Tensor:
     """Run `chunked_loss`; ``call`` is the user's call, for messages."""
     check_row_reduction(reduction, call)
-    if reduction == "sum" and weight_total is not None:
-        raise ConfigError(
-            call,
-            got=f"weight_total={weight_total!r} with reduction='sum'",
-            expected="no weight_total, since a sum is not divided",
-            fix="omit weight_total, or use reduction='mean'.",
-        )
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
     if check:
         check_independence(fn, rows, call=call)
@@ -121,7 +110,7 @@ def loss_call(
     total, count, dtype = problem.run(problem.rows, chunk_size)
     if reduction == "mean":
         # The gradients above belong to the sum. This division reaches them as the single factor of the backward pass.
-        total = total / (count if weight_total is None else weight_total)
+        total = total / count
     return total.to(dtype)
 
 

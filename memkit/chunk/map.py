@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit.chunk.assembly import Assembly, Pieces, Upstream
-from memkit.chunk.engine import ChunkedCall, Strategy
+from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.params import function_name
 from memkit.chunk.sizing import ChunkSize, as_size
 
@@ -20,16 +20,14 @@ def chunked_map(
     chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
     params: Iterable[Tensor] | None = None,
-    strategy: Strategy = "auto",
-    preserve_rng_state: bool = True,
     output_device: str | torch.device | None = None,
-    num_kept: int = 0,
     check: bool = True,
 ) -> Any:
     """Compute ``fn(*rows)`` in chunks of rows, with the gradients of ``fn(*rows)``.
 
     Args:
-        fn: A module or function that treats each row independently. It is run again in the backward pass.
+        fn: A module or function that treats each row independently. It is run again in the backward pass, with the same
+            random numbers: torch's (CPU and the current accelerator), NumPy's and Python's.
         *rows: Its arguments, or containers of them. Tensors have shape (n, ...), all with the same n, any dtype and
             layout; everything else is passed to each call unchanged.
         chunk_size: Rows per call. ``"auto"`` tries some sizes on the first rows, forward and backward, in every call; a
@@ -39,16 +37,8 @@ def chunked_map(
             some chunks are kept. None for chunks of 16 MiB on a CPU, 256 MiB elsewhere.
         params: Leaf tensors that a plain function uses and that need a gradient. A module contributes its own, also
             through a method or a `functools.partial`. A forgotten tensor is detected and refused.
-        strategy: ``"auto"`` recomputes each chunk in the backward pass. ``"checkpoint"`` does the same through
-            `torch.utils.checkpoint`: a little slower, with two copies of the outputs for a moment, but any closure and
-            second derivatives work. ``"save"`` keeps all graphs: no memory is saved; for comparison. The last two need
-            a ``chunk_size``.
-        preserve_rng_state: Whether the backward pass draws the same random numbers as the forward: torch's (CPU and the
-            current accelerator), NumPy's and Python's. Dropout needs it; without it a call is about 0.1 ms faster.
         output_device: Device on which the result is assembled, chunk by chunk; None for the device of the output of
             ``fn``.
-        num_kept: With a number as ``chunk_size``: keep the graphs of this many last chunks, so that the backward pass
-            does not recompute them.
         check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
 
     Returns:
@@ -56,12 +46,11 @@ def chunked_map(
         gradient: None, not zeros.
 
     Raises:
-        ConfigError: ``chunk_size`` or ``strategy`` is invalid, ``num_kept`` would be ignored, or not even one row fits
-            into ``memory_budget``.
+        ConfigError: ``chunk_size`` is invalid, or not even one row fits into ``memory_budget``.
         InputError: Arguments differ in their number of rows; ``fn`` mixes rows (BatchNorm in training mode, a softmax
             over rows), does not return one row per row, modifies its arguments in place, or uses an undeclared tensor
             that needs a gradient.
-        StateError: In the backward pass: ``create_graph=True`` with ``strategy="auto"``.
+        StateError: In the backward pass: ``create_graph=True``.
 
     Memory cost: the result, the gradients of ``rows`` and parameters, and the memory of one chunk, forward and
         backward.
@@ -81,12 +70,10 @@ def chunked_map(
         name,
         fn,
         Rows(output_device),
-        as_size(name, chunk_size, memory_budget, may_choose=strategy == "auto"),
-        num_kept=num_kept,
+        as_size(name, chunk_size, memory_budget),
         check=check,
-        preserve_rng_state=preserve_rng_state,
     )
-    return call.run(rows, {}, params=params, strategy=strategy)
+    return call.run(rows, {}, params=params)
 
 
 class Rows(Assembly):
@@ -114,7 +101,3 @@ class Rows(Assembly):
         return lambda start, length: [
             None if gradient is None else gradient.narrow(0, start, length) for gradient in gradients
         ]
-
-    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
-        """See `Assembly`."""
-        return [tensor.to(self._device or tensor.device) for tensor in tensors]

@@ -38,7 +38,7 @@ def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] 
                 call,
                 got=f"a parameter of shape {tuple(tensor.shape)} that was computed from other tensors",
                 expected="leaf tensors, as module.parameters() gives",
-                fix="compute this tensor inside the function, or use chunked_map(..., strategy='checkpoint').",
+                fix="compute this tensor inside the function, from leaf tensors in params.",
             )
     return list(found.values())
 

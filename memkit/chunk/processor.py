@@ -33,7 +33,6 @@ class ChunkedProcessor:
             text such as ``"512MiB"``. The gradients it creates and running sums count. None for chunks of 16 MiB on a
             CPU, 256 MiB elsewhere.
         params: Leaf tensors that a plain function uses and that need a gradient. A module brings its own.
-        preserve_rng_state: Whether the backward pass draws the same random numbers as the forward. Dropout needs it.
         check: Whether to verify on a few rows that ``fn`` treats each row independently.
 
     Raises:
@@ -65,13 +64,12 @@ class ChunkedProcessor:
         chunk_size: ChunkSize = "auto",
         memory_budget: SupportsIndex | str | None = None,
         params: Iterable[Tensor] | None = None,
-        preserve_rng_state: bool = True,
         check: bool = True,
     ) -> None:
         self._fn, self._name = fn, f"ChunkedProcessor({function_name(fn)})"
         self._size = as_size(self._name, chunk_size, memory_budget)
         self._params = listed(self._name, params)
-        self._preserve_rng_state, self._check = preserve_rng_state, check
+        self._check = check
 
     def __call__(self, *rows: Any) -> Any:
         """Return ``fn(*rows)``: see `map`."""
@@ -79,7 +77,7 @@ class ChunkedProcessor:
 
     def map(self, *rows: Any, output_device: str | torch.device | None = None) -> Any:
         """Compute ``fn(*rows)``: see `memkit.chunked_map`."""
-        return self._map_call(output_device).run(rows, {}, params=self._params, strategy="auto")
+        return self._map_call(output_device).run(rows, {}, params=self._params)
 
     def _map_call(self, output_device: str | torch.device | None = None) -> ChunkedCall:
         return ChunkedCall(
@@ -88,7 +86,6 @@ class ChunkedProcessor:
             Rows(output_device),
             self._size,
             check=self._check,
-            preserve_rng_state=self._preserve_rng_state,
         )
 
     # Full signature, as in chunked_segment_reduce: help() and completion show it to users.
@@ -114,7 +111,6 @@ class ChunkedProcessor:
             gather=gather,
             weight=weight,
             params=self._params,
-            preserve_rng_state=self._preserve_rng_state,
             check=self._check,
         )
 
@@ -122,7 +118,6 @@ class ChunkedProcessor:
         self,
         *rows: Any,
         reduction: Literal["mean", "sum"] = "mean",
-        weight_total: float | Tensor | None = None,
     ) -> Tensor:
         """Compute a loss and its gradients; ``fn`` returns per-row losses: see `memkit.chunk.chunked_loss`."""
         return loss_call(
@@ -131,7 +126,6 @@ class ChunkedProcessor:
             rows,
             self._size,
             reduction=reduction,
-            weight_total=weight_total,
             params=self._params,
             check=self._check,
         )

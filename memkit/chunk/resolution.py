@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,37 +10,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memkit._core.errors import FileFormatError, InputError, InputTypeError, StateError
+from memkit._core.errors import InputError, InputTypeError, StateError
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import without_affine
 from memkit._core.voxel_keys import MORTON_BITS, morton_encode
 
-Downsample = Literal["area", "max", "sum", "masked_mean", "nearest"]
+Downsample = Literal["area", "max", "sum", "nearest"]
 _CHOOSE = "DynamicResolutionProcessor.choose(coords)"
 _APPLY = "DynamicResolutionProcessor.apply(volume)"
 _RESTORE = "DynamicResolutionProcessor.restore(y)"
 _POSITION_LEVELS = 10  # 1024 cells along a side at the finest
 _MOST_LEVELS = 20  # Morton codes of a cell have 21 bits an axis
-_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ResolutionChoice:
-    """A chosen resolution and the reason for it.
+    """A chosen resolution, and what the others would have been.
 
     Attributes:
         level: Number of halvings of the finest grid.
         resolution: Cells along the longest side at this level.
         num_active: Occupied cells at this level, in the sample that has the most.
         num_active_by_level: The same for all levels, the finest first.
-        why: The reason, in words.
     """
 
     level: int
     resolution: int
     num_active: int
     num_active_by_level: tuple[int, ...]
-    why: str
 
 
 class DynamicResolutionProcessor:
@@ -52,12 +48,9 @@ class DynamicResolutionProcessor:
         min_points_per_voxel: Minimum mean number of points per occupied voxel. A finer grid would be emptier, not
             sharper. If no level reaches it, the last one is used.
         levels: Maximum number of halvings. None: down to one cell; 10 for positions.
-        hysteresis: Margin to the limits required before switching to a finer level, as a fraction in [0, 1): data that
-            vary around a limit do not change the resolution at every step. A switch to a coarser level is immediate.
         stride: `apply` zero-pads its result to multiples of this.
         downsample: How the voxels of a cell are reduced: their mean (``"area"``), ``"max"``, ``"sum"`` (for counts and
-            densities), the mean of the non-empty ones (``"masked_mean"``), or the middle one (``"nearest"``, for
-            labels).
+            densities), or the middle one (``"nearest"``, for labels).
 
     Attributes:
         choice: The last choice; None before the first call of `choose`.
@@ -81,7 +74,6 @@ class DynamicResolutionProcessor:
         *,
         min_points_per_voxel: float = 1.0,
         levels: int | None = None,
-        hysteresis: float = 0.2,
         stride: int = 1,
         downsample: Downsample = "area",
     ) -> None:
@@ -89,12 +81,10 @@ class DynamicResolutionProcessor:
         self._max_active = check.whole("max_active_voxels", max_active_voxels, 1)
         self._min_points = check.number("min_points_per_voxel", min_points_per_voxel, 0)
         self._levels = None if levels is None else check.whole("levels", levels, 0, _MOST_LEVELS)
-        self._hysteresis = check.number("hysteresis", hysteresis, 0, below=1)
         self._stride = check.whole("stride", stride, 1)
         self._downsample = check.choice("downsample", downsample, get_args(Downsample))
         # Of the last volume: its size before and after, and the downsampling factor.
         self._applied: tuple[torch.Size, torch.Size, int] | None = None
-        self._level: int | None = None
         self.choice: ResolutionChoice | None = None
 
     def choose(self, coords: Tensor, *, batch: Tensor | None = None) -> ResolutionChoice:
@@ -120,14 +110,13 @@ class DynamicResolutionProcessor:
         # Samples without points are ignored.
         density = (points[:, None] / counts.clamp(min=1)).masked_fill(counts == 0, math.inf).amin(0)
         num_active = tuple(counts.amax(0).tolist())
-        level, why = self._settle(num_active, density.tolist())
-        self._level = level
+        level = self._finest(num_active, density.tolist())
         sides = (cells >> level).amax(0) - (cells >> level).amin(0) + 1
-        self.choice = ResolutionChoice(level, int(sides.max()), num_active[level], num_active, why)
+        self.choice = ResolutionChoice(level, int(sides.max()), num_active[level], num_active)
         return self.choice
 
-    def _settle(self, num_active: tuple[int, ...], density: list[float]) -> tuple[int, str]:
-        """Return the finest level within the limits; a level finer than before must be well within them."""
+    def _finest(self, num_active: tuple[int, ...], density: list[float]) -> int:
+        """Return the finest level within the limits; the last one where none has enough points."""
         last = len(num_active) - 1
         if num_active[-1] > self._max_active:
             raise InputError(
@@ -136,29 +125,16 @@ class DynamicResolutionProcessor:
                 expected=f"at most max_active_voxels={self._max_active}",
                 fix="allow more levels, or raise max_active_voxels.",
             )
+        levels = enumerate(zip(num_active, density, strict=True))
+        fits = (level for level, (num, points) in levels if num <= self._max_active and points >= self._min_points)
+        return next(fits, last)
 
-        def finest(share: float) -> int:
-            most = self._max_active * (1 - share)
-            least = 1 + (self._min_points - 1) * (1 + share)  # points per voxel: every occupied voxel has at least one
-            levels = enumerate(zip(num_active, density, strict=True))
-            return next((level for level, (num, points) in levels if num <= most and points >= least), last)
-
-        limit, before = finest(0.0), self._level
-        if before is None or limit >= before:
-            return limit, f"the finest of {last + 1} levels within the limits"
-        level = min(finest(self._hysteresis), before)
-        if level == before:
-            return level, f"level {limit} is within the limits by less than {self._hysteresis:.0%}: as before"
-        return level, f"the finest of {last + 1} levels within the limits by {self._hysteresis:.0%}"
-
-    def apply(self, volume: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def apply(self, volume: Tensor) -> Tensor:
         """Downsample volumes to the chosen level.
 
         Args:
             volume: (B, C, D, H, W) or (B, C, H, W) on the finest grid; floating point, or any dtype with
                 ``downsample="nearest"``.
-            mask: (B, D, H, W) or (B, 1, D, H, W) bool, only for ``"masked_mean"``: the non-empty voxels; a single row
-                applies to all samples. None: voxels that are nonzero in any channel.
 
         Returns:
             (B, C, ...), sides halved ``level`` times, rounded up, and padded to a multiple of the stride. A plain
@@ -167,9 +143,8 @@ class DynamicResolutionProcessor:
         Raises:
             StateError: `choose` was not called before.
             InputTypeError: The volume has the wrong shape or dtype.
-            InputError: The mask has the wrong shape or dtype, or one is given but not used.
         """
-        factor, volume = 2 ** self._chosen(), without_affine(volume)
+        factor, volume = 2 ** self._chosen().level, without_affine(volume)
         is_nearest = self._downsample == "nearest"
         if volume.dim() not in (4, 5) or not (is_nearest or volume.is_floating_point()):
             raise InputTypeError(
@@ -178,9 +153,7 @@ class DynamicResolutionProcessor:
                 expected="a floating point volume (B, C, D, H, W) or (B, C, H, W)",
                 fix='add the missing dimensions, for example volume[None, None]; use downsample="nearest" for labels.',
             )
-        if mask is not None:
-            mask = self._checked_mask(mask, volume)
-        pooled = _nearest(volume, factor) if is_nearest else self._pool(volume, factor, mask)
+        pooled = _nearest(volume, factor) if is_nearest else self._pool(volume, factor)
         filling = [(0, -size % self._stride) for size in reversed(pooled.shape[2:])]
         pooled = F.pad(pooled, [each for pair in filling for each in pair])
         self._applied = volume.shape[2:], pooled.shape[2:], factor
@@ -217,61 +190,24 @@ class DynamicResolutionProcessor:
         places: Any = (..., *(slice(size) for size in before))
         return whole[places]
 
-    def _chosen(self) -> int:
-        if self._level is None:
+    def _chosen(self) -> ResolutionChoice:
+        if self.choice is None:
             raise StateError(
                 _APPLY,
                 got="a call before choose(coords)",
                 expected="choose(coords) first",
                 fix="call choose(coords) first.",
             )
-        return self._level
+        return self.choice
 
-    def _checked_mask(self, mask: Tensor, volume: Tensor) -> Tensor:
-        """Check the mask and return it as (B or 1, 1, *spatial) bool."""
-        shape = volume.shape[0], *volume.shape[2:]
-        shapes = {(rows, *channel, *shape[1:]) for rows in (1, shape[0]) for channel in ((), (1,))}
-        if self._downsample != "masked_mean" or mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
-            raise InputError(
-                _APPLY,
-                got=f"a mask of shape {tuple(mask.shape)}, {mask.dtype}, with downsample={self._downsample!r}",
-                expected=f'with downsample="masked_mean" a bool mask of shape {shape}, optionally with a batch of 1 or '
-                "a channel dimension of 1; with any other downsample, no mask",
-                fix="pass a bool mask of the volume's own size, or omit it.",
-            )
-        return mask.reshape(len(mask), 1, *shape[1:])
-
-    def _pool(self, volume: Tensor, factor: int, mask: Tensor | None) -> Tensor:
+    def _pool(self, volume: Tensor, factor: int) -> Tensor:
         if self._downsample == "sum":
             return _sum(volume, factor)
         if self._downsample == "max":
             pool = F.max_pool3d if volume.dim() == 5 else F.max_pool2d
             return pool(volume, factor, ceil_mode=True)
-        if self._downsample == "area":
-            # Cells at the end may extend beyond the volume: only the part inside counts.
-            return _sum(volume, factor) / _sum(torch.ones_like(volume[:1, :1]), factor)
-        kept = ((volume.detach() != 0).any(1, keepdim=True) if mask is None else mask).to(volume.dtype)
-        return _sum(volume * kept, factor) / _sum(kept, factor).clamp(min=1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the level, so that a resumed run continues with it."""
-        return {"version": _VERSION, "level": self._level}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state.
-
-        Raises:
-            FileFormatError: It is not a state of this class.
-        """
-        level = state.get("level")
-        if state.get("version") != _VERSION or not (level is None or isinstance(level, int)):
-            raise FileFormatError(
-                "DynamicResolutionProcessor.load_state_dict(state)",
-                got=repr(dict(state)),
-                expected=f"version {_VERSION} and a level",
-                fix="pass the result of state_dict().",
-            )
-        self._level = level
+        # Cells at the end may extend beyond the volume: only the part inside counts.
+        return _sum(volume, factor) / _sum(torch.ones_like(volume[:1, :1]), factor)
 
 
 def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:

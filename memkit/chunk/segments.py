@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError
 from memkit._core.settings import Checker
-from memkit.chunk.engine import ChunkedCall, Gathered, Strategy
+from memkit.chunk.engine import ChunkedCall, Gathered
 from memkit.chunk.params import function_name
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce, like_rows, reduction
@@ -30,9 +30,6 @@ def chunked_segment_reduce(
     chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
     params: Iterable[Tensor] | None = None,
-    strategy: Strategy = "auto",
-    preserve_rng_state: bool = True,
-    num_kept: int = 0,
     check: bool = True,
 ) -> Tensor:
     """Compute messages ``fn(*edge_rows, **gathered)`` in chunks of edges and reduce them over segments.
@@ -57,10 +54,6 @@ def chunked_segment_reduce(
         chunk_size: Edges per call, or ``"auto"``: see `memkit.chunked_map`.
         memory_budget: As in `memkit.chunked_map`; running sums count, the result does not.
         params: As in `memkit.chunked_map`.
-        strategy: As in `memkit.chunked_map`. ``"checkpoint"`` holds the messages of all edges, and creates a
-            gradient as large as ``x`` for each chunk.
-        preserve_rng_state: As in `memkit.chunked_map`.
-        num_kept: As in `memkit.chunked_map`.
         check: As in `memkit.chunked_map`.
 
     Returns:
@@ -68,11 +61,11 @@ def chunked_segment_reduce(
         precision is accumulated in float32.
 
     Raises:
-        ConfigError: ``chunk_size``, ``strategy`` or ``reduce`` is invalid, or not even one edge fits into
+        ConfigError: ``chunk_size`` or ``reduce`` is invalid, or not even one edge fits into
             ``memory_budget``.
         InputError: Arguments differ in their number of edges, an index is out of range (checked on the CPU only),
             ``fn`` does not return a tensor of messages, or `memkit.chunked_map` would raise it.
-        StateError: In the backward pass: ``create_graph=True`` with ``strategy="auto"``.
+        StateError: In the backward pass: ``create_graph=True``.
 
     Memory cost: the result; for max and min in training 4 bytes per element of it (8 from 2**31 edges on); the
     gradients of tensors that need one; and the memory of one chunk, forward and backward.
@@ -98,15 +91,12 @@ def chunked_segment_reduce(
         name,
         fn,
         edge_rows,
-        as_size(name, chunk_size, memory_budget, may_choose=strategy == "auto"),
+        as_size(name, chunk_size, memory_budget),
         Segments(name, index, ptr, num_segments),
         reduce=reduce,
         gather=gather,
         weight=weight,
         params=params,
-        strategy=strategy,
-        preserve_rng_state=preserve_rng_state,
-        num_kept=num_kept,
         check=check,
     )
 
@@ -122,10 +112,7 @@ def segment_call(
     gather: Mapping[str, tuple[Tensor, Tensor]] | None,
     weight: Tensor | None,
     params: Iterable[Tensor] | None,
-    preserve_rng_state: bool,
     check: bool,
-    strategy: Strategy = "auto",
-    num_kept: int = 0,
 ) -> Tensor:
     """Run `chunked_segment_reduce`; ``name`` is the user's call, for messages."""
     fix = "use 'sum', and divide or normalize the result."
@@ -136,12 +123,10 @@ def segment_call(
         reduction(reduce, segments),
         size,
         num_rows=segments.num_edges,
-        num_kept=num_kept,
         check=check,
-        preserve_rng_state=preserve_rng_state,
     )
     gathered = _gathered(name, gather or {}, segments.num_edges)
-    result: Tensor = call.run((weight, *edge_rows), gathered, params=params, strategy=strategy)
+    result: Tensor = call.run((weight, *edge_rows), gathered, params=params)
     return result
 
 

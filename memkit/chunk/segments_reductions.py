@@ -75,14 +75,6 @@ class _Sum(_OverSegments):
 
         return of
 
-    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
-        (message,) = tensors
-        total = self._new(message, 0, accumulator_dtype(message.dtype))
-        total = total.index_add(0, self._segments.of(0, len(message)), message.to(total.dtype))
-        if self._divisors is not None:
-            total = total / like_rows(self._divisors, total)
-        return [total.to(message.dtype)]
-
 
 class _Extreme(_OverSegments):
     """The largest or smallest message; its gradient goes to the first edge that attains it."""
@@ -140,15 +132,6 @@ class _Extreme(_OverSegments):
 
         return of
 
-    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
-        (message,) = tensors
-        with torch.no_grad():
-            _, (winners,) = self.collect(Pieces(iter([(0, [message.detach()])]), len(message), for_backward=True))
-        if not len(message):
-            return [self._new(message, 0, message.dtype)]
-        is_empty = winners == self._segments.num_edges
-        return [message.gather(0, winners.long().masked_fill(is_empty, 0)).masked_fill(is_empty, 0)]
-
 
 class _Softmax(_OverSegments):
     """Each message's share of its segment: (num_edges, ...), in the order of the edges."""
@@ -203,15 +186,6 @@ class _Softmax(_OverSegments):
             return [rows.mul_(output.narrow(0, start, length)).to(output.dtype)]
 
         return of
-
-    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
-        (message,) = tensors
-        ids = self._segments.of(0, len(message))
-        top = self._new(message, float("-inf"), message.dtype)
-        top = top.scatter_reduce(0, like_rows(ids, message).expand_as(message), message.detach(), "amax")
-        powers = (message.to(accumulator_dtype(message.dtype)) - top.index_select(0, ids)).exp()
-        total = self._new(message, 0, powers.dtype).index_add(0, ids, powers)
-        return [(powers / total.index_select(0, ids)).to(message.dtype)]
 
 
 def like_rows(column: Tensor, rows: Tensor) -> Tensor:

@@ -70,30 +70,19 @@ class ChunkPlan:
     measured_peak_bytes: int
 
 
-def as_size(
-    call: str, chunk_size: object, memory_budget: SupportsIndex | str | None, *, may_choose: bool = True
-) -> int | Sizer:
+def as_size(call: str, chunk_size: object, memory_budget: SupportsIndex | str | None) -> int | Sizer:
     """Read the two settings of a call.
 
     Args:
         call: The user's call, for messages.
         chunk_size: A number of rows, or ``"auto"``.
         memory_budget: Bytes or text, or None.
-        may_choose: Whether ``"auto"`` is allowed.
 
     Raises:
-        ConfigError: The size is neither a number nor ``"auto"``, a budget comes with a number, or ``"auto"`` is not
-            allowed.
+        ConfigError: The size is neither a number nor ``"auto"``, or a budget comes with a number.
     """
     if is_auto(chunk_size):
-        if may_choose:
-            return Sizer(memory_budget, call)
-        raise ConfigError(
-            call,
-            got="chunk_size='auto' with a strategy that keeps intermediate results",
-            expected="a number of rows: the memory of this call does not depend on the chunk size alone",
-            fix="pass for example chunk_size=4096.",
-        )
+        return Sizer(memory_budget, call)
     size = check_chunk_size(call, chunk_size)
     if memory_budget is not None:
         raise ConfigError(

@@ -18,11 +18,11 @@ from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.halo import REFUSALS, find_reach
 from memkit.chunk.independence import undone
-from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
+from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
 from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
 
-SparseMode = Literal["auto", "pointwise", "submanifold", "blocks", "bbox", "dense"]
+SparseMode = Literal["auto", "pointwise", "blocks", "bbox", "dense"]
 _DIMS = (-3, -2, -1)
 _ALONE = Reach(0, 0)
 _FIX = 'pass mode="dense".'
@@ -66,9 +66,7 @@ class SparsityAwareProcessor:
               depend on, and one empty cube.
             * ``"bbox"``: the box around all occupied voxels, with its margin, and one empty cube.
             * ``"dense"``: ``fn(volume)``.
-            * ``"submanifold"``: convolutions read occupied voxels only, and write results there only: zero elsewhere.
-              This is a *different model* than ``fn``, see `submanifold_conv3d`, and must be chosen explicitly.
-            * ``"auto"``: whichever of the first four computes the fewest voxels, determined in each call. ``last_plan``
+            * ``"auto"``: whichever of these computes the fewest voxels, determined in each call. ``last_plan``
               records the choice and the reason.
         block_size: Side of the cubes in voxels, without the margin.
         dense_threshold: ``"auto"`` runs the whole volume if the best other mode would compute more than this fraction.
@@ -76,7 +74,7 @@ class SparsityAwareProcessor:
     Attributes:
         last_plan: How the last call was run; None before the first call.
 
-    All modes but ``"submanifold"`` give the result of ``fn(volume)`` with the gradients of its parameters, up to
+    All modes give the result of ``fn(volume)`` with the gradients of its parameters, up to
     rounding. The margin is determined as in `tiled_apply`, at the first call.
 
     Example:
@@ -104,7 +102,6 @@ class SparsityAwareProcessor:
         self._threshold = check.number("dense_threshold", dense_threshold, 0, 1)
         self._known: dict[object, tuple[Reach, ...] | str] = {}
         self._sizes: dict[object, tuple[int, ...]] = {}
-        self._has_submanifold_form: set[object] = set()
         self.last_plan: SparsePlan | None = None
 
     @overload
@@ -143,9 +140,6 @@ class SparsityAwareProcessor:
         voxels = volume if isinstance(volume, SparseVoxels) else SparseVoxels.from_dense(volume, mask=occupied)
         if option.cut is not None:
             return self._as_given(volume, run_patches(self._fn, voxels, option.cut, background=not is_sparse))
-        if option.mode == "submanifold":
-            results = submanifold(self._fn, voxels)
-            return results if is_sparse else results.to_dense()
         return pointwise(self._fn, voxels) if is_sparse else pointwise_everywhere(self._fn, voxels)
 
     def _as_given(self, volume: Tensor | SparseVoxels, y: Tensor) -> Tensor | SparseVoxels:
@@ -165,11 +159,6 @@ class SparsityAwareProcessor:
             return _Option("dense", 1.0), "as asked"
         form = _form(volume)
         kind = self._kind(form)
-        if self._mode == "submanifold":
-            if kind not in self._has_submanifold_form:
-                check_submanifold(self._fn, form.new_zeros(3, form.shape[1]))
-                self._has_submanifold_form.add(kind)
-            return _Option("submanifold", occupancy), "as asked: another model than the dense network"
         try:
             if not isinstance(volume, SparseVoxels) and volume.requires_grad and torch.is_grad_enabled():
                 raise _refusal(
@@ -199,7 +188,8 @@ class SparsityAwareProcessor:
                 "a module whose receptive field covers "
                 + ", ".join(f"{r.before} + {r.after} voxels (stride {r.period})" for r in reaches)
                 + " around each voxel along D, H, W",
-                'pass mode="blocks", which keeps the margin, or mode="submanifold", which computes a different model.',
+                'pass mode="blocks", which keeps the margin; memkit.chunk.submanifold_conv3d is a layer of occupied '
+                "voxels only, for a model of its own.",
             )
         axes = tuple(
             ExactAxis.cut(size, self._block_size, reach)

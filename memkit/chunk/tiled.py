@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,8 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_us
 from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
 from memkit.chunk.halo import find_reach
-from memkit.chunk.sizing import is_auto
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
-from memkit.chunk.tiles import Axis, BlendedAxis, ExactAxis, Reach
-
-TilingMode = Literal["exact", "constant", "gaussian"]
+from memkit.chunk.tiles import ExactAxis, Reach
 
 
 def tiled_apply(
@@ -25,10 +21,7 @@ def tiled_apply(
     x: Tensor,
     tile_size: int | Sequence[int],
     *,
-    halo: int | Sequence[int] | Literal["auto"] = "auto",
     dims: Sequence[int] | None = None,
-    mode: TilingMode = "exact",
-    overlap: float = 0.25,
     online_reduce: Callable[[Tensor], Tensor] | None = None,
     output_device: torch.device | str | None = None,
 ) -> Tensor:
@@ -43,18 +36,11 @@ def tiled_apply(
             evaluation mode. It takes (B, C, *spatial) and returns one tensor with the same number of dimensions.
         x: (B, C, *spatial), floating point; one, two or three spatial dimensions, any batch size.
         tile_size: Maximum input extent that a tile owns: one number, or one per dimension in ``dims``; rounded down to
-            a multiple of the module's stride. A tile reads the halo on both sides in addition. With ``mode="constant"``
-            or ``"gaussian"`` it is the window length.
-        halo: ``"auto"``, or the margin on both sides of a tile: one number or one per dimension in ``dims``. A halo
-            smaller than the module's reach gives wrong results near the cuts and a warning. Only for ``"exact"``.
+            a multiple of the module's stride. A tile reads the halo on both sides in addition.
         dims: Dimensions to cut; None for all spatial ones. ``(-3,)`` cuts slabs.
-        mode: ``"exact"``: equal to the module. ``"constant"``, ``"gaussian"``: an approximation for modules that look
-            at the whole volume: overlapping windows are averaged, with equal weights or with weights that decrease away
-            from the center. Results must have the input's size.
-        overlap: Fraction of a window that the next one overlaps, in [0, 1). Not used by ``"exact"``.
-        online_reduce: Applied to each tile's result before it is stored, under ``torch.no_grad()``, with
-            ``mode="exact"``: ``lambda y: y.argmax(1)`` stores one label instead of many channels. It must keep the
-            spatial dimensions last.
+        online_reduce: Applied to each tile's result before it is stored, under ``torch.no_grad()``:
+            ``lambda y: y.argmax(1)`` stores one label instead of many channels. It must keep the spatial dimensions
+            last.
         output_device: Device on which the result is assembled, ``"cpu"`` for one that does not fit; None for the device
             of the module's output.
 
@@ -62,10 +48,10 @@ def tiled_apply(
         The result, (B, channels, *out_spatial), or with the shape that ``online_reduce`` gives.
 
     Raises:
-        InputError: In exact mode, the module cannot be tiled exactly; the message names it (a norm over space,
+        InputError: The module cannot be tiled exactly; the message names it (a norm over space,
             attention, global pooling, circular padding, BatchNorm in training mode).
         InputTypeError: The module or its result has an unsupported type or shape.
-        ConfigError: Settings are out of range or mutually exclusive.
+        ConfigError: A setting is out of range, or ``online_reduce`` comes with gradients.
         StateError: In a backward pass with ``create_graph=True``.
 
     A tile as large as the volume is one plain call. Random numbers (dropout) are drawn separately for each tile, and
@@ -92,31 +78,18 @@ def tiled_apply(
         torch.Size([1, 1, 60, 50])
     """
     _check_input(module, x)
-    cut = _per_dim(x, dims, tile_size, "tile_size", least=1)
+    cut = _per_dim(x, dims, tile_size)
     dims = list(cut)
-    _check_settings(x, module, mode, overlap, online_reduce)
-    if mode != "exact" and not is_auto(halo):
-        raise ConfigError(
-            f"tiled_apply(halo={halo!r}, mode={mode!r})",
-            got="a halo, which windows do not have",
-            expected="halo only with mode='exact'; windows overlap by a fraction of their length",
-            fix="pass overlap=0.25 instead of halo.",
-        )
+    if online_reduce is not None:
+        _check_inference(module, x)
     spatial = range(2 - x.dim(), 0)
     is_whole = all(cut[dim] >= x.shape[dim] for dim in dims)
-    axes: list[Axis] = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
-    if mode == "exact" and not is_whole:
+    axes = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
+    if not is_whole:
         reaches = find_reach(module, x, dims)
-        if not is_auto(halo):
-            halos = _per_dim(x, dims, halo, "halo", least=0)
-            _warn_of_short_halos({dim: reach for dim, reach in reaches.items() if cut[dim] < x.shape[dim]}, halos)
-            reaches = {dim: replace(reach, before=halos[dim], after=halos[dim]) for dim, reach in reaches.items()}
         for dim, reach in reaches.items():
             axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)
         _warn_of_no_effect(x, axes, reaches)
-    elif not is_whole:
-        for dim in dims:
-            axes[dim] = BlendedAxis(x.shape[dim], min(cut[dim], x.shape[dim]), overlap, mode == "gaussian")
     if all(axis.length == axis.size for axis in axes):
         y: Tensor = module(x)
         y = y if online_reduce is None else online_reduce(y)
@@ -148,31 +121,22 @@ def _check_input(module: object, x: object) -> None:
                 )
 
 
-def _check_settings(
-    x: Tensor, module: nn.Module, mode: TilingMode, overlap: float, online_reduce: Callable[[Tensor], Tensor] | None
-) -> None:
-    check = Checker(CALL)
-    check.choice("mode", mode, get_args(TilingMode), fix="omit mode for results equal to the module's.")
-    check.number("overlap", overlap, 0, below=1, fix="pass overlap=0.25, the usual value.")
-    if online_reduce is None:
-        return
-    needs_grad = x.requires_grad or any(each.requires_grad for each in module.parameters())
-    if mode != "exact" or (torch.is_grad_enabled() and needs_grad):
+def _check_inference(module: nn.Module, x: Tensor) -> None:
+    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in module.parameters())):
         raise ConfigError(
             "tiled_apply(online_reduce=...)",
-            got=f"mode={mode!r}" if mode != "exact" else "a call that records gradients",
-            expected="inference in exact mode: overlapping windows must be averaged first, and gradients need the "
-            "whole result",
-            fix="call it under torch.no_grad(), with mode='exact'.",
+            got="a call that records gradients",
+            expected="inference: gradients need the whole result",
+            fix="call it under torch.no_grad().",
         )
 
 
-def _per_dim(x: Tensor, dims: Sequence[int] | None, value: Any, name: str, *, least: int) -> dict[int, int]:
-    """Return one number per dimension, with dimensions counted from the end."""
+def _per_dim(x: Tensor, dims: Sequence[int] | None, tile_size: Any) -> dict[int, int]:
+    """Return the tile size of each dimension to cut, with dimensions counted from the end."""
     spatial = range(2 - x.dim(), 0)
     chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
-    are_many = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
-    values = [as_whole(each) for each in (value if are_many else [value] * len(chosen))]
+    are_many = isinstance(tile_size, Iterable) and getattr(tile_size, "ndim", 1) > 0
+    values = [as_whole(each) for each in (tile_size if are_many else [tile_size] * len(chosen))]
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(spatial):
         raise ConfigError(
             f"tiled_apply(dims={dims!r})",
@@ -180,29 +144,18 @@ def _per_dim(x: Tensor, dims: Sequence[int] | None, value: Any, name: str, *, le
             expected=f"distinct spatial dimensions out of {tuple(spatial)}",
             fix="omit dims to cut all of them.",
         )
-    sizes = [each for each in values if each is not None and each >= least]
+    sizes = [each for each in values if each is not None and each >= 1]
     if not len(sizes) == len(values) == len(chosen):
         raise ConfigError(
-            f"tiled_apply({name}={value!r})",
-            got=repr(value),
-            expected=f"one int, or one int for each of the {len(chosen)} dimensions that are cut; {least} or more",
-            fix=f"pass {name}=32, or a tuple.",
+            f"tiled_apply(tile_size={tile_size!r})",
+            got=repr(tile_size),
+            expected=f"one int, or one int for each of the {len(chosen)} dimensions that are cut; 1 or more",
+            fix="pass tile_size=32, or a tuple.",
         )
     return dict(zip(chosen, sizes, strict=True))
 
 
-def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> None:
-    needed = {dim: max(reach.before, reach.after) for dim, reach in reaches.items()}
-    short = [dim for dim in reaches if halos[dim] < needed[dim]]
-    if short:
-        warn_user(
-            f"tiled_apply: halo={tuple(halos[dim] for dim in short)} in dimensions {tuple(short)}, but the module's "
-            f"results depend on positions up to {tuple(needed[dim] for dim in short)} away: results and gradients "
-            "are wrong near the cuts. Way out: pass halo='auto', which measures these distances."
-        )
-
-
-def _warn_of_no_effect(x: Tensor, axes: Sequence[Axis], reaches: dict[int, Reach]) -> None:
+def _warn_of_no_effect(x: Tensor, axes: Sequence[ExactAxis], reaches: dict[int, Reach]) -> None:
     if any(axis.length < axis.size for axis in axes):
         return
     halos = ", ".join(f"{reach.before} + {reach.after}" for reach in reaches.values())

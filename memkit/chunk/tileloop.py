@@ -14,8 +14,7 @@ from memkit._core.printable import described
 from memkit._gradients.streamed import GradientTotals, refuse_second_derivative, without_hooks
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.circumstances import Circumstances
-from memkit.chunk.independence import undone
-from memkit.chunk.tiles import Axis, BlendedAxis, TileSpan, place_of, tiles
+from memkit.chunk.tiles import ExactAxis, TileSpan, place_of, tiles
 
 CALL = "tiled_apply(module, x)"
 
@@ -32,14 +31,9 @@ class TileJob:
     """
 
     module: nn.Module
-    axes: tuple[Axis, ...]
+    axes: tuple[ExactAxis, ...]
     output_device: torch.device | None = None
     reduce: Callable[[Tensor], Tensor] | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether each position of the result belongs to exactly one tile."""
-        return not any(isinstance(axis, BlendedAxis) for axis in self.axes)
 
     @property
     def first(self) -> list[TileSpan]:
@@ -75,7 +69,7 @@ def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
     """
     # A copy, because a module may write into its input, and neighboring tiles read the same positions.
     y = fn(x[job.read(job.first)].clone())
-    _refuse_other_forms(x, y)
+    check_form(x, y)
     sizes = job.tile_out_sizes(y)
     total = tuple(axis.out_size(size) for axis, size in zip(job.axes, sizes, strict=True))
     out: Tensor | None = None
@@ -83,17 +77,12 @@ def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
         if index:
             y = fn(x[job.read(pieces)].clone())
         part = _part(y, pieces)
-        shares = _shares(pieces, part)
-        part = part if shares is None else part * shares
         part = part if job.reduce is None else _reduced(part, job.reduce, len(total))
         if out is None:
             shape = (*part.shape[: part.dim() - len(total)], *total)
             out = torch.zeros(shape, dtype=part.dtype, device=job.output_device or part.device)
-        if shares is None:
-            out[place_of(pieces)] = part
-        else:
-            out[place_of(pieces)] += part.to(out.device)
-        del y, part, shares  # before the next tile runs
+        out[place_of(pieces)] = part
+        del y, part  # before the next tile runs
     assert out is not None  # noqa: S101 - there is at least one tile
     return out
 
@@ -114,8 +103,7 @@ class _Tiled(torch.autograd.Function):
             CALL, "for second derivatives call module(x), under torch.utils.checkpoint if memory runs out."
         )
         x, *params = ctx.saved_tensors
-        modules = [] if ctx.job.is_exact else [ctx.job.module]  # exact tiles refuse modules that change buffers
-        with ctx.replay.again(), without_hooks(params), undone(modules):
+        with ctx.replay.again(), without_hooks(params):
             return None, *_gradients(ctx.job, x, params, ctx.needs_input_grad[1:], upstream[0])
 
 
@@ -140,14 +128,12 @@ def _gradients(
         with torch.enable_grad():
             part = _part(y, pieces)
         if part.requires_grad:
-            shares = _shares(pieces, part)
             above = upstream[place_of(pieces)].to(part.device)
-            above = above if shares is None else above * shares
             targets = [leaf, *params]
             found = torch.autograd.grad(part, [targets[each] for each in wanted], above, allow_unused=True)
             for each, gradient in zip(wanted, found, strict=True):
                 totals.add(each, gradient, job.read(pieces) if each == 0 else ...)
-            del shares, above, targets, found
+            del above, targets, found
         del leaf, y, part
     return [None if sum_ is None else sum_.to(x.dtype) for sum_, x in zip(totals.buffers, sources, strict=True)]
 
@@ -160,21 +146,10 @@ def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
         raise InputError(
             CALL,
             got=f"a tile's result of sizes {tuple(y.shape[-len(pieces) :])}, which lacks positions that it must cover",
-            expected="a halo that covers everything that these positions depend on, and the same sizes for the same "
-            "input",
-            fix='pass halo="auto", the default.',
+            expected="the same sizes for the same input",
+            fix="keep the module's sizes from depending on values, or on the number of calls.",
         )
     return part
-
-
-def _shares(pieces: Sequence[TileSpan], part: Tensor) -> Tensor | None:
-    """Return the product of the weights of all dimensions, shaped like a window; None for exact tiles."""
-    product: Tensor | None = None
-    for dim, piece in enumerate(pieces):
-        if piece.weights is not None:
-            line = part.new_tensor(piece.weights).view(-1, *[1] * (len(pieces) - 1 - dim))
-            product = line if product is None else product * line
-    return product
 
 
 def _reduced(part: Tensor, reduce: Callable[[Tensor], Tensor], num_spatial: int) -> Tensor:
@@ -189,7 +164,8 @@ def _reduced(part: Tensor, reduce: Callable[[Tensor], Tensor], num_spatial: int)
     return reduced
 
 
-def _refuse_other_forms(x: Tensor, y: object) -> None:
+def check_form(x: Tensor, y: object) -> None:
+    """Refuse a result that is not one tensor with the input's number of dimensions."""
     if not isinstance(y, Tensor) or y.dim() != x.dim() or len(y) != len(x):
         raise InputTypeError(
             CALL,

@@ -9,12 +9,9 @@ sizes are rounded the same way in both.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from memkit._core.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +43,12 @@ class TileSpan:
         out_start: First result position that the tile contributes.
         out_stop: End of these positions.
         offset: Where they start in the tile's own result.
-        weights: One weight per result position if tiles overlap and are blended; None if each position belongs to one
-            tile.
     """
 
     start: int
     out_start: int
     out_stop: int
     offset: int
-    weights: tuple[float, ...] | None = None
 
     @property
     def part(self) -> slice:
@@ -115,65 +109,12 @@ class ExactAxis:
             yield TileSpan(start, out_start, min(out_start + self.core * step, out_size), offset)
 
 
-@dataclass(frozen=True, slots=True)
-class BlendedAxis:
-    """A dimension covered by overlapping windows with weights that sum to 1; results have the input's size.
-
-    Attributes:
-        size: Length of the input.
-        length: Length of a window.
-        overlap: Fraction of a window that the next one overlaps, in [0, 1).
-        is_gaussian: Whether weights decrease from a window's center (with a standard deviation of an eighth of its
-            length); otherwise they are equal.
-    """
-
-    size: int
-    length: int
-    overlap: float
-    is_gaussian: bool
-
-    def out_size(self, tile_out_size: int) -> int:  # noqa: ARG002 - the signature of ExactAxis
-        """Return the length of the whole result."""
-        return self.size
-
-    def pieces(self, tile_out_size: int) -> Iterator[TileSpan]:
-        """Yield the windows in ascending order, the first one at 0."""
-        if tile_out_size != self.length:
-            raise InputError(
-                "tiled_apply(mode='constant' or 'gaussian')",
-                got=f"a module that returns {tile_out_size} positions for a window of {self.length}",
-                expected="results of the window's size",
-                fix="choose a tile_size that is a multiple of the module's strides; mode='exact' accepts other "
-                "output sizes.",
-            )
-        stride = max(int(self.length * (1 - self.overlap)), 1)
-        last = self.size - self.length
-        starts = [*range(0, last, stride), last]
-        window = [self._weight(place) for place in range(self.length)]
-        totals = [0.0] * self.size
-        for start in starts:
-            for place, weight in enumerate(window, start):
-                totals[place] += weight
-        for start in starts:
-            stop = start + tile_out_size
-            shares = tuple(weight / total for weight, total in zip(window, totals[start:stop], strict=True))
-            yield TileSpan(start, start, stop, 0, shares)
-
-    def _weight(self, place: int) -> float:
-        if not self.is_gaussian:
-            return 1.0
-        return math.exp(-(((place - (self.length - 1) / 2) / (self.length / 8)) ** 2) / 2)
-
-
-Axis = ExactAxis | BlendedAxis
-
-
 def place_of(pieces: Iterable[TileSpan]) -> tuple[Any, ...]:
     """Return the index of a tile in the whole result, one piece for each of the last dimensions."""
     return ..., *(slice(piece.out_start, piece.out_stop) for piece in pieces)
 
 
-def tiles(axes: Iterable[Axis], tile_out_sizes: Iterable[int]) -> Iterator[tuple[TileSpan, ...]]:
+def tiles(axes: Iterable[ExactAxis], tile_out_sizes: Iterable[int]) -> Iterator[tuple[TileSpan, ...]]:
     """Iterate over all tiles: one piece per dimension, the last dimension fastest.
 
     Args:

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from memkit._torch.dispatch import TensorBase, without_torch_function
 from memkit._torch.graph import fields_of, saved_as_stored, sequence_number
-from memkit._torch.tensors import sparse_parts, storage_key
+from memkit._torch.tensors import storage_key, strided_parts
 
 # Attributes through the base class's descriptors: a subclass's override could compute, warn or fail.
 _IS_LEAF, _GRAD, _GRAD_FN = (vars(TensorBase)[name].__get__ for name in ("is_leaf", "grad", "grad_fn"))
@@ -43,24 +43,13 @@ def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
     if "__tensor_flatten__" in dir(type(tensor)):
         return
     with without_torch_function():
-        for part in _strided_parts(tensor):
+        for part in strided_parts(tensor):
             try:
                 storage = part.untyped_storage()
                 if storage.device.type != "meta":
                     yield storage_key(storage), storage.nbytes()
             except (RuntimeError, ValueError):  # opaque, or a parameter that is not initialized yet
                 continue
-
-
-def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    layout = tensor.layout
-    if layout is torch.sparse_coo:
-        return sparse_parts(tensor)
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
 
 
 @dataclass

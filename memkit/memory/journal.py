@@ -11,7 +11,7 @@ import torch
 from memkit._core.errors import StateError, warn_user
 from memkit._core.settings import Checker
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
-from memkit._events.writer import EventWriter, parse_event, rank_path, save_events, save_legacy
+from memkit._events.writer import EventWriter, parse_event, rank_path, save_events
 from memkit._machine import devices
 
 
@@ -87,20 +87,6 @@ class EventJournal:
         """
         first = [Event("events_dropped", note={"num_dropped": self.num_dropped})] if self.num_dropped else []
         save_events(path, self._header, [*first, *self])
-
-    def save_legacy(self, path: str | os.PathLike[str]) -> int:
-        """Write the older format, a JSON array of names and peaks, atomically.
-
-        Args:
-            path: The file; an existing one is replaced. Its directory must exist.
-
-        Returns:
-            Number of events left out: the format cannot hold an event whose peak is not recorded.
-
-        Raises:
-            OSError: The file cannot be written; an existing file is unchanged.
-        """
-        return save_legacy(path, self)
 
     def close(self) -> None:
         """Close the log file; later events are kept in memory only."""

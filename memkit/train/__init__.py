@@ -9,23 +9,14 @@ if TYPE_CHECKING:
     from memkit.train.accumulate import GradientAccumulator as GradientAccumulator
     from memkit.train.backward_steps import step_in_backward as step_in_backward
     from memkit.train.checkpointing import Checkpointing as Checkpointing
-    from memkit.train.compact import (
-        CompactRecords as CompactRecords,
-        CompactStrings as CompactStrings,
-    )
     from memkit.train.contrastive import cached_backward as cached_backward
-    from memkit.train.loader import (
-        LoaderPlan as LoaderPlan,
-        make_dataloader as make_dataloader,
-        to_device as to_device,
-    )
+    from memkit.train.loader import make_dataloader as make_dataloader, to_device as to_device
     from memkit.train.offload import offload_activations as offload_activations
     from memkit.train.parameterwise import (
         materialize_state as materialize_state,
         register_parameterwise as register_parameterwise,
     )
     from memkit.train.penalty import gradient_penalty as gradient_penalty
-    from memkit.train.schedules import make_schedule as make_schedule
     from memkit.train.split_check import check_split as check_split
     from memkit.train.split_loss import SplitLoss as SplitLoss
     from memkit.train.state_offload import offload_state as offload_state
@@ -36,10 +27,7 @@ else:  # a type checker would accept any name through `__getattr__`
 
     _HOMES = {
         "Checkpointing": "memkit.train.checkpointing",
-        "CompactRecords": "memkit.train.compact",
-        "CompactStrings": "memkit.train.compact",
         "GradientAccumulator": "memkit.train.accumulate",
-        "LoaderPlan": "memkit.train.loader",
         "Loss": "memkit._gradients.loss",
         "MemoryEfficientTrainingWrapper": "memkit.train.wrapper",
         "check_split": "memkit.train.split_check",
@@ -49,7 +37,6 @@ else:  # a type checker would accept any name through `__getattr__`
         "gradient_penalty": "memkit.train.penalty",
         "is_out_of_memory": "memkit._recovery.errors",
         "make_dataloader": "memkit.train.loader",
-        "make_schedule": "memkit.train.schedules",
         "materialize_state": "memkit.train.parameterwise",
         "offload_activations": "memkit.train.offload",
         "offload_state": "memkit.train.state_offload",

@@ -38,10 +38,6 @@ class GradientAccumulator(Uncopied, Closing):
             backward, and `step` performs one explicit all-reduce; ranks may have different numbers of batches.
             Parameters sharded by ``fully_shard`` are detected automatically.
         objective: ``"mean"``: the gradient of the weighted mean over the whole group. ``"sum"``: of the sum.
-        gradients_of: ``"optimizer"``: `backward` adds to the gradients of this accumulator's parameters only, so a
-            GAN's two accumulators never mix. ``"all"``: to every leaf of the graph. `step` does not finish the
-            gradients of other leaves: they keep the group's sum, divided by a power of two (`expect` makes it the
-            mean).
         accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, at 2 extra bytes
             per element from a group's second micro-batch on (with DistributedDataParallel or a scaler, in each step).
         guard_steps: If ``optimizer.step()`` runs out of memory, keep each parameter consistent with its state, and
@@ -80,7 +76,6 @@ class GradientAccumulator(Uncopied, Closing):
         scaler: GradScaler | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         objective: Literal["mean", "sum"] = "mean",
-        gradients_of: Literal["optimizer", "all"] = "optimizer",
         accumulate_dtype: torch.dtype | None = None,
         guard_steps: bool = False,
         check_weights: bool = True,
@@ -94,7 +89,6 @@ class GradientAccumulator(Uncopied, Closing):
             scaler=scaler,
             model=model,
             objective=objective,
-            gradients_of=gradients_of,
             sum_dtype=accumulate_dtype,
             guard_steps=guard_steps,
             on_step=None if self._weights is None else self._weights.end_group,
@@ -148,6 +142,8 @@ class GradientAccumulator(Uncopied, Closing):
     ) -> None:
         """Add one micro-batch's gradient to the group.
 
+        Only this accumulator's parameters get it, so a GAN's two accumulators never mix.
+
         Args:
             loss: 0-dim loss of the micro-batch, with its graph.
             count: The divisor of the mean: rows, valid tokens, or a sum of class weights. Defaults to 1: all
@@ -157,7 +153,7 @@ class GradientAccumulator(Uncopied, Closing):
             retain_graph: As in `torch.Tensor.backward`.
             all_or_nothing: Compute the whole gradient before adding any of it (one more set of gradients): an error
                 in the middle then leaves the group unchanged, and not `is_torn`. Ignored where it is not possible:
-                sharded parameters, ``gradients_of="all"``, reentrant checkpoints, post-accumulate-grad hooks.
+                sharded parameters, reentrant checkpoints, post-accumulate-grad hooks.
 
         Raises:
             InputError: The loss is not a scalar with a graph, or ``count`` is negative, not finite or missing.

@@ -64,7 +64,6 @@ class GradientSum:
         scaler: A loss scaler.
         model: The model as wrapped for several ranks.
         objective: Whether to step with the weighted mean or with the sum.
-        gradients_of: Whether a backward adds to these parameters only, or to every leaf of its graph.
         sum_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32.
         guard_steps: Keep each parameter consistent with its state if ``optimizer.step()`` runs out of memory.
         on_step: Called before a step whose gradients have nonzero weight.
@@ -91,7 +90,6 @@ class GradientSum:
         scaler: GradScaler | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         objective: Literal["mean", "sum"] = "mean",
-        gradients_of: Literal["optimizer", "all"] = "optimizer",
         sum_dtype: torch.dtype | None = None,
         guard_steps: bool = False,
         on_step: Callable[[], object] | None = None,
@@ -101,7 +99,6 @@ class GradientSum:
         self._parameters = list_parameters(self.optimizers)
         check = Checker(ACCUMULATOR)
         check.choice("objective", objective, ("mean", "sum"))
-        check.choice("gradients_of", gradients_of, ("optimizer", "all"))
         check.choice("accumulate_dtype", sum_dtype, (None, torch.float32))
         check_norm(max_grad_norm)
         if sum_dtype is not None and any(p.dtype in {torch.bfloat16, torch.float16} for p in self._parameters):
@@ -113,8 +110,7 @@ class GradientSum:
         self._guard = StepGuard(self.optimizers) if guard_steps else None
         self.ranks: Ranks | None = find_ranks(model, self._parameters)
         # None: decided by the first graph. A sharded parameter is not the tensor in the graph; nothing can stop at it.
-        may_stop = gradients_of == "optimizer" and self.shards is None
-        self._only_own: bool | None = None if may_stop else False
+        self._only_own: bool | None = None if self.shards is None else False
         self.predivisor: float | None = None
         self._count: Weight = 0.0
         self._has_gradients = False

@@ -16,7 +16,7 @@ from memkit._core.units import format_bytes
 from memkit._machine.devices import has_room, release_cached_memory
 from memkit._recorder.recorder import Recorder
 from memkit._recovery.attempt import Done, Failure, attempt
-from memkit._torch.tensors import sparse_parts
+from memkit._torch.tensors import strided_parts
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
@@ -214,8 +214,7 @@ def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    local = local_part(tensor.detach())
-    return sum(part.nbytes for part in sparse_parts(local)) if local.is_sparse else local.nbytes
+    return sum(part.nbytes for part in strided_parts(local_part(tensor.detach())))
 
 
 class _Copy:

@@ -73,34 +73,6 @@ def _move(leaf: Any, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderPlan:
-    """DataLoader settings for this machine, and the reasons for them.
-
-    Attributes:
-        num_workers: Worker processes; 0 loads in the current process.
-        prefetch_factor: Batches that each worker prefetches; None without workers.
-        pin_memory: Whether batches are put into pinned memory, from which copies to the device do not block.
-        persistent_workers: Whether workers stay alive between epochs.
-        batch_bytes: Bytes of a batch's tensors; None if unknown.
-        reasons: One reason per choice.
-
-    Example:
-        >>> import torch, memkit as mk
-        >>> dataset = torch.utils.data.TensorDataset(torch.zeros(20, 3))
-        >>> plan = mk.train.make_dataloader(dataset, batch_size=8, device="cpu").plan
-        >>> plan.num_workers, plan.batch_bytes, plan.reasons[-1]
-        (0, 96, 'memory is not pinned: there is no accelerator to copy to')
-    """
-
-    num_workers: int
-    prefetch_factor: int | None
-    pin_memory: bool
-    persistent_workers: bool
-    batch_bytes: int | None
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """Machine properties a plan is based on; `here` reads those of this machine."""
 
@@ -122,8 +94,8 @@ class Machine:
         )
 
 
-def plan_loader(dataset: Dataset[Any], batch_size: int, machine: Machine) -> LoaderPlan:
-    """Choose workers, prefetching and pinning for a dataset.
+def choose_settings(dataset: Dataset[Any], batch_size: int, machine: Machine) -> tuple[dict[str, Any], list[str]]:
+    """Choose workers, prefetching and pinning for a dataset; return the settings and the reasons for them.
 
     Uses at most four workers and leaves one core to training; each worker prefetches two batches; batches in flight
     fit into a quarter of the available host memory and half of the shared memory. One sample is loaded to measure its
@@ -161,14 +133,10 @@ def plan_loader(dataset: Dataset[Any], batch_size: int, machine: Machine) -> Loa
         if machine.has_accelerator
         else "memory is not pinned: there is no accelerator to copy to"
     )
-    return LoaderPlan(
-        num_workers=num_workers,
-        prefetch_factor=prefetch if num_workers else None,
-        pin_memory=machine.has_accelerator,
-        persistent_workers=num_workers > 0,
-        batch_bytes=batch_bytes,
-        reasons=tuple(reasons),
-    )
+    settings: dict[str, Any] = {"num_workers": num_workers, "pin_memory": machine.has_accelerator}
+    if num_workers:
+        settings |= {"prefetch_factor": prefetch, "persistent_workers": True}
+    return settings, reasons
 
 
 def make_dataloader(
@@ -180,8 +148,7 @@ def make_dataloader(
 ) -> DataLoader[Any]:
     """Make a DataLoader with workers, prefetching and pinning chosen for this machine and container.
 
-    The choices and their reasons are logged at level INFO to the logger ``"memkit"``, and kept as the loader's ``plan``
-    attribute (`LoaderPlan`).
+    The choices and their reasons are logged at level INFO to the logger ``"memkit"``.
 
     Args:
         dataset: Any torch dataset.
@@ -207,17 +174,16 @@ def make_dataloader(
         (3, 0, False)
     """
     batch_size = Checker("make_dataloader").whole("batch_size", batch_size, 1)
-    plan = plan_loader(dataset, batch_size, Machine.here(devices.resolve_device(device)))
-    chosen: dict[str, Any] = {"num_workers": plan.num_workers, "pin_memory": plan.pin_memory}
-    if torch_kwargs.get("num_workers", plan.num_workers):
-        chosen |= {"prefetch_factor": plan.prefetch_factor or _PREFETCH, "persistent_workers": True}
+    chosen, reasons = choose_settings(dataset, batch_size, Machine.here(devices.resolve_device(device)))
+    if torch_kwargs.get("num_workers", 0):
+        chosen = {"prefetch_factor": _PREFETCH, "persistent_workers": True} | chosen
+    elif "num_workers" in torch_kwargs:
+        chosen = {"pin_memory": chosen["pin_memory"]}
     if "batch_sampler" not in torch_kwargs:
         chosen["batch_size"] = batch_size
-    loader = DataLoader(dataset, **(chosen | torch_kwargs))
-    loader.plan = plan  # for users who want the reasons
-    given = [f"{name} as given" for name in torch_kwargs.keys() & chosen.keys()]
-    _LOGGER.info("make_dataloader: %s", "; ".join([*plan.reasons, *given]))
-    return loader
+    given = [f"{name} as given" for name in torch_kwargs]
+    _LOGGER.info("make_dataloader: %s", "; ".join([*reasons, *given]))
+    return DataLoader(dataset, **(chosen | torch_kwargs))
 
 
 def _batch_bytes(dataset: Dataset[Any], batch_size: int) -> int | None:

@@ -50,6 +50,25 @@ _UNEVEN = (
     "weights), and the rows that were looked at do not tell why"
 )
 
+_ADVICE = {
+    "modules": "In training mode {names} would see the statistics of each micro-batch: use GroupNorm or LayerNorm, or "
+    "freeze the statistics with .eval().",
+    "rows": "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
+    "memkit.train.cached_backward gives its exact gradient; where it adds up means over different things (tokens and "
+    "rows, a task each), divide each by the whole batch's number, which the batch brings, or keep the batch whole: one "
+    "micro-batch, and on_oom='raise'.",
+    "weights": "The loss is a mean over something else than rows (valid tokens, class weights): return "
+    "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by; in a loop of your own, "
+    "trainer.backward(loss, count=n).",
+    "sum": "The loss is a sum over rows, and the parts are averaged: return its mean over the rows, or "
+    "mk.Loss(sum=loss, count=number of rows), with a learning rate that is as many times larger; "
+    "memkit.SplitLoss(reduction='sum') adds up.",
+    "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "
+    "instead of once per batch: update it once per step, outside of forward, or keep the batch whole.",
+    "hooks": "Hooks on parameters see the gradient of each micro-batch, and what they do is not linear: let them work "
+    "on .grad before the step, or clip with max_grad_norm; SplitLoss runs them once per batch.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SplitVerdict:
@@ -86,45 +105,10 @@ class SplitVerdict:
     @property
     def advice(self) -> str:
         """Suggested fixes, one sentence per cause; empty if there are none."""
-        sentences = []
-        if self.modules:
-            names = list_some(self.modules)
-            sentences.append(
-                f"In training mode {names} would see the statistics of each micro-batch: use GroupNorm or LayerNorm, "
-                "or freeze the statistics with .eval()."
-            )
-        if self.loss == "rows":
-            sentences.append(
-                "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
-                "memkit.train.cached_backward gives its exact gradient; where it adds up means over different things "
-                "(tokens and rows, a task each), divide each by the whole batch's number, which the batch brings, "
-                "or keep the batch whole: one micro-batch, and on_oom='raise'."
-            )
-        elif self.loss == "weights":
-            sentences.append(
-                "The loss is a mean over something else than rows (valid tokens, class weights): return "
-                "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by; in a loop of your own, "
-                "trainer.backward(loss, count=n)."
-            )
-        elif self.loss == "sum":
-            sentences.append(
-                "The loss is a sum over rows, and the parts are averaged: return its mean over the rows, or "
-                "mk.Loss(sum=loss, count=number of rows), with a learning rate that is as many times larger; "
-                "memkit.SplitLoss(reduction='sum') adds up."
-            )
-        elif self.loss == "state":
-            names = ", ".join(self.state) or "something that memkit cannot name"
-            sentences.append(
-                f"Each forward changes state that the loss depends on ({names}), so it changes once per "
-                "micro-batch instead of once per batch: update it once per step, outside of forward, or keep the "
-                "batch whole."
-            )
-        elif self.loss == "hooks":
-            sentences.append(
-                "Hooks on parameters see the gradient of each micro-batch, and what they do is not linear: let them "
-                "work on .grad before the step, or clip with max_grad_norm; SplitLoss runs them once per batch."
-            )
-        return " ".join(sentences)
+        names = ", ".join(self.state) or "something that memkit cannot name"
+        of_modules = _ADVICE["modules"].format(names=list_some(self.modules)) if self.modules else ""
+        of_loss = _ADVICE[self.loss].format(names=names) if self.loss else ""
+        return " ".join(filter(None, (of_modules, of_loss)))
 
 
 @dataclass(slots=True)

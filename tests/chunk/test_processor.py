@@ -236,8 +236,6 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_measured(mlp, edges):
         mk.ChunkedProcessor(lambda r: mlp(r), memory_budget="4MiB")(rows)
     with pytest.raises(mk.errors.ConfigError, match=r"besides 150.* for gradients and running sums.*at least"):
         mk.ChunkedProcessor(mlp, memory_budget="64KiB")(rows)
-    with pytest.raises(mk.errors.ConfigError, match=r"'auto' with a strategy.*chunk_size=4096"):
-        mk.chunked_map(mlp, rows, strategy="checkpoint")
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -66,10 +66,9 @@ def differentiate(out, inputs, upstream):
     return torch.autograd.grad(out, inputs, upstream)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "checkpoint", "save"])
 @pytest.mark.parametrize("form", ["sorted", "unsorted", "int32", "ptr"])
 @pytest.mark.parametrize("reduce", REDUCES)
-def test_equals_plain_torch(reduce, form, strategy):
+def test_equals_plain_torch(reduce, form):
     index = edges(sort=form in ("sorted", "ptr"))
     module, offset, weight, x, src = problem(index)
     inputs = [offset, weight, x, *module.parameters()]
@@ -79,10 +78,10 @@ def test_equals_plain_torch(reduce, form, strategy):
     where = {"index": index.int() if form == "int32" else index, "num_segments": 12}
     if form == "ptr":
         where = {"ptr": torch.cat([torch.zeros(1, dtype=torch.int64), index.bincount(minlength=12).cumsum(0)])}
-    for chunk_size in (1, 7, 64, 1000) if strategy == "auto" else (30,):
+    for chunk_size in (1, 7, 64, 1000):
         out = chunked_segment_reduce(
             module, offset, **where, reduce=reduce, gather={"x_j": (x, src)}, weight=weight,
-            chunk_size=chunk_size, strategy=strategy,
+            chunk_size=chunk_size,
         )  # fmt: skip
         assert_close(out, expected, **F64)
         assert_close(differentiate(out, inputs, upstream), expected_gradients, **F64)
@@ -123,21 +122,18 @@ def test_any_graph(index, num_empty, chunk_size, reduce, as_ptr):
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize("strategy", ["auto", "checkpoint"])
-def test_gradient_of_equal_messages_goes_to_the_first_edge(reduce, strategy):
+def test_gradient_of_equal_messages_goes_to_the_first_edge(reduce):
     index = torch.tensor([1, 0, 1, 0, 1, 1, 0])
     rows = torch.tensor([5.0, 1, 2, 1, 5, 2, 1]).view(7, 1).requires_grad_()
     first = {"max": [1, 1, 0, 0, 0, 0, 0], "min": [0, 1, 1, 0, 0, 0, 0]}[reduce]
     for chunk_size in (1, 2, 3, 7):
         out = chunked_segment_reduce(
-            nn.Identity(), rows, index=index, num_segments=2, reduce=reduce, chunk_size=chunk_size, strategy=strategy
+            nn.Identity(), rows, index=index, num_segments=2, reduce=reduce, chunk_size=chunk_size
         )
         (gradient,) = torch.autograd.grad(out.sum(), rows)
         assert gradient.flatten().tolist() == first
     infinite = torch.full((7, 1), float("-inf") if reduce == "max" else float("inf"), requires_grad=True)
-    out = chunked_segment_reduce(
-        nn.Identity(), infinite, index=index, num_segments=2, reduce=reduce, chunk_size=2, strategy=strategy
-    )
+    out = chunked_segment_reduce(nn.Identity(), infinite, index=index, num_segments=2, reduce=reduce, chunk_size=2)
     assert torch.equal(out, infinite[:2])
     assert torch.autograd.grad(out.sum(), infinite)[0].flatten().tolist() == [1, 1, 0, 0, 0, 0, 0]
 
@@ -169,20 +165,6 @@ def test_gradcheck(reduce):
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(fn, (offset, weight, x, *module.parameters()))
-
-
-@pytest.mark.parametrize("reduce", ["sum", "max", "softmax"])
-def test_second_derivatives_through_checkpoints(reduce):
-    index = edges(10, 6)
-    module, offset, _, x, src = problem(index)
-
-    def fn(offset, x):
-        return chunked_segment_reduce(
-            module, offset, index=index, num_segments=6, reduce=reduce, gather={"x_j": (x, src)}, chunk_size=4,
-            strategy="checkpoint",
-        )  # fmt: skip
-
-    assert torch.autograd.gradgradcheck(fn, (offset, x))
 
 
 def test_one_node_feature_gathered_twice():

@@ -1,4 +1,4 @@
-"""Every mode but submanifold gives the whole network's result and gradients; what cannot is refused, or run whole."""
+"""Every mode gives the whole network's result and gradients; what cannot is refused, or run whole."""
 
 import re
 
@@ -10,7 +10,6 @@ from torch import nn
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.sparse import SparsityAwareProcessor
-from memkit.chunk.submanifold import submanifold_conv3d
 from tests.allocations import count_flops, trace_allocations
 from tests.chunk.nets import UNet
 from tests.chunk.scenes import brain_mask, cortex
@@ -147,13 +146,12 @@ class Residual(nn.Module):
         return x + self.second(torch.relu(self.norm(self.first(x))))
 
 
-@pytest.mark.parametrize("mode", ["auto", "blocks", "bbox", "submanifold", "dense"])
+@pytest.mark.parametrize("mode", ["auto", "blocks", "bbox", "dense"])
 def test_nothing_at_all(mode):
     net, volume = NETS["stack"], torch.zeros(2, 2, 16, 16, 16, dtype=torch.float64)
     processor = SparsityAwareProcessor(net, mode=mode)
     assert processor(SparseVoxels.from_dense(volume)).features.shape == (0, 2)
-    expected = torch.zeros_like(volume) if mode == "submanifold" else net(volume)
-    assert_same(processor(volume), expected, 1e-12)
+    assert_same(processor(volume), net(volume), 1e-12)
     assert processor.last_plan.occupancy == 0
     pointwise = SparsityAwareProcessor(pointwise_net().double())
     assert pointwise(SparseVoxels.from_dense(volume)).features.shape == (0, 3)
@@ -196,54 +194,12 @@ def test_noise_of_a_generator_that_a_module_holds_is_noticed():
     assert torch.equal(net[1].generator.get_state(), state)  # and nothing else
 
 
-def test_submanifold_is_the_network_of_occupied_voxels():
-    net, volume = Residual().double(), brain()
-    voxels = SparseVoxels.from_dense(volume)
-    y = SparsityAwareProcessor(net, mode="submanifold")(volume)
-    twin = Residual().double()
-    twin.load_state_dict({**net.state_dict(), **{k: v for k, v in twin.state_dict().items() if "running" in k}})
-    hidden = submanifold_conv3d(voxels, net.first.weight, net.first.bias)
-    rows = torch.relu(nn.functional.batch_norm(hidden.features, None, None, net.norm.weight, net.norm.bias, True))
-    rows = (
-        voxels.features
-        + submanifold_conv3d(hidden.with_features(rows), net.second.weight, net.second.bias, dilation=2).features
-    )
-    assert_same(y, voxels.with_features(rows).to_dense(), 1e-12)
-    assert net.norm.num_batches_tracked == 1  # the check beforehand leaves it alone
-    y.square().sum().backward()
-    assert all(each.grad is not None for each in net.parameters())
-
-
-def test_submanifold_is_never_taken_by_itself():
+def test_what_would_run_over_most_of_the_volume_runs_over_all_of_it():
     net, volume = NETS["stack"], brain()
-    processor = SparsityAwareProcessor(net, mode="submanifold")
-    assert (processor(volume) - net(volume)).abs().max() > 1e-2
-    assert processor.last_plan.why == "as asked: another model than the dense network"
     auto = SparsityAwareProcessor(net)
     auto(volume)
     assert auto.last_plan.mode == "dense"
     assert auto.last_plan.why == "bbox would run over 64% of the volume"
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.GroupNorm(2, 4), r"mixes voxels by something other than convolutions, first in `1` \(GroupNorm\)"),
-        (nn.InstanceNorm3d(4), r"first in `1` \(InstanceNorm3d\)"),
-        (nn.AdaptiveAvgPool3d(1), r"gives \(1, 2, 1, 1, 1\) for \(1, 2, 1, 1, 3\)"),
-        (nn.MaxPool3d(3, 1, 1), r"first in `1` \(MaxPool3d\)"),
-        (nn.MaxPool3d(2), "does not run on single voxels"),
-        (conv(4, 4, 2), r"a convolution with kernel \(2, 2, 2\)"),
-        (conv(4, 4, 3, stride=2, padding=1), r"stride \(2, 2, 2\)"),
-        (conv(4, 4, 3), r"padding \(0, 0, 0\)"),
-        (same(4, 4, groups=2), "groups are not supported"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_has_no_submanifold_form(layer, message):
-    net = nn.Sequential(conv(2, 4, 1), layer, conv(4, 2, 1)).double()
-    with pytest.raises(InputError, match=message):
-        SparsityAwareProcessor(net, mode="submanifold")(brain())
 
 
 @pytest.mark.parametrize(

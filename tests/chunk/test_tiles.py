@@ -1,10 +1,8 @@
 """Tiles of one dimension: every place of the result once, all tiles of one length, each with all that it needs."""
 
-import pytest
 from hypothesis import given, strategies as st
 
-from memkit._core.errors import InputError
-from memkit.chunk.tiles import BlendedAxis, ExactAxis, Reach, tiles
+from memkit.chunk.tiles import ExactAxis, Reach, tiles
 
 numbers = st.integers
 
@@ -51,23 +49,6 @@ def test_tiles_are_even():
 
 def test_a_tile_that_would_read_everything_is_the_whole():
     assert list(ExactAxis.cut(20, 10, Reach(6, 6)).pieces(20)) == list(ExactAxis.cut(20, 99, Reach(0, 0)).pieces(20))
-
-
-@given(size=numbers(1, 80), length=numbers(1, 80), overlap=st.floats(0, 0.9), is_gaussian=st.booleans())
-def test_blended_weights_add_up_to_one(size, length, overlap, is_gaussian):
-    length = min(size, length)
-    total = [0.0] * size
-    for piece in BlendedAxis(size, length, overlap, is_gaussian).pieces(length):
-        assert len(piece.weights) == length
-        for place, weight in enumerate(piece.weights, piece.start):
-            assert weight > 0
-            total[place] += weight
-    assert total == pytest.approx([1.0] * size)
-
-
-def test_windows_whose_result_has_another_size():
-    with pytest.raises(InputError, match="returns 4 positions for a window of 8"):
-        list(BlendedAxis(20, 8, 0.25, is_gaussian=True).pieces(4))
 
 
 def test_tiles_are_all_pairs_of_pieces():

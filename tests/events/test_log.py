@@ -17,7 +17,7 @@ import pytest
 from memkit._core.errors import FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.reader import read_memory_events
-from memkit._events.writer import EventWriter, rank_path, save_events, save_legacy
+from memkit._events.writer import EventWriter, rank_path, save_events
 from tests.helpers import assert_refused, run_python
 
 ROOT = Path(__file__).parents[1]
@@ -278,24 +278,6 @@ def test_save_replaces_a_log_as_a_whole(tmp_path):
     assert path.read_bytes() == before
     save_events(path, LogHeader.new(), [Event("new")])
     assert [event.event for event in read_memory_events(path).events] == ["new"]
-
-
-def test_the_older_form_holds_what_it_can(tmp_path):
-    path = tmp_path / "memory_events.json"
-    events = [
-        Event("t5_loaded", peak_total_bytes=11_362_869_248, allocated_bytes=5),
-        Event("only allocated", allocated_bytes=5),
-        Event("step_2", incremental_bytes=35_122_176),
-        Event("both", incremental_bytes=0, peak_total_bytes=24_824_987_648),
-    ]
-    assert save_legacy(path, events) == 1
-    assert json.loads(path.read_text()) == [
-        {"event": "t5_loaded", "peak_memory": 11_362_869_248},
-        {"event": "step_2", "incremental_memory": 35_122_176},
-        {"event": "both", "peak_memory": 24_824_987_648},
-    ]
-    assert save_legacy(path, []) == 0
-    assert json.loads(path.read_text()) == []
 
 
 @pytest.mark.parametrize(

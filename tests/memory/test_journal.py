@@ -218,12 +218,6 @@ def test_a_forked_process_writes_nothing_and_says_so_once(tmp_path):
     assert names(path) == ["parent", "parent again"]
 
 
-def test_the_older_form(tmp_path):
-    memory = mk.MemoryManager("cpu")
-    memory.mark("init")
-    assert memory.events.save_legacy(tmp_path / "memory_events.json") == 1  # the CPU has no peak to write
-
-
 @pytest.mark.parametrize("note", [{"loss": torch.ones(1)}, {1: 2}, [1]])
 def test_a_mark_refuses_at_once_what_is_no_plain_value(note):
     memory = mk.MemoryManager("cpu")

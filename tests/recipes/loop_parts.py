@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from memkit.recipes.loop import MemoryEfficientTrainLoop
-from memkit.train.schedules import make_schedule
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.toys import classify
 
@@ -30,7 +29,7 @@ def make(train_loader=None, precision=None, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    schedule = make_schedule(optimizer, "cosine", num_steps=60, warmup_steps=3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
     trainer = MemoryEfficientTrainingWrapper(
         model, optimizer, precision=precision, accumulation_steps=2, scheduler=schedule
     )

@@ -86,23 +86,6 @@ class TestMonitors:
         assert accuracy.result() == pytest.approx(1 / 6)
 
 
-class TestSchedules:
-    @pytest.mark.parametrize(
-        ("decay", "settings", "match"),
-        [
-            ("constant", {"final": 0.1}, "final=0.1.*stays at the base rate"),
-            ("cosine", {"power": 3.0}, "power=3.0.*with decay='polynomial'"),
-            ("linear", {"power": 2.0}, "power=2.0"),
-            ("cosine", {"num_steps": 10.5}, "num_steps"),
-            ("cosine", {"warmup_steps": 1.5}, "warmup_steps"),
-        ],
-    )
-    def test_a_setting_without_effect_is_refused(self, decay, settings, match):
-        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-        with pytest.raises(mk.errors.ConfigError, match=match):
-            mk.train.make_schedule(optimizer, decay, **({"num_steps": 10} | settings))
-
-
 def norms():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Dropout(0.1), nn.BatchNorm2d(2))
