@@ -68,7 +68,7 @@ def test_what_is_no_size(value):
     ],
 )
 def test_a_number_of_gigabytes_is_not_taken_for_bytes(read, fix):
-    with pytest.raises(ValueError, match="24|90|-0.5") as caught:
+    with pytest.raises(ValueError, match=r"24|90|-0\.5") as caught:
         read()
     assert caught.value.fix == fix
 
