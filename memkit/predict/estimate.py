@@ -63,7 +63,7 @@ class Verdict(str):
         >>> verdict = estimate_memory_usage(TrainingConfig()).verdict("1MiB")
         >>> print(verdict)
         does not fit
-        >>> verdict.reason.startswith("it takes")
+        >>> verdict.reason.startswith("it needs")
         True
     """
 
@@ -211,13 +211,13 @@ class MemoryEstimate:
         if self.doubts:
             return Verdict("not known", "; ".join(self.doubts))
         if headroom_bytes >= 0:
-            return Verdict("fits", f"it takes {most} at most, {format_bytes(headroom_bytes)} stay free")
+            return Verdict("fits", f"it needs at most {most} and leaves {format_bytes(headroom_bytes)} free")
         least = self.least_required_bytes
         missing_bytes = least - self.required_bytes - headroom_bytes
         if missing_bytes <= 0:
-            return Verdict("too close", f"it takes up to {most}, and {format_bytes(least)} at least")
+            return Verdict("too close", f"it needs at most {most}, and at least {format_bytes(least)}")
         missing = format_bytes(missing_bytes)
-        return Verdict("does not fit", f"it takes {format_bytes(least)} at least, {missing} too much")
+        return Verdict("does not fit", f"it needs at least {format_bytes(least)}, {missing} more than there is")
 
     def fits(self, capacity: CapacityLike) -> bool:
         """Say whether `verdict` is ``"fits"``: `required_bytes` fit into ``capacity``, and there are no `doubts`.
