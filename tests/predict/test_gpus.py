@@ -130,7 +130,7 @@ def test_a_step_that_has_less_than_it_reserves_is_too_close_to_say():
     assert (estimate.required_bytes, estimate.least_required_bytes) == (1500 * MIB, 1300 * MIB)
     words = {size: str(estimate.verdict(size * MIB)) for size in (1299, 1300, 1499, 1500)}
     assert words == {1299: "does not fit", 1300: "too close", 1499: "too close", 1500: "fits"}
-    assert "1.27 GiB at least" in estimate.verdict(MIB).reason
+    assert "at least 1.27 GiB" in estimate.verdict(MIB).reason
     with_kernels = replace(estimate, workspace_bytes=50 * MIB)  # they can do without
     assert (with_kernels.required_bytes, with_kernels.least_required_bytes) == (1550 * MIB, 1300 * MIB)
     unknown = replace(estimate, _find_least=None)
