@@ -28,7 +28,6 @@ from memkit._core.errors import FileFormatError
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.reader import EventLog, read_memory_events
 from memkit._events.writer import EventWriter, save_events
-from memkit.report.exports import export_log
 from tests.report.foreign import profile_of_a_card, snapshot
 
 NUM_LOGS = 100_000
@@ -112,21 +111,11 @@ def real_logs(folder: Path) -> list[bytes]:
     ]
 
 
-def foreign_files(folder: Path) -> list[bytes]:
-    """Files of other programs, and our own for them: snapshots and traces."""
+def foreign_files() -> list[bytes]:
+    """Files of other programs: snapshots and traces."""
     profile = json.dumps(profile_of_a_card()).encode()
-    save_events(folder / "log.jsonl", header(), some_events())
-    log = read_memory_events(folder / "log.jsonl")
-    for name in ("trace.json", "run.pickle"):
-        export_log(log, folder / name)
     snapshots = (pickle.dumps(snapshot(), protocol=protocol) for protocol in (2, 4))
-    return [
-        *snapshots,
-        profile,
-        gzip.compress(profile),
-        (folder / "trace.json").read_bytes(),
-        (folder / "run.pickle").read_bytes(),
-    ]
+    return [*snapshots, profile, gzip.compress(profile)]
 
 
 # ---- damage
@@ -246,7 +235,7 @@ def fuzz(num_logs: int, seed: int = 0) -> dict[str, Any]:
     texts: set[str] = set()
     slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        logs = [*real_logs(Path(folder)), *foreign_files(Path(folder))]
+        logs = [*real_logs(Path(folder)), *foreign_files()]
         path = Path(folder, "damaged.jsonl")
         for _ in range(num_logs):
             path.write_bytes(damaged(logs, chance))

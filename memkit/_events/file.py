@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn, get_args
+from typing import Any, BinaryIO, Literal, NoReturn
 
 from memkit._core.errors import FileFormatError, InputError, InputTypeError
 from memkit._core.printable import short
@@ -25,7 +25,6 @@ from memkit._events.writer import LONGEST_LINE_BYTES, looks_like_log
 _CHUNK_BYTES = 2**20
 _LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines must be held whole: about 4 million events in the older format
 Form = Literal["lines", "array", "snapshot", "trace"]
-OWN = "memkit"  # category of memkit's own events in a trace, and key of the rest in its otherData
 _SNAPSHOT_START = b"\x80"  # of every pickle since protocol 2
 _GZIP_START = b"\x1f\x8b"
 _SCHEMA = re.compile(r"memkit\.events/1(\.\d+)?", re.ASCII)  # a minor version only adds keys
@@ -188,7 +187,7 @@ class EventFile:
             yield chunk
 
     def _read_import(self, file: BinaryIO, start: bytes) -> None:
-        """Read a file that another program wrote, or that memkit exported for another program."""
+        """Read a file that another program wrote."""
         # Most files are logs: they need not import the other readers.
         from memkit._events.snapshot_log import read_snapshot
         from memkit._events.trace_file import Trace, read_profile, unzipped
@@ -201,11 +200,7 @@ class EventFile:
             else:
                 self.form = "trace"
                 is_packed = start.startswith(_GZIP_START)
-                trace = Trace(unzipped(chunks, _LARGEST_WHOLE_BYTES) if is_packed else chunks, OWN)
-                own = trace.entries.get("otherData")
-                if isinstance(own, dict) and isinstance(own.get(OWN), dict):
-                    self._read_own(own[OWN], trace.own_records)
-                    return
+                trace = Trace(unzipped(chunks, _LARGEST_WHOLE_BYTES) if is_packed else chunks)
                 found = read_profile(trace, f"trace-{self._crc:08x}", self._num_runs_before)
         except (InputError, InputTypeError) as error:
             self._fail(error.got, error.expected)
@@ -214,26 +209,6 @@ class EventFile:
             self._note(problem)
         for event in self.events:
             self._note_second(event.wall_s)
-
-    def _read_own(self, own: dict[str, Any], records: list[tuple[int, dict[str, Any]]]) -> None:
-        """Read a trace back that `memkit.report.export_log` wrote."""
-        headers = own.get("headers")
-        if own.get("form") not in get_args(Form) or not isinstance(headers, list):
-            self._fail(f"otherData: {short(own)}", "the form and the headers of a log")
-        self.form = own["form"]
-        for index, header in enumerate(headers):
-            if not isinstance(header, dict) or "schema" not in header:
-                self._fail(f"otherData, index {index}: {short(header)}", "the header of a run")
-            self._add_header(f"otherData, index {index}", header)
-        for index, record in records:
-            args, run = record.get("args"), None
-            if isinstance(args, dict):
-                run = args.pop("run", None)
-            if not isinstance(args, dict) or (
-                run is not None and (type(run) is not int or run not in range(len(headers)))
-            ):
-                self._fail(f"index {index}: {short(record)}", "an event under one of the headers")
-            self._add_record(f"index {index}", args, run)
 
     def _read_array(self, file: BinaryIO) -> None:
         stream = JsonStream(self._chunks(file, "a JSON array of events"), _decoder)

@@ -94,11 +94,9 @@ class Trace:
 
     Args:
         chunks: The file's text.
-        own: The category of events that memkit itself has exported.
 
     Attributes:
         entries: Everything except its events.
-        own_records: Events that memkit has exported, with their positions in the list.
         acts: Memory events by device, in order of time.
         slices: Timed slices by thread, in order of time.
 
@@ -107,12 +105,11 @@ class Trace:
         InputTypeError: A field does not have the type that the profiler writes.
     """
 
-    def __init__(self, chunks: Iterable[bytes], own: str) -> None:
+    def __init__(self, chunks: Iterable[bytes]) -> None:
         self.entries: dict[str, Any] = {}
-        self.own_records: list[tuple[int, dict[str, Any]]] = []
         self.acts: dict[tuple[int, int], list[_Act]] = {}
         self.slices: dict[_Thread, list[_Slice]] = {}
-        self._own, self._num_acts = own, 0
+        self._num_acts = 0
         self._threads: dict[_Thread, _Thread] = {}  # one tuple for each, however many events it has
         stream = JsonStream(chunks, json.JSONDecoder())
         try:
@@ -146,9 +143,7 @@ class Trace:
 
     def _add(self, index: int, record: dict[str, Any]) -> None:
         """Keep the needed parts of an event."""
-        if record.get("cat") == self._own:
-            self.own_records.append((index, record))
-        elif record.get("name") == _MEMORY and isinstance(args := record.get("args"), dict):
+        if record.get("name") == _MEMORY and isinstance(args := record.get("args"), dict):
             self._add_act(index, record, args)
         elif record.get("ph") == "X" and record.get("cat") in _SLICES:
             start, name = _time(record, "ts"), record.get("name")

@@ -237,14 +237,14 @@ def rank_path(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:
     return base if world_size == 1 else base.with_name(f"{base.stem}.rank{rank}{base.suffix}")
 
 
-def header_record(header: LogHeader) -> dict[str, Any]:
+def _header_record(header: LogHeader) -> dict[str, Any]:
     """Return the JSON object of a header."""
     known = asdict(header, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
     return {"schema": SCHEMA, **known, "units": "bytes"}
 
 
 def _header_line(header: LogHeader) -> bytes:
-    return _line(_encode(header_record(header)))
+    return _line(_encode(_header_record(header)))
 
 
 def event_text(values: Mapping[str, Any]) -> str:

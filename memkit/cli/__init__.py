@@ -12,7 +12,7 @@ from memkit._core.printable import printable
 from memkit._version import __version__
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
-_COMMANDS = ("check", "compare", "convert", "demo", "dryrun", "estimate", "gpus", "presets", "profile", "report")
+_COMMANDS = ("check", "compare", "demo", "dryrun", "estimate", "gpus", "presets", "profile", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memkit._events.reader import read_memory_events as read_memory_events
     from memkit.report import nodes as nodes
-    from memkit.report.exports import export_log as export_log
 else:  # because of `__getattr__` a type checker would accept any name
     from memkit._core.lazy import load_lazily
 
     _HOMES = {
-        "export_log": "memkit.report.exports",
         "read_memory_events": "memkit._events.reader",
     }
     __getattr__, __dir__, __all__ = load_lazily(__name__, _HOMES, ("nodes",))

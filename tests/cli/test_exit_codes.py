@@ -122,9 +122,6 @@ TABLE = [
     ("report small.json --output page.md", 0),
     ("report none.json", 2),
     ("report small.json --output bad.py", 2),
-    ("convert small.json new.csv", 0),
-    ("convert none.json new.csv", 2),
-    ("convert small.json bad.py", 2),
     ("gpus", 0),
     ("gpus 4090", 0),
     ("gpus --need 14GiB", 0),
@@ -210,8 +207,7 @@ def assert_harmless(text):
         ["estimate", f"{EVIL}:build"],
         ["estimate", f"{EVIL}:none"],
         ["estimate", EVIL],
-        ["convert", "small.json", f"{EVIL}.csv"],
-        ["convert", EVIL, "new.csv"],
+        ["compare", "small.json", EVIL],
         ["report", "small.json", "--output", f"{EVIL}.md"],
         ["gpus", EVIL],
         ["gpus", "--calibrated", EVIL],
@@ -264,9 +260,8 @@ def test_pipes_and_devices_are_not_read(folder, capsys):
 
 
 def test_a_link_to_nothing_is_not_followed(folder, capsys):
-    for name in ("new.csv", "page.md", "gpus.json"):
+    for name in ("page.md", "gpus.json"):
         (folder / name).symlink_to(folder / "elsewhere")
-    assert main(["convert", "small.json", "new.csv"]) == 2
     assert main(["report", "small.json", "--output", "page.md"]) == 2
     with pytest.raises(FileNotFoundError, match="a link to a missing file"):
         mk.VirtualGPU("T4").save_snapshot(folder / "gpus.json")

@@ -28,18 +28,6 @@ def test_the_log_may_stand_alone(capsys, tmp_path):
         assert_wrong_usage(capsys, ["report", *arguments], "usage: memkit report")
 
 
-def test_a_directory_is_converted_into_a_file_beside_it(capsys, tmp_path, monkeypatch):
-    run = tmp_path / "runs.v1"
-    run.mkdir()
-    assert main(["convert", str(S1), str(run / "memory_events.jsonl")]) == 0
-    assert main(["convert", str(run), "--to", "csv"]) == 0
-    assert main(["convert", str(run), str(tmp_path / "EVENTS.CSV")]) == 0
-    monkeypatch.chdir(run)
-    assert main(["convert", ".", "--to", "jsonl"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["EVENTS.CSV", "runs.v1", "runs.v1.csv", "runs.v1.jsonl"]
-    capsys.readouterr()
-
-
 def test_baseline_card_and_language(capsys, tmp_path):
     arguments = ["--baseline", str(S1), "--gpu", "5090", "--language", "zh", "--output", str(tmp_path / "r.json")]
     assert main(["report", "--log", str(S1), *arguments]) == 0
@@ -90,10 +78,6 @@ def test_snapshots_go_wherever_logs_go(capsys, tmp_path):
     assert main(["report", "--log", str(log), "--baseline", str(after), "--output", str(page)]) == 0
     assert "demo/train.py:7 forward" in page.read_text("utf-8")
     assert main(["compare", str(log), str(after), "--max-growth", "50"]) == 1
-    assert main(["convert", str(log), "--to", "perfetto"]) == 0
-    assert main(["compare", str(log), str(tmp_path / "log.trace.json"), "--max-growth", "0"]) == 0
-    assert main(["convert", str(log), "--to", "perfetto"]) == 2
-    assert "a path that already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

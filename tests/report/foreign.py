@@ -133,11 +133,3 @@ def judge_snapshot(data):
         judge("snapshot", "frame", each)
     for name, value in data.get("allocator_settings", {}).items():
         assert type(value).__name__ in rules["levels"]["settings"][name]["types"]
-
-
-def judge_trace(data):
-    for event in data["traceEvents"]:
-        if event["ph"] == "C":  # no real one of these traces has counters: a mark's keys, without its scope
-            judge("trace", "M", event)
-        else:
-            judge("trace", event["ph"], event)

@@ -1,7 +1,6 @@
-"""Files of other programs as logs: CUDA memory snapshots, traces of torch.profiler, and our own exports read back."""
+"""Files of other programs as logs: CUDA memory snapshots, traces of torch.profiler."""
 
 import copy
-import csv
 import gzip
 import itertools
 import json
@@ -14,17 +13,14 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.cuda import _memory_viz as viewer
 
-from memkit._core.errors import FileFormatError, InputError
+from memkit._core.errors import FileFormatError
 from memkit._events.log import Event
 from memkit._events.reader import read_memory_events
 from memkit.recipes.report import make_report
-from memkit.report.exports import export_log
 from memkit.report.figures import Shortage, read_figures
 from tests.helpers import assert_refused
-from tests.report.foreign import frame, judge_snapshot, judge_trace, profile_of_a_card, save, snapshot
-from tests.report.pages import first_log, log_of
+from tests.report.foreign import frame, judge_snapshot, profile_of_a_card, save, snapshot
 
 MIB = 2**20
 
@@ -297,86 +293,6 @@ def test_of_an_accelerator_the_allocators_own_totals_count(tmp_path):
 
 
 # ---- and back
-
-
-def a_log():
-    events = [
-        Event("load", wall_s=1.75e9, allocated_bytes=8192, requested_bytes=8000, note={"a": [1, {"b": None}]}, rank=0),
-        Event(
-            "forward",
-            phase="step/forward",
-            step=1,
-            wall_s=1.75e9 + 2,
-            duration_ns=7,
-            allocated_bytes=4096,
-            peak_bytes=10**6,
-            rank=0,
-        ),
-        Event("=märk", wall_s=1.75e9 + 3, allocated_bytes=40960, component="vae", rank=0),
-    ]
-    return log_of(*events)
-
-
-@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-@pytest.mark.parametrize("make", [a_log, first_log])
-def test_what_is_exported_comes_back_equal(tmp_path, suffix, make):
-    log = make()
-    export_log(log, tmp_path / f"out{suffix}")
-    again = read_memory_events(tmp_path / f"out{suffix}")
-    if suffix == ".json":
-        assert again == log
-    else:
-        assert [(each.event, each.peak_total_bytes, each.note) for each in again.events] == [
-            (each.event, each.peak_total_bytes, each.note) for each in log.events
-        ]
-        assert again.headers == log.headers or make is first_log
-
-
-PROFILE = json.dumps(profile_of_a_card()).encode()
-HALF = PROFILE.replace(b'"Tesla', b'"\\ud83d\\ude00 \\ud800 Tesla')  # one surrogate pair, and half of another
-
-
-@pytest.mark.parametrize("data", [pickle.dumps(snapshot()), PROFILE, HALF])
-@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-def test_an_imported_file_comes_back_with_every_value(tmp_path, data, suffix):
-    (tmp_path / "log").write_bytes(data)
-    log = read_memory_events(tmp_path / "log")
-    export_log(log, tmp_path / f"out{suffix}")
-    again = read_memory_events(tmp_path / f"out{suffix}")
-    assert (again.headers, again.events) == (log.headers, log.events)
-
-
-def test_a_table_comes_back_through_any_csv_reader(tmp_path):
-    log = a_log()
-    export_log(log, tmp_path / "out.csv")
-    with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
-        for row, event in zip(csv.DictReader(file), log.events, strict=True):
-            kept = {name: value for name in row if (value := getattr(event, name)) is not None}
-            assert {name: text for name, text in row.items() if text} == {
-                name: json.dumps(value) if name == "note" else f"{'' if value != '=märk' else chr(39)}{value}"
-                for name, value in kept.items()
-            }
-
-
-def test_a_snapshot_of_a_log_has_its_curve_and_opens_in_torchs_viewer(tmp_path):
-    export_log(a_log(), tmp_path / "out.pickle")
-    data = pickle.loads((tmp_path / "out.pickle").read_bytes())
-    judge_snapshot(data)
-    levels = [event.requested_bytes for event in read_memory_events(tmp_path / "out.pickle").events]
-    assert max(levels) == 10**6
-    assert [level for level in (8192, 10**6, 4096, 40960) if level not in levels] == []
-    assert levels[-1] == 40960
-    assert viewer.segsum(data)
-    assert "TOTAL MEM" in viewer.trace(data)
-    assert "snapshot.pickle" in viewer.trace_plot(data)
-    with pytest.raises(InputError, match="no event has allocated_bytes above zero"):
-        export_log(first_log(), tmp_path / "none.pickle")
-
-
-@pytest.mark.parametrize("make", [a_log, first_log])
-def test_a_trace_has_the_fields_of_real_ones(tmp_path, make):
-    export_log(make(), tmp_path / "out.json")
-    judge_trace(json.loads((tmp_path / "out.json").read_text("utf-8")))
 
 
 def test_the_judge_of_schemas_can_say_no():

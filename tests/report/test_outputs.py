@@ -1,6 +1,5 @@
 """Files that are written for others: nothing hidden in them, and nothing written through a link."""
 
-import csv
 import json
 import os
 
@@ -8,9 +7,8 @@ import pytest
 
 from memkit._core.errors import InputError
 from memkit._events.log import Event, LoggedDevice, LogHeader
-from memkit._events.reader import EventLog, read_memory_events
+from memkit._events.reader import EventLog
 from memkit.recipes.report import write_report
-from memkit.report.exports import export_log
 from tests.helpers import assert_refused
 
 HIDDEN = "a\u202eb\x1b[31mc\x9bd\x7fe\u2066f\ng\u0085h\u200ei\u061cj\u2028k\ufeffl\U000e0041m\u00adn"
@@ -44,26 +42,11 @@ def test_a_report_hides_no_characters(tmp_path, suffix, language):
         json.loads(path.read_text("utf-8"))
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
-def test_an_export_hides_no_characters_and_loses_none(tmp_path, suffix):
-    path = tmp_path / f"export{suffix}"
-    export_log(log(), path)
-    assert path.read_text("utf-8").replace("\n", "").isprintable()
-    if suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as file:
-            assert next(csv.DictReader(file))["event"].startswith("a\\u202eb\\x1b[31mc\\x9bd\\x7fe")
-    else:
-        assert [event.event for event in read_memory_events(path).events[:4]] == [HIDDEN] * 4
-        assert read_memory_events(path).headers[0].config == {HIDDEN: {HIDDEN: [HIDDEN]}}
-
-
 def test_a_report_is_not_written_through_a_link_to_nowhere(tmp_path):
     elsewhere = tmp_path / "elsewhere.json"
     (tmp_path / "report.json").symlink_to(elsewhere)
     with pytest.raises(InputError, match="a link to a missing file"):
         write_report(log(), tmp_path / "report.json")
-    (tmp_path / "trace.json").symlink_to(elsewhere)
-    assert_refused(lambda: export_log(log(), tmp_path / "trace.json"), InputError, "a path that already exists")
     assert not elsewhere.exists()
     os.mkfifo(tmp_path / "pipe.md")
     assert_refused(lambda: write_report(log(), tmp_path / "pipe.md"), InputError, "not a regular file")
