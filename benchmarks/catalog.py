@@ -70,7 +70,6 @@ CASES = {
     ),
     "dryrun_scripts": Case(5, ("scripts/*/is_*", "scripts/*_bytes"), "public scripts", (SOURCES,)),
     "edge_mlp": Case(7, (BYTES,), "8 GB"),
-    "evaluation": Case(0.2, (BYTES,)),
     "first_step": Case(5, ("summary/num_cases", "*/whole_batch_bytes")),
     "graph_layers": Case(0.7, (PEAKS, "*/flops")),
     "grid_backends": Case(2, ("identical/*",)),

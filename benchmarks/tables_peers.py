@@ -169,10 +169,6 @@ TWINS = (
          {"MONAI, no dropout": "monai"}, plain="the usual form"),
     Twin("voxel_losses", "perceptual loss", "perceptual/4 x 64^3", "memkit", {"MONAI's forward": "monai"},
          time="time_of_plain/{way}"),
-    Twin("evaluation", "intersection over union, 8 updates", "voxels, intersection over union", "memkit",
-         {"torchmetrics": "torchmetrics", "MONAI": "monai"}),
-    Twin("evaluation", "confusion matrix, 8 updates", "digits, confusion matrix", "memkit",
-         {"torchmetrics": "torchmetrics"}),
 )  # fmt: skip
 
 TRAINERS = {"memkit": "", "accelerate": "accelerate", "lightning": "lightning"}

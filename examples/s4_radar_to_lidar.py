@@ -65,15 +65,20 @@ class UNet(nn.Module):
 
 
 def validate(trainer: mk.MemoryEfficientTrainingWrapper, scans: Scans) -> dict[str, float]:
-    voxels, size = mk.voxel.VoxelMetrics(), SIDE_MM / scans.size
-    clouds = mk.voxel.PointCloudMetrics(thresholds=[size], conventions=["occnet"], empty_distance=SIDE_MM)
+    size, figures = (
+        SIDE_MM / scans.size,
+        {name: mk.recipes.Mean() for name in ("iou", "chamfer", "hausdorff", "f_score")},
+    )
     with trainer.evaluation() as evaluate:
         for sample in mk.voxel.VoxelDataset(scans, use_augmentation=False, layout=SCAN):
             found = evaluate(sample["scan"][None], lambda model, scan: model(scan) > 0.5)
             target = sample["surface"][None] > 0
-            voxels.update(found, target)
-            clouds.update(*(each[0, 0].nonzero() * size for each in (found.float(), target.float())))
-    return voxels.compute() | clouds.compute()
+            clouds = [each[0, 0].nonzero() * size for each in (found.float(), target.float())]
+            figures["iou"].update(mk.voxel.voxel_iou(found, target))
+            figures["chamfer"].update(mk.voxel.chamfer_distance(*clouds, convention="occnet", empty_distance=SIDE_MM))
+            figures["hausdorff"].update(mk.voxel.hausdorff_distance(*clouds, empty_distance=SIDE_MM))
+            figures["f_score"].update(mk.voxel.f_score(*clouds, threshold=size))
+    return {name: mean.result() for name, mean in figures.items()}
 
 
 def main() -> None:

@@ -42,7 +42,6 @@ FEATURES = {
     "tensorboard": "from torch.utils.tensorboard import SummaryWriter"
     + LOOP.format('writer=SummaryWriter("runs"), report_every=1'),
     "metrics": 'import memkit as mk, torch; nearest_points(torch.rand(9, 3), torch.rand(9, 3), backend="kdtree")',
-    "torchmetrics": FEATURE_OF_INTEGRATION.format("torchmetrics"),
     "plots": """
 import memkit as mk, torch
 weight = torch.ones(4, 4, requires_grad=True)

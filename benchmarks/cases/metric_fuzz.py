@@ -16,10 +16,9 @@ import torch
 from benchmarks.result import write_result
 from memkit._core.errors import MemkitError
 from memkit._core.sparse_voxels import SparseVoxels
-from memkit.voxel.clouds import chamfer_distance, density_aware_chamfer, hausdorff_distance
+from memkit.voxel.clouds import chamfer_distance, hausdorff_distance
 from memkit.voxel.grids import feature_mae, voxel_scores
 from memkit.voxel.recall import precision_recall
-from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
 
 NUM_INPUTS = 50_000
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
@@ -54,7 +53,7 @@ def any_grid(chance: random.Random) -> Any:
 def obeys(name: str, found: Any) -> bool:
     """A distance is not negative and a share is in [0, 1]; nan never."""
     values = [float(each) for each in (found if isinstance(found, tuple) else (found,)) for each in each.flatten()]
-    most = 1 + 1e-6 if name in {"precision_recall", "voxel_scores", "density_aware_chamfer"} else math.inf
+    most = 1 + 1e-6 if name in {"precision_recall", "voxel_scores"} else math.inf
     return all(0 <= value <= most for value in values)
 
 
@@ -75,17 +74,9 @@ def run_grid(chance: random.Random) -> tuple[str, Any]:
     return name, metric(a, a if chance.random() < 0.5 else any_grid(chance))
 
 
-def run_streaming(chance: random.Random) -> tuple[str, Any]:
-    metrics, make = (PointCloudMetrics(), any_cloud) if chance.random() < 0.5 else (VoxelMetrics(), any_grid)
-    sample = make(chance)
-    metrics.update(sample, sample if chance.random() < 0.5 else make(chance))
-    return "streaming", torch.tensor(list(metrics.compute().values()))
-
-
 CLOUDS: dict[str, Callable[..., Any]] = {
     "chamfer_distance": chamfer_distance,
     "hausdorff_distance": hausdorff_distance,
-    "density_aware_chamfer": density_aware_chamfer,
     "precision_recall": precision_recall,
 }
 GRIDS: dict[str, Callable[..., Any]] = {"voxel_scores": voxel_scores, "feature_mae": feature_mae}
@@ -98,7 +89,7 @@ def fuzz(num_inputs: int, seed: int = 0) -> tuple[dict[str, int], list[str]]:
         torch.manual_seed(seed)
         for number in range(num_inputs):
             try:
-                name, found = chance.choice([run_cloud, run_cloud, run_grid, run_streaming])(chance)
+                name, found = chance.choice([run_cloud, run_cloud, run_grid])(chance)
             except MemkitError:
                 counts["typed error"] += 1
             except Exception as error:  # noqa: BLE001 - this is what must not happen; it is told

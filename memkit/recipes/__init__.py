@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     )
     from memkit.recipes.reducers import (
         Accuracy as Accuracy,
-        ConfusionCounts as ConfusionCounts,
         Mean as Mean,
         WeightedMean as WeightedMean,
     )
@@ -50,7 +49,6 @@ else:  # because of `__getattr__` a type checker would accept any name
         "Accuracy": "memkit.recipes.reducers",
         "Advice": "memkit.recipes.advice.record",
         "AdviceTable": "memkit.recipes.advice.record",
-        "ConfusionCounts": "memkit.recipes.reducers",
         "DensityInvariantTrainer": "memkit.recipes.density",
         "LoopResult": "memkit.recipes.loop",
         "Mean": "memkit.recipes.reducers",

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from memkit.voxel.clouds import (
         ChamferConvention as ChamferConvention,
         chamfer_distance as chamfer_distance,
-        density_aware_chamfer as density_aware_chamfer,
         hausdorff_distance as hausdorff_distance,
     )
     from memkit.voxel.compose import ComposedAugmentation as ComposedAugmentation
@@ -51,10 +50,6 @@ if TYPE_CHECKING:
         f_score as f_score,
         precision_recall as precision_recall,
     )
-    from memkit.voxel.streaming import (
-        PointCloudMetrics as PointCloudMetrics,
-        VoxelMetrics as VoxelMetrics,
-    )
 else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
@@ -71,7 +66,6 @@ else:  # hidden from type checkers, which would accept any name because of `__ge
         "NearestPoints": "memkit.voxel.nearest",
         "OccupancyAwareLoss": "memkit.voxel.losses",
         "Perceptual3DLoss": "memkit.voxel.perceptual",
-        "PointCloudMetrics": "memkit.voxel.streaming",
         "PrecisionRecall": "memkit.voxel.recall",
         "SliceLoss": "memkit.voxel.perceptual",
         "SparseVoxels": "memkit._core.sparse_voxels",
@@ -80,12 +74,10 @@ else:  # hidden from type checkers, which would accept any name because of `__ge
         "VoxelDataset": "memkit.voxel.dataset",
         "VoxelDraw": "memkit.voxel.params",
         "VoxelLayout": "memkit.voxel.layout",
-        "VoxelMetrics": "memkit.voxel.streaming",
         "VoxelParams": "memkit.voxel.params",
         "VoxelPoints": "memkit.voxel.augment_base",
         "VoxelScores": "memkit.voxel.grids",
         "chamfer_distance": "memkit.voxel.clouds",
-        "density_aware_chamfer": "memkit.voxel.clouds",
         "f_score": "memkit.voxel.recall",
         "feature_mae": "memkit.voxel.grids",
         "hausdorff_distance": "memkit.voxel.clouds",

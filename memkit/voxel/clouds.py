@@ -1,4 +1,4 @@
-"""Distances between point clouds: Chamfer, Hausdorff and density-aware Chamfer, under named conventions."""
+"""Distances between point clouds: Chamfer and Hausdorff, under named conventions."""
 
 from __future__ import annotations
 
@@ -152,60 +152,6 @@ def hausdorff_distance(
         return torch.maximum(*(_quantile(each, quantile) for each in pairs.distances()))
 
     return mean_of_clouds("hausdorff_distance(a, b)", distance, a, b, backend, memory_budget)
-
-
-def density_aware_chamfer(
-    a: Cloud | NearestPoints,
-    b: Cloud | None = None,
-    *,
-    alpha: float = 1000.0,
-    backend: NearestBackend = "auto",
-    memory_budget: SupportsIndex | str = "16MiB",
-) -> Tensor:
-    """Compute the density-aware Chamfer distance (Wu et al., NeurIPS 2021), in [0, 1].
-
-    Each point contributes ``1 - exp(-alpha * squared distance) / n``, where n points share its nearest point; the
-    result is the mean of both directions.
-
-    Args:
-        a: As for `chamfer_distance`.
-        b: As for `chamfer_distance`.
-        alpha: Per squared unit of the coordinates; 1000 is the authors' choice for clouds within a unit cube.
-        backend: As for `nearest_points`.
-        memory_budget: As for `nearest_points`.
-
-    Returns:
-        A 0-dim tensor. Both clouds empty: 0. One empty: 1.
-
-    Raises:
-        ConfigError: The backend is unknown.
-        InputTypeError: An argument is not a point cloud.
-        InputError: The batch sizes differ, or a coordinate is not finite.
-
-    Memory cost: see `nearest_points`.
-
-    Source: arXiv 2111.12702, equation 5.
-
-    Example:
-        >>> import torch
-        >>> import memkit as mk
-        >>> cloud = torch.rand(50, 3)
-        >>> mk.voxel.density_aware_chamfer(cloud, cloud).item()
-        0.0
-    """
-
-    def distance(pairs: NearestPoints) -> Tensor:
-        if (empty := _if_empty(pairs, 1.0)) is not None:
-            return empty
-        of_a, of_b = pairs.squared_distances()
-        directions = (of_a, pairs.a_to_b, len(pairs.b)), (of_b, pairs.b_to_a, len(pairs.a))
-        terms = [
-            (1 - torch.exp(-alpha * squared) / index.bincount(minlength=length)[index]).mean()
-            for squared, index, length in directions
-        ]
-        return (terms[0] + terms[1]) / 2
-
-    return mean_of_clouds("density_aware_chamfer(a, b)", distance, a, b, backend, memory_budget)
 
 
 def paired(

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("hf", "lightning", "pyg", "torchmetrics")
+EXTRAS = ("hf", "lightning", "pyg")
 
 
 def test_the_extras_ask_for_what_was_tested():

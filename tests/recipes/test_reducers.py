@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import memkit as mk
-from memkit.recipes.reducers import Accuracy, ConfusionCounts, Mean, WeightedMean
+from memkit.recipes.reducers import Accuracy, Mean, WeightedMean
 
 CUTS = st.lists(st.integers(0, 60), max_size=6).map(sorted)
 
@@ -21,20 +21,15 @@ def test_every_cut_gives_the_same(cuts):
     weights = weights.abs()
     scores = torch.randn(60, 5, generator=generator)
     targets = torch.randint(0, 5, (60,), generator=generator)
-    mean, weighted, accuracy, confusion = Mean(), WeightedMean(), Accuracy(top=2), ConfusionCounts(5)
+    mean, weighted, accuracy = Mean(), WeightedMean(), Accuracy(top=2)
     for value, weight, score, target in pieces((values, weights, scores, targets), cuts):
         mean.update(value)
         weighted.update(value, weight)
         accuracy.update(score, target)
-        confusion.update(score.argmax(1), target)
     assert mean.result() == pytest.approx(values.mean().item(), rel=1e-12)
     assert weighted.result() == pytest.approx(((values * weights).sum() / weights.sum()).item(), rel=1e-12)
     is_right = (scores.topk(2, dim=1).indices == targets[:, None]).any(1)
     assert accuracy.result() == is_right.double().mean().item()
-    expected = torch.zeros(5, 5, dtype=torch.int64)
-    for target, best in zip(targets, scores.argmax(1), strict=True):
-        expected[target, best] += 1
-    assert torch.equal(confusion.result(), expected)
 
 
 def test_half_precision_does_not_lose_rows():
@@ -53,12 +48,9 @@ def test_a_weight_of_zero_hides_a_nan():
 
 def test_what_is_ignored_is_not_counted():
     targets = torch.tensor([0, -100, 1])
-    accuracy, confusion = Accuracy(ignore_index=-100), ConfusionCounts(2, ignore_index=-100)
+    accuracy = Accuracy(ignore_index=-100)
     accuracy.update(torch.tensor([[1.0, 0.0]] * 3), targets)
-    confusion.update(torch.tensor([0, 0, 0]), targets)
     assert accuracy.result() == 0.5
-    assert confusion.result().tolist() == [[1, 0], [1, 0]]
-    assert confusion.iou().tolist() == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("reducer", [Mean(), WeightedMean(), Accuracy()])
@@ -75,8 +67,6 @@ def test_nothing_is_none_and_reset_forgets(reducer):
     [
         (WeightedMean(), (torch.ones(3), torch.ones(2)), "two tensors of the same shape"),
         (Accuracy(), (torch.ones(3), torch.ones(3)), r"scores \(N, C\)"),
-        (ConfusionCounts(2), (torch.tensor([0]), torch.tensor([2])), "classes 2 to 2; expected 0 to 1"),
-        (ConfusionCounts(2), (torch.tensor([0]), torch.tensor([-1])), "classes -1 to -1"),
     ],
 )
 def test_what_does_not_go_together(reducer, values, text):

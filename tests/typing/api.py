@@ -261,7 +261,5 @@ def clouds(a: torch.Tensor, b: torch.Tensor) -> float:
     distance = mk.voxel.chamfer_distance(a, b, convention="pytorch3d") + mk.voxel.hausdorff_distance(
         pairs, quantile=0.95
     )
-    metrics = mk.voxel.PointCloudMetrics(thresholds=[0.1], conventions=["occnet"])
-    metrics.update(a, b)
     score: torch.Tensor = mk.voxel.f_score(pairs, threshold=0.1)
-    return float(distance + score) + metrics.compute()["chamfer_occnet"]
+    return float(distance + score)

@@ -11,12 +11,10 @@ from memkit.voxel.clouds import (
     CHAMFER_CONVENTIONS,
     ChamferConvention,
     chamfer_distance,
-    density_aware_chamfer,
     hausdorff_distance,
 )
 from memkit.voxel.nearest import nearest_points
 from memkit.voxel.recall import f_score, precision_recall
-from memkit.voxel.streaming import PointCloudMetrics
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 from tests.voxel.clouds import all_distances, two_clouds
@@ -115,23 +113,11 @@ def test_recall_is_of_the_target_alone_whatever_the_prediction_holds():
     assert precision_recall(half, target, threshold=0.1).recall == pytest.approx(0.5, abs=0.01)
 
 
-def test_density_aware_chamfer_is_the_papers_formula():
-    a, b = (each / 100 for each in two_clouds(80, 60))
-    squared = all_distances(a, b) ** 2
-    nearest = [squared.argmin(1), squared.argmin(0)]
-    terms = []
-    for values, index in zip((squared.amin(1), squared.amin(0)), nearest, strict=True):
-        count = torch.tensor([(index == each).sum() for each in index])
-        terms.append((1 - torch.exp(-50 * values) / count).mean())
-    torch.testing.assert_close(density_aware_chamfer(a, b, alpha=50), sum(terms) / 2)
-
-
-@pytest.mark.parametrize("metric", [chamfer_distance, hausdorff_distance, density_aware_chamfer])
+@pytest.mark.parametrize("metric", [chamfer_distance, hausdorff_distance])
 def test_empty_clouds_have_a_stated_distance(metric):
     some = torch.rand(4, 3)
     assert metric(some[:0], some[:0]) == 0
-    one_empty = 1.0 if metric is density_aware_chamfer else torch.inf
-    assert metric(some, some[:0]) == metric(some[:0], some) == one_empty
+    assert metric(some, some[:0]) == metric(some[:0], some) == torch.inf
 
 
 def test_empty_clouds_have_a_stated_score_and_distance_can_be_capped():
@@ -173,10 +159,8 @@ def test_what_is_neither_a_cloud_nor_a_batch_is_refused(a, b):
     calls = {
         "chamfer_distance": chamfer_distance,
         "hausdorff_distance": hausdorff_distance,
-        "density_aware_chamfer": density_aware_chamfer,
         "precision_recall": partial(precision_recall, threshold=1.0),
         "f_score": partial(f_score, threshold=1.0),
-        "PointCloudMetrics.update": PointCloudMetrics().update,
     }
     for name, call in calls.items():
         with pytest.raises(InputError, match="or one NearestPoints") as refused:
