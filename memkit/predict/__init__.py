@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from memkit.predict.plan.plan import TrainingPlan as TrainingPlan
     from memkit.predict.presets import get_preset_config as get_preset_config
-    from memkit.predict.scaling.fit import fit_points as fit_points
+    from memkit.predict.scaling.deterministic import fit_points as fit_points
     from memkit.predict.scaling.measured import measure_scaling as measure_scaling
     from memkit.predict.scaling.points import ScalingPoint as ScalingPoint
     from memkit.predict.scaling.profile import profile_scaling as profile_scaling
@@ -46,7 +46,7 @@ else:  # a type checker would assume that `__getattr__` may provide any name
         "all_gpus": "memkit.predict.gpus",
         "estimate_memory_usage": "memkit.predict.usage",
         "find_gpu": "memkit.predict.gpus",
-        "fit_points": "memkit.predict.scaling.fit",
+        "fit_points": "memkit.predict.scaling.deterministic",
         "get_preset_config": "memkit.predict.presets",
         "measure_scaling": "memkit.predict.scaling.measured",
         "print_config_summary": "memkit.predict.summary",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 from typing import ClassVar
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 from memkit.predict.gpus import CapacityLike, capacity_bytes
 from memkit.predict.scaling.law import FARTHEST, Tier, checked_size, too_far
 
@@ -124,3 +126,39 @@ class DeterministicLaw:
         """Return the value at ``n`` of the line through peaks ``k`` and ``k + 1``."""
         (x, y), (p, q) = self.sizes[k : k + 2], self.peaks[k : k + 2]
         return p + (q - p) * (n - x) // (y - x)
+
+
+def fit_points(sizes: Sequence[int], peaks: Sequence[int]) -> DeterministicLaw:
+    """Make a law of measured peaks when there is no step to trace: the lines through them.
+
+    Args:
+        sizes: Distinct sizes of 1 or more, in any order; lists or NumPy arrays.
+        peaks: Peak bytes at each, 1 or more: an allocator's counts, which are the same in every run.
+
+    Raises:
+        InputError: No sizes, repeated sizes, a size or a peak below 1, or a different number of peaks than sizes.
+        InputTypeError: A size or a peak is not an integer.
+
+    Example:
+        >>> import memkit as mk
+        >>> law = mk.predict.fit_points([1000, 2000, 4000], [5_000_000, 8_000_000, 14_000_000])
+        >>> law.tier, law.predict(8000), law.max_n("20MB")
+        ('deterministic', 26000000, 6000)
+    """
+    call = "fit_points(sizes, peaks)"
+    try:
+        sizes, peaks = ([index(each) for each in numbers] for numbers in (sizes, peaks))  # NumPy's would overflow
+    except TypeError as error:
+        raise InputTypeError(
+            call, got=str(error), expected="whole numbers", fix="convert them with int(...)."
+        ) from error
+    if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1 or len(peaks) != len(sizes) or min(peaks) < 1:
+        raise InputError(
+            call,
+            got=f"sizes {sizes} and peaks {peaks}",
+            expected="distinct sizes of at least 1, and a peak of at least 1 byte for each",
+            fix="pass one (size, peak) pair per measured size.",
+        )
+    ordered = sorted(zip(sizes, peaks, strict=True))
+    ascending, heights = tuple(size for size, _ in ordered), tuple(peak for _, peak in ordered)
+    return DeterministicLaw(ascending, heights, ("",) * len(ascending))

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from memkit._core.errors import InputError, InputTypeError
 from memkit.predict.gpus import CapacityLike
 
-Tier: TypeAlias = Literal["structural", "deterministic", "noisy"]
+Tier: TypeAlias = Literal["structural", "deterministic"]
 
 FARTHEST = 4  # multiple of the largest size up to which a law that is not structural may extrapolate
 
@@ -21,12 +21,12 @@ class Law(Protocol):
         """The method that found the law.
 
         ``"structural"``: a polynomial per event of the step, exact. ``"deterministic"``: straight lines through exact
-        points. ``"noisy"``: a curve fitted to points that scatter.
+        points.
         """
 
     @property
     def reason(self) -> str:
-        """Why it is not of a higher tier, or not a valid law at all; empty if there is nothing to report."""
+        """Why it is not of a higher tier; empty if there is nothing to report."""
 
     @property
     def order(self) -> float | None:
@@ -44,7 +44,7 @@ class Law(Protocol):
         """Return the peak in bytes at size ``n``.
 
         Raises:
-            InputError: The law does not extend to ``n``, or is not valid.
+            InputError: The law does not extend to ``n``.
             InputTypeError: ``n`` is not an int.
         """
 
@@ -61,8 +61,7 @@ class Law(Protocol):
             The size; 0 if not even the smallest fits, None if the peak does not grow, so that every size fits.
 
         Raises:
-            InputError: The answer is beyond the range of the law, the law is invalid, or ``budget`` is neither a size
-                nor a GPU.
+            InputError: The answer is beyond the range of the law, or ``budget`` is neither a size nor a GPU.
             InputTypeError: ``budget`` is neither an int nor text.
         """
 

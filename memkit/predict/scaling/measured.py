@@ -21,7 +21,7 @@ from memkit._core.units import parse_bytes
 from memkit._machine.devices import limit_memory, peak_bytes, reset_peak, resolve_device
 from memkit._recorder.recorder import Recorder
 from memkit._recovery.attempt import Done, OutOfMemory, attempt
-from memkit.predict.scaling.fit import fit_points
+from memkit.predict.scaling.deterministic import fit_points
 from memkit.predict.scaling.law import Law
 from memkit.predict.scaling.points import ScalingPoint, Status, StepMode
 from memkit.predict.scaling.profile import checked_sizes, profile_scaling

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import memkit as mk
-from memkit.predict.scaling.fit import fit_points
+from memkit.predict.scaling.deterministic import fit_points
 from tests.helpers import assert_refused
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 1000)), min_size=1, max_size=4)
@@ -85,9 +85,8 @@ def test_what_is_no_table_is_refused(sizes, peaks):
     assert_refused(lambda: fit_points(sizes, peaks), mk.errors.InputError, "fit_points")
 
 
-def test_other_numbers_and_other_tiers_are_refused():
-    assert_refused(lambda: fit_points([1.5, 2], [10, 20], tier="noisy"), mk.errors.InputTypeError)
-    assert_refused(lambda: fit_points([1, 2], [10, 20], tier="structural"), mk.errors.ConfigError)
+def test_other_numbers_are_refused():
+    assert_refused(lambda: fit_points([1.5, 2], [10, 20]), mk.errors.InputTypeError)
 
 
 def test_numpy_numbers_do_not_overflow():
