@@ -29,7 +29,7 @@ from memkit.voxel.augment_base import Augmentation, VoxelPoints
 from memkit.voxel.compose import ComposedAugmentation
 from memkit.voxel.cutout import CutoutAugmentation
 from memkit.voxel.layout import KINDS, VoxelLayout
-from memkit.voxel.mix import CutmixAugmentation, MixupAugmentation
+from memkit.voxel.mix import MixupAugmentation
 from memkit.voxel.params import AugmentationParams, VoxelDraw, VoxelParams
 from tests.allocations import trace_allocations
 from tests.voxel.clouds import hemisphere
@@ -144,8 +144,7 @@ def some_augmentation(chance: random.Random, layout: VoxelLayout | None, depth: 
             layout=layout,
         )
     if kind < 0.45:
-        cls = chance.choice((MixupAugmentation, CutmixAugmentation))
-        return cls(alpha=pick(chance, (0.2, 1.0), 0.0), layout=layout)
+        return MixupAugmentation(alpha=pick(chance, (0.2, 1.0), 0.0), layout=layout)
     config = {
         name: chance.choice((0.0, 0.5, 1.0, chance.random()))
         for name in ("flip_prob", "rotate_prob", "noise_std", "dropout_prob", "intensity_jitter", "doppler_jitter")
@@ -206,7 +205,7 @@ def check_laws(aug: Any, x: Any, y: Any, params: Any, layout: VoxelLayout) -> No
     assert y.shape == x.shape
     assert y.dtype == x.dtype
     assert y.data_ptr() != x.data_ptr()
-    if not isinstance(aug, (MixupAugmentation, CutmixAugmentation, ComposedAugmentation)):
+    if not isinstance(aug, (MixupAugmentation, ComposedAugmentation)):
         assert torch.equal(aug.inverse(aug.apply(x, params.geometry()), params), x)
     if x.dim() == 5 and x.is_floating_point() and not any(layout.empties):
         mask = torch.stack([layout.occupied(each) for each in x])
@@ -233,7 +232,7 @@ def read_record(chance: random.Random, records: list[str]) -> str:
 def fuzz(num_inputs: int, seed: int = 0) -> dict[str, Any]:
     """Inputs made at random; the same seed makes the same ones. Every sixth is a damaged record."""
     chance = random.Random(seed)
-    parts = [VoxelAugmentation(), CutoutAugmentation(prob=1.0), MixupAugmentation(), CutmixAugmentation()]
+    parts = [VoxelAugmentation(), CutoutAugmentation(prob=1.0), MixupAugmentation()]
     records = [each.sample((2, 1, 4, 4, 4), seed=0).to_json() for each in (*parts, ComposedAugmentation(parts))]
     counts: Counter[str] = Counter()
     others: set[str] = set()

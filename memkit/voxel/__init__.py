@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         StructurePreservingLoss as StructurePreservingLoss,
     )
     from memkit.voxel.mix import (
-        CutmixAugmentation as CutmixAugmentation,
         MixedLabels as MixedLabels,
         MixupAugmentation as MixupAugmentation,
     )
@@ -59,7 +58,6 @@ else:  # hidden from type checkers, which would accept any name because of `__ge
         "ChamferLoss": "memkit.voxel.losses",
         "ComposedAugmentation": "memkit.voxel.compose",
         "CompositeLoss3D": "memkit.voxel.composite",
-        "CutmixAugmentation": "memkit.voxel.mix",
         "CutoutAugmentation": "memkit.voxel.cutout",
         "MixedLabels": "memkit.voxel.mix",
         "MixupAugmentation": "memkit.voxel.mix",

@@ -1,13 +1,11 @@
-"""Mixing of two samples of a batch: voxel by voxel (mixup), or by pasting a box (CutMix)."""
+"""Mixing of two samples of a batch, voxel by voxel."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,22 +14,17 @@ from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment_base import (
     Augmentation,
-    BatchShape,
     VoxelPoints,
     X,
     blocks_of,
-    box_of,
     generator,
-    in_box,
     layout_of,
     numbers_of,
     read_grid,
     with_rows,
 )
 from memkit.voxel.layout import VoxelLayout, refuse_no_layout
-from memkit.voxel.params import CutmixParams, MixupParams
-
-M = TypeVar("M", MixupParams, CutmixParams)
+from memkit.voxel.params import MixupParams
 
 
 class MixedLabels(NamedTuple):
@@ -57,77 +50,7 @@ class MixedLabels(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Mix(Augmentation[M], Generic[M]):
-    """Draws a partner and a weight for each sample of a batch.
-
-    Attributes:
-        alpha: A sample's own weight is drawn from Beta(alpha, alpha).
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
-    """
-
-    alpha: float = 0.2
-    layout: VoxelLayout | None = None
-
-    def __post_init__(self) -> None:
-        check = Checker(f"{type(self).__name__}(...)")
-        check.number("alpha", self.alpha, 1e-3, 1e3)
-        refuse_no_layout(check, self.layout)
-
-    def sample(self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0) -> M:
-        """Draw parameters for a batch; see `Augmentation.sample`.
-
-        Raises:
-            InputError: The shape is not that of a batch (B, C, D, H, W), or a number is invalid.
-        """
-        call = f"{type(self).__name__}.sample(shape)"
-        grid = read_grid(call, shape, self.layout)
-        if not grid.batched:
-            raise InputError(
-                call,
-                got=f"the shape {tuple(shape)} of one sample",
-                expected="(B, C, D, H, W)",
-                fix="apply the mix after the samples are collated into a batch.",
-            )
-        named = tuple(index) if isinstance(index, Sequence) else (index,)
-        return self._draw(generator(Checker(call, InputError), seed=seed, epoch=epoch, index=named), grid)
-
-    @abstractmethod
-    def _draw(self, chance: np.random.Generator, grid: BatchShape) -> M: ...
-
-    def labels(self, labels: Tensor, params: M) -> MixedLabels:
-        """Return the labels of mixed samples: their own, their partners', and the weights of their own.
-
-        Args:
-            labels: (B, ...), one row per sample.
-            params: Parameters drawn by `sample`.
-
-        Raises:
-            InputError: The number of labels differs from the number of samples.
-        """
-        if labels.dim() < 1 or len(labels) != len(params.partners):
-            raise InputError(
-                f"{type(self).__name__}.labels(labels, params)",
-                got=f"labels of shape {tuple(labels.shape)}",
-                expected=f"one row for each of {len(params.partners)} samples",
-                fix="draw the parameters for this batch with sample(x.shape, seed=...).",
-            )
-        weight = torch.tensor(params.weights, dtype=torch.float64, device=labels.device)
-        return MixedLabels(labels, labels[list(params.partners)], weight)
-
-    def _check(self, x: X, params: M, layout: VoxelLayout | None) -> VoxelLayout:
-        call = f"{type(self).__name__}.apply(x, params)"
-        if isinstance(x, VoxelPoints):
-            raise InputTypeError(
-                call,
-                got="points of one sample",
-                expected="a batch of volumes, dense or sparse",
-                fix="mix clouds by torch.cat of their points, or voxelize them first.",
-            )
-        return layout_of(call, x, (params.shape, len(params.partners), True), layout)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixupAugmentation(_Mix[MixupParams]):
+class MixupAugmentation(Augmentation[MixupParams]):
     """Mix each sample of a batch with another one; where one of the two is empty, the other is kept unchanged.
 
     The result contains the occupied voxels of both; a voxel occupied in both gets the weighted mean, and the larger
@@ -155,12 +78,67 @@ class MixupAugmentation(_Mix[MixupParams]):
         (torch.Size([4, 2, 8, 8, 8]), torch.Size([4]))
     """
 
+    alpha: float = 0.2
+    layout: VoxelLayout | None = None
+
     _params = MixupParams
 
-    def _draw(self, chance: np.random.Generator, grid: BatchShape) -> MixupParams:
+    def __post_init__(self) -> None:
+        check = Checker("MixupAugmentation(...)")
+        check.number("alpha", self.alpha, 1e-3, 1e3)
+        refuse_no_layout(check, self.layout)
+
+    def sample(self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0) -> MixupParams:
+        """Draw parameters for a batch; see `Augmentation.sample`.
+
+        Raises:
+            InputError: The shape is not that of a batch (B, C, D, H, W), or a number is invalid.
+        """
+        call = "MixupAugmentation.sample(shape)"
+        grid = read_grid(call, shape, self.layout)
+        if not grid.batched:
+            raise InputError(
+                call,
+                got=f"the shape {tuple(shape)} of one sample",
+                expected="(B, C, D, H, W)",
+                fix="apply the mix after the samples are collated into a batch.",
+            )
+        named = tuple(index) if isinstance(index, Sequence) else (index,)
+        chance = generator(Checker(call, InputError), seed=seed, epoch=epoch, index=named)
         partners = chance.permutation(grid.num_samples).tolist()
         weights = chance.beta(self.alpha, self.alpha, grid.num_samples).tolist()
         return MixupParams(grid.shape, tuple(partners), tuple(weights))
+
+    def labels(self, labels: Tensor, params: MixupParams) -> MixedLabels:
+        """Return the labels of mixed samples: their own, their partners', and the weights of their own.
+
+        Args:
+            labels: (B, ...), one row per sample.
+            params: Parameters drawn by `sample`.
+
+        Raises:
+            InputError: The number of labels differs from the number of samples.
+        """
+        if labels.dim() < 1 or len(labels) != len(params.partners):
+            raise InputError(
+                "MixupAugmentation.labels(labels, params)",
+                got=f"labels of shape {tuple(labels.shape)}",
+                expected=f"one row for each of {len(params.partners)} samples",
+                fix="draw the parameters for this batch with sample(x.shape, seed=...).",
+            )
+        weight = torch.tensor(params.weights, dtype=torch.float64, device=labels.device)
+        return MixedLabels(labels, labels[list(params.partners)], weight)
+
+    def _check(self, x: X, params: MixupParams, layout: VoxelLayout | None) -> VoxelLayout:
+        call = "MixupAugmentation.apply(x, params)"
+        if isinstance(x, VoxelPoints):
+            raise InputTypeError(
+                call,
+                got="points of one sample",
+                expected="a batch of volumes, dense or sparse",
+                fix="mix clouds by torch.cat of their points, or voxelize them first.",
+            )
+        return layout_of(call, x, (params.shape, len(params.partners), True), layout)
 
     def _apply(self, x: X, params: MixupParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 # partners are read
         known = self._check(x, params, layout)
@@ -172,68 +150,13 @@ class MixupAugmentation(_Mix[MixupParams]):
                 "MixupAugmentation.apply(x, params)",
                 got=f"labels of dtype {volume.dtype}",
                 expected="floating-point volumes",
-                fix="use labels(), and weight two losses; CutmixAugmentation keeps label values unmixed.",
+                fix="use labels(), and weight two losses.",
             )
         out = torch.empty_like(volume, memory_format=torch.contiguous_format)
         for number, (partner, weight) in enumerate(zip(params.partners, params.weights, strict=True)):
             for depth, height in blocks_of(params.shape):
                 a, b = (volume[each, :, depth, height] for each in (number, partner))
                 out[number, :, depth, height] = _mix(a, b, (known.occupied(a), known.occupied(b)), weight, known)
-        return cast("X", out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutmixAugmentation(_Mix[CutmixParams]):
-    """Paste a box of another sample into each sample of a batch.
-
-    Each sample has its own box inside the grid, whose volume is the partner's weight: its sides are the cube root of
-    that fraction. ``params.weights`` are counted in voxels, after rounding. Use the same parameters for targets and
-    label volumes, and `labels` for class labels.
-
-    Attributes:
-        alpha: A sample's own weight is drawn from Beta(alpha, alpha), separately for each sample.
-        layout: Meaning of the channels.
-
-    Raises:
-        ConfigError: A setting is invalid; the message names it.
-
-    Memory cost: the result.
-
-    Source: `docs/augmentation.md`; Yun et al., "CutMix: regularization strategy to train strong classifiers with
-    localizable features", 2019.
-
-    Example:
-        >>> import torch
-        >>> import memkit as mk
-        >>> x = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 1, 8, 8, 8)
-        >>> cut = mk.voxel.CutmixAugmentation(alpha=1.0)
-        >>> params = cut.sample(x.shape, seed=0)
-        >>> y = cut.apply(x, params)
-        >>> own = [float((y[i] == i).float().mean()) for i in range(4)]
-        >>> all(share == weight or i == partner for i, (share, weight, partner)
-        ...     in enumerate(zip(own, params.weights, params.partners, strict=True)))
-        True
-    """
-
-    alpha: float = 1.0
-
-    _params = CutmixParams
-
-    def _draw(self, chance: np.random.Generator, grid: BatchShape) -> CutmixParams:
-        partners = chance.permutation(grid.num_samples).tolist()
-        shares = chance.beta(self.alpha, self.alpha, grid.num_samples).tolist()
-        boxes = tuple(box_of(chance, grid.shape, (1 - share) ** (1 / 3)) for share in shares)
-        return CutmixParams(grid.shape, tuple(partners), boxes)
-
-    def _apply(self, x: X, params: CutmixParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 # partners are read
-        self._check(x, params, layout)
-        if isinstance(x, SparseVoxels):
-            return cast("X", _cut_sparse(x, params))
-        volume = cast("Tensor", x)
-        out = volume.clone(memory_format=torch.contiguous_format)
-        for number, (partner, (start, stop)) in enumerate(zip(params.partners, params.boxes, strict=True)):
-            d, h, w = (slice(*ends) for ends in zip(start, stop, strict=True))
-            out[number, :, d, h, w] = volume[partner, :, d, h, w]
         return cast("X", out)
 
 
@@ -266,17 +189,6 @@ def _mix_sparse(voxels: SparseVoxels, params: MixupParams, layout: VoxelLayout) 
         places = torch.cat([places_a, places_b[is_new]])
         coords.append(torch.nn.functional.pad(places, (1, 0), value=number))
         features.append(torch.cat([united, b[is_new]]))
-    return with_rows(voxels, torch.cat(coords), torch.cat(features))
-
-
-def _cut_sparse(voxels: SparseVoxels, params: CutmixParams) -> SparseVoxels:
-    coords, features = [], []
-    for number, (partner, box) in enumerate(zip(params.partners, params.boxes, strict=True)):
-        for source, is_pasted in ((number, False), (partner, True)):
-            places, values = _rows(voxels, source)
-            kept = in_box(places, box) == is_pasted
-            coords.append(torch.nn.functional.pad(places[kept], (1, 0), value=number))
-            features.append(values[kept])
     return with_rows(voxels, torch.cat(coords), torch.cat(features))
 
 

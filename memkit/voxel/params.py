@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from memkit._core.errors import FileFormatError, InputError
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Triple
@@ -208,7 +206,12 @@ class MixupParams(AugmentationParams):
 
     def __post_init__(self) -> None:
         check = _check("MixupParams(...)")
-        _set_partners(self, check)
+        object.__setattr__(self, "shape", _triple(check, "shape", self.shape, 1))
+        given = check.items("partners", self.partners)
+        if not given:
+            raise check.refuse("partners", given, "one partner for each sample, and at least one sample")
+        partners = tuple(check.whole("partners", each, 0, len(given) - 1) for each in given)
+        object.__setattr__(self, "partners", partners)
         weights = check.items("weights", self.weights, len(self.partners))
         object.__setattr__(self, "weights", tuple(check.number("weights", each, 0.0, 1.0) for each in weights))
 
@@ -221,45 +224,6 @@ class MixupParams(AugmentationParams):
     def inverse(self) -> MixupParams:
         """Return parameters that mix nothing: mixing cannot be undone."""
         return MixupParams(self.shape, tuple(range(len(self.partners))), (1.0,) * len(self.partners))
-
-
-@dataclass(frozen=True, slots=True)
-class CutmixParams(AugmentationParams):
-    """Parameters of `CutmixAugmentation`.
-
-    Attributes:
-        shape: (D, H, W) of the grid.
-        partners: For each sample, the one that a box is taken from.
-        boxes: The box of each sample.
-    """
-
-    kind = "cutmix"
-    shape: Triple
-    partners: tuple[int, ...]
-    boxes: tuple[Box, ...]
-
-    def __post_init__(self) -> None:
-        check = _check("CutmixParams(...)")
-        _set_partners(self, check)
-        boxes = check.items("boxes", self.boxes, len(self.partners))
-        object.__setattr__(self, "boxes", tuple(_box(check, "boxes", each, self.shape) for each in boxes))
-
-    batched: ClassVar[bool] = True
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Fraction of each sample's volume that is its own, counted in voxels."""
-        whole = int(np.prod(self.shape))
-        return tuple(1 - int(np.prod(np.subtract(stop, start))) / whole for start, stop in self.boxes)
-
-    def geometry(self) -> CutmixParams:
-        """Return all of it: a target is cut like its input."""
-        return self
-
-    def inverse(self) -> CutmixParams:
-        """Return parameters that paste nothing: overwritten voxels cannot be restored."""
-        nothing = ((0, 0, 0), (0, 0, 0))
-        return CutmixParams(self.shape, tuple(range(len(self.partners))), (nothing,) * len(self.partners))
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +257,7 @@ class ComposedParams(AugmentationParams):
 
 
 _KINDS: dict[str, type[AugmentationParams]] = {
-    each.kind: each for each in (VoxelParams, CutoutParams, MixupParams, CutmixParams, ComposedParams)
+    each.kind: each for each in (VoxelParams, CutoutParams, MixupParams, ComposedParams)
 }
 
 
@@ -335,12 +299,3 @@ def _set_grid(params: VoxelParams | CutoutParams, check: Checker, num_samples: i
     is_batch = check.flag("batched", params.batched)
     if num_samples < 1 or (num_samples > 1 and not is_batch):
         raise check.refuse("samples", num_samples, "at least one, and exactly one for a volume (C, D, H, W)")
-
-
-def _set_partners(params: MixupParams | CutmixParams, check: Checker) -> None:
-    object.__setattr__(params, "shape", _triple(check, "shape", params.shape, 1))
-    given = check.items("partners", params.partners)
-    if not given:
-        raise check.refuse("partners", given, "one partner for each sample, and at least one sample")
-    partners = tuple(check.whole("partners", each, 0, len(given) - 1) for each in given)
-    object.__setattr__(params, "partners", partners)

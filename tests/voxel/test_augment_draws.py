@@ -14,15 +14,13 @@ from memkit.voxel.compose import ComposedAugmentation
 from memkit.voxel.cutout import CutoutAugmentation
 from memkit.voxel.dataset import VoxelDataset
 from memkit.voxel.layout import VoxelLayout
-from memkit.voxel.mix import CutmixAugmentation, MixupAugmentation
+from memkit.voxel.mix import MixupAugmentation
 from memkit.voxel.params import AugmentationParams, VoxelDraw
 from tests.helpers import assert_refused
 from tests.voxel.volumes import cortex
 
 BATCH = (3, 2, 8, 8, 8)
-ALL = ComposedAugmentation(
-    [VoxelAugmentation(dropout_prob=0.1), CutoutAugmentation(prob=1.0), MixupAugmentation(), CutmixAugmentation()]
-)
+ALL = ComposedAugmentation([VoxelAugmentation(dropout_prob=0.1), CutoutAugmentation(prob=1.0), MixupAugmentation()])
 
 
 def test_a_draw_is_a_function_of_seed_epoch_and_index_alone():
@@ -92,7 +90,7 @@ def test_records_go_through_json():
     assert hash(again) == hash(params)
     x = torch.rand(BATCH)
     assert torch.equal(ALL.apply(x, again), ALL.apply(x, params))
-    assert [each["kind"] for each in json.loads(params.to_json())["steps"]] == ["voxel", "cutout", "mixup", "cutmix"]
+    assert [each["kind"] for each in json.loads(params.to_json())["steps"]] == ["voxel", "cutout", "mixup"]
 
 
 @pytest.mark.parametrize(
