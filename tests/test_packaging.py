@@ -36,7 +36,6 @@ loop.run(num_epochs=2)
 """
 # What an extra is for. In an environment without the extra, each of these fails.
 FEATURES = {
-    "yaml": 'import memkit as mk; mk.get_preset_config("medium", 24).save("config.yaml")',
     "numba": 'import memkit as mk, torch; mk.GridIndex.from_coords(torch.rand(99, 3), 0.2, backend="numba")',
     "progress": "import tqdm" + LOOP.format("progress=True"),
     "tensorboard": "from torch.utils.tensorboard import SummaryWriter"

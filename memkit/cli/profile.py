@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--sizes", metavar="LIST", help="sizes for your own step, as in 5k,10k,1M, or 5k..1M for 12 sizes"
     )
     parser.add_argument("--modes", choices=("train", "inference", "both"), default="both", help="(default: both)")
-    parser.add_argument("--config", metavar="FILE", help="the fields of MemoryTestConfig, as .toml, .json or .yaml")
+    parser.add_argument("--config", metavar="FILE", help="the fields of MemoryTestConfig, as JSON")
     parser.add_argument("--max-edges", type=int, metavar="N", help="skip larger edge counts")
     parser.add_argument("--measured", action="store_true", help="run each point in a separate process")
     parser.add_argument("--device", metavar="NAME", help="where to measure (default: cuda:0)")

@@ -1,4 +1,4 @@
-"""The settings of a training run as one frozen, validated object that reads and writes JSON, YAML and TOML."""
+"""The settings of a training run as one frozen, validated object."""
 
 from __future__ import annotations
 

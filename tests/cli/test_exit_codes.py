@@ -252,8 +252,8 @@ def test_pipes_and_devices_are_not_read(folder, capsys):
     assert reasons["huge.py"] == "more than 32.00 MiB"
     assert main(["check", "pipe.py"]) == 2
     assert main(["gpus", "--calibrated", "pipe.py"]) == 2
-    os.mkfifo(folder / "pipe.toml")
-    assert main(["profile", "--config", "pipe.toml"]) == 2
+    os.mkfifo(folder / "pipe.json")
+    assert main(["profile", "--config", "pipe.json"]) == 2
     assert main(["estimate", "pipe.py:build"]) == 2
     assert main(["dryrun", "pipe.py", "--gpu", "T4"]) == 2
     capsys.readouterr()

@@ -44,8 +44,8 @@ def no_matplotlib(monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    CONFIG.save(tmp_path / "sweep.toml")
-    return str(tmp_path / "sweep.toml")
+    (tmp_path / "sweep.json").write_text(CONFIG.model_dump_json())
+    return str(tmp_path / "sweep.json")
 
 
 @pytest.fixture

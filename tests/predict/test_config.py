@@ -1,8 +1,7 @@
-"""TrainingConfig: strict types, four-part errors, and a round trip through every file format."""
+"""TrainingConfig: strict types, four-part errors, and a round trip through a file."""
 
 import json
 import pickle
-import sys
 
 import pytest
 from hypothesis import given, strategies as st
@@ -95,13 +94,12 @@ def test_effective_batch_size():
     assert TrainingConfig(batch_size=3, gradient_accumulation_steps=5).effective_batch_size == 15
 
 
-@pytest.mark.parametrize("suffix", [".json", ".yaml", ".yml", ".toml", ".TOML"])
-def test_round_trip_through_files(tmp_path_factory, suffix):
-    path = tmp_path_factory.mktemp("round") / f"run{suffix}"
+def test_round_trip_through_files(tmp_path_factory):
+    path = tmp_path_factory.mktemp("round") / "run.json"
 
     @given(configs)
     def check(config):
-        config.save(path)
+        path.write_text(config.model_dump_json())
         read = TrainingConfig.from_file(path)
         assert read == config
         assert {name: type(value) for name, value in read} == {name: type(value) for name, value in config}
@@ -121,25 +119,15 @@ def test_a_file_may_leave_fields_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.json", b"{"),
-        ("a.json", b"[1, 2]"),
-        ("a.json", b"\xff\xfe"),
-        ("a.json", b"[" * 100_000),
-        ("a.toml", b"batch_size = "),
-        ("a.yaml", b"batch_size: [1"),
-        ("a.yaml", b""),
-        ("a.yaml", b"1: 2"),
-        ("a.yaml", b"!!python/object/apply:os.getcwd []"),
-    ],
+    "content",
+    [b"", b"{", b"[1, 2]", b"\xff\xfe", b"[" * 100_000, b"batch_size = 2"],
 )
-def test_a_file_that_is_not_a_config(tmp_path, name, content):
-    path = tmp_path / name
+def test_a_file_that_is_not_a_config(tmp_path, content):
+    path = tmp_path / "a.json"
     path.write_bytes(content)
     error = assert_refused(lambda: TrainingConfig.from_file(path), FileFormatError)
     assert error.call == f"TrainingConfig.from_file({str(path)!r})"
-    assert "save(path)" in error.fix
+    assert "model_dump_json()" in error.fix
 
 
 def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
@@ -150,16 +138,6 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
     assert error.got == "gpu_memory_gb=nan (float)"
 
 
-def test_other_suffixes_and_missing_files(tmp_path):
-    no_format = "the suffix '.ini'; expected a file named *.json"
-    assert_refused(lambda: TrainingConfig().save(tmp_path / "run.ini"), ConfigError, no_format)
-    assert_refused(lambda: TrainingConfig.from_file(tmp_path / "run"), ConfigError, "the suffix ''")
+def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
-        TrainingConfig.from_file(tmp_path / "run.toml")
-
-
-def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "yaml", None)  # what Python itself keeps for a module that must not be imported
-    assert_refused(lambda: TrainingConfig().save(tmp_path / "run.yaml"), ConfigError, "pip install memkit[yaml]")
-    assert not (tmp_path / "run.yaml").exists()
-    TrainingConfig().save(tmp_path / "run.toml")
+        TrainingConfig.from_file(tmp_path / "run.json")

@@ -82,10 +82,9 @@ def test_a_wrong_field_says_which_and_what_is_right(fields, message):
     assert_refused(lambda: MemoryTestConfig(**fields), ConfigError, "MemoryTestConfig(", message)
 
 
-@pytest.mark.parametrize("suffix", ["json", "toml"])
-def test_a_config_goes_through_a_file(tmp_path, suffix):
-    SMALL.save(tmp_path / f"sweep.{suffix}")
-    assert MemoryTestConfig.from_file(tmp_path / f"sweep.{suffix}") == SMALL
+def test_a_config_goes_through_a_file(tmp_path):
+    (tmp_path / "sweep.json").write_text(SMALL.model_dump_json())
+    assert MemoryTestConfig.from_file(tmp_path / "sweep.json") == SMALL
 
 
 # ---------------------------------------------------------------------------------------------------- reference
