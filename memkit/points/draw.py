@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from memkit.points.cells import Groups
 from memkit.points.layout import BigCells, Layout
-from memkit.points.passes import Passes, Scratch, sort_order
+from memkit.points.passes import Passes, Scratch
 from memkit.points.philox import Key
 
 Rounding = Literal["nearest", "floor"]
-
-_NO_WEIGHT = 1e4  # above every key of a weighted point, which lie between -747 and 749
 
 
 class Workspace(threading.local):
@@ -70,27 +68,6 @@ def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
     places = _uniform(bits, len(groups.counts))
     places *= groups.counts
     rows = groups.order.take(places.astype(np.int64) + groups.starts)
-    rows.sort()
-    return rows.astype(np.int64)
-
-
-def choose_weighted(
-    groups: Groups, kept: NDArray[np.int64], weights: NDArray[np.float64], bits: np.random.Philox
-) -> NDArray[np.int64]:
-    """Choose points one by one in proportion to the remaining weights; return their rows, ascending.
-
-    Points with zero weight come last, in random order. The method is that of Efraimidis and Spirakis (2006): the
-    smallest values of ``exponential / weight`` are kept, here as logarithms.
-    """
-    drawn = 1 - _uniform(bits, len(groups.order))  # in (0, 1]
-    ordered = weights[groups.order]
-    with np.errstate(divide="ignore"):  # log(0): the smallest possible key
-        keys = np.where(ordered > 0, np.log(-np.log(drawn)) - np.log(ordered), _NO_WEIGHT + drawn)
-    by_key = keys.argsort()
-    cell = np.repeat(np.arange(len(kept), dtype=np.uint32), groups.counts)
-    by_cell = by_key.take(sort_order(cell.take(by_key)))
-    place = np.arange(len(by_cell)) - np.repeat(groups.starts, groups.counts)
-    rows = groups.order.take(by_cell[place < np.repeat(kept, groups.counts)])
     rows.sort()
     return rows.astype(np.int64)
 

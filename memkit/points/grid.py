@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -15,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._core.errors import FileFormatError, InputError, InputTypeError
-from memkit._machine.files import atomic_writer
+from memkit._core.errors import InputError, InputTypeError
 from memkit.points import passes as in_numpy
 from memkit.points.backends import HostBackend, host_passes
 from memkit.points.cells import (
@@ -32,10 +28,8 @@ from memkit.points.cells import (
 from memkit.points.layout import Layout, lay_out
 from memkit.points.passes import Passes, grid_coords
 
-_VERSION = 1
 _FROM_COORDS = "GridIndex.from_coords(coords, grid_size)"
 _FROM_CELLS = "GridIndex.from_cells(cell_ids)"
-_ARRAYS = ("counts", "cells", "offsets", "cell_offsets")
 
 
 class Scene(NamedTuple):
@@ -194,26 +188,6 @@ class GridIndex:
             rows[point : point + len(groups.order)][groups.order] = np.repeat(numbers, groups.counts)
         return torch.from_numpy(rows)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index to a file atomically: 4 bytes per point, 32 per cell of a 3-D grid.
-
-        Raises:
-            OSError: The file cannot be written; an existing file is untouched.
-        """
-        order = np.concatenate([np.zeros(0, np.int32), *(scene.groups.order for scene in self.scenes)])
-        with atomic_writer(path) as file:
-            np.savez(file, version=_VERSION, order=order, **{name: getattr(self, name) for name in _ARRAYS})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> GridIndex:
-        """Read an index that `save` wrote.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            FileFormatError: The file is damaged, or not an index.
-        """
-        return _assemble(*_read(path))
-
     def __repr__(self) -> str:
         return f"GridIndex(num_points={self.num_points}, num_cells={self.num_cells}, num_scenes={len(self.scenes)})"
 
@@ -234,47 +208,6 @@ def _assemble(groups: Sequence[Groups], cells: NDArray[np.int64], passes: Passes
         read_only(*shared)
         scenes.append(Scene(shared, lay_out(shared, passes), point, cell))
     return GridIndex(cells, counts, offsets[1:], cell_offsets[1:], tuple(scenes))
-
-
-def _read(path: str | os.PathLike[str]) -> tuple[list[Groups], NDArray[np.int64]]:
-    data = io.BytesIO(Path(path).read_bytes())
-    try:
-        with np.load(data, allow_pickle=False) as file:
-            return _parsed({name: file[name] for name in ("version", "order", *_ARRAYS)})
-    except Exception as error:  # anything NumPy, zipfile or the checks raise
-        raise FileFormatError(
-            f"GridIndex.load({os.fspath(path)!r})",
-            got=f"{type(error).__name__}: {error}",
-            expected=f"an undamaged file written by GridIndex.save, version {_VERSION}",
-            fix="build the index again from the coordinates, and save it.",
-        ) from error
-
-
-def _parsed(found: dict[str, NDArray[Any]]) -> tuple[list[Groups], NDArray[np.int64]]:
-    if found["version"].tolist() != _VERSION:
-        raise ValueError(f"version {found['version'].tolist()}")
-    order, counts, cells, offsets, cell_offsets = (found[name] for name in ("order", *_ARRAYS))
-    if order.dtype != np.int32 or any(found[name].dtype != np.int64 for name in _ARRAYS):
-        raise ValueError("arrays with a wrong dtype")
-    if not (order.ndim == counts.ndim == 1 and cells.ndim in (1, 2) and len(cells) == len(counts)):
-        raise ValueError("arrays with wrong shapes")
-    if not (_are_ends(offsets, len(order)) and _are_ends(cell_offsets, len(counts))):
-        raise ValueError("offsets that do not match the arrays")
-    groups = [
-        Groups(rows, sizes, np.cumsum(sizes) - sizes)
-        for rows, sizes in zip(_cut(order, offsets), _cut(counts, cell_offsets), strict=True)
-    ]
-    if not all(map(_is_grouping, groups)):
-        raise ValueError("cells that do not contain each point exactly once")
-    return groups, cells
-
-
-def _is_grouping(groups: Groups) -> bool:
-    order, counts, _ = groups
-    if counts.min(initial=1) < 1 or counts.sum() != len(order):
-        return False
-    in_range = order.min(initial=0) >= 0 and order.max(initial=-1) < len(order)
-    return bool(in_range and (np.bincount(order) == 1).all())
 
 
 def _cut(rows: NDArray[Any], ends: NDArray[np.int64]) -> list[NDArray[Any]]:

@@ -25,12 +25,11 @@ from memkit.points.draw import (
     Workspace,
     choose,
     choose_one,
-    choose_weighted,
     kept_counts,
     pieces_kept,
 )
 from memkit.points.grid import GridIndex
-from memkit.points.passes import Floats, Ints
+from memkit.points.passes import Ints
 from memkit.points.philox import Key, Stream, draw_key, random_bits
 from memkit.points.sample import GridSample, Scenario
 
@@ -51,7 +50,7 @@ class GridAwareSampler:
     equally likely. Each call is a new draw: its random numbers depend on the seed, the call number, the scene's
     position in the batch, and the scenario. The same calls after the same seed, or after `load_state_dict`, give the
     same samples bit for bit, with every backend, on every machine. (Cells above 255 points use NumPy's hypergeometric
-    draw, and weights its logarithm, which may differ in another version or on another machine.)
+    draw, which may differ in another version or on another machine.)
 
     In a DataLoader worker the worker's own seed, which is derived from torch's seed, is mixed in, so that workers and
     epochs draw differently. The call count stays in the worker. To resume in the middle of an epoch, pass your own
@@ -126,22 +125,14 @@ class GridAwareSampler:
         self._num_waiting = 0  # of these, drawn ahead but not handed out yet
         self._lock = ProcessLock()
 
-    def sample_half_density(
-        self, index: GridIndex, generator: torch.Generator | None = None, weights: Points | None = None
-    ) -> GridSample:
+    def sample_half_density(self, index: GridIndex, generator: torch.Generator | None = None) -> GridSample:
         """Keep a random fraction of each cell's points, without replacement.
 
         Args:
             index: Index of one scene or a batch.
             generator: Replaces the seed and the call count: one number is drawn from it.
-            weights: (N,) finite, nonnegative numbers. Points are then taken one after another with probability
-                proportional to the weights of the remaining ones (exact sampling without replacement; Efraimidis and
-                Spirakis, 2006), zero weights last. About 40 times slower.
-
-        Raises:
-            InputError: The weights are invalid or do not match the points; an invalid row is named.
         """
-        return self._sample(index, "half", self._key(generator), weights)
+        return self._sample(index, "half", self._key(generator))
 
     def sample_single_per_grid(self, index: GridIndex, generator: torch.Generator | None = None) -> GridSample:
         """Keep one random point of each cell. For ``generator`` see `sample_half_density`."""
@@ -280,15 +271,12 @@ class GridAwareSampler:
     def _scenarios(self, index: GridIndex, wanted: list[Scenario], key: tuple[int, ...]) -> dict[Scenario, GridSample]:
         return {each: self._sample(index, each, key) for each in wanted}
 
-    def _sample(
-        self, index: GridIndex, scenario: Scenario, key: tuple[int, ...], weights: Points | None = None
-    ) -> GridSample:
+    def _sample(self, index: GridIndex, scenario: Scenario, key: tuple[int, ...]) -> GridSample:
         if scenario == "dense":
             return self._sample_of(index, scenario, index.counts.copy(), index.offsets.copy(), None)
-        checked = None if weights is None else _checked_weights(weights, index.num_points)
         drawn, kept = [], []
         for place, scene in enumerate(index.scenes):
-            rows, counts = self._draw(index, place, scenario, draw_key((*key, place, _CODES[scenario])), checked)
+            rows, counts = self._draw(index, place, scenario, draw_key((*key, place, _CODES[scenario])))
             if scene.first_point:
                 rows += scene.first_point
             drawn.append(rows)
@@ -297,20 +285,15 @@ class GridAwareSampler:
         chosen = drawn[0] if len(drawn) == 1 else torch.cat([torch.arange(0, device=self.device), *drawn])
         return self._sample_of(index, scenario, _joined(kept), ends, chosen)
 
-    def _draw(
-        self, index: GridIndex, place: int, scenario: Literal["half", "single"], key: Key, weights: Floats | None
-    ) -> tuple[Tensor, Ints]:
+    def _draw(self, index: GridIndex, place: int, scenario: Literal["half", "single"], key: Key) -> tuple[Tensor, Ints]:
         """Return the kept rows of a scene, on the device, and the number kept per cell."""
         scene, bits = index.scenes[place], random_bits(key, Stream.CELLS)
         groups = scene.groups
         if scenario == "single":
             return brought(choose_one(groups, bits), self.device), np.ones(len(groups.counts), np.int64)
         kept = kept_counts(groups.counts, self.ratio, self.rounding, bits)
-        if weights is None:
-            needed = pieces_kept(scene.layout, kept, bits)
-            return self._draws.choose(index, place, needed, int(kept.sum()), key), kept
-        own = weights[scene.first_point : scene.first_point + len(groups.order)]
-        return brought(choose_weighted(groups, kept, own, bits), self.device), kept
+        needed = pieces_kept(scene.layout, kept, bits)
+        return self._draws.choose(index, place, needed, int(kept.sum()), key), kept
 
     def _sample_of(
         self, index: GridIndex, scenario: Scenario, counts: Ints, ends: Ints, chosen: Tensor | None
@@ -349,24 +332,3 @@ def _joined(parts: list[Ints]) -> Ints:
 def _checked_scenarios(scenarios: Iterable[Scenario], call: str) -> list[Scenario]:
     check = Checker(call, InputError)
     return [check.choice("scenarios", each, _CODES, fix="pass only these.") for each in scenarios]
-
-
-def _checked_weights(weights: Points, num_points: int) -> Floats:
-    call = "GridAwareSampler.sample_half_density(weights=...)"
-    checked = host_array(weights, call, "weights").astype(np.float64, copy=False)
-    if checked.shape != (num_points,):
-        raise InputError(
-            call,
-            got=f"weights of shape {checked.shape}",
-            expected=f"({num_points},), one weight for each point",
-            fix="pass weights in the order of the points that the index was built from.",
-        )
-    wrong = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
-    if wrong.size:
-        raise InputError(
-            call,
-            got=f"{checked[wrong[0]]} in row {wrong[0]}",
-            expected="finite weights of at least 0",
-            fix="first clip these weights, for example weights.clamp(min=0), or drop these points.",
-        )
-    return checked

@@ -8,7 +8,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from scipy.stats import chi2, kstest
 
 from memkit.points.grid import GridIndex
@@ -19,16 +18,10 @@ LEAST_P = 1e-5
 CASES = [(2, 1), (3, 1), (4, 2), (5, 2), (6, 3), (7, 3), (13, 6), (20, 9), (33, 16), (100, 45), (255, 100), (300, 130)]
 
 
-def flags(sample, num_cells):
-    kept = np.zeros(sample.num_points, bool)
-    kept[sample.indices.numpy()] = True
-    return kept.reshape(num_cells, -1)
-
-
-def with_memkit(num_cells, size, num_kept, seed, weights=None):
+def with_memkit(num_cells, size, num_kept, seed):
     """(cells, size) bool: which points of each cell are kept. Cells are interleaved, so that rows are not cells."""
     index = GridIndex.from_cells(np.tile(np.arange(num_cells), size))
-    sample = GridAwareSampler(num_kept / size, seed=seed).sample_half_density(index, weights=weights)
+    sample = GridAwareSampler(num_kept / size, seed=seed).sample_half_density(index)
     kept = np.zeros(num_cells * size, bool)
     kept[sample.indices.numpy()] = True
     return kept.reshape(size, num_cells).T
@@ -115,14 +108,6 @@ def test_every_set_is_equally_likely(num_cells):
     assert failures(with_memkit, num_cells) == set()
 
 
-@pytest.mark.parametrize("num_cells", [10_000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["default", "slow"])
-def test_equal_weights_are_no_weights(num_cells):
-    def weighted(cells, size, num_kept, seed):
-        return with_memkit(cells, size, num_kept, seed, weights=np.full(cells * size, 3.0))
-
-    assert failures(weighted, num_cells) == set()
-
-
 @pytest.mark.parametrize("wrong", [first_k, shared_permutation])
 def test_the_samplers_of_the_source_fail_all_of_these(wrong):
     assert failures(wrong, 10_000) == {"patterns", "inclusion", "pairs", "neighbors"}
@@ -159,35 +144,6 @@ def test_one_point_of_a_cell_is_any_of_its_points():
 
     assert least_p(rows) > LEAST_P
     assert least_p(biased) < LEAST_P
-
-
-def test_weights_are_those_of_drawing_one_after_another():
-    weights, num_cells = np.array([1.0, 2.0, 3.0, 4.0]), 40_000
-
-    def probability(i, j):
-        total = weights.sum()
-        return weights[i] / total * weights[j] / (total - weights[i])
-
-    index = GridIndex.from_cells(np.repeat(np.arange(num_cells), 4))
-    sampler = GridAwareSampler(0.5)
-    kept = flags(sampler.sample_half_density(index, weights=np.tile(weights, num_cells)), num_cells)
-    codes, pairs = kept @ (1 << np.arange(4)), [(i, j) for j in range(4) for i in range(j)]
-    observed = np.array([(codes == (1 << i) + (1 << j)).sum() for i, j in pairs])
-    expected = num_cells * np.array([probability(i, j) + probability(j, i) for i, j in pairs])
-    assert chi_square_p(observed, expected) > LEAST_P
-    in_proportion = num_cells * np.array([weights[i] * weights[j] for i, j in pairs]) / 35  # independent inclusion
-    assert chi_square_p(observed, in_proportion) < LEAST_P
-
-
-def test_points_without_weight_come_last_and_in_random_order():
-    num_cells = 20_000
-    index = GridIndex.from_cells(np.repeat(np.arange(num_cells), 4))
-    weights = torch.tensor([0.0, 1e-300, 0.0, 0.0], dtype=torch.float64).repeat(num_cells)
-    one = flags(GridAwareSampler(0.25).sample_half_density(index, weights=weights), num_cells)
-    assert (one == [False, True, False, False]).all()
-    two = flags(GridAwareSampler(0.5).sample_half_density(index, weights=weights), num_cells)
-    assert two[:, 1].all()
-    assert chi_square_p(two[:, [0, 2, 3]].sum(0), np.full(3, num_cells / 3)) > LEAST_P
 
 
 class EveryWord:

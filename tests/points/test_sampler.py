@@ -156,7 +156,6 @@ def test_scenes_without_points(ends):
     for sample in GridAwareSampler().sample_scenarios(index).values():
         assert len(sample.indices) == sample.counts.sum()
         assert sample.offsets.shape == (len(ends),)
-    assert GridAwareSampler().sample_half_density(index, weights=torch.ones(index.num_points)).counts.sum() >= 0
 
 
 @pytest.mark.parametrize("sizes", [[1], [1] * 300, [255], [256], [510, 3, 1], [4000] * 3 + [1]])
@@ -191,15 +190,6 @@ def test_a_ratio_of_numpy_is_one():
     assert GridAwareSampler(np.float32(0.5)).ratio == (0.5, 0.5)
     assert GridAwareSampler([np.float64(0.25), 1]).ratio == (0.25, 1.0)
     assert GridAwareSampler(np.array([0.25, 0.5])).ratio == (0.25, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [([1.0, 1.0], "shape (2,); expected (3,)"), ([1.0, -1.0, 1.0], "-1.0 in row 1"), ([1, np.nan, 1], "nan in")],
-)
-def test_wrong_weights_are_named(weights, message):
-    index = GridIndex.from_cells([1, 1, 2])
-    assert_refused(lambda: GridAwareSampler().sample_half_density(index, weights=weights), InputError, message)
 
 
 class Draws(Dataset):
