@@ -128,16 +128,6 @@ def morton_encode(coords: Tensor, *, call: str = "morton_encode(coords)") -> Ten
     return codes
 
 
-def morton_decode(codes: Tensor, num_axes: int) -> Tensor:
-    """Return the coordinates of Morton codes: (N,) int64 to (N, num_axes) int64."""
-    masks = _masks(num_axes)
-    shifts = torch.arange(num_axes - 1, -1, -1, device=codes.device)
-    coords = codes[:, None] >> shifts & masks[-1]
-    for group, mask in zip(reversed(_GROUPS), reversed(masks[:-1]), strict=True):
-        coords = (coords | coords >> group * (num_axes - 1)) & mask
-    return coords
-
-
 _GROUPS = (16, 8, 4, 2, 1)  # size of the bit groups that stay together at each spreading step
 
 

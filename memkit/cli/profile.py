@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-import zlib
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,14 +15,12 @@ from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
 from memkit.cli._terminal import say, say_all
-from memkit.predict.scaling.journal import SweepJournal
 from memkit.predict.scaling.points import ScalingPoint
 from memkit.recipes.memory_test.config import MemoryTestConfig
 
 if TYPE_CHECKING:
     from memkit.recipes.memory_test.outputs import MemoryTestResult
 
-_JOURNAL = "memkit-profile.points.jsonl"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kM]?)")
 _FACTORS = {"": 1, "k": 1_000, "M": 1_000_000}
 
@@ -68,12 +65,9 @@ def _run(arguments: argparse.Namespace) -> int:
                     f"--{name.replace('_', '-')} applies only to measured runs: pass --measured as well"
                 )
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    journal = _journal(arguments, config) if config.source == "measured" else None
     with redirect_stdout(sys.stderr):  # for output of the user's own code
-        results = _results(arguments, config, journal)
+        results = _results(arguments, config)
     paths = [path for result in results for path in result.write(arguments.output_dir)]
-    if journal is not None:
-        journal.remove()
     if arguments.json:
         say_all(json.dumps([result.as_dict() for result in results], indent=2))
     else:
@@ -102,29 +96,12 @@ def _config(arguments: argparse.Namespace) -> MemoryTestConfig:
     return config.replace(**changes)
 
 
-def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> SweepJournal:
-    """Return the points so far of a sweep with the same settings and the same code."""
-    file = arguments.step and Path(arguments.step.rpartition(":")[0])
-    code = zlib.crc32(file.read_bytes()) if file and file.is_file() else None
-    step = [arguments.step, arguments.sizes, code]
-    sweep = {"config": config.model_dump(mode="json"), "memory_limit": arguments.memory_limit, "step": step}
-    journal = SweepJournal(arguments.output_dir / _JOURNAL, sweep)
-    num_known = sum(map(len, journal.known.values()))
-    if num_known:
-        say(f"going on where a sweep was interrupted: {num_known} points are there", is_error=True)
-    return journal
-
-
-def _results(
-    arguments: argparse.Namespace, config: MemoryTestConfig, journal: SweepJournal | None
-) -> list[MemoryTestResult]:
+def _results(arguments: argparse.Namespace, config: MemoryTestConfig) -> list[MemoryTestResult]:
     from memkit.recipes.memory_test.sweep import run_memory_test, sweep  # these import torch
 
     predicted = set[str]()
 
     def on_point(name: str, point: ScalingPoint) -> None:
-        if journal is not None:
-            journal.add(name, point)
         if point.source == "measured":
             say(_line(name, point), is_error=True)
         elif name not in predicted:
@@ -134,7 +111,6 @@ def _results(
     options: dict[str, Any] = {
         "gpus": arguments.gpu,
         "memory_limit": arguments.memory_limit,
-        "known": journal.known if journal else {},
         "on_point": on_point,
     }
     if arguments.step is not None:

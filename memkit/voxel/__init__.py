@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from memkit.voxel.layout import VoxelLayout as VoxelLayout
     from memkit.voxel.losses import (
-        ChamferLoss as ChamferLoss,
         OccupancyAwareLoss as OccupancyAwareLoss,
         StructurePreservingLoss as StructurePreservingLoss,
     )
@@ -55,7 +54,6 @@ else:  # hidden from type checkers, which would accept any name because of `__ge
     _HOMES = {
         "AugmentationParams": "memkit.voxel.params",
         "ChamferConvention": "memkit.voxel.clouds",
-        "ChamferLoss": "memkit.voxel.losses",
         "ComposedAugmentation": "memkit.voxel.compose",
         "CompositeLoss3D": "memkit.voxel.composite",
         "CutoutAugmentation": "memkit.voxel.cutout",

@@ -1,22 +1,19 @@
-"""Losses for voxels and points: structure, occupancy, and distance between point clouds."""
+"""Losses on volumes: structure and occupancy."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Literal, SupportsIndex
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from memkit._core.errors import InputError
 from memkit._core.settings import Checker
 from memkit._gradients.streamed import Gradients, with_gradients
-from memkit.voxel.clouds import ChamferConvention, Cloud, ConventionName, chamfer_distance
 from memkit.voxel.layout import VoxelLayout
-from memkit.voxel.nearest import NearestBackend
 from memkit.voxel.pairs import VolumeLoss, mean_of_samples, work_dtype
 
 VoxelKind = Literal["l1", "mse", "bce"]
@@ -125,68 +122,3 @@ class OccupancyAwareLoss(VolumeLoss):
         # Average over the channels first, so that the weights need no memory per channel.
         losses = _LOSSES[self.kind](prediction[0], target[0], reduction="none").mean(0)
         return (losses * weights).sum() / weights.sum()
-
-
-class ChamferLoss(nn.Module):
-    """The Chamfer distance of clouds as a loss that is always finite: see `memkit.voxel.chamfer_distance`.
-
-    Args:
-        empty_distance: Distance of a pair in which one cloud is empty, in the unit of the distance: squared if the
-            convention squares. It has no gradient, as there is no point to move. Both empty: 0.
-        convention: As for `memkit.voxel.chamfer_distance`.
-        backend: As for `memkit.voxel.nearest_points`.
-        memory_budget: As for `memkit.voxel.nearest_points`.
-
-    Raises:
-        ConfigError: ``empty_distance`` is not a finite nonnegative number.
-
-    Memory cost: see `memkit.voxel.chamfer_distance`.
-
-    Source: `docs/clouds.md`.
-
-    Example:
-        >>> import torch
-        >>> import memkit as mk
-        >>> loss = mk.voxel.ChamferLoss(empty_distance=100.0)
-        >>> cloud = torch.rand(5, 3, requires_grad=True)
-        >>> loss([cloud, cloud[:0]], [cloud.detach(), cloud.detach()]).item()
-        50.0
-    """
-
-    def __init__(
-        self,
-        *,
-        empty_distance: float,
-        convention: ConventionName | ChamferConvention = "pytorch3d",
-        backend: NearestBackend = "auto",
-        memory_budget: SupportsIndex | str = "16MiB",
-    ) -> None:
-        super().__init__()
-        self.empty_distance = Checker("ChamferLoss(...)").number("empty_distance", empty_distance, 0.0, math.inf)
-        self.convention = convention
-        self.backend = backend
-        self.memory_budget = memory_budget
-
-    def forward(self, prediction: Cloud, target: Cloud) -> Tensor:
-        """Compare clouds.
-
-        Args:
-            prediction: (N, D); a batch (B, N, D) or a sequence of B clouds (N_i, D), over which the mean is taken.
-            target: The other cloud or clouds; they get gradients too.
-
-        Returns:
-            The loss, 0-dim, float32 or float64.
-
-        Raises:
-            ConfigError: The convention or the backend is unknown.
-            InputTypeError: An argument is not a point cloud.
-            InputError: The batch sizes differ, or a coordinate is not finite.
-        """
-        return chamfer_distance(
-            prediction,
-            target,
-            convention=self.convention,
-            empty_distance=self.empty_distance,
-            backend=self.backend,
-            memory_budget=self.memory_budget,
-        )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from memkit._core.errors import InputError, InputTypeError
-from memkit._core.voxel_keys import MORTON_BITS, LinearKeys, morton_decode, morton_encode
+from memkit._core.voxel_keys import MORTON_BITS, LinearKeys, morton_encode
 from tests.helpers import assert_refused
 
 _INT = st.integers(-(2**40), 2**40)
@@ -53,12 +53,11 @@ def test_a_step_out_of_the_box_never_ends_in_it(axes, start):
 
 @given(st.integers(2, 3), st.data())
 @settings(deadline=None)
-def test_morton_codes_are_read_back_and_nest(num_axes, data):
+def test_morton_codes_interleave_the_bits_and_nest(num_axes, data):
     cell = st.tuples(*[st.integers(0, 2 ** MORTON_BITS[num_axes] - 1)] * num_axes)
     coords = torch.tensor(data.draw(st.lists(cell, min_size=1, max_size=20)))
     codes = morton_encode(coords)
     assert (codes >= 0).all()
-    assert torch.equal(morton_decode(codes, num_axes), coords)
     level = data.draw(st.integers(0, MORTON_BITS[num_axes] - 1))
     assert torch.equal(codes >> num_axes * level, morton_encode(coords >> level))
     expected = [
@@ -82,7 +81,7 @@ def test_no_points():
     empty = torch.empty(0, 3, dtype=torch.int64)
     keys = LinearKeys.cover(empty, margin=(1, 1, 1))
     assert keys.decode(keys.encode(empty)).shape == (0, 3)
-    assert morton_decode(morton_encode(empty), 3).shape == (0, 3)
+    assert morton_encode(empty).shape == (0,)
 
 
 def test_what_cannot_be_numbered_is_refused():

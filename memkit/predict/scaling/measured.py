@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -38,7 +38,6 @@ def measure_scaling(
     *,
     device: str | torch.device = "auto",
     memory_limit: SupportsIndex | str | None = None,
-    known: Iterable[ScalingPoint] = (),
     on_point: Callable[[ScalingPoint], None] = lambda _: None,
 ) -> ScalingResult:
     """Find out how the memory of a step grows with its size by running it: `profile_scaling`, measured.
@@ -58,7 +57,6 @@ def measure_scaling(
         memory_limit: How much each process may use on the device beyond its usage after a step of the smallest size,
             such as ``"4GiB"``: a hard limit, enforced by the kernel on the CPU and by the allocator on CUDA. None: no
             limit. Where limits are not supported (other systems, other devices), each point is an error that says so.
-        known: Points of an earlier, interrupted run: measured points that are ``"ok"`` are not measured again.
         on_point: Called with each point as soon as it is available.
 
     Returns:
@@ -84,7 +82,6 @@ def measure_scaling(
     _check_sendable(build_step)
     where = str(resolve_device(device))
     limit_bytes = None if memory_limit is None else parse_bytes(memory_limit, name="memory_limit")
-    there = {(each.mode, each.size): each for each in known if each.status == "ok" and each.source == "measured"}
     points = []
     for mode in modes:
         is_full = False
@@ -92,8 +89,7 @@ def measure_scaling(
             if is_full:
                 point = ScalingPoint(size, mode, "skipped", None, "", "measured")
             else:
-                order = _Order(build_step, size, mode, where, limit_bytes, ascending[0])
-                point = there.get((mode, size)) or _in_own_process(order)
+                point = _in_own_process(_Order(build_step, size, mode, where, limit_bytes, ascending[0]))
             is_full = is_full or point.status == "oom"
             points.append(point)
             on_point(point)

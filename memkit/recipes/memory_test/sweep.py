@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, SupportsIndex, TypeAlias
 
@@ -19,7 +19,6 @@ from memkit.recipes.memory_test.outputs import MemoryTestResult
 from memkit.recipes.memory_test.plots import Analysis
 from memkit.recipes.memory_test.reference import EdgeCase, core_cases, full_cases
 
-Known: TypeAlias = Mapping[str, Iterable[ScalingPoint]]
 OnPoint: TypeAlias = Callable[[str, ScalingPoint], None]
 
 
@@ -29,7 +28,6 @@ def run_memory_test(
     *,
     gpus: Sequence[str] = (),
     memory_limit: SupportsIndex | str | None = None,
-    known: Known | None = None,
     on_point: OnPoint = lambda *_: None,
 ) -> MemoryTestResult:
     """Determine how the memory of a neural operator grows with the edges of its graph.
@@ -39,7 +37,6 @@ def run_memory_test(
         analysis: ``"full"``: encoder, decoder, whole model. ``"core"``: the edge MLP alone, with all its settings.
         gpus: Names of cards to compare with; if empty, one of each class that the source names.
         memory_limit: For measured runs only: as for `measure_scaling`.
-        known: Measured points of an interrupted run, by the name of their curve: these are not measured again.
         on_point: Called with the curve's name and each point as soon as it is available.
 
     Returns:
@@ -88,7 +85,7 @@ def run_memory_test(
         )
     sizes = config.num_edges if analysis == "full" else config.core_num_edges
     steps = [(_name(case), case, case.build_step) for case in cases]
-    return sweep(analysis, steps, sizes, config, gpus=gpus, memory_limit=memory_limit, known=known, on_point=on_point)
+    return sweep(analysis, steps, sizes, config, gpus=gpus, memory_limit=memory_limit, on_point=on_point)
 
 
 def sweep(
@@ -99,7 +96,6 @@ def sweep(
     *,
     gpus: Sequence[str],
     memory_limit: SupportsIndex | str | None,
-    known: Known | None,
     on_point: OnPoint,
 ) -> MemoryTestResult:
     """Run an analysis: of the reference operator, or ``"script"``, of the user's own step.
@@ -112,7 +108,6 @@ def sweep(
         config: Source, device and modes.
         gpus: As for `run_memory_test`.
         memory_limit: As for `run_memory_test`.
-        known: As for `run_memory_test`.
         on_point: As for `run_memory_test`.
     """
     if memory_limit is not None:
@@ -137,7 +132,6 @@ def sweep(
                 config.modes,
                 device=device,
                 memory_limit=memory_limit,
-                known=(known or {}).get(name, ()),
                 on_point=partial(on_point, name),
             )
         curves.append(ScalingCurve(name, case, result))

@@ -10,9 +10,7 @@ from torch import nn
 
 from memkit._core.errors import ConfigError, InputError
 from memkit.predict.scaling import measured
-from memkit.predict.scaling.journal import SweepJournal
 from memkit.predict.scaling.measured import measure_scaling
-from memkit.predict.scaling.points import ScalingPoint
 from memkit.predict.scaling.profile import profile_scaling
 from memkit.recipes.memory_test.reference import EdgeCase
 
@@ -87,21 +85,6 @@ def test_what_a_step_does_to_its_process_is_that_points_result(capfd):
     assert "to stdout" in capfd.readouterr().err  # stdout belongs to whoever asked
 
 
-def test_known_points_are_not_measured_again(monkeypatch):
-    asked = []
-
-    def measure(order):
-        asked.append(order.size)
-        return ScalingPoint(order.size, order.mode, "oom", None, "", "measured")
-
-    monkeypatch.setattr(measured, "_in_own_process", measure)
-    known = [ScalingPoint(10, "train", "ok", 5, "", "measured"), ScalingPoint(20, "train", "oom", None, "", "measured")]
-    known.append(ScalingPoint(20, "train", "ok", 7, "", "fake"))  # a prediction is no measurement
-    result = measure_scaling(CASE.build_step, [30, 20, 10], ["train"], device="cpu", known=known)
-    assert asked == [20]  # what ran out of memory is tried again: the machine may have more now
-    assert [point.status for point in result.points] == ["ok", "oom", "skipped"]
-
-
 def test_a_step_that_no_process_can_import_is_refused_before_any_starts():
     with pytest.raises(InputError, match="top level of a module"):
         measure_scaling(lambda n: lambda: None, [1], ["train"], device="cpu")
@@ -124,27 +107,3 @@ def test_sizes_and_modes_are_checked_before_any_process_starts():
 )
 def test_the_request_is_read_from_the_error(message, requested):
     assert measured._requested(message) == requested
-
-
-# ------------------------------------------------------------------------------------------------------ journal
-
-
-def test_a_journal_gives_back_what_a_killed_sweep_had(tmp_path):
-    path, points = tmp_path / "points.jsonl", [ScalingPoint(n, "train", "ok", n, "", "measured") for n in (1, 2)]
-    journal = SweepJournal(path, {"device": "cpu"})
-    for point in points:
-        journal.add("encoder", point)
-    with path.open("a") as file:
-        file.write('{"curve": "encoder", "po')  # killed while it wrote
-    again = SweepJournal(path, {"device": "cpu"})
-    assert again.known == {"encoder": points}
-    again.add("encoder", points[0])
-    again.add("decoder", points[0])
-    assert SweepJournal(path, {"device": "cpu"}).known == {"encoder": points, "decoder": points[:1]}
-
-
-def test_a_journal_of_another_sweep_is_not_taken_up(tmp_path):
-    journal = SweepJournal(tmp_path / "points.jsonl", {"device": "cpu"})
-    journal.add("encoder", ScalingPoint(1, "train", "ok", 1, "", "measured"))
-    assert SweepJournal(tmp_path / "points.jsonl", {"device": "cuda"}).known == {}
-    assert SweepJournal(tmp_path / "points.jsonl", {"device": "cpu"}).known == {}
