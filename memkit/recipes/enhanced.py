@@ -18,7 +18,7 @@ from memkit._machine import random_state
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch.autocast import without_gradients
 from memkit.memory.manager import MemoryManager
-from memkit.recipes.foreign import Counters, FunctionLoop, diffusion_losses, images_and_condition, stateful_parts
+from memkit.recipes.foreign import Counters, diffusion_losses, images_and_condition, stateful_parts
 from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Reducer
@@ -192,8 +192,6 @@ def create_enhanced_train_loop(
     monitor: ValidationMonitor | None = None,
     state: StateStore | None = None,
     objects: Mapping[str, Any] | None = None,
-    model: nn.Module | None = None,
-    data: Iterable[Any] | None = None,
     num_epochs: int = 1,
 ) -> EnhancedTrainLoop:
     """Add validation, early stopping, memory care and resume to a training loop, without changing its code.
@@ -203,7 +201,7 @@ def create_enhanced_train_loop(
 
     Args:
         base_train_loop: An object with ``run_step`` and ``run_loop``, such as the ``TrainLoop`` of improved-diffusion,
-            guided-diffusion and consistency_models; a `MemoryEfficientTrainLoop`; or a function ``step(batch)``.
+            guided-diffusion and consistency_models; or a `MemoryEfficientTrainLoop`.
         val_dataloader: Batches to validate on.
         enable_validation: False turns validation off, whatever else is passed.
         val_interval: Steps between two validations, and between two saves.
@@ -218,10 +216,8 @@ def create_enhanced_train_loop(
             its ``data`` if that has a ``state_dict``; a generator as data starts over. With a monitor, a state that was
             validated has the monitor's figure as its metric.
         objects: More objects to save, under names that the loop's parts do not use, each with ``state_dict`` and
-            ``load_state_dict``; for a step function at least the optimizer.
-        model: The model of a step function; other loops have ``model``.
-        data: Batches for a step function.
-        num_epochs: Passes over the data, for a step function and a `MemoryEfficientTrainLoop`.
+            ``load_state_dict``.
+        num_epochs: Passes over the data, for a `MemoryEfficientTrainLoop`.
 
     Returns:
         A loop with ``run_loop()``.
@@ -235,15 +231,19 @@ def create_enhanced_train_loop(
 
     Example:
         >>> import torch, memkit as mk
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> def step(batch):
-        ...     optimizer.zero_grad()
-        ...     model(batch).square().mean().backward()
-        ...     optimizer.step()
-        >>> batches = [torch.randn(8, 3) for _ in range(10)]
+        >>> class TrainLoop:  # as people have it
+        ...     def __init__(self):
+        ...         self.model = torch.nn.Linear(3, 1)
+        ...         self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        ...     def run_step(self, batch):
+        ...         self.opt.zero_grad()
+        ...         self.model(batch).square().mean().backward()
+        ...         self.opt.step()
+        ...     def run_loop(self):
+        ...         for batch in torch.randn(10, 8, 3):
+        ...             self.run_step(batch)
         >>> loop = mk.create_enhanced_train_loop(
-        ...     step, batches, val_interval=5, model=model, data=batches,
+        ...     TrainLoop(), [torch.randn(8, 3)], val_interval=5,
         ...     val_fn=lambda model, batch: {"loss": model(batch).square()})
         >>> loop.run_loop(), loop.num_steps, sorted(loop.figures)
         ('epochs', 10, ['loss'])
@@ -256,14 +256,14 @@ def create_enhanced_train_loop(
         budget = check.number("memory_fraction", memory_fraction, 0, 1)
     if not budget:
         raise check.refuse("memory_fraction", memory_fraction, "a fraction or a size above zero")
-    base, run = _as_loop(base_train_loop, data, num_epochs)
+    base, run = base_train_loop, _runner(base_train_loop, num_epochs)
     is_own = isinstance(base, MemoryEfficientTrainLoop)
-    model = base.trainer.model if is_own else model or getattr(base, "model", None)
+    model = base.trainer.model if is_own else getattr(base, "model", None)
     if not isinstance(model, nn.Module):
         _refuse(
             "a loop without a model",
-            "a loop with a module in its attribute `model`, or the argument model=...",
-            "pass model=...",
+            "a loop with a module in its attribute `model`",
+            "set it before: loop.model = model",
         )
     stop = StopSignal()
     validate_now = look = None
@@ -287,12 +287,6 @@ def create_enhanced_train_loop(
         _refuse(
             "a monitor without validation", "val_dataloader=... and enable_validation=True", "pass val_dataloader=..."
         )
-    if isinstance(base, FunctionLoop) and state is not None and not objects:
-        _refuse(
-            "state=... with a step function but without objects=...",
-            "the objects that the step function changes besides the model",
-            "pass objects={'opt': ...}",
-        )
     parts = base.objects() if is_own else stateful_parts(base) | {"model": model}
     objects = dict(objects or {})
     _check_saving(monitor, state, parts, objects)
@@ -310,22 +304,18 @@ def create_enhanced_train_loop(
     )
 
 
-def _as_loop(base: Any, data: Iterable[Any] | None, num_epochs: int) -> tuple[Any, Callable[[], Any]]:
-    """Return an object whose ``run_step`` can be hooked, and the function that runs its loop."""
+def _runner(base: Any, num_epochs: int) -> Callable[[], Any]:
+    """Return the function that runs a loop whose ``run_step`` can be hooked."""
     if isinstance(base, MemoryEfficientTrainLoop):
-        return base, lambda: base.run(num_epochs)
-    if callable(getattr(base, "run_step", None)) and callable(getattr(base, "run_loop", None)):
-        try:
-            vars(base)
-        except TypeError:  # __slots__: no attribute can be set on the object alone
-            _refuse_base(base, "an object whose attribute run_step can be replaced")
-        return base, base.run_loop
-    if not callable(base) or isinstance(base, nn.Module | type):
-        _refuse_base(base, "run_step and run_loop, a MemoryEfficientTrainLoop, or a step function")
-    if data is None:
-        _refuse("a step function without data", "the batches to run it on", "pass data=...")
-    function_loop = FunctionLoop(base, data, num_epochs)
-    return function_loop, function_loop.run_loop
+        return lambda: base.run(num_epochs)
+    if not callable(getattr(base, "run_step", None)) or not callable(getattr(base, "run_loop", None)):
+        _refuse_base(base, "run_step and run_loop, or a MemoryEfficientTrainLoop")
+    try:
+        vars(base)
+    except TypeError:  # __slots__: no attribute can be set on the object alone
+        _refuse_base(base, "an object whose attribute run_step can be replaced")
+    run: Callable[[], Any] = base.run_loop
+    return run
 
 
 def _check_saving(
@@ -411,5 +401,5 @@ def _refuse_base(base: object, expected: str) -> NoReturn:
         "create_enhanced_train_loop(base_train_loop=...)",
         got=f"a {type(base).__name__} without a per-step hook",
         expected=expected,
-        fix="pass the function that runs one step, with model=... and data=...",
+        fix="give the loop a method run_step(batch), which run_loop() calls, or use MemoryEfficientTrainLoop.",
     )

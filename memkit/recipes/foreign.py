@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import FileFormatError, InputTypeError
-from memkit.recipes.position import Position
 from memkit.train.models import unwrap_model
 
 _VERSION = 1
@@ -26,38 +25,7 @@ _STATEFUL = (
     "residual_connection_net",
     "target_model",
     "data",
-    "position",
 )
-
-
-class FunctionLoop:
-    """A loop around a step function, with the same interface as the other loops.
-
-    Args:
-        step: ``step(batch)``.
-        data: Batches; iterated once per epoch.
-        num_epochs: Number of epochs.
-
-    Attributes:
-        position: The position in the data.
-    """
-
-    def __init__(self, step: Callable[[Any], Any], data: Iterable[Any], num_epochs: int) -> None:
-        self._step, self._num_epochs = step, num_epochs
-        self.position = Position(data)
-
-    def run_step(self, batch: Any) -> Any:
-        """Run one step."""
-        result = self._step(batch)
-        self.position.num_batches += 1
-        return result
-
-    def run_loop(self) -> None:
-        """Run all remaining epochs."""
-        while self.position.epoch < self._num_epochs:
-            for batch in self.position.batches():
-                self.run_step(batch)
-            self.position.end_epoch()
 
 
 class Counters:

@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import memkit as mk
 from memkit.recipes.enhanced import create_enhanced_train_loop
 from memkit.recipes.foreign import Counters
-from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from tests.recipes.loop_parts import digits, loader_of, make, weights
-from tests.toys import SmallRoom, classify
+from tests.toys import SmallRoom
 
 
 class Stream:
@@ -277,39 +276,6 @@ def test_the_state_of_the_best_validation_can_be_restored(tmp_path):
         assert state.restore("best", averages=averages) == 4
 
 
-def step_function(stop_at=None):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 10), nn.Dropout(0.1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    seen = itertools.count(1)
-
-    def step(batch):
-        if next(seen) == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        optimizer.zero_grad()
-        classify(model, batch).backward()
-        optimizer.step()
-
-    return step, model, optimizer
-
-
-def test_a_step_function_goes_on_in_the_middle_of_an_epoch(tmp_path):
-    def run(stop_at, state=None):
-        step, model, optimizer = step_function(stop_at)
-        order = ResumableBatchSampler(200, 16, seed=1)
-        data = ResumableLoader(DataLoader(TensorDataset(*digits()), batch_sampler=order))
-        objects = {"opt": optimizer}
-        loop = create_enhanced_train_loop(step, model=model, data=data, num_epochs=3, state=state, objects=objects)
-        return loop.run_loop(), loop.num_steps, weights(model)
-
-    *_, expected = run(None)
-    for stop_at, ended in ((5, ("SIGTERM", 5)), (20, ("SIGTERM", 25)), (None, ("epochs", 39))):
-        with TrainingStateManager(tmp_path) as state:
-            *found, trained = run(stop_at, state)
-        assert tuple(found) == ended
-    assert torch.equal(trained, expected)
-
-
 def test_more_than_the_fraction_is_given_back_and_said(caplog):
     loop = create_enhanced_train_loop(TrainLoop(4), VALIDATION, val_interval=2, memory_fraction=1e-9)
     with caplog.at_level(logging.WARNING, logger="memkit"):
@@ -345,6 +311,14 @@ def test_a_validation_that_does_not_fit_is_cut():
     assert loop.figures["loss"] == pytest.approx(expected, rel=1e-6)
 
 
+class Plain:
+    def __init__(self, model):
+        self.model = model
+
+    def run_step(self, batch): ...
+    def run_loop(self): ...
+
+
 class Slotted:
     __slots__ = ("model",)
 
@@ -358,8 +332,8 @@ class Slotted:
         (object(), {}, mk.errors.InputTypeError, "a object without a per-step hook; expected run_step and run_loop"),
         (nn.Linear(1, 1), {}, mk.errors.InputTypeError, "a Linear without a per-step hook"),
         (Slotted(), {}, mk.errors.InputTypeError, "can be replaced"),
-        (lambda batch: None, {}, mk.errors.ConfigError, "pass data="),
-        (lambda batch: None, {"data": []}, mk.errors.ConfigError, "pass model="),
+        (lambda batch: None, {}, mk.errors.InputTypeError, "a function without a per-step hook"),
+        (Plain(None), {}, mk.errors.ConfigError, "a loop without a model"),
         (TrainLoop(1), {"val_interval": 0}, mk.errors.ConfigError, "val_interval=0"),
         (
             TrainLoop(1),
@@ -386,12 +360,7 @@ class Slotted:
         ),
         (TrainLoop(1), {"monitor": ValidationMonitor()}, mk.errors.ConfigError, "pass val_dataloader"),
         (TrainLoop(1), {"val_dataloader": iter(VALIDATION)}, mk.errors.ConfigError, "an iterator as val_dataloader"),
-        (
-            lambda batch: None,
-            {"data": [], "model": nn.Linear(1, 1), "val_dataloader": VALIDATION},
-            mk.errors.ConfigError,
-            "pass val_fn",
-        ),
+        (Plain(nn.Linear(1, 1)), {"val_dataloader": VALIDATION}, mk.errors.ConfigError, "pass val_fn"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(base, settings, error, text):

@@ -301,12 +301,19 @@ class TestWhoTellsNothing:
         settings = {"val_loader": val_loader, "progress": False}
         loop = mk.MemoryEfficientTrainLoop(trainer, DataLoader(data, 4), mean_square, **settings)
         assert loop.run(num_epochs=3).validation["loss"] > 0
+
+        class TrainLoop:
+            def __init__(self):
+                self.model = model
+
+            def run_step(self, batch):
+                trainer.train_step(batch, mean_square)
+
+            def run_loop(self):
+                for _ in range(6):
+                    self.run_step(data[:4])
+
         enhanced = mk.create_enhanced_train_loop(
-            lambda batch: trainer.train_step(batch, mean_square),
-            val_loader,
-            val_interval=2,
-            model=model,
-            data=[data[:4]] * 6,
-            val_fn=lambda model, x: {"loss": model(x).square()},
+            TrainLoop(), val_loader, val_interval=2, val_fn=lambda model, x: {"loss": model(x).square()}
         )
         assert enhanced.run_loop() == "epochs"
