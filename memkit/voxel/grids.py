@@ -12,7 +12,6 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._core.voxel_keys import LinearKeys
-from memkit.voxel.nearest import NearestPoints
 
 Grid: TypeAlias = Tensor | SparseVoxels
 _RESIZE = "bring them to one shape first."
@@ -107,18 +106,15 @@ def feature_mae(
     target: Grid,
     *,
     mask: Tensor | None = None,
-    pairs: NearestPoints | None = None,
     per_channel: bool = False,
 ) -> Tensor:
-    """Compute the mean absolute difference of voxel or point features.
+    """Compute the mean absolute difference of voxel features.
 
     Args:
-        prediction: (B, C, D, H, W); `SparseVoxels`; or features (N, C) of the first cloud in ``pairs``.
-        target: The same type; or features (M, C) of the second cloud.
+        prediction: (B, C, D, H, W), or `SparseVoxels`.
+        target: The same type.
         mask: (B, D, H, W) bool: the voxels of a dense volume to compare; None for all. Sparse volumes are compared at
             the voxels that both have.
-        pairs: For point features: each is compared with that of its nearest point; the result is the mean of both
-            directions.
         per_channel: Whether to return (C,) instead of the mean over the channels.
 
     Returns:
@@ -143,15 +139,13 @@ def feature_mae(
         2.0
     """
     call = "feature_mae(prediction, target)"
-    if mask is not None and (pairs is not None or isinstance(prediction, SparseVoxels)):
+    if mask is not None and isinstance(prediction, SparseVoxels):
         _refuse(
             call,
-            "a mask for points or sparse volumes",
+            "a mask for sparse volumes",
             "a mask only for dense volumes",
-            "omit mask, and pass only the points or voxels that count.",
+            "omit mask, and pass only the voxels that count.",
         )
-    if pairs is not None:
-        return _mae_of_points(prediction, target, pairs, per_channel=per_channel)
     if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
         _check_alike(prediction, target, call)
         ours, theirs = _shared_rows(prediction, target)
@@ -233,25 +227,6 @@ def _shared_rows(a: SparseVoxels, b: SparseVoxels) -> tuple[Tensor, Tensor]:
     place = torch.searchsorted(theirs, ours).clamp_(max=len(theirs) - 1)
     is_shared = theirs[place] == ours
     return order_a[is_shared], order_b[place[is_shared]]
-
-
-def _mae_of_points(a: Grid, b: Grid, pairs: NearestPoints, *, per_channel: bool) -> Tensor:
-    call = "feature_mae(prediction, target, pairs=...)"
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        _refuse_types(call, a, b)
-    if a.dim() != 2 or b.dim() != 2 or (len(a), len(b), a.shape[1]) != (len(pairs.a), len(pairs.b), b.shape[1]):
-        _refuse(
-            call,
-            f"{tuple(a.shape)} and {tuple(b.shape)}",
-            f"({len(pairs.a)}, C) and ({len(pairs.b)}, C)",
-            "pass one row for each point of the clouds given to nearest_points, in the same order.",
-        )
-    if not len(a) or not len(b):
-        mean = a.sum(0) * 0 + b.sum(0) * 0 + (0.0 if len(a) == len(b) else math.inf)
-    else:
-        of_a, of_b = _difference(a, b[pairs.a_to_b]), _difference(b, a[pairs.b_to_a])
-        mean = (of_a.abs().mean(0) + of_b.abs().mean(0)) / 2
-    return mean if per_channel else mean.mean()
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from hypothesis.extra import numpy as arrays
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.grids import feature_mae, voxel_iou, voxel_scores
-from memkit.voxel.nearest import nearest_points
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 
@@ -83,17 +82,6 @@ def test_the_mean_difference_is_over_what_is_compared(prediction, target):
         torch.testing.assert_close(feature_mae(prediction, target, mask=shared, per_channel=True), expected)
 
 
-def test_features_of_points_are_compared_with_the_nearest_ones():
-    a, b = torch.tensor([[0.0, 0], [5, 0]]), torch.tensor([[0.1, 0], [0.2, 0], [4, 0]])
-    features_a, features_b = torch.tensor([[1.0], [2]]), torch.tensor([[1.5], [3.0], [2.0]])
-    pairs = nearest_points(a, b)
-    # a0-b0, a1-b2; b0-a0, b1-a0, b2-a1
-    expected = ((0.5 + 0) / 2 + (0.5 + 2 + 0) / 3) / 2
-    assert feature_mae(features_a, features_b, pairs=pairs).item() == pytest.approx(expected)
-    with pytest.raises(InputError, match=r"\(2, C\) and \(3, C\).*one row for each point"):
-        feature_mae(features_b, features_b, pairs=pairs)
-
-
 def test_gradients_flow_and_a_mask_is_needed_as_bool():
     volume = torch.ones(1, 2, 2, 2, 2, requires_grad=True)
     feature_mae(volume, torch.zeros(1, 2, 2, 2, 2)).backward()
@@ -115,11 +103,9 @@ def test_what_does_not_compare_is_refused():
 def test_labels_are_compared_as_numbers(dtype):
     low, high = torch.zeros(1, 1, 2, 2, 2, dtype=dtype), torch.ones(1, 1, 2, 2, 2, dtype=dtype)
     assert feature_mae(low, high) == feature_mae(high, low) == 1
-    pairs = nearest_points(torch.zeros(1, 3), torch.zeros(1, 3))
-    assert feature_mae(low.reshape(8, 1)[:1], high.reshape(8, 1)[:1], pairs=pairs) == 1
 
 
 def test_a_mask_is_for_dense_volumes():
     voxels, mask = sparse(torch.ones(1, 1, 2, 2, 2)), torch.zeros(1, 2, 2, 2, dtype=torch.bool)
-    with pytest.raises(InputError, match=r"a mask for points or sparse volumes.*omit mask"):
+    with pytest.raises(InputError, match=r"a mask for sparse volumes.*omit mask"):
         feature_mae(voxels, voxels, mask=mask)
