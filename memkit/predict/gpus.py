@@ -186,7 +186,7 @@ def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = Non
     )
 
 
-def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> int:
+def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False, is_large: bool = True) -> int:
     """Return the bytes of a device capacity.
 
     Args:
@@ -194,6 +194,7 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> 
             `GPU`.
         context_counted: Whether the figure to compare includes the driver's context. If so, a GPU counts with its
             `GPU.total_bytes`, otherwise with its `GPU.usable_bytes`. Has no effect on a size.
+        is_large: As for `memkit.memory.parse_bytes`.
 
     Returns:
         The capacity in bytes.
@@ -211,7 +212,7 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> 
     if isinstance(capacity, GPU):
         return capacity.total_bytes if context_counted else capacity.usable_bytes
     try:
-        return parse_bytes(capacity, name="capacity", is_large=True)
+        return parse_bytes(capacity, name="capacity", is_large=is_large)
     except InputError as no_size:
         if not isinstance(capacity, str):
             raise

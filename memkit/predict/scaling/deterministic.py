@@ -75,7 +75,7 @@ class DeterministicLaw:
 
     def max_n(self, budget: CapacityLike) -> int | None:
         """Return the largest size that fits by the lines: the next one does not. Below the smallest size it is 0."""
-        call, most = f"law.max_n({budget!r})", capacity_bytes(budget)
+        call, most = f"law.max_n({budget!r})", capacity_bytes(budget, is_large=False)
         if most < self.peaks[0]:
             return 0
         inside = [k for k in range(1, len(self.sizes)) if self.peaks[k] > most >= self.peaks[k - 1]]

@@ -102,7 +102,7 @@ class StructuralLaw:
 
     def max_n(self, budget: CapacityLike) -> int | None:
         """Return the exact largest size that fits; 0 if size 1 does not fit, None if every size does."""
-        most: Polynomial = (capacity_bytes(budget) * self.scale,)
+        most: Polynomial = (capacity_bytes(budget, is_large=False) * self.scale,)
         end: int | None = None
         for stretch in reversed(self.stretches):
             excess = minus(stretch.polynomial, most)

@@ -1,0 +1,268 @@
+"""A virtual V100 against OpenMMLab's model zoos: the most that was allocated in trainings of FCN, TSN and I3D.
+
+mmsegmentation and mmaction2 (PyTorch 1.3 to 1.7) print `torch.cuda.max_memory_allocated` of a whole training.
+mmaction2's tables keep the whole mebibytes; mmsegmentation's are rounded to 0.1 "GB" without saying which. The unit is
+settled by what ResNet-101 takes more than ResNet-50, in which nothing but 17 more blocks counts. The networks are
+written anew, after their papers and configurations; each GPU's part of the gradients in DistributedDataParallel's
+buckets is there. mmsegmentation trains with `cudnn.benchmark`, whose trial workspaces memkit does not model.
+
+Run: python -m benchmarks.cases.recorded_openmmlab FOLDER   (2 minutes; FOLDER has recorded_gpu_runs.json)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memkit as mk
+from benchmarks.result import write_result
+from memkit._core.units import GIB, MIB
+
+UNITS = {"GiB": GIB, "1000 MiB": 1000 * MIB, "GB": 10**9}
+DEPTHS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+NUM_CLASSES, NUM_ACTIONS = 19, 400
+
+
+def layer(conv: type[nn.Module], norm: type[nn.Module], shape: tuple[int, int, Any], **options: Any) -> list[nn.Module]:
+    """A convolution that keeps the size (before its stride), and its normalization."""
+    inputs, outputs, size = shape
+    sizes = size if isinstance(size, tuple) else (size, size)
+    dilation = options.get("dilation", 1)
+    padding = options.pop("padding", tuple(dilation * (each // 2) for each in sizes))
+    return [conv(inputs, outputs, size, padding=padding, bias=False, **options), norm(outputs)]
+
+
+class Residual(nn.Module):
+    """A residual block of ResNet."""
+
+    def __init__(self, body: nn.Sequential, shortcut: nn.Module | None) -> None:
+        super().__init__()
+        self.body, self.shortcut, self.relu = body, shortcut, nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x if self.shortcut is None else self.shortcut(x)
+        out: Tensor = self.body(x)
+        out += kept
+        return self.relu(out)
+
+
+def stages(depth: int, strides: tuple[int, ...], dilations: tuple[int, ...]) -> nn.ModuleList:
+    """ResNet's four stages in 2-D; of a dilated stage the first block has half the dilation."""
+    found, inputs = nn.ModuleList(), 64
+    conv, norm = nn.Conv2d, nn.BatchNorm2d
+    for width, count, stage_stride, stage_dilation in zip(
+        (64, 128, 256, 512), DEPTHS[depth], strides, dilations, strict=True
+    ):
+        blocks = []
+        outputs = width if depth == 18 else 4 * width
+        for number in range(count):
+            stride = stage_stride if number == 0 else 1
+            dilation = max(1, stage_dilation // 2) if number == 0 else stage_dilation
+            relu = nn.ReLU(inplace=True)
+            middle = layer(conv, norm, (inputs if depth == 18 else width, width, 3), stride=stride, dilation=dilation)
+            if depth == 18:
+                body = [*middle, relu, *layer(conv, norm, (width, width, 3))]
+            else:
+                first, last = layer(conv, norm, (inputs, width, 1)), layer(conv, norm, (width, outputs, 1))
+                body = [*first, relu, *middle, nn.ReLU(inplace=True), *last]
+            shortcut = None
+            if number == 0 and (stride != 1 or inputs != outputs):
+                shortcut = nn.Sequential(*layer(conv, norm, (inputs, outputs, 1), stride=stride))
+            blocks.append(Residual(nn.Sequential(*body), shortcut))
+            inputs = outputs
+        found.append(nn.Sequential(*blocks))
+    return found
+
+
+class Head(nn.Module):
+    """FCN's head: convolutions, joined with their input if it is the main one, and a classifier."""
+
+    def __init__(self, inputs: int, width: int, num_convs: int, dilation: int, *, is_main: bool) -> None:
+        super().__init__()
+        shapes = [(inputs, width, 3)] + [(width, width, 3)] * (num_convs - 1)
+        self.convs = nn.Sequential(
+            *(
+                nn.Sequential(*layer(nn.Conv2d, nn.BatchNorm2d, shape, dilation=dilation), nn.ReLU(inplace=True))
+                for shape in shapes
+            )
+        )
+        joined = (*layer(nn.Conv2d, nn.BatchNorm2d, (inputs + width, width, 3)), nn.ReLU(inplace=True))
+        self.join = nn.Sequential(*joined) if is_main else None
+        self.classify = nn.Sequential(nn.Dropout2d(0.1), nn.Conv2d(width, NUM_CLASSES, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.convs(x)
+        if self.join is not None:
+            out = self.join(torch.cat([x, out], dim=1))
+        classes: Tensor = self.classify(out)
+        return classes
+
+
+class Segmentation(nn.Module):
+    """FCN with an auxiliary head; its forward gives the loss."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__()
+        name, reduction = row["backbone"].split("-")
+        depth = int("".join(filter(str.isdigit, name)))
+        relu = nn.ReLU
+        if name.endswith("b"):
+            stem = [*layer(nn.Conv2d, nn.BatchNorm2d, (3, 64, 7), stride=2), relu(inplace=True)]
+        else:
+            stem = []
+            for inputs, outputs, stride in ((3, 32, 2), (32, 32, 1), (32, 64, 1)):
+                stem += [*layer(nn.Conv2d, nn.BatchNorm2d, (inputs, outputs, 3), stride=stride), relu(inplace=True)]
+        self.stem = nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1))
+        strides, dilations = ((1, 2, 1, 1), (1, 1, 2, 4)) if reduction == "d8" else ((1, 2, 2, 1), (1, 1, 1, 2))
+        self.stages = stages(depth, strides, dilations)
+        features, width = (512, 128) if depth == 18 else (2048, 512)
+        dilation = 6 if row["config"].startswith("fcn_d6") else 1
+        self.head = Head(features, width, 2, dilation, is_main=True)
+        self.auxiliary = Head(features // 2, width // 2, 1, dilation, is_main=False)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x, found = self.stem(images), []
+        for stage in self.stages:
+            x = stage(x)
+            found.append(x)
+        return self._loss(self.head(found[3]), labels) + 0.4 * self._loss(self.auxiliary(found[2]), labels)
+
+    def _loss(self, classes: Tensor, labels: Tensor) -> Tensor:
+        full = F.interpolate(classes, size=labels.shape[2:], mode="bilinear", align_corners=False)
+        losses = F.cross_entropy(full, labels.squeeze(1), reduction="none", ignore_index=255)
+        full.topk(1, dim=1)  # the accuracy that is logged
+        return losses.mean()
+
+
+class Frames(nn.Module):
+    """TSN: a ResNet-50 over three frames, whose scores are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stem = [*layer(nn.Conv2d, nn.BatchNorm2d, (3, 64, 7), stride=2), nn.ReLU(inplace=True)]
+        body = stages(50, (1, 2, 2, 2), (1, 1, 1, 1))
+        self.body = nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *body, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.classify = nn.Sequential(nn.Dropout(0.4), nn.Linear(2048, NUM_ACTIONS))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        scores = self.classify(self.body(images)).reshape(len(labels), -1, NUM_ACTIONS).mean(dim=1)
+        return F.cross_entropy(scores, labels)
+
+
+class Clips(nn.Module):
+    """I3D: a ResNet-50 inflated in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        conv, norm = nn.Conv3d, nn.BatchNorm3d
+        parts: list[nn.Module] = [*layer(conv, norm, (3, 64, (5, 7, 7)), stride=2), nn.ReLU(inplace=True)]
+        parts.append(nn.MaxPool3d((1, 3, 3), 2, (0, 1, 1)))
+        inputs = 64
+        for number, (width, count) in enumerate(zip((64, 128, 256, 512), DEPTHS[50], strict=True)):
+            for block in range(count):
+                stride = (1, 2, 2) if number and not block else (1, 1, 1)
+                in_time = block % 2 == (number == 3) or number == 0
+                body = [
+                    *layer(conv, norm, (inputs, width, (3 if in_time else 1, 1, 1))),
+                    nn.ReLU(inplace=True),
+                    *layer(conv, norm, (width, width, (1, 3, 3)), stride=stride),
+                    nn.ReLU(inplace=True),
+                    *layer(conv, norm, (width, 4 * width, (1, 1, 1))),
+                ]
+                shortcut = layer(conv, norm, (inputs, 4 * width, (1, 1, 1)), stride=stride) if not block else None
+                parts.append(Residual(nn.Sequential(*body), nn.Sequential(*shortcut) if shortcut else None))
+                inputs = 4 * width
+            if number == 0:
+                parts.append(nn.MaxPool3d((2, 1, 1), (2, 1, 1)))
+        parts += [nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(inputs, NUM_ACTIONS)]
+        self.body = nn.Sequential(*parts)
+
+    def forward(self, clips: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(clips), labels)
+
+
+def peak_of(row: dict[str, Any]) -> int:
+    """The most that is allocated in three steps of SGD with momentum, on one of several GPUs."""
+    is_segmentation = row["source"] == "mmseg"
+    size = row["batch_per_gpu"]
+    with mk.VirtualGPU("V100 32GB") as gpu:
+        model = (Segmentation(row) if is_segmentation else Frames() if row["family"] == "tsn" else Clips()).cuda()
+        parameters = list(model.parameters())
+        buckets = [torch.empty_like(each) for each in parameters]  # DistributedDataParallel's
+        optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
+        shape = (size, 3, *row["crop"]) if is_segmentation else row["input"]
+        for _ in range(3):
+            images = torch.zeros(shape).cuda()
+            labels = torch.zeros((size, 1, *row["crop"]) if is_segmentation else (size,), dtype=torch.long).cuda()
+            with torch.autocast("cuda", torch.float16, enabled="fp16" in row.get("precision", "fp32")):
+                loss = model(images, labels)
+            optimizer.zero_grad(set_to_none=False)  # as in these versions of PyTorch
+            loss.backward()
+            if not is_segmentation:
+                nn.utils.clip_grad_norm_(parameters, 40)
+            optimizer.step()
+    del buckets
+    return gpu.peak_bytes
+
+
+def depth_growth(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What 17 more blocks take, of all pairs of ResNet-50 and -101 together: predicted, and recorded in each unit."""
+    by_config = {row["config"]: row for row in rows.values()}
+    deeper = {name: name.replace("r50", "r101") for name in by_config if "r50" in name}
+    pairs = [(by_config[small], by_config[large]) for small, large in deeper.items() if large in by_config]
+    recorded = sum(large["recorded"] - small["recorded"] for small, large in pairs)
+    predicted = sum(large["peak_bytes"] - small["peak_bytes"] for small, large in pairs)
+    return {
+        "num_pairs": len(pairs),
+        "predicted_bytes": predicted,
+        "error_by_unit": {name: predicted / (recorded * unit) - 1 for name, unit in UNITS.items()},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    known = json.loads((given.folder / "recorded_gpu_runs.json").read_text())["rows"]
+    taken = [row for row in known if row["source"] == "mmseg" or (row["source"] == "mmaction2" and row["verified"])]
+    rows: dict[str, dict[str, Any]] = {}
+    for row in taken:
+        is_exact = "memory_mib" in row
+        recorded = row["memory_mib"] if is_exact else row["memory_gb"]
+        peak = peak_of(row)
+        rows[row["id"]] = {
+            "family": row["family"],
+            "config": row["config"],
+            "recorded": recorded,
+            "unit": "MiB" if is_exact else "GiB",
+            "peak_bytes": peak,
+            "error": peak / (recorded * (MIB if is_exact else GIB)) - 1,
+        }
+    families = sorted({row["family"] for row in rows.values()})
+    errors = {family: [row["error"] for row in rows.values() if row["family"] == family] for family in families}
+    figures = {
+        "growth_with_depth": depth_growth(rows),
+        "summary": {
+            family: {
+                "num_rows": len(each),
+                "median_error": statistics.median(each),
+                "worst_error": max(each, key=abs),
+                "within_5_percent": sum(abs(error) <= 0.05 for error in each) / len(each),
+            }
+            for family, each in errors.items()
+        },
+        "rows": rows,
+    }
+    print(write_result("recorded_openmmlab", figures))
+
+
+if __name__ == "__main__":
+    main()
