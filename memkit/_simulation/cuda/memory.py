@@ -45,8 +45,7 @@ _COUNTER = 4  # bytes
 _WITH_INDEX, _MOMENTS = 16, 16  # bytes of an accumulator: a value and its index; mean and squares
 # Scratch memory of convolutions of any size, as recorded runs show: split sums and tables (4 MiB, 128 MiB).
 _FIXED_BYTES = 128 * MIB
-# Non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions.
-_WINOGRAD = 36 / 16
+_TILE = 4  # non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions
 Phases: TypeAlias = tuple[tuple[int, ...], ...]
 _EMPTY_CACHE = 0  # no request is for zero bytes
 _FINEST, _FINEST_SHARE = 2 * MIB, 256  # how exactly the least is sought: a segment's rounding, or a share of the whole
@@ -87,7 +86,7 @@ class CudaMemory:
         self.workspace_bytes = 0
         self.timeline: list[int] = []
         self.stream = 0
-        capability = card.compute_capability or (0, 0)
+        self._capability = capability = card.compute_capability or (0, 0)
         self._processors = Processors.of(capability, card.num_multiprocessors)
         is_large = _is_one_of(rules.large_workspaces, capability)
         by_rule, measured = _LARGE_WORKSPACE if is_large else _SMALL_WORKSPACE, card.cublas_workspace_bytes
@@ -97,6 +96,7 @@ class CudaMemory:
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
+        self._tried: set[tuple[Any, ...]] = set()  # convolutions whose algorithms cuDNN has timed
 
     def snapshot(self) -> dict[str, Any]:
         """Return what ``torch.cuda.memory._snapshot`` would; without a history it is empty."""
@@ -151,7 +151,24 @@ class CudaMemory:
                 blocks += map(self._take, self._workspaces(is_biased=adds_bias(func, args, kwargs, self._rules)))
             for block in reversed(blocks):  # the order in which C++ destroys locals
                 self._give_back(block)
-        return convolution_bound(func, args, out) if func in CONVOLVING else 0
+        if func not in CONVOLVING:
+            return 0
+        if torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark:
+            self._time_algorithms(Convolution.of(func, args, out))
+        return convolution_bound(func, args, out)
+
+    def _time_algorithms(self, convolution: Convolution) -> None:
+        """Let cuDNN time its algorithms on the first convolution of a kind; where there is no room, it tries fewer."""
+        kind = convolution.kind
+        if kind in self._tried:
+            return
+        self._tried.add(kind)
+        for num_bytes in trial_workspaces(convolution, self._capability):
+            block = self.allocator.try_allocate(num_bytes, self.stream)
+            if block is not None:
+                self.timeline.append(self.allocator.allocated_bytes)
+                self.allocator.free(block)
+                self.timeline.append(self.allocator.allocated_bytes)
 
     def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """Return a function that runs an operator's parts, if the operator was not decomposed."""
@@ -560,6 +577,84 @@ def _copies(tensors: Iterable[Tensor], memory_format: torch.memory_format) -> tu
     )
 
 
+class Convolution(NamedTuple):
+    """A convolution, or its backward.
+
+    Attributes:
+        x: Its input.
+        weight: Its weight.
+        y: Its output, or the output's gradient.
+        dilation: Per dimension of space.
+        is_transposed: Whether it is a transposed convolution.
+        groups: Number of groups.
+        stride: Per dimension of space.
+        passes: What is computed: "output", "input gradient", "weight gradient".
+    """
+
+    x: Tensor
+    weight: Tensor
+    y: Tensor
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    is_transposed: bool
+    groups: int
+    passes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], out: Any) -> Convolution:
+        """Read the arguments of an operator of `CONVOLVING`."""
+        if func is _aten.convolution.default:
+            x, weight, _, stride, _, dilation, is_transposed, _, groups = args
+            return cls(x, weight, out, tuple(stride), tuple(dilation), is_transposed, groups, ("output",))
+        y, x, weight, _, stride, _, dilation, is_transposed, _, groups, mask = args
+        passes = tuple(
+            each for each, is_asked in zip(("input gradient", "weight gradient"), mask, strict=False) if is_asked
+        )
+        return cls(x, weight, y, tuple(stride), tuple(dilation), is_transposed, groups, passes)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What cuDNN's choice depends on: convolutions of one kind take the same algorithm."""
+        layout = convolution_format(self.x, self.weight)
+        return self.x.shape, self.weight.shape, self.x.dtype, layout, *self[3:]
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of a copy of its tensors in another order of dimensions."""
+        return sum(each.numel() * each.element_size() for each in (self.x, self.weight, self.y))
+
+    @property
+    def suits_winograd(self) -> bool:
+        """Whether the kernel is 3x3 or smaller, and its positions are next to each other."""
+        return all(size <= 3 for size in self.weight.shape[2:]) and set(self.dilation) == {1}
+
+
+def trial_workspaces(convolution: Convolution, capability: tuple[int, int]) -> tuple[int, ...]:
+    """Return the largest workspace that cuDNN's algorithms ask for when it times them, one for each pass.
+
+    Tensor cores work in channels-last order: what lies otherwise is copied, in the backward passes (in the forward, no
+    record shows it). Without tensor cores, non-fused Winograd of 3x3 kernels takes the most. Both follow from recorded
+    runs with ``cudnn.benchmark``: `docs/virtual-gpu-proof.md`.
+    """
+    x, weight, y = convolution.x, convolution.weight, convolution.y
+    if convolution.groups != 1 or convolution.is_transposed:
+        return ()
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    has_tensor_cores = capability >= (7, 0) if is_half else capability >= (8, 0) and torch.backends.cudnn.allow_tf32
+    if has_tensor_cores:
+        is_last = convolution_format(x, weight) is not torch.contiguous_format
+        backward = [each for each in convolution.passes if each != "output"]
+        return () if is_last else (convolution.copies_bytes,) * len(backward)
+    if x.dtype is not torch.float32 or weight.shape[2:] != (3, 3):
+        return ()
+    if not convolution.suits_winograd or set(convolution.stride) != {1}:
+        return ()
+    tiles = x.shape[0] * math.prod(math.ceil(size / _TILE) for size in y.shape[2:])
+    inputs, outputs = x.shape[1], y.shape[1]
+    numbers = (_TILE + 2) ** 2 * (tiles * (inputs + outputs) + inputs * outputs)
+    return (numbers * _FLOAT,) * len(convolution.passes)
+
+
 def convolution_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     """Return the most scratch memory that a known algorithm uses; zero if this is not a convolution.
 
@@ -567,24 +662,20 @@ def convolution_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     """
     if func not in CONVOLVING:
         return 0
-    if func is _aten.convolution.default:
-        x, weight, y, dilation, transposed = args[0], args[1], out, args[5], args[6]
-    else:
-        y, x, weight, dilation, transposed = args[0], args[1], args[2], args[6], args[7]
+    convolution = Convolution.of(func, args, out)
+    x, weight, y = convolution.x, convolution.weight, convolution.y
     if not torch.backends.cudnn.enabled:
-        positions = x if transposed else y
-        column = weight.numel() // weight.shape[1 if transposed else 0]
+        positions = x if convolution.is_transposed else y
+        column = weight.numel() // weight.shape[1 if convolution.is_transposed else 0]
         return int(math.prod(positions.shape[2:]) * column * x.element_size())
-    copies = sum(tensor.numel() * tensor.element_size() for tensor in (x, weight, y))  # into channels-last order
-    methods = [copies]
-    is_small = all(size <= 3 for size in weight.shape[2:]) and set(dilation) == {1}
-    if torch.backends.cudnn.benchmark and is_small:
+    methods = [convolution.copies_bytes]  # into channels-last order
+    if torch.backends.cudnn.benchmark and convolution.suits_winograd:
         methods.append(_winograd(x, y))
     return int(_FIXED_BYTES + max(methods))
 
 
 def _winograd(x: Tensor, y: Tensor) -> int:
-    return int(_WINOGRAD * (x.numel() + y.numel()) * 4)  # transformed in float32
+    return int((_TILE + 2) ** 2 / _TILE**2 * (x.numel() + y.numel()) * 4)  # transformed in float32
 
 
 # ----------------------------------------------------------------------------------------------- tables
