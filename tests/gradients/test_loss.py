@@ -10,7 +10,7 @@ from torch import nn
 import memkit as mk
 from memkit._gradients.loss import read_loss
 from memkit.recipes.validation import rows_of_loss
-from tests.helpers import flat_gradient
+from tests.helpers import assert_refused, flat_gradient
 from tests.toys import classify, mean_square, out_of_memory, trainer_of
 
 SCALAR = torch.tensor(2.0)
@@ -94,8 +94,7 @@ class TestForms:
         ],
     )
     def test_what_is_refused(self, wrong, error, text):
-        with pytest.raises(error, match=text):
-            mk.Loss(**wrong)
+        assert_refused(lambda: mk.Loss(**wrong), error, text)
 
     def test_arguments_are_named(self):
         """A second positional argument would be a count or a metric: that is what tuples were."""
@@ -167,8 +166,7 @@ class TestOtherReturnValuesAreRefused:
     def test_in_a_split_loss(self, name):
         loss_fn, error, text = returning(name)
         split = mk.SplitLoss(make_model(), num_microbatches=2)
-        with pytest.raises(error, match=r"SplitLoss.*" + text):
-            split(make_batch(), loss_fn)
+        assert_refused(lambda: split(make_batch(), loss_fn), error, r"SplitLoss.*" + text)
         with torch.no_grad(), pytest.raises(error, match=r"SplitLoss.*" + text):
             split(make_batch(), loss_fn)
 
@@ -179,8 +177,7 @@ class TestOtherReturnValuesAreRefused:
 
     def test_in_an_estimate(self, name):
         loss_fn, error, text = returning(name)
-        with pytest.raises(error, match=text):
-            mk.estimate_memory_usage(make_model(), make_batch(), loss_fn)
+        assert_refused(lambda: mk.estimate_memory_usage(make_model(), make_batch(), loss_fn), error, text)
 
 
 @pytest.mark.parametrize("name", ["loss and accuracy", "loss and count"])
@@ -216,8 +213,7 @@ class TestPlannersRefuseThemToo:
 
         net = Net()
         net, _ = Fabric(accelerator="cpu", devices=1).setup(net, net.configure_optimizers())
-        with pytest.raises(error, match=text):
-            net.training_step(make_batch(), 0)
+        assert_refused(lambda: net.training_step(make_batch(), 0), error, text)
 
 
 def gradient_of(loss_fn, batch, steps):

@@ -22,6 +22,7 @@ from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from tests.helpers import assert_refused
 
 
 class Model(nn.Module):
@@ -243,8 +244,7 @@ def test_the_wrapper_in_the_middle_of_a_batch(tmp_path):
             with attempt as micro:
                 trainer.backward(trainer.model(micro).square().mean())
             if attempt.is_check:
-                with pytest.raises(StateError, match="during the split check"):
-                    trainer.state_dict()
+                assert_refused(lambda: trainer.state_dict(), StateError, "during the split check")
                 continue
             num_done += 1
             after(num_done)
@@ -355,11 +355,9 @@ def test_other_values_are_refused_by_name_before_anything_is_written(tmp_path, v
 
 def test_objects_without_a_state_are_refused(tmp_path):
     manager = TrainingStateManager(tmp_path)
-    with pytest.raises(InputTypeError, match=r"save\(history=\.\.\.\): got list"):
-        manager.save(0, history=[1])
+    assert_refused(lambda: manager.save(0, history=[1]), InputTypeError, r"save\(history=\.\.\.\): got list")
     manager.save(0, holder=Holder(1))
-    with pytest.raises(InputTypeError, match=r"restore\(holder=\.\.\.\): got int"):
-        manager.restore(holder=1)
+    assert_refused(lambda: manager.restore(holder=1), InputTypeError, r"restore\(holder=\.\.\.\): got int")
 
 
 def test_names_and_kinds_are_compared(tmp_path):
@@ -387,8 +385,7 @@ def test_a_save_within_a_save_is_refused(tmp_path):
         def state_dict(self):
             manager.save(1)
 
-    with pytest.raises(StateError, match="while this manager saves"):
-        manager.save(0, nested=Nested())
+    assert_refused(lambda: manager.save(0, nested=Nested()), StateError, "while this manager saves")
     manager.save(2, holder=Holder(1))  # and nothing is stuck
     assert manager.steps == (2,)
 

@@ -18,7 +18,7 @@ from memkit.recipes.order import ResumableBatchSampler
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
-from tests.helpers import assert_same, gradients
+from tests.helpers import assert_refused, assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.recipes.stateforge import forge, gadgets
 
@@ -135,8 +135,7 @@ def refuse_on_one_rank(rank, folder):
         (saved.path / ".metadata").write_bytes(gadgets(canary)["protocol 4"])
         forge(saved.path)
     dist.barrier()
-    with pytest.raises(FileFormatError, match="pickle"):
-        manager.restore(1, model=training.model)
+    assert_refused(lambda: manager.restore(1, model=training.model), FileFormatError, "pickle")
     assert not canary.exists()
     assert all(bool((each.full_tensor() == 7.0).all()) for each in training.model.parameters())
 
@@ -177,8 +176,7 @@ def fill_up(path, write):
 def worker(rank, folder):
     early = ResumableBatchSampler(8, 2)
     join(rank, folder)
-    with pytest.raises(ConfigError, match="2 processes without num_replicas"):
-        next(iter(early))
+    assert_refused(lambda: next(iter(early)), ConfigError, "2 processes without num_replicas")
     batches_for_whom(rank)
     stop_and_go_on(rank, f"{folder}/replicated", Replicated)
     stop_and_go_on(rank, f"{folder}/sharded", Sharded)

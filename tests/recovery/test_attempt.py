@@ -21,6 +21,7 @@ from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryErr
 from memkit._recovery import attempt, errors
 from memkit._recovery.attempt import recover_from_oom
 from memkit._recovery.errors import OomVerdict, classify_oom, is_out_of_memory
+from tests.helpers import assert_refused
 
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "tests" / "data" / "oom_corpus.json").read_text())
@@ -273,8 +274,7 @@ def test_an_int_is_halved_down_to_one(start):
         tried.append(size)
         raise MemoryError
 
-    with pytest.raises(MemkitOutOfMemoryError):
-        _without_release(fn, start)
+    assert_refused(lambda: _without_release(fn, start), MemkitOutOfMemoryError)
     assert len(tried) == start.bit_length()
     assert tried[0] == start
     assert tried[-1] == 1
@@ -306,9 +306,7 @@ def test_when_nothing_fits_the_error_says_so_and_counts_as_out_of_memory():
     def fn(size):
         raise RuntimeError(CPU_OOM + "\nsecond line")
 
-    with pytest.raises(MemkitOutOfMemoryError) as caught:
-        recover_from_oom(fn, [8, 2])
-    error = caught.value
+    error = assert_refused(lambda: recover_from_oom(fn, [8, 2]), MemkitOutOfMemoryError)
     assert error.__context__ is None
     assert str(error) == (
         "recover_from_oom(fn, sizes): got out of memory at every size: 8, 2; the last error was "
@@ -354,8 +352,7 @@ def test_each_failure_is_logged(caplog):
 )
 def test_wrong_sizes_are_refused_before_the_first_call(sizes, error, text):
     tried = []
-    with pytest.raises(error, match=text):
-        recover_from_oom(tried.append, sizes)
+    assert_refused(lambda: recover_from_oom(tried.append, sizes), error, text)
     assert tried == []
 
 

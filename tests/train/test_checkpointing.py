@@ -246,8 +246,7 @@ class TestMapping:
         ],
     )
     def test_refused(self, choice, message):
-        with pytest.raises(mk.errors.ConfigError, match=message):
-            self.choose(choice)
+        assert_refused(lambda: self.choose(choice), mk.errors.ConfigError, message)
 
     def test_a_block_that_is_treated_otherwise_already(self):
         model = mlp_blocks()

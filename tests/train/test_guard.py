@@ -11,7 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 from tests.toys import mean_square, out_of_memory
 from tests.train.faults import FailingOperator, Short
 
@@ -113,8 +113,7 @@ def test_no_file_stays(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     _, optimizer = make()
     Foreign.failures = 2
-    with pytest.raises(mk.MemkitOutOfMemoryError):
-        StepGuard([optimizer]).run(lambda: step(optimizer))
+    assert_refused(lambda: StepGuard([optimizer]).run(lambda: step(optimizer)), mk.MemkitOutOfMemoryError)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,8 +129,7 @@ def test_a_loss_scaler_goes_on_after_a_failed_step(num_optimizers, num_failures)
         Foreign.failures = failures
         accumulator.backward(sum(model(torch.ones(1, 2)).sum() for model in models))
         if failures == 2:
-            with pytest.raises(mk.MemkitOutOfMemoryError):
-                accumulator.step()
+            assert_refused(lambda: accumulator.step(), mk.MemkitOutOfMemoryError)
         else:
             assert accumulator.step() is True
     assert scaler.get_scale() == 4.0
@@ -278,8 +276,7 @@ class TestStepHooks:
         optimizer.register_step_post_hook(lambda *_: calls.append("average"))
 
         handle = optimizer.register_step_post_hook(out_of_memory)
-        with pytest.raises(mk.MemkitOutOfMemoryError, match=r"in a step hook.*parameters are stepped"):
-            self.step(trainer)
+        assert_refused(lambda: self.step(trainer), mk.MemkitOutOfMemoryError, r"in a step hook.*parameters are stepped")
         assert calls == ["average"]
         assert trainer.num_steps == 1
         assert not torch.equal(model.weight, before)
@@ -292,8 +289,7 @@ class TestStepHooks:
         before = model.weight.detach().clone()
 
         optimizer.register_step_pre_hook(out_of_memory)
-        with pytest.raises(mk.MemkitOutOfMemoryError, match="as they were before the step"):
-            self.step(trainer)
+        assert_refused(lambda: self.step(trainer), mk.MemkitOutOfMemoryError, "as they were before the step")
         assert trainer.num_steps == 0
         assert torch.equal(model.weight, before)
 

@@ -457,8 +457,7 @@ class TestMisuse:
         attempts = trainer.microbatches(next(batches()))
         with next(attempts) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match="a batch with unfinished micro-batches"):
-            trainer.step()
+        assert_refused(lambda: trainer.step(), StateError, "a batch with unfinished micro-batches")
         attempts.close()
         assert trainer.train_step(next(batches()), row_loss).stepped
 
@@ -467,8 +466,7 @@ class TestMisuse:
         old = trainer.microbatches(next(batches()))
         with next(old) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match="a new batch before step"):
-            next(trainer.microbatches(next(batches())))
+        assert_refused(lambda: next(trainer.microbatches(next(batches()))), StateError, "a new batch before step")
         old.close()
         attempts = trainer.microbatches(next(batches()))
         with next(attempts) as micro:
@@ -485,8 +483,7 @@ class TestMisuse:
 
     def test_a_constructor_that_fails_leaves_the_model_alone(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        with pytest.raises(ConfigError, match="typo"):
-            trainer_of(model, precision="bf16-true", checkpoint=["typo"])
+        assert_refused(lambda: trainer_of(model, precision="bf16-true", checkpoint=["typo"]), ConfigError, "typo")
         with pytest.raises(ConfigError, match="LBFGS"):
             mk.MemoryEfficientTrainingWrapper(model, torch.optim.LBFGS(model.parameters()), checkpoint=["0"])
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -504,8 +501,7 @@ class TestMisuse:
         for attempt in trainer.microbatches(next(batches())):
             with attempt as micro:
                 trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match=r"call trainer\.step\(\)"):
-            next(trainer.microbatches(next(batches())))
+        assert_refused(lambda: next(trainer.microbatches(next(batches()))), StateError, r"call trainer\.step\(\)")
 
     def test_another_error_loses_the_step_and_nothing_else(self):
         model, _, trainer = make(accumulation_steps=2)
