@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -225,6 +224,6 @@ def save_after_training(rank, folder):
 @pytest.mark.slow
 def test_shards_of_two_ranks_go_on_in_one(tmp_path):
     spawn(save_after_training, tmp_path)
-    mp.spawn(one_rank, args=(str(tmp_path),), nprocs=1)
+    spawn(one_rank, tmp_path, num_ranks=1)
     one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
     assert_same(one, two)

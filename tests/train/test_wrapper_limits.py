@@ -14,7 +14,7 @@ HEADROOMS = {"mlp": [20, 24, 32, 40, 48, 56, 64], "conv": [14, 16, 18, 20, 22, 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Requires: [Linux]")
-@pytest.mark.parametrize("headrooms", [slice(1, None, 3), pytest.param(slice(None), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("headrooms", [slice(3, 4), pytest.param(slice(None), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HEADROOMS)
 def test_survives_and_equals_the_undisturbed_run(name, headrooms):
     chosen = HEADROOMS[name][headrooms]
