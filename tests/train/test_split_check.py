@@ -199,9 +199,10 @@ OWN = {
     "InfoNCE over batch norm": (lambda: Gram(nn.BatchNorm1d(8)), views, info_nce, "encoder.1"),
 }
 MODULES = {name: modules for name, (_, _, _, *modules) in OWN.items() if modules} | {
-    **{f"BatchNorm{kind}": ["traits.0.norm"] for kind in ("", "OverAll", "NoStats", "AndDropout")},
+    **{f"BatchNorm{kind}": ["traits.0.layer"] for kind in ("", "OverAll")},
     **{name: ["traits.0"] for name in ("BatchNormFunctional", "RunningNorm", "RunningNormByData")},
-    "class_weights, BatchNorm": ["traits.0.norm"],
+    **{f"BatchNorm{kind}": ["traits.0.norm"] for kind in ("NoStats", "AndDropout")},
+    "class_weights, BatchNorm": ["traits.0.layer"],
 }
 # What of the loss is at fault, and losses and traits of the grammar that are so.
 AT_FAULT = {

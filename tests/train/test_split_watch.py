@@ -136,6 +136,7 @@ def test_nothing_is_trained_by_a_step_that_is_refused(way):
     before = [each.detach().clone() for each in model.parameters()]
     assert_refused(lambda: way(model)(X, info_nce), mk.errors.ConfigError)
     assert_same(list(model.parameters()), before)
+    assert all(each.grad is None for each in model.parameters())
     assert messages(way(model), [(X, square)]) == []
 
 
