@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,14 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
 def flat_gradient(module: nn.Module) -> Tensor:
     """The gradients of a module as one vector, without the parameters that have none."""
     return torch.cat([each.flatten() for each in gradients(module) if each is not None])
+
+
+def gradient_of(loss: Tensor, module: nn.Module, *, flat: bool = False) -> Any:
+    """The gradients of a loss, as a list or as one vector; the module has none afterwards."""
+    loss.backward()
+    found = flat_gradient(module) if flat else gradients(module)
+    module.zero_grad()
+    return found
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
