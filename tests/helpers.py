@@ -88,7 +88,16 @@ def warm_peak_bytes(step: Callable[[], object], *leaves: Tensor) -> int:
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code, which may be indented, in a Python of its own; it must end without an error."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return _run("-c", textwrap.dedent(code), *arguments, **environment)
+
+
+def run_module(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in the same way."""
+    return _run("-m", name, *arguments, **environment)
+
+
+def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
     )

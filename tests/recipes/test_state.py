@@ -175,35 +175,6 @@ def test_values_wider_than_their_parameters_stay_wide(tmp_path):
     assert resumed.optimizer.state_dict()["state"][0]["master"].dtype == torch.float32
 
 
-SCHEDULERS = [
-    lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
-    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
-    lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    lambda o: lr_scheduler.ReduceLROnPlateau(o),
-    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.CosineAnnealingLR(o, 5)], [2]),
-    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
-]
-
-
-@pytest.mark.parametrize("make", SCHEDULERS)
-def test_schedules(tmp_path, make):
-    def start():
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        return optimizer, make(optimizer)
-
-    def go(optimizer, scheduler):
-        optimizer.step()
-        scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
-        return optimizer.param_groups[0]["lr"]
-
-    (optimizer, scheduler), manager = start(), TrainingStateManager(tmp_path)
-    go(optimizer, scheduler)
-    manager.save(1, optimizer=optimizer, scheduler=scheduler)
-    again = start()
-    manager.restore(optimizer=again[0], scheduler=again[1])
-    assert [go(*again) for _ in range(4)] == [go(optimizer, scheduler) for _ in range(4)]
-
-
 def test_a_plain_loop_in_the_middle_of_its_group(tmp_path):
     """Without an accumulator the group's gradient lies in ``.grad``, which no state_dict has."""
 

@@ -120,21 +120,12 @@ def test_other_parameters_are_refused(tmp_path, name):
 def test_without_the_model_shapes_and_dtypes_are_compared(tmp_path):
     model = make_model()
     manager = saved(tmp_path, optimizer=stepped(model, OPTIMIZERS["Adam"]))
-    check_refused(
-        manager,
-        r"parameter 0 of shape \(8, 5\), here \(9, 5\)",
-        optimizer=OPTIMIZERS["Adam"](make_model(width=9).parameters()),
-    )
-    check_refused(
-        manager,
-        r"parameter 0 in torch\.float32, here torch\.float16",
-        optimizer=OPTIMIZERS["Adam"](make_model(dtype=torch.float16).parameters()),
-    )
-    check_refused(
-        manager,
-        r"parameter 0 in torch\.float32, here torch\.float64",
-        optimizer=OPTIMIZERS["Adam"](make_model(dtype=torch.float64).parameters()),
-    )
+    for settings, match in (
+        ({"width": 9}, r"parameter 0 of shape \(8, 5\), here \(9, 5\)"),
+        ({"dtype": torch.float16}, r"parameter 0 in torch\.float32, here torch\.float16"),
+        ({"dtype": torch.float64}, r"parameter 0 in torch\.float32, here torch\.float64"),
+    ):
+        check_refused(manager, match, optimizer=OPTIMIZERS["Adam"](make_model(**settings).parameters()))
     assert manager.restore(optimizer=OPTIMIZERS["Adam"](make_model().parameters())) == 7
 
 
@@ -347,12 +338,24 @@ SCHEDULES = {
 
 def make_schedule(name, *, num_groups=1, steps=0):
     groups = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(num_groups)]
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    scheduler = SCHEDULES[name](optimizer)
+    scheduler = SCHEDULES[name](torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     for _ in range(steps):
-        optimizer.step()
-        scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
+        next_rate(scheduler)
     return scheduler
+
+
+def next_rate(scheduler):
+    scheduler.optimizer.step()
+    scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+    return scheduler.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on(tmp_path, name):
+    schedule, again = make_schedule(name, steps=1), make_schedule(name)
+    manager = saved(tmp_path, optimizer=schedule.optimizer, scheduler=schedule)
+    manager.restore(optimizer=again.optimizer, scheduler=again)
+    assert [next_rate(again) for _ in range(4)] == [next_rate(schedule) for _ in range(4)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

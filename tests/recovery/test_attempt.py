@@ -4,10 +4,8 @@ import gc
 import itertools
 import json
 import logging
-import os
 import pickle
 import pydoc
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -21,7 +19,7 @@ from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryErr
 from memkit._recovery import attempt, errors
 from memkit._recovery.attempt import recover_from_oom
 from memkit._recovery.errors import OomVerdict, classify_oom, is_out_of_memory
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, run_python
 
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "tests" / "data" / "oom_corpus.json").read_text())
@@ -385,17 +383,9 @@ def report(fn):
 def run_child(code):
     if not Path("/proc/self/status").exists():
         pytest.skip("RLIMIT_DATA and /proc are Linux")
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
-        # Every large block is its own mapping, given back when freed; two threads keep oneDNN's scratch small.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    # Every large block is its own mapping, given back when freed; two threads keep oneDNN's scratch small.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "1048576", "OMP_NUM_THREADS": "2"}
+    return run_python(PREAMBLE + textwrap.dedent(code), **settings).stdout.strip()
 
 
 LIVE = {

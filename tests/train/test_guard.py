@@ -1,7 +1,5 @@
 """The guard of steps: no room for its files or for the step, and optimizers of other people."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +9,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import assert_refused, assert_same, run_python
 from tests.toys import mean_square, out_of_memory
 from tests.train.faults import FailingOperator, Short
 
@@ -184,14 +182,7 @@ attempt()
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set as Linux does")
 def test_a_later_step_without_room_for_its_temporary_results_leaves_all_as_it_was():
     """The state is there by then; without asking for room first, a foreach step fails between its operators."""
-    done = subprocess.run(
-        [sys.executable, "-c", SHORT_OF_MEMORY],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    watched, unwatched = done.stdout.splitlines()
+    watched, unwatched = run_python(SHORT_OF_MEMORY, MALLOC_MMAP_THRESHOLD_="65536").stdout.splitlines()
     assert watched.startswith("as before | ")
     assert "as they were before" in watched
     assert unwatched.startswith("half done | ")

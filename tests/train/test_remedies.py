@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -13,10 +10,9 @@ import torch
 from torch import nn
 
 import memkit as mk
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import assert_refused, assert_same, run_module
 from tests.toys import mean_square, out_of_memory, trainer_of
 
-ROOT = Path(__file__).parents[2]
 X = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -299,10 +295,8 @@ def test_split_loss_too(plain):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set as Linux does")
 def test_a_unet_with_batch_normalization_inside_real_limits():
     """Blocks run again; these and the disk; where nothing suffices, a refusal, or another result for who wants that."""
-    command = [sys.executable, "-m", "tests.train.unet_child", "36", "21", "15"]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # a limit means what it says
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    # A limit means what it says.
+    done = run_module("tests.train.unet_child", 36, 21, 15, MALLOC_MMAP_THRESHOLD_="65536")
     recomputed, moved, refused = map(json.loads, done.stdout.splitlines())
     for row in (recomputed, moved):
         assert row["plain_dies"]
