@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ def spawn(worker: Callable[..., None], folder: Path, *args: object, num_ranks: i
 def join(rank: int, folder: object, timeout_s: int = 60, num_ranks: int = 2) -> None:
     """What a worker does first."""
     torch.set_num_threads(1)
+    gc.freeze()  # a post-mortem looks at all objects: those of the imports are not of interest
     timeout = dt.timedelta(seconds=timeout_s)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timeout

@@ -462,9 +462,9 @@ def test_ambiguous_message_without_pressure_is_not_recognized():
 def test_real_training_step_recovers_at_a_smaller_size():
     output = run_child("""
         torch.set_num_threads(2)
-        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())]
         model = torch.nn.Sequential(*layers)
-        rows = torch.randn(256 * 64, 1024)
+        rows = torch.randn(256 * 64, 512)
 
         def step(size):
             model.zero_grad(set_to_none=True)
@@ -473,7 +473,7 @@ def test_real_training_step_recovers_at_a_smaller_size():
             return size, float(loss.detach())
 
         step(1)
-        limit(400 * MIB)
+        limit(200 * MIB)
         size, loss = recover_from_oom(step, 256)
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         print(size, loss == step(size)[1], model[0].weight.grad is not None)
