@@ -20,9 +20,11 @@ def model():
     return nn.Linear(3, 1).double()
 
 
-def test_a_parameter_of_another_module_is_found_at_a_later_batch_too(model):
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_parameter_of_another_module_is_found_at_any_batch(model, num_before):
     split, criterion = mk.SplitLoss(model, num_microbatches=2), nn.Linear(1, 1).double()
-    split((X, Y), square_error).backward()
+    for _ in range(num_before):
+        split((X, Y), square_error).backward()
     with pytest.raises(mk.errors.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
         split((X, Y), lambda model, batch: F.mse_loss(criterion(model(batch[0])), batch[1]))
 
