@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,14 @@ def flat_gradient(module: nn.Module) -> Tensor:
     return torch.cat([each.flatten() for each in gradients(module) if each is not None])
 
 
+def gradient_of(loss: Tensor, module: nn.Module, *, flat: bool = False) -> Any:
+    """The gradients of a loss, as a list or as one vector; the module has none afterwards."""
+    loss.backward()
+    found = flat_gradient(module) if flat else gradients(module)
+    module.zero_grad()
+    return found
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Norm of the difference over the norm of the expected value."""
     return ((got - want).norm() / want.norm()).item()
@@ -79,7 +88,16 @@ def warm_peak_bytes(step: Callable[[], object], *leaves: Tensor) -> int:
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code, which may be indented, in a Python of its own; it must end without an error."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return _run("-c", textwrap.dedent(code), *arguments, **environment)
+
+
+def run_module(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in the same way."""
+    return _run("-m", name, *arguments, **environment)
+
+
+def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
     )

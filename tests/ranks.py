@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +13,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
-def spawn(worker: Callable[[int, str], None], folder: Path) -> None:
-    """Run the worker as rank 0 and 1; an error in one of them is an error here."""
-    # Threads of the parent do not survive in a forked child, so the children start afresh.
-    mp.spawn(worker, args=(str(folder),), nprocs=2)
+# Threads of the parent do not survive in a forked child, so children are forks of a process that has only imported.
+mp.set_forkserver_preload(["torch.distributed.fsdp", "memkit.train.wrapper"])
 
 
-def join(rank: int, folder: str, timeout_s: int = 60) -> None:
+def spawn(worker: Callable[..., None], folder: Path, *args: object, num_ranks: int = 2) -> None:
+    """Run the worker as each rank; an error in one of them is an error here."""
+    mp.start_processes(worker, (str(folder), *args), num_ranks, start_method="forkserver")
+
+
+def join(rank: int, folder: object, timeout_s: int = 60, num_ranks: int = 2) -> None:
     """What a worker does first."""
     torch.set_num_threads(1)
+    gc.freeze()  # a post-mortem looks at all objects: those of the imports are not of interest
     timeout = dt.timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timeout
+    )
 
 
 def leave() -> NoReturn:

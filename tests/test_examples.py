@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import run_module
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[!_]*.py"))  # the others hold data of several
 LADDER = [path for path in EXAMPLES if path.name[0].isdigit()]
@@ -90,9 +92,7 @@ def test_the_ladder_trains_as_plain_pytorch_does(printed):
 @pytest.mark.slow
 def test_exact_accumulation_shows_what_its_page_says():
     """The table of docs/explain: an error near 1e-16 for memkit, large for the usual loop, 0.75 in the last group."""
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.exact_accumulation"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_module("examples.exact_accumulation")
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
     usual, exact = rows["usual: loss / steps"], rows["memkit"]
     # The text is a source file of this Python: another patch release has another argparse.py.

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 from memkit._charts.axes import linear_ticks, log_ticks, short_number, shown_levels, x_axis, y_axis
 from memkit._charts.charts import Curve, Lines
 from memkit._core.errors import InputError
+from tests.helpers import assert_refused
 
 GIB = 2**30
 
@@ -92,5 +93,4 @@ def test_few_points_are_their_own_ticks():
     ],
 )
 def test_a_chart_that_cannot_be_drawn_is_refused(curves, scale, message):
-    with pytest.raises(InputError, match=f"^the chart 'peaks'.*{message}"):
-        Lines(curves, "n", "peaks", scale=scale)
+    assert_refused(lambda: Lines(curves, "n", "peaks", scale=scale), InputError, f"^the chart 'peaks'.*{message}")

@@ -13,6 +13,7 @@ from memkit._core.errors import InputError
 from memkit._recovery.snapshot import RandomNumbers
 from memkit.chunk.map import chunked_map
 from memkit.chunk.tiled import tiled_apply
+from tests.helpers import assert_refused
 from tests.toys import mlp
 
 F64 = {"rtol": 1e-12, "atol": 1e-12}
@@ -142,12 +143,10 @@ def test_whole_numbers_of_other_libraries_are_numbers(number):
 
 def test_wrong_rows_are_refused():
     x = torch.randn(10, 3)
-    with pytest.raises(InputError, match=r"shapes \(10, 3\), \(9, 3\)"):
-        chunked_map(torch.add, x, x[:9], chunk_size=4)
+    assert_refused(lambda: chunked_map(torch.add, x, x[:9], chunk_size=4), InputError, r"shapes \(10, 3\), \(9, 3\)")
     with pytest.raises(InputError, match=r"\(\).*functools\.partial"):
         chunked_map(torch.add, x, torch.tensor(1.0), chunk_size=4)
-    with pytest.raises(InputError, match="no tensor"):
-        chunked_map(torch.add, 1, 2, chunk_size=4)
+    assert_refused(lambda: chunked_map(torch.add, 1, 2, chunk_size=4), InputError, "no tensor")
 
 
 def test_reducing_functions_are_refused():

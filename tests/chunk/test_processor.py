@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import memkit as mk
 from memkit._core.units import parse_bytes
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 
 MIB = 1 << 20
 NUM_ROWS, NUM_NODES = 20_000, 1000
@@ -243,9 +243,8 @@ def test_the_budget_that_the_refusal_names_is_what_is_needed(grad):
     fn = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 1, 3, padding=1))
     volume = torch.randn(3, 1, 16, 16, 16, requires_grad=grad)
     with torch.set_grad_enabled(grad):
-        with pytest.raises(mk.errors.ConfigError) as refused:
-            mk.ChunkedProcessor(fn, memory_budget="10kB")(volume)
-        needed = refused.value.fix.rpartition("at least ")[2].rstrip(".")
+        refused = assert_refused(lambda: mk.ChunkedProcessor(fn, memory_budget="10kB")(volume), mk.errors.ConfigError)
+        needed = refused.fix.rpartition("at least ")[2].rstrip(".")
         proc = mk.ChunkedProcessor(fn, memory_budget=needed)
         torch.testing.assert_close(proc(volume), fn(volume))
         assert proc.plan(volume).predicted_peak_bytes <= parse_bytes(needed)

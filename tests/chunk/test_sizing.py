@@ -7,6 +7,7 @@ from hypothesis import example, given, strategies as st
 
 import memkit as mk
 from memkit.chunk.sizing import Measurement, Sizer
+from tests.helpers import assert_refused
 
 MIB = 1 << 20
 
@@ -103,9 +104,8 @@ def test_a_budget_for_not_even_one_row_is_refused():
 
 def test_the_way_out_of_the_refusal_works():
     problem = Problem(100, backward=5000, held=(0, 1000))
-    with pytest.raises(mk.errors.ConfigError) as refused:
-        Sizer(5000).plan(problem)
-    assert Sizer(str(refused.value).rsplit("at least ", 1)[1].rstrip(".")).plan(problem).chunk_size >= 1
+    refused = assert_refused(lambda: Sizer(5000).plan(problem), mk.errors.ConfigError)
+    assert Sizer(str(refused).rsplit("at least ", 1)[1].rstrip(".")).plan(problem).chunk_size >= 1
 
 
 def test_what_was_measured_serves_other_numbers_of_rows_of_the_kind_and_no_other_kind():
@@ -179,5 +179,4 @@ def test_a_budget_that_is_none_is_named_with_its_call(budget, error):
 def test_a_budget_needs_a_size_to_choose():
     with pytest.raises(mk.errors.ConfigError, match=r"memory_budget='1MiB' with chunk_size=16.*omit chunk_size"):
         mk.ChunkedProcessor(abs, chunk_size=16, memory_budget="1MiB")
-    with pytest.raises(mk.errors.ConfigError, match="budget"):
-        mk.ChunkedProcessor(abs, memory_budget=0)
+    assert_refused(lambda: mk.ChunkedProcessor(abs, memory_budget=0), mk.errors.ConfigError, "budget")

@@ -13,7 +13,7 @@ from memkit.chunk.halo import find_reach
 from memkit.chunk.tiled import tiled_apply
 from tests.allocations import trace_allocations
 from tests.chunk.nets import UNet, exact_nets, refused_nets, same
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 
 
 def gradients(y, inputs, upstream):
@@ -241,10 +241,8 @@ def test_sizes_of_numpy_are_sizes():
 
 def test_forms():
     x = torch.zeros(1, 1, 20, 20)
-    with pytest.raises(InputTypeError, match=r"an nn\.Module"):
-        tiled_apply(torch.relu, x, 8)
-    with pytest.raises(InputTypeError, match=r"\(B, C, \*spatial\)"):
-        tiled_apply(same(1, 2), x.long(), 8)
+    assert_refused(lambda: tiled_apply(torch.relu, x, 8), InputTypeError, r"an nn\.Module")
+    assert_refused(lambda: tiled_apply(same(1, 2), x.long(), 8), InputTypeError, r"\(B, C, \*spatial\)")
     with pytest.raises(InputTypeError, match=r"returns a Tensor of shape \(1, 144\)"):
         tiled_apply(nn.Sequential(same(1, 1), nn.Flatten()), x[..., :12, :12], 8)
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from memkit.cli.dryrun import render
 from memkit.predict.gpus import find_gpu, write_gpus
 from memkit.predict.usage import estimate_memory_usage
 from tests.cli.commands import assert_wrong_usage
+from tests.cli.forked import run
 from tests.helpers import assert_not_imported
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -51,6 +53,18 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="module")
+def server():
+    forkserver.ensure_running()  # with its own files where others have theirs
+
+
+@pytest.fixture
+def forked(server, folder, monkeypatch):
+    """The same, with a process that starts in a moment; a few tests start one as users do."""
+    monkeypatch.setattr("memkit.cli.dryrun.subprocess.run", run)
+    return folder
+
+
 def dryrun(capfd, *arguments):
     code = main(["dryrun", *arguments])
     out, err = capfd.readouterr()
@@ -79,7 +93,7 @@ def test_a_training_script(capfd):
     assert any(holder["source"].startswith("train.py:") for holder in estimate["holders"])
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_the_line_that_does_not_fit(capfd):
     code, out, _ = dryrun(capfd, "too_large.py", "--gpu", "T4")
     assert code == 1
@@ -91,7 +105,7 @@ def test_the_line_that_does_not_fit(capfd):
     assert {"memory of the card", "parameters", "total"} < {line[:28].rstrip() for line in lines}
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_recovers_fits_and_its_resets_hide_no_peak(capfd):
     code, out, _ = dryrun(capfd, "too_large.py", "--recover", "--gpu", "T4", "--json")
     assert code == 0
@@ -104,7 +118,7 @@ def test_a_script_that_recovers_fits_and_its_resets_hide_no_peak(capfd):
     assert report["estimate"]["peak_bytes"] > 8 * 1024 * MIB  # of the first try
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd, tmp_path_factory):
     cards = tmp_path_factory.mktemp("cards") / "own.json"
     write_gpus(cards, [replace(find_gpu("T4"), name="own card")])
@@ -127,7 +141,7 @@ def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd, tmp_path_factor
         ("selects", 3, ["at ends.py:17 in <module>: print(x[x > 0].sum())", "pass --selected-fraction 1.0"]),
     ],
 )
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_fails(capfd, ending, code, expected):
     found, out, _ = dryrun(capfd, "ends.py", ending, "--gpu", "T4")
     assert found == code
@@ -136,7 +150,7 @@ def test_a_script_that_fails(capfd, ending, code, expected):
         assert text in out
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_without_an_optimizer_a_step_is_a_backward_pass(capfd):
     code, out, _ = dryrun(capfd, "--gpu", "T4", "--steps", "5", "--json", "ends.py", "by hand")
     assert code == 0
@@ -145,7 +159,7 @@ def test_without_an_optimizer_a_step_is_a_backward_pass(capfd):
     assert report["estimate"]["guesses"] == []
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory_does_not_matter(capfd):
     code, out, err = dryrun(capfd, "guesses.py", "size", "--gpu", "T4", "--json")
     assert code == 3
@@ -162,14 +176,14 @@ def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_only_logs_and_keeps_the_best_fits(capfd):
     code, out, _ = dryrun(capfd, "guesses.py", "--gpu", "T4")
     assert code == 0
     assert "fits T4, assuming that 1 check of values passes" in out
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_steps_without_a_gradient_are_not_known(capfd):
     code, out, _ = dryrun(capfd, "guesses.py", "lost", "--gpu", "T4", "--steps", "1")
     assert code == 3
@@ -184,7 +198,7 @@ def test_steps_without_a_gradient_are_not_known(capfd):
         (["ends.py", "--gpu", "Apple 16GB"], "an NVIDIA GPU"),
     ],
 )
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_wrong_use_is_one_line(capfd, arguments, text):
     code, out, err = dryrun(capfd, *arguments)
     assert (code, out) == (2, "")
@@ -202,7 +216,7 @@ def test_wrong_use_is_one_line(capfd, arguments, text):
         ([], "required"),
     ],
 )
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_missing_options_are_wrong_usage(capsys, arguments, text):
     assert_wrong_usage(capsys, ["dryrun", *arguments], text)
 
@@ -245,7 +259,7 @@ def test_what_convolutions_may_take_inside_and_the_first_guesses_are_said():
 # ---------------------------------------------------------------------------------------------------- torchrun
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_script_for_torchrun_says_so_and_runs_as_the_first_rank(capfd):
     code, out, _ = dryrun(capfd, "ranks.py", "--gpu", "RTX 4090")
     assert code == 4
@@ -260,7 +274,7 @@ def test_a_script_for_torchrun_says_so_and_runs_as_the_first_rank(capfd):
     assert found["estimate"]["peak_bytes"] > 5 * weights  # DDP's buckets are there beside the gradients
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_shards_holds_its_share(capfd):
     code, out, _ = dryrun(capfd, "--nproc-per-node", "8", "ranks.py", "fsdp", "--gpu", "RTX 4090", "--json")
     assert code == 0
@@ -268,7 +282,7 @@ def test_a_script_that_shards_holds_its_share(capfd):
     assert parameters_bytes == pytest.approx(8 * (1024 * 1024 + 1024) * 4 / 8, rel=0.01)
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_starts_its_processes_runs_as_the_first_of_them(capfd):
     code, out, _ = dryrun(capfd, "spawns.py", "--gpu", "RTX 4090", "--json")
     assert code == 0
@@ -283,7 +297,7 @@ def test_a_script_that_starts_its_processes_runs_as_the_first_of_them(capfd):
         ("torch._six", "torch._six is no part of the installed torch: install the version"),
     ],
 )
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_a_missing_module_is_named_as_its_package(capfd, module, way):
     if module == "skimage" and importlib.util.find_spec(module):
         pytest.skip("scikit-image is installed")
@@ -292,7 +306,7 @@ def test_a_missing_module_is_named_as_its_package(capfd, module, way):
     assert re.search(way, out)
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_workers_that_are_started_anew_find_the_script(capfd):
     code, out, _ = dryrun(capfd, "spawned_workers.py", "--gpu", "T4", "--json")
     assert code == 0

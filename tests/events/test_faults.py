@@ -135,8 +135,7 @@ def assert_refused_briefly(path, text):
 def test_a_file_of_another_kind_is_refused(tmp_path, content):
     path = tmp_path / "log.jsonl"
     path.write_bytes(content)
-    with pytest.raises(FileFormatError, match=r"got line 1: .*; expected (the|a) header line"):
-        read_memory_events(path)
+    assert_refused(lambda: read_memory_events(path), FileFormatError, r"got line 1: .*; expected (the|a) header line")
 
 
 def test_an_endless_line_is_refused_without_holding_it(tmp_path, monkeypatch):

@@ -263,8 +263,7 @@ def test_a_file_that_is_no_log_is_left_alone(tmp_path, content):
 def test_a_line_that_no_reader_takes_is_not_written(tmp_path):
     path = tmp_path / "log.jsonl"
     with EventWriter(path, LogHeader.new()) as writer:
-        with pytest.raises(InputError, match=r"a line of \d{8} bytes"):
-            writer.write(Event("x" * 2**24))
+        assert_refused(lambda: writer.write(Event("x" * 2**24)), InputError, r"a line of \d{8} bytes")
         writer.write(Event("next"))
     assert [event.event for event in read_memory_events(path).events] == ["next"]
 

@@ -1,5 +1,6 @@
 """A loss says what it weighs: valid forms, forms that are refused everywhere, gradients, and further outputs."""
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit._gradients.loss import read_loss
 from memkit.recipes.validation import rows_of_loss
-from tests.helpers import flat_gradient
+from tests.helpers import assert_refused, flat_gradient
 from tests.toys import classify, mean_square, out_of_memory, trainer_of
 
 SCALAR = torch.tensor(2.0)
@@ -94,8 +95,7 @@ class TestForms:
         ],
     )
     def test_what_is_refused(self, wrong, error, text):
-        with pytest.raises(error, match=text):
-            mk.Loss(**wrong)
+        assert_refused(lambda: mk.Loss(**wrong), error, text)
 
     def test_arguments_are_named(self):
         """A second positional argument would be a count or a metric: that is what tuples were."""
@@ -150,74 +150,66 @@ def returning(name):
     return loss_fn, error, text
 
 
-@pytest.mark.parametrize("name", RETURNS)
-class TestOtherReturnValuesAreRefused:
-    """The same, with the line to write, wherever a loss function is called."""
-
-    def test_in_a_step(self, name):
-        loss_fn, error, text = returning(name)
-        model = make_model()
-        before = model.weight.detach().clone()
-        for settings in ({}, {"on_oom": "raise"}, {"accumulation_steps": 3}):
-            trainer = trainer_of(model, **settings)
-            with pytest.raises(error, match=r"loss_fn of trainer\.train_step: .*" + text):
-                trainer.train_step(make_batch(), loss_fn)
+def in_a_step(loss_fn, **settings):
+    model = make_model()
+    before = model.weight.detach().clone()
+    try:
+        trainer_of(model, **settings).train_step(make_batch(), loss_fn)
+    finally:
         assert torch.equal(model.weight, before)
 
-    def test_in_a_split_loss(self, name):
-        loss_fn, error, text = returning(name)
-        split = mk.SplitLoss(make_model(), num_microbatches=2)
-        with pytest.raises(error, match=r"SplitLoss.*" + text):
-            split(make_batch(), loss_fn)
-        with torch.no_grad(), pytest.raises(error, match=r"SplitLoss.*" + text):
-            split(make_batch(), loss_fn)
 
-    def test_in_a_validation(self, name):
-        loss_fn, error, text = returning(name)
-        with pytest.raises(error, match=r"loss_fn of a validation: .*" + text):
-            rows_of_loss(loss_fn)(make_model(), make_batch())
+def in_lightning(loss_fn):
+    pytest.importorskip("lightning", reason="an extra: pip install memkit[lightning]")
+    from lightning.fabric import Fabric
 
-    def test_in_an_estimate(self, name):
-        loss_fn, error, text = returning(name)
-        with pytest.raises(error, match=text):
-            mk.estimate_memory_usage(make_model(), make_batch(), loss_fn)
+    from memkit.integrations.lightning import MemoryEfficientModule
+
+    class Net(MemoryEfficientModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make_model()
+
+        def training_step(self, batch, batch_idx):
+            return loss_fn(self.net, batch)
+
+    net = Net()
+    net, _ = Fabric(accelerator="cpu", devices=1).setup(net, SGD(net.parameters(), lr=0.1))
+    net.training_step(make_batch(), 0)
 
 
-@pytest.mark.parametrize("name", ["loss and accuracy", "loss and count"])
-class TestPlannersRefuseThemToo:
-    def test_advice(self, name):
-        loss_fn, error, text = returning(name)
-        with pytest.raises(error, match=text):
-            mk.advise(make_model(), make_batch(), loss_fn, optimizer="sgd", target="cpu")
+STEP = r"loss_fn of trainer\.train_step: .*"
+OF_ONE_LOSS = {  # where a loss function is called, and how the error calls it
+    "step": (in_a_step, STEP),
+    "step that raises": (lambda loss_fn: in_a_step(loss_fn, on_oom="raise"), STEP),
+    "step in parts": (lambda loss_fn: in_a_step(loss_fn, accumulation_steps=3), STEP),
+    "split loss": (
+        lambda loss_fn: mk.SplitLoss(make_model(), num_microbatches=2)(make_batch(), loss_fn),
+        "SplitLoss.*",
+    ),
+    "split loss without gradients": (
+        torch.no_grad()(lambda loss_fn: mk.SplitLoss(make_model())(make_batch(), loss_fn)),
+        "SplitLoss.*",
+    ),
+    "validation": (lambda loss_fn: rows_of_loss(loss_fn)(make_model(), make_batch()), "loss_fn of a validation: .*"),
+    "estimate": (lambda loss_fn: mk.estimate_memory_usage(make_model(), make_batch(), loss_fn), ""),
+}
+PLAN = {"optimizer": "sgd", "target": "cpu"}
+OF_A_PLAN = {
+    "advice": (lambda loss_fn: mk.advise(make_model(), make_batch(), loss_fn, **PLAN), ""),
+    "plan": (lambda loss_fn: mk.plan_training(make_model(), make_batch(), loss_fn, budget="1GiB", **PLAN), ""),
+    "lightning": (in_lightning, ""),
+}
 
-    def test_a_plan(self, name):
-        loss_fn, error, text = returning(name)
-        with pytest.raises(error, match=text):
-            mk.plan_training(make_model(), make_batch(), loss_fn, optimizer="sgd", budget="1GiB", target="cpu")
 
-    def test_lightning(self, name):
-        pytest.importorskip("lightning", reason="an extra: pip install memkit[lightning]")
-        from lightning.fabric import Fabric
-
-        from memkit.integrations.lightning import MemoryEfficientModule
-
-        loss_fn, error, text = returning(name)
-
-        class Net(MemoryEfficientModule):
-            def __init__(self):
-                super().__init__()
-                self.net = make_model()
-
-            def training_step(self, batch, batch_idx):
-                return loss_fn(self.net, batch)
-
-            def configure_optimizers(self):
-                return SGD(self.parameters(), lr=0.1)
-
-        net = Net()
-        net, _ = Fabric(accelerator="cpu", devices=1).setup(net, net.configure_optimizers())
-        with pytest.raises(error, match=text):
-            net.training_step(make_batch(), 0)
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [*itertools.product(OF_ONE_LOSS, RETURNS), *itertools.product(OF_A_PLAN, ("loss and accuracy", "loss and count"))],
+)
+def test_other_return_values_are_refused_with_the_line_to_write_wherever_a_loss_is_called(where, name):
+    call, words = (OF_ONE_LOSS | OF_A_PLAN)[where]
+    loss_fn, error, text = returning(name)
+    assert_refused(lambda: call(loss_fn), error, words + text)
 
 
 def gradient_of(loss_fn, batch, steps):

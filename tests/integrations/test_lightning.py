@@ -8,9 +8,9 @@ import torch
 
 L = pytest.importorskip("lightning")
 
-
 import memkit as mk  # noqa: E402
 from memkit.integrations.lightning import MemoryCallback, MemoryEfficientModule  # noqa: E402
+from tests.helpers import assert_refused  # noqa: E402
 from tests.integrations.scripts import changed, num_changed_lines  # noqa: E402
 from tests.train.faults import FailingOperator  # noqa: E402
 
@@ -200,5 +200,4 @@ def test_a_resumed_run_knows_the_size_that_fits_and_ends_as_the_plain_one(tmp_pa
         runs.append((*run(script, resumed, ckpt_path=tmp_path / "first.ckpt"), resumed))
     assert first.sizes[0] == resumed.sizes[0] == (8, 8, 8, 8)
     assert_same(runs[0], *runs[1])
-    with pytest.raises(mk.errors.FileFormatError, match="got version 2"):
-        MemoryCallback().load_state_dict({"version": 2})
+    assert_refused(lambda: MemoryCallback().load_state_dict({"version": 2}), mk.errors.FileFormatError, "got version 2")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import memkit as mk  # noqa: E402
 from memkit.integrations.lightning import MemoryCallback, MemoryEfficientModule  # noqa: E402
+from tests.helpers import assert_refused  # noqa: E402
 from tests.integrations.test_lightning import QUIET, pytestmark  # noqa: E402, F401 - the same of Lightning's words
 
 X = torch.arange(16.0).reshape(8, 2) / 16
@@ -94,8 +95,7 @@ def test_outputs_beside_the_loss_are_put_together():
 )
 def test_outputs_that_do_not_go_together_are_refused(beside, got):
     module = Linear(lambda module, x: {"loss": mean_square(module, x), **beside(x)})
-    with pytest.raises(mk.errors.InputError, match=re.escape(got) + r".*self\.log"):
-        fit(module)
+    assert_refused(lambda: fit(module), mk.errors.InputError, re.escape(got) + r".*self\.log")
 
 
 def test_a_count_weighs_the_loss_and_none_skips_the_batch():
@@ -217,8 +217,7 @@ def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
     assert logged["memkit/num_microbatches"] == 3
     assert not any("bytes" in name for name in logged)  # nobody counts them on the CPU: unknown is not zero
     module.most_rows = 0
-    with pytest.raises(mk.MemkitOutOfMemoryError):
-        fit(module, MemoryCallback(memory, post_mortem=tmp_path))
+    assert_refused(lambda: fit(module, MemoryCallback(memory, post_mortem=tmp_path)), mk.MemkitOutOfMemoryError)
     memory.close()
     events = mk.report.read_memory_events(tmp_path / "log.jsonl").events
     assert [event.event for event in events] == ["step", "oom", "step_1", "step", "step_2", "out_of_memory", "step"]

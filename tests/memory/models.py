@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,76 +11,37 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.predict.steps import STEPS
+from tests.predict.truth import plain_step
 from tests.zoo import (
     Case,
+    Encoder,
     Mark,
     adamw,
     by_name,
-    foreach_adamw,
     fused_adamw,
     language_loss,
     momentum,
     no_mark,
     supervised,
+    tokens,
 )
 
 # ---------------------------------------------------------------------------------------------------- sequences
 
 
-class CausalBlock(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 4, dropout, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
-        )
+class Recomputed(Encoder):
+    """Each layer runs again in backward, and its dropout with it."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        y = self.norm1(x)
-        x = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
-        return x + self.mlp(self.norm2(x))
-
-
-class ByteModel(nn.Module):
-    """Reads bytes; the embedding is the output matrix as well."""
-
-    def __init__(self, width: int = 32, dropout: float = 0.1, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(CausalBlock(width, dropout) for _ in range(2))
-        self.head = nn.Linear(width, 256, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        for block in self.blocks:
-            x = checkpoint(block, x, mask, use_reentrant=False) if self.recompute else block(x, mask)
-        return self.head(x)
-
-
-def text_batches(num_rows: int = 4, length: int = 32) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Successive pieces of the source of the standard library's heapq."""
-    source = torch.frombuffer(bytearray(Path(heapq.__file__).read_bytes()), dtype=torch.uint8)
-    start = 0
-
-    def batch() -> tuple[Tensor, Tensor]:
-        nonlocal start
-        piece = source[start : start + num_rows * length + 1].long()
-        start += num_rows * length
-        return piece[:-1].view(num_rows, length), piece[1:].view(num_rows, length)
-
-    return batch
-
-
-def byte_model() -> Case:
-    return supervised(ByteModel(), text_batches(), language_loss, adamw)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=False)
+        return self.head(h)
 
 
 def recomputed_dropout() -> Case:
-    return supervised(ByteModel(recompute=True), text_batches(), language_loss, fused_adamw)
+    return supervised(Recomputed(dropout=0.1), tokens, language_loss, fused_adamw)
 
 
 class PackedGru(nn.Module):
@@ -175,36 +133,6 @@ def grouped_dilated() -> Case:
     )
 
 
-class Spectral(nn.Module):
-    """A Fourier layer: the lowest frequencies times complex weights, beside a pointwise convolution."""
-
-    def __init__(self, width: int = 8, modes: int = 5) -> None:
-        super().__init__()
-        self.modes = modes
-        self.lift, self.head, self.pointwise = (
-            nn.Conv2d(1, width, 1),
-            nn.Conv2d(width, 1, 1),
-            nn.Conv2d(width, width, 1),
-        )
-        self.weight = nn.Parameter(torch.randn(width, width, modes, modes, dtype=torch.cfloat) / width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lift(x)
-        low = torch.fft.rfft2(x)[..., : self.modes, : self.modes]
-        spectrum = torch.zeros(*x.shape[:-1], x.shape[-1] // 2 + 1, dtype=torch.cfloat)
-        spectrum[..., : self.modes, : self.modes] = torch.einsum("bixy,ioxy->boxy", low, self.weight)
-        return self.head(F.gelu(torch.fft.irfft2(spectrum, s=x.shape[-2:]) + self.pointwise(x)))
-
-
-def fourier() -> Case:
-    return supervised(
-        Spectral(),
-        lambda: (torch.randn(2, 1, 16, 16), torch.randn(2, 1, 16, 16)),
-        lambda m, x, y: (m(x) - y).norm() / y.norm(),
-        adamw,
-    )
-
-
 class ComplexNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -221,26 +149,6 @@ def complex_numbers() -> Case:
         lambda: (torch.randn(16, 24, dtype=torch.cfloat), torch.rand(16, 8)),
         lambda m, x, y: F.mse_loss(m(x), y),
         momentum,
-    )
-
-
-def in_place() -> Case:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone().mul_(2).sub_(1)
-            for conv in self.convs:
-                x = F.leaky_relu_(conv(x).add_(x), 0.1)
-            return x.mean((2, 3)).neg_().exp_()
-
-    return supervised(
-        InPlace(),
-        lambda: (torch.rand(2, 8, 12, 12), torch.randn(2, 8)),
-        lambda m, x, y: F.l1_loss(m(x), y),
-        foreach_adamw,
     )
 
 
@@ -290,16 +198,6 @@ def sparse_graph() -> Case:
         lambda m, x, y: F.nll_loss(F.log_softmax(m(x), -1), y),
         adamw,
     )
-
-
-def contrastive() -> Case:
-    encoder = nn.Sequential(nn.Linear(20, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Linear(48, 16))
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        first, second = model(x + 0.1 * torch.randn_like(x)), model(x + 0.1 * torch.randn_like(x))
-        return F.cross_entropy(-torch.cdist(first, second), torch.arange(len(x)))
-
-    return supervised(encoder, lambda: (torch.randn(96, 20),), loss_fn, adamw)
 
 
 # -------------------------------------------------------------------------------- other gradients, other optimizers
@@ -397,8 +295,14 @@ def meta_learning() -> Case:
     return Case(model, step)
 
 
+def as_case(name: str) -> Case:
+    """A step whose memory is estimated in `tests/predict`."""
+    step = STEPS[name]()
+    run = plain_step(step)
+    return Case(step.model, lambda mark=no_mark: run())
+
+
 CASES = by_name(
-    byte_model, recomputed_dropout, packed_gru, speech_cells, bags, grouped_dilated, fourier,
-    complex_numbers, in_place, voxels, sparse_graph, contrastive, gaussian_process, least_squares, adafactor,
-    per_sample_gradients, meta_learning,
-)  # fmt: skip
+    recomputed_dropout, packed_gru, speech_cells, bags, grouped_dilated, complex_numbers, voxels, sparse_graph,
+    gaussian_process, least_squares, adafactor, per_sample_gradients, meta_learning,
+) | {name: partial(as_case, name) for name in ("fourier_operator", "inplace_residuals", "contrastive")}  # fmt: skip

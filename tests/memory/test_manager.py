@@ -14,7 +14,7 @@ import torch
 import memkit as mk
 from memkit._core.protocols import MemoryWatch
 from memkit._machine import devices
-from tests.helpers import run_python
+from tests.helpers import assert_refused, run_python
 
 MIB = 2**20
 requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
@@ -35,8 +35,7 @@ def test_a_snapshot_of_the_cpu_says_unknown_and_not_zero():
 
 @pytest.mark.parametrize("device", ["meta", "gpu", "xpu:7"])
 def test_a_device_without_memory_or_not_there(device):
-    with pytest.raises(mk.errors.ConfigError):
-        mk.MemoryManager(device)
+    assert_refused(lambda: mk.MemoryManager(device), mk.errors.ConfigError)
 
 
 @requires_cpu_only

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 import memkit as mk
 from memkit._machine import devices
 from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, peak_by_record
+from tests.helpers import assert_refused
 
 
 class Counter:
@@ -133,8 +134,7 @@ def test_an_error_passes_and_is_noted():
 
 @pytest.mark.parametrize("name", ["", None, 5])
 def test_a_phase_needs_a_name(name):
-    with pytest.raises(mk.errors.InputError, match=r"expected a non-empty name"):
-        mk.MemoryManager("cpu").phase(name)
+    assert_refused(lambda: mk.MemoryManager("cpu").phase(name), mk.errors.InputError, r"expected a non-empty name")
 
 
 def test_one_phase_is_one_block():

@@ -1,34 +1,20 @@
 """The file that an out-of-memory leaves: real ones in child processes under a real limit, and every way it can fail."""
 
 import json
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
 import memkit as mk
 from memkit._core.units import MIB
+from tests.helpers import run_module
 
-ROOT = Path(__file__).parents[2]
 CHILD = "tests.memory.oom_child"
 
 
 def run_child(directory, where, **environment):
-    done = subprocess.run(
-        [sys.executable, "-m", CHILD, str(directory), where],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        env=os.environ | environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    passed = json.loads(done.stdout)
+    passed = json.loads(run_module(CHILD, directory, where, **environment).stdout)
     texts = ["DefaultCPUAllocator: can't allocate memory"]
     if where in ("tight", "tightest"):  # what fails may as well be a few bytes of C++
         texts.append("std::bad_alloc")

@@ -21,8 +21,9 @@ DIFFERENCES = {
     # A sparse gradient, which plain autograd takes over since 2.9, is copied under a dispatch mode: its indices.
     "bags": -1600 if parse(torch.__version__) >= (2, 9) else 0,
     "meta_learning": 32,  # Python numbers that autograd keeps, as tensors made in C++
-    "recomputed_dropout": 9984,  # two random states of 5,056 bytes that checkpoints keep; 128 higher without them
-    "vae": 4,  # likewise
+    "inplace_residuals": 8,  # likewise
+    "recomputed_dropout": 5056,  # the random state that a checkpoint keeps
+    "vae": 4,  # numbers, as above
 }
 # A sparse result is booked while its parts are read, which are operators too.
 READS_OF_PARTS = {"aten._indices.default", "aten._values.default"}

@@ -1,8 +1,6 @@
 """Steps that are spread over ranks, and the gloo processes in which they run for real."""
 
-import datetime as dt
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +8,6 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +20,7 @@ from memkit.predict.estimate import MemoryEstimate
 from tests.predict.step import Step, classify, labels, language, momentum, regress
 from tests.predict.steps import STEPS
 from tests.predict.truth import real_step
+from tests.ranks import join, leave, spawn
 
 
 @dataclass
@@ -208,18 +206,14 @@ def outcome(measure, name):
 
 
 def worker(rank, folder, names, world_size):
-    torch.set_num_threads(1)
-    timeout = dt.timedelta(seconds=60)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    join(rank, folder, num_ranks=world_size)
     results = {name: outcome(real_figures, name) for name in names}
     with open(f"{folder}/{rank}.json", "w") as file:  # noqa: PTH123
         json.dump(results, file)
-    dist.barrier()
-    os._exit(0)  # gloo's own teardown now and then aborts the process
+    leave()
 
 
 def run_for_real(folder, names, world_size=2):
     """The figures of each process, by name of the case."""
-    mp.spawn(worker, args=(str(folder), list(names), world_size), nprocs=world_size)
+    spawn(worker, folder, list(names), world_size, num_ranks=world_size)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]

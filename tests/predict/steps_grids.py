@@ -10,13 +10,7 @@ from memkit import Loss
 from tests import zoo
 from tests.predict.step import STEPS, Step, case, classify, from_zoo, labels, momentum, regress
 
-
-@case
-def mlp() -> Step:
-    model = nn.Sequential(
-        nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
-    return Step(model, (torch.randn(128, 64), labels(10, 128)), classify)
+STEPS["mlp"] = from_zoo(lambda: zoo.mlp().model, lambda: (torch.randn(128, 64), labels(10, 128)), classify)
 
 
 @case
@@ -42,23 +36,12 @@ def prelu_with_loss_sum() -> Step:
     return Step(model, (torch.randn(64, 32), labels(10, 64)), loss_fn, torch.optim.RMSprop)
 
 
-@case
-def conv1d() -> Step:
-    model = nn.Sequential(
-        nn.Conv1d(4, 16, 5, padding=2), nn.BatchNorm1d(16), nn.SiLU(), nn.MaxPool1d(2),
-        nn.Conv1d(16, 16, 5, padding=2, groups=4), nn.ELU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(16, 3),
-    )  # fmt: skip
-    return Step(model, (torch.randn(16, 4, 64), labels(3, 16)), classify, momentum)
-
-
-@case
-def resnet() -> Step:
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
-        zoo.ResidualBlock(8, 8, 1), zoo.ResidualBlock(8, 16, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.Linear(16, 10),
-    )  # fmt: skip
-    return Step(model, (torch.randn(4, 3, 32, 32), labels(10, 4)), classify, momentum)
+STEPS["conv1d"] = from_zoo(
+    lambda: zoo.conv1d().model, lambda: (torch.randn(16, 4, 64), labels(3, 16)), classify, optimizer=momentum
+)
+STEPS["resnet"] = from_zoo(
+    lambda: zoo.resnet().model, lambda: (torch.randn(4, 3, 32, 32), labels(10, 4)), classify, optimizer=momentum
+)
 
 
 @case

@@ -65,16 +65,12 @@ def translator() -> Step:
 
 @case
 def embedding_bag() -> Step:
-    class Text(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag = nn.EmbeddingBag(200, 16, mode="mean")
-            self.head = nn.Linear(16, 4)
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(200, 16, mode="mean"), "head": nn.Linear(16, 4)})
 
-        def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
-            return self.head(self.bag(*x))
+    def loss_fn(model: nn.ModuleDict, batch: tuple[tuple[Tensor, Tensor], Tensor]) -> Tensor:
+        return F.cross_entropy(model["head"](model["bag"](*batch[0])), batch[1])
 
-    return Step(Text(), ((labels(200, 60), torch.arange(0, 60, 5)), labels(4, 12)), classify, momentum)
+    return Step(model, ((labels(200, 60), torch.arange(0, 60, 5)), labels(4, 12)), loss_fn, momentum)
 
 
 def series() -> tuple[Tensor, Tensor]:
@@ -171,15 +167,10 @@ def vae() -> Step:
     return Step(zoo.VariationalAutoencoder(), torch.randn(32, 48), loss_fn)
 
 
-def gan_networks() -> tuple[nn.Module, nn.Module]:
-    generator = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.BatchNorm1d(32), nn.Linear(32, 24))
-    return generator, nn.Sequential(nn.Linear(24, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-
-
 @case
 def gan_critic() -> Step:
     """The critic's half of a step, with a gradient penalty; the other network is a variable of the loss."""
-    generator, critic = gan_networks()
+    generator, critic = zoo.gan().model
 
     def loss_fn(critic: nn.Module, real: Tensor) -> Tensor:
         fake = generator(torch.randn(16, 8)).detach()
@@ -192,7 +183,7 @@ def gan_critic() -> Step:
 
 @case
 def gan_generator() -> Step:
-    generator, critic = gan_networks()
+    generator, critic = zoo.gan().model
     return Step(generator, torch.randn(16, 8), lambda model, noise: -critic(model(noise)).mean())
 
 

@@ -3,14 +3,13 @@
 import io
 import re
 
-import pytest
-
 from memkit._core.errors import InputTypeError
 from memkit._core.units import GIB
 from memkit.predict.config import TrainingConfig
 from memkit.predict.formula import estimate_by_formula
 from memkit.predict.presets import get_preset_config
 from memkit.predict.summary import print_config_summary
+from tests.helpers import assert_refused
 
 
 def rows(text):
@@ -48,5 +47,4 @@ def test_unknown_is_left_out_and_sizes_are_gib_with_two_decimals(capsys):
 
 
 def test_something_else_than_a_config():
-    with pytest.raises(InputTypeError, match="expected a TrainingConfig"):
-        print_config_summary({"batch_size": 2})
+    assert_refused(lambda: print_config_summary({"batch_size": 2}), InputTypeError, "expected a TrainingConfig")

@@ -21,7 +21,7 @@ from memkit.points.nested import single_within
 from memkit.points.sampler import GridAwareSampler
 from memkit.recipes.density import DensityInvariantTrainer
 from memkit.recipes.density_records import PointBatch, PointScene
-from tests.helpers import relative_error
+from tests.helpers import assert_refused, relative_error
 from tests.points.scenes import on_mesh
 
 GRID_MM = 12.0
@@ -179,8 +179,7 @@ def test_survives_out_of_memory_with_fewer_scenes_at_a_time():
     assert relative_error(moved(model.inner, before), want) < 1e-12
     torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)
 
-    with pytest.raises(MemkitOutOfMemoryError):
-        one_step(Fails(model_of(), most=350), scenes)
+    assert_refused(lambda: one_step(Fails(model_of(), most=350), scenes), MemkitOutOfMemoryError)
     assert one_step(Fails(model_of(), most=350), scenes, mode="cached").stepped
 
 
@@ -382,8 +381,7 @@ def test_a_wrapper_brings_its_own_optimizer_and_stays_open():
     ],
 )
 def test_refuses_scenes(scenes, text):
-    with pytest.raises(InputError, match=text):
-        one_step(model_of(), scenes)
+    assert_refused(lambda: one_step(model_of(), scenes), InputError, text)
 
 
 @pytest.mark.parametrize(

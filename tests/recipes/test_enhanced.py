@@ -17,6 +17,7 @@ from memkit.recipes.enhanced import create_enhanced_train_loop
 from memkit.recipes.foreign import Counters
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
+from tests.helpers import assert_refused
 from tests.recipes.loop_parts import digits, loader_of, make, weights
 from tests.toys import SmallRoom
 
@@ -364,8 +365,7 @@ class Slotted:
     ],
 )
 def test_what_cannot_work_is_said_at_once(base, settings, error, text):
-    with pytest.raises(error, match=text):
-        create_enhanced_train_loop(base, **settings)
+    assert_refused(lambda: create_enhanced_train_loop(base, **settings), error, text)
 
 
 class Conditioned(nn.Module):
@@ -436,8 +436,7 @@ class TestConditions:
         base = ConditionedLoop(4)
         base.model.forward = lambda x, timesteps, y=None, low_res=None: x
         loop = create_enhanced_train_loop(base, pairs(lambda classes: classes), val_interval=2)
-        with pytest.raises(mk.errors.InputTypeError, match="a Tensor, for a model that takes y, low_res"):
-            loop.run_loop()
+        assert_refused(lambda: loop.run_loop(), mk.errors.InputTypeError, "a Tensor, for a model that takes y, low_res")
 
     def test_looking_draws_nothing(self):
         images, classes = digits(100)

@@ -27,6 +27,7 @@ from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from memkit.voxel.dataset import VoxelDataset
+from tests.helpers import assert_refused
 from tests.recipes.loop_parts import StopAfter, digits, loader_of, make, train_in_child, weights
 from tests.toys import classify, trainer_of
 
@@ -341,8 +342,7 @@ def test_10_000_steps_leave_no_tensor_and_no_mebibyte():
 def test_settings_are_checked(tmp_path):
     with pytest.raises(ValueError, match="pass val_loader"):
         make(monitor=ValidationMonitor())
-    with pytest.raises(mk.errors.ConfigError, match=r"report_every=0.* 1 or more"):
-        make(report_every=0)
+    assert_refused(lambda: make(report_every=0), mk.errors.ConfigError, r"report_every=0.* 1 or more")
     state, monitor = TrainingStateManager(tmp_path, mode="min"), ValidationMonitor(mode="max")
     with pytest.raises(
         mk.errors.ConfigError, match=r"TrainingStateManager\(mode='min'\): got a monitor with mode='max'"

@@ -6,6 +6,7 @@ import torch
 import memkit as mk
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
+from tests.helpers import assert_refused
 from tests.recipes.loop_parts import loader_of, make, weights
 
 
@@ -13,8 +14,7 @@ def test_an_iterator_is_not_taken_for_many_epochs(tmp_path):
     """It would train once, and call two epochs of nothing done. What it has trained is kept."""
     with TrainingStateManager(tmp_path, keep=10) as manager:
         loop, model = make(iter(list(loader_of(40))), state=manager, save_every=2)
-        with pytest.raises(mk.errors.InputError, match=r"epoch 2: got no batch"):
-            loop.run(num_epochs=3)
+        assert_refused(lambda: loop.run(num_epochs=3), mk.errors.InputError, r"epoch 2: got no batch")
         assert loop.num_steps == 3
         assert manager.steps == (3, 2)
         again, restored = make()
@@ -25,8 +25,7 @@ def test_an_iterator_is_not_taken_for_many_epochs(tmp_path):
 def test_an_epoch_without_a_batch_at_the_start_saves_nothing(tmp_path):
     with TrainingStateManager(tmp_path) as manager:
         loop, _ = make(iter(()), state=manager)
-        with pytest.raises(mk.errors.InputError, match=r"epoch 1: got no batch"):
-            loop.run()
+        assert_refused(lambda: loop.run(), mk.errors.InputError, r"epoch 1: got no batch")
         assert manager.steps == ()
 
 
@@ -47,8 +46,7 @@ def test_a_validation_that_fails_costs_no_state(every, error, tmp_path):
     is_broken = True
     with TrainingStateManager(tmp_path / "broken") as manager:
         loop, _ = start()
-        with pytest.raises(error):
-            loop.run(num_epochs=2)
+        assert_refused(lambda: loop.run(num_epochs=2), error)
         failed_at = 2 if "validate_every" in every else 4
         assert manager.steps[0] == loop.num_steps == failed_at
         is_broken = False

@@ -10,6 +10,7 @@ from torch import nn
 
 import memkit as mk
 from memkit.recipes.progressive import ProgressiveTrainer, Stage, _regroup
+from tests.helpers import assert_refused
 from tests.recipes.loop_parts import digits, loader_of
 from tests.toys import out_of_memory
 
@@ -66,8 +67,7 @@ def test_a_last_stage_that_does_not_fit_is_refused_before_the_first_step():
         trainer.run(loader_of())
     assert seen.steps == []
     trainer = ProgressiveTrainer(seen, stages, resize=resize, plan=lambda stage: 16 if stage.resolution < 16 else 0)
-    with pytest.raises(mk.errors.ConfigError, match=r"stage 2.*a plan of 0 rows"):
-        trainer.run(loader_of())
+    assert_refused(lambda: trainer.run(loader_of()), mk.errors.ConfigError, r"stage 2.*a plan of 0 rows")
 
 
 def test_batch_statistics_are_estimated_anew_at_each_later_stage():
@@ -115,10 +115,8 @@ def test_an_iterator_is_refused_when_it_is_used_up():
     trainer = ProgressiveTrainer(Seen(), [Stage(4, batch_size=100, epochs=2)], resize=resize)
     with pytest.raises(mk.errors.InputError, match=r"stage 0, epoch 1.*iterated once for every epoch"):
         trainer.run(iter(loader_of()))
-    with pytest.raises(mk.errors.ConfigError, match="batch_size=0"):
-        Stage(4, batch_size=0)
-    with pytest.raises(mk.errors.ConfigError, match="no stage"):
-        ProgressiveTrainer(Seen(), [], resize=resize)
+    assert_refused(lambda: Stage(4, batch_size=0), mk.errors.ConfigError, "batch_size=0")
+    assert_refused(lambda: ProgressiveTrainer(Seen(), [], resize=resize), mk.errors.ConfigError, "no stage")
 
 
 def test_it_trains_a_wrapper_that_finds_the_size_by_itself():

@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 
 import memkit as mk
 from memkit.recipes.reducers import Accuracy, Mean, WeightedMean
+from tests.helpers import assert_refused
 
 CUTS = st.lists(st.integers(0, 60), max_size=6).map(sorted)
 
@@ -70,5 +71,4 @@ def test_nothing_is_none_and_reset_forgets(reducer):
     ],
 )
 def test_what_does_not_go_together(reducer, values, text):
-    with pytest.raises(mk.errors.InputError, match=text):
-        reducer.update(*values)
+    assert_refused(lambda: reducer.update(*values), mk.errors.InputError, text)

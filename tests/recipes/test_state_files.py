@@ -19,6 +19,7 @@ from torch import nn
 from memkit._core.errors import ConfigError, FileFormatError, InputError, MemkitWarning
 from memkit.recipes.state import files as statefiles
 from memkit.recipes.state.manager import TrainingStateManager
+from tests.helpers import assert_refused
 
 
 def model_of(value):
@@ -107,8 +108,7 @@ def test_keep_and_best(tmp_path):
     assert again.best_step == 5
     again.save(7, model=model_of(7.0), metric=0.1)
     assert again.steps == (7, 5)
-    with pytest.raises(InputError, match=r"restore\(3\): got states of the steps 7, 5"):
-        value_of(again, 3)
+    assert_refused(lambda: value_of(again, 3), InputError, r"restore\(3\): got states of the steps 7, 5")
 
 
 def test_a_new_manager_takes_the_best_as_the_one_that_saved(tmp_path):
@@ -127,8 +127,7 @@ def test_a_new_manager_takes_the_best_as_the_one_that_saved(tmp_path):
 
 def test_without_metrics_there_is_no_best(manager):
     assert manager.best_step is None
-    with pytest.raises(InputError, match="a state saved with metric="):
-        value_of(manager, "best")
+    assert_refused(lambda: value_of(manager, "best"), InputError, "a state saved with metric=")
 
 
 def test_newest_is_what_was_saved_last(manager):
@@ -147,8 +146,7 @@ def test_newest_is_what_was_saved_last(manager):
     ],
 )
 def test_settings(tmp_path, settings, text):
-    with pytest.raises(ConfigError, match=text):
-        TrainingStateManager(tmp_path, **settings)
+    assert_refused(lambda: TrainingStateManager(tmp_path, **settings), ConfigError, text)
 
 
 def check_failed_save(manager, error_number, *, repair):

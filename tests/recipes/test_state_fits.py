@@ -15,7 +15,7 @@ from memkit._machine import random_state
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
-from tests.helpers import gradients
+from tests.helpers import assert_refused, gradients
 from tests.recipes.test_state import Holder, Monitor, assert_same_states
 
 pytestmark = pytest.mark.usefixtures("no_flush")
@@ -59,10 +59,9 @@ def check_refused(manager, match, **objects):
     before = copy.deepcopy([[each.state_dict() for each in objects.values()], 0])
     torch.rand(1)
     random = random_state.capture().state_dict()
-    with pytest.raises(FileFormatError, match=match) as raised:
-        manager.restore(**objects)
-    assert not hasattr(raised.value, "__notes__")
-    assert "Way out: " in str(raised.value)
+    raised = assert_refused(lambda: manager.restore(**objects), FileFormatError, match)
+    assert not hasattr(raised, "__notes__")
+    assert "Way out: " in str(raised)
     assert_same_states([[each.state_dict() for each in objects.values()], 0], before)
     assert_same_states(random_state.capture().state_dict(), random)
 
@@ -121,21 +120,12 @@ def test_other_parameters_are_refused(tmp_path, name):
 def test_without_the_model_shapes_and_dtypes_are_compared(tmp_path):
     model = make_model()
     manager = saved(tmp_path, optimizer=stepped(model, OPTIMIZERS["Adam"]))
-    check_refused(
-        manager,
-        r"parameter 0 of shape \(8, 5\), here \(9, 5\)",
-        optimizer=OPTIMIZERS["Adam"](make_model(width=9).parameters()),
-    )
-    check_refused(
-        manager,
-        r"parameter 0 in torch\.float32, here torch\.float16",
-        optimizer=OPTIMIZERS["Adam"](make_model(dtype=torch.float16).parameters()),
-    )
-    check_refused(
-        manager,
-        r"parameter 0 in torch\.float32, here torch\.float64",
-        optimizer=OPTIMIZERS["Adam"](make_model(dtype=torch.float64).parameters()),
-    )
+    for settings, match in (
+        ({"width": 9}, r"parameter 0 of shape \(8, 5\), here \(9, 5\)"),
+        ({"dtype": torch.float16}, r"parameter 0 in torch\.float32, here torch\.float16"),
+        ({"dtype": torch.float64}, r"parameter 0 in torch\.float32, here torch\.float64"),
+    ):
+        check_refused(manager, match, optimizer=OPTIMIZERS["Adam"](make_model(**settings).parameters()))
     assert manager.restore(optimizer=OPTIMIZERS["Adam"](make_model().parameters())) == 7
 
 
@@ -264,8 +254,7 @@ def test_another_model_is_refused(tmp_path, name):
     model = make_model()
     manager, holder = saved(tmp_path, model=model, holder=Holder(1)), Holder(2)
     if name == "on meta":
-        with pytest.raises(FileFormatError, match=match):
-            manager.restore(model=make(), holder=holder)
+        assert_refused(lambda: manager.restore(model=make(), holder=holder), FileFormatError, match)
     else:
         check_refused(manager, match, holder=holder, model=make())
     assert holder.value == 2
@@ -303,9 +292,8 @@ def test_modules_with_a_form_of_their_own(tmp_path):
     with pytest.raises(FileFormatError, match=r"Renames\.load_state_dict refuses: not this one"):
         manager.restore(model=(failing := Renames(fails=True)))
     assert failing.new.tolist() == [99, 99]  # it refuses what it had, too
-    with pytest.raises(FileFormatError) as raised:
-        manager.restore(model=failing)
-    assert raised.value.__notes__ == ["Changed already, at least in part: model."]
+    raised = assert_refused(lambda: manager.restore(model=failing), FileFormatError)
+    assert raised.__notes__ == ["Changed already, at least in part: model."]
 
 
 def test_lazy_modules_take_their_shapes(tmp_path):
@@ -350,12 +338,24 @@ SCHEDULES = {
 
 def make_schedule(name, *, num_groups=1, steps=0):
     groups = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(num_groups)]
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    scheduler = SCHEDULES[name](optimizer)
+    scheduler = SCHEDULES[name](torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     for _ in range(steps):
-        optimizer.step()
-        scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
+        next_rate(scheduler)
     return scheduler
+
+
+def next_rate(scheduler):
+    scheduler.optimizer.step()
+    scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+    return scheduler.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on(tmp_path, name):
+    schedule, again = make_schedule(name, steps=1), make_schedule(name)
+    manager = saved(tmp_path, optimizer=schedule.optimizer, scheduler=schedule)
+    manager.restore(optimizer=again.optimizer, scheduler=again)
+    assert [next_rate(again) for _ in range(4)] == [next_rate(schedule) for _ in range(4)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -529,8 +529,7 @@ def test_levels(tmp_path):
     manager.restore(holder=inside)
     assert repr(inside.value) == repr(value)
     value.append(value)
-    with pytest.raises(InputTypeError, match="up to 100 levels"):
-        manager.save(8, holder=Holder(value))
+    assert_refused(lambda: manager.save(8, holder=Holder(value)), InputTypeError, "up to 100 levels")
 
 
 @pytest.mark.parametrize(

@@ -329,8 +329,7 @@ def test_which_state(manager, tmp_path, which):
 
 
 def test_a_state_of_nothing_is_refused(manager):
-    with pytest.raises(InputError, match=r"save\(30\): got no object"):
-        manager.save(30)
+    assert_refused(lambda: manager.save(30), InputError, r"save\(30\): got no object")
     assert manager.steps == (20, 10)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +17,7 @@ from memkit.recipes.order import ResumableBatchSampler
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
-from tests.helpers import assert_same, gradients
+from tests.helpers import assert_refused, assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.recipes.stateforge import forge, gadgets
 
@@ -135,8 +134,7 @@ def refuse_on_one_rank(rank, folder):
         (saved.path / ".metadata").write_bytes(gadgets(canary)["protocol 4"])
         forge(saved.path)
     dist.barrier()
-    with pytest.raises(FileFormatError, match="pickle"):
-        manager.restore(1, model=training.model)
+    assert_refused(lambda: manager.restore(1, model=training.model), FileFormatError, "pickle")
     assert not canary.exists()
     assert all(bool((each.full_tensor() == 7.0).all()) for each in training.model.parameters())
 
@@ -177,8 +175,7 @@ def fill_up(path, write):
 def worker(rank, folder):
     early = ResumableBatchSampler(8, 2)
     join(rank, folder)
-    with pytest.raises(ConfigError, match="2 processes without num_replicas"):
-        next(iter(early))
+    assert_refused(lambda: next(iter(early)), ConfigError, "2 processes without num_replicas")
     batches_for_whom(rank)
     stop_and_go_on(rank, f"{folder}/replicated", Replicated)
     stop_and_go_on(rank, f"{folder}/sharded", Sharded)
@@ -227,6 +224,6 @@ def save_after_training(rank, folder):
 @pytest.mark.slow
 def test_shards_of_two_ranks_go_on_in_one(tmp_path):
     spawn(save_after_training, tmp_path)
-    mp.spawn(one_rank, args=(str(tmp_path),), nprocs=1)
+    spawn(one_rank, tmp_path, num_ranks=1)
     one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
     assert_same(one, two)

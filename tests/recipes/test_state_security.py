@@ -20,7 +20,7 @@ from memkit._core.pickles import load_noted, load_plain, rebuild
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.state.reader import TensorFile
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 from tests.recipes.stateforge import archive, by_torch, forge, gadgets, persistent, sign
 
 NAMES = list(gadgets(Path("canary")))
@@ -175,10 +175,8 @@ def test_whole_and_sharded_tensors_are_not_mixed_up(sharded, tmp_path):
     manager, make = sharded
     plain = TrainingStateManager(tmp_path / "plain")
     plain.save(3, **objects_of(3.0))
-    with pytest.raises(FileFormatError, match="sharded"):
-        plain.restore(**make())
-    with pytest.raises(FileFormatError, match="sharded"):
-        manager.restore(**objects_of(0.0))
+    assert_refused(lambda: plain.restore(**make()), FileFormatError, "sharded")
+    assert_refused(lambda: manager.restore(**objects_of(0.0)), FileFormatError, "sharded")
 
 
 class Shadow:

@@ -9,6 +9,7 @@ from torch import nn
 import memkit as mk
 from memkit.recipes.validation import ValidationMonitor, rows_of_loss, validate
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.toys import SmallRoom, mean_square, trainer_of
 
 
@@ -67,8 +68,7 @@ def test_state_goes_on_where_it_was():
 
 @pytest.mark.parametrize("setting", [{"patience": 0}, {"mode": "least"}, {"min_delta": -1.0}])
 def test_wrong_settings(setting):
-    with pytest.raises(mk.errors.ConfigError, match=next(iter(setting))):
-        ValidationMonitor(**setting)
+    assert_refused(lambda: ValidationMonitor(**setting), mk.errors.ConfigError, next(iter(setting)))
 
 
 def run(trainer, loader, fn, **settings):

@@ -4,10 +4,8 @@ import gc
 import itertools
 import json
 import logging
-import os
 import pickle
 import pydoc
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -21,6 +19,7 @@ from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryErr
 from memkit._recovery import attempt, errors
 from memkit._recovery.attempt import recover_from_oom
 from memkit._recovery.errors import OomVerdict, classify_oom, is_out_of_memory
+from tests.helpers import assert_refused, run_python
 
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "tests" / "data" / "oom_corpus.json").read_text())
@@ -273,8 +272,7 @@ def test_an_int_is_halved_down_to_one(start):
         tried.append(size)
         raise MemoryError
 
-    with pytest.raises(MemkitOutOfMemoryError):
-        _without_release(fn, start)
+    assert_refused(lambda: _without_release(fn, start), MemkitOutOfMemoryError)
     assert len(tried) == start.bit_length()
     assert tried[0] == start
     assert tried[-1] == 1
@@ -306,9 +304,7 @@ def test_when_nothing_fits_the_error_says_so_and_counts_as_out_of_memory():
     def fn(size):
         raise RuntimeError(CPU_OOM + "\nsecond line")
 
-    with pytest.raises(MemkitOutOfMemoryError) as caught:
-        recover_from_oom(fn, [8, 2])
-    error = caught.value
+    error = assert_refused(lambda: recover_from_oom(fn, [8, 2]), MemkitOutOfMemoryError)
     assert error.__context__ is None
     assert str(error) == (
         "recover_from_oom(fn, sizes): got out of memory at every size: 8, 2; the last error was "
@@ -354,8 +350,7 @@ def test_each_failure_is_logged(caplog):
 )
 def test_wrong_sizes_are_refused_before_the_first_call(sizes, error, text):
     tried = []
-    with pytest.raises(error, match=text):
-        recover_from_oom(tried.append, sizes)
+    assert_refused(lambda: recover_from_oom(tried.append, sizes), error, text)
     assert tried == []
 
 
@@ -388,17 +383,9 @@ def report(fn):
 def run_child(code):
     if not Path("/proc/self/status").exists():
         pytest.skip("RLIMIT_DATA and /proc are Linux")
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
-        # Every large block is its own mapping, given back when freed; two threads keep oneDNN's scratch small.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    # Every large block is its own mapping, given back when freed; two threads keep oneDNN's scratch small.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "1048576", "OMP_NUM_THREADS": "2"}
+    return run_python(PREAMBLE + textwrap.dedent(code), **settings).stdout.strip()
 
 
 LIVE = {
@@ -475,9 +462,9 @@ def test_ambiguous_message_without_pressure_is_not_recognized():
 def test_real_training_step_recovers_at_a_smaller_size():
     output = run_child("""
         torch.set_num_threads(2)
-        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())]
         model = torch.nn.Sequential(*layers)
-        rows = torch.randn(256 * 64, 1024)
+        rows = torch.randn(256 * 64, 512)
 
         def step(size):
             model.zero_grad(set_to_none=True)
@@ -486,7 +473,7 @@ def test_real_training_step_recovers_at_a_smaller_size():
             return size, float(loss.detach())
 
         step(1)
-        limit(400 * MIB)
+        limit(200 * MIB)
         size, loss = recover_from_oom(step, 256)
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         print(size, loss == step(size)[1], model[0].weight.grad is not None)

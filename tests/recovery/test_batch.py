@@ -13,6 +13,7 @@ from memkit._core.errors import MemkitOutOfMemoryError, StateError
 from memkit._recovery.batch import Alone, BatchRun, Means
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
+from tests.helpers import assert_refused
 from tests.recovery.test_plan import cut
 
 
@@ -198,8 +199,7 @@ def fail(run):
 
 def test_a_batch_that_was_changed_in_place_does_not_run_again():
     run, *_ = make_run(is_intact=lambda: False)
-    with pytest.raises(MemkitOutOfMemoryError, match="changes the batch in place"):
-        fail(run)
+    assert_refused(lambda: fail(run), MemkitOutOfMemoryError, "changes the batch in place")
 
 
 def test_without_remedies_the_error_comes_through():
@@ -228,18 +228,15 @@ def test_a_cut_that_may_not_be_is_taken_back_if_there_is_another_remedy():
 def test_an_attempt_that_adds_nothing_is_refused():
     run, *_ = make_run()
     attempt = run.next_attempt()
-    with pytest.raises(StateError, match="never entered"):
-        run.settle(attempt)
+    assert_refused(lambda: run.settle(attempt), StateError, "never entered")
     with attempt:
         pass
-    with pytest.raises(StateError, match=r"without trainer\.backward"):
-        run.settle(attempt)
+    assert_refused(lambda: run.settle(attempt), StateError, r"without trainer\.backward")
 
 
 def test_a_step_before_the_last_part_is_refused():
     run, *_ = make_run(num_parts=2)
-    with pytest.raises(StateError, match="unfinished micro-batches"):
-        run.check_complete()
+    assert_refused(lambda: run.check_complete(), StateError, "unfinished micro-batches")
 
 
 def test_errors_of_parts_say_so():

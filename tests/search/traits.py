@@ -29,21 +29,25 @@ class Trait(nn.Module):
     def make(self):
         """Build what the trait needs."""
 
+    def forward(self, z):
+        return self.layer(z)
+
+
+class OfALayer(Trait):
+    """A trait with a linear layer."""
+
+    def make(self):
+        self.layer = nn.Linear(self.width, self.width)
+
 
 class LayerNorm(Trait):
     def make(self):
-        self.norm = nn.LayerNorm(self.width)
-
-    def forward(self, z):
-        return self.norm(z)
+        self.layer = nn.LayerNorm(self.width)
 
 
 class GroupNorm(Trait):
     def make(self):
-        self.norm = nn.GroupNorm(2, self.width)
-
-    def forward(self, z):
-        return self.norm(z)
+        self.layer = nn.GroupNorm(2, self.width)
 
 
 class InstanceNorm(Trait):
@@ -58,20 +62,14 @@ class InstanceNorm(Trait):
 
 class BatchNorm(Trait):
     def make(self):
-        self.norm = nn.BatchNorm1d(self.width)
-
-    def forward(self, z):
-        return self.norm(z)
+        self.layer = nn.BatchNorm1d(self.width)
 
 
 class BatchNormOverAll(Trait):
     """momentum=None: a cumulative average."""
 
     def make(self):
-        self.norm = nn.BatchNorm1d(self.width, momentum=None)
-
-    def forward(self, z):
-        return self.norm(z)
+        self.layer = nn.BatchNorm1d(self.width, momentum=None)
 
 
 class BatchNormNoStats(Trait):
@@ -84,23 +82,17 @@ class BatchNormNoStats(Trait):
         return z + self.norm(z)
 
 
-class BatchNormEval(Trait):
-    def make(self):
-        self.norm = nn.BatchNorm1d(self.width)
-
+class BatchNormEval(BatchNorm):
     def train(self, mode=True):
         super().train(mode)
-        self.norm.eval()
+        self.layer.eval()
         return self
-
-    def forward(self, z):
-        return self.norm(z)
 
 
 class BatchNormFrozen(BatchNormEval):
     def make(self):
         super().make()
-        self.norm.requires_grad_(False)
+        self.layer.requires_grad_(False)
 
 
 class BatchNormFunctional(Trait):
@@ -171,11 +163,8 @@ class NoiseFromNumpy(Trait):
         return z + 0.3 * self.world.numpy_rand(z)
 
 
-class LayerDrop(Trait):
+class LayerDrop(OfALayer):
     """One draw of Python's for all rows."""
-
-    def make(self):
-        self.layer = nn.Linear(self.width, self.width)
 
     def forward(self, z):
         draw = random.random() if self.world.feed is None else float(self.world.feed.draw(()))
@@ -449,9 +438,6 @@ class WeightNorm(Trait):
     def make(self):
         self.layer = parametrizations.weight_norm(nn.Linear(self.width, self.width))
 
-    def forward(self, z):
-        return self.layer(z)
-
 
 class WarmUp(Trait):
     """A counter that changes what forward does."""
@@ -473,10 +459,7 @@ class Counter(Trait):
         return z
 
 
-class AutocastRegion(Trait):
-    def make(self):
-        self.layer = nn.Linear(self.width, self.width)
-
+class AutocastRegion(OfALayer):
     def forward(self, z):
         with self.world.region():
             return self.layer(z).to(z.dtype)
@@ -522,11 +505,8 @@ class Frozen(Trait):
         return torch.tanh(self.layer(z)) + z
 
 
-class ForSomeRows(Trait):
+class ForSomeRows(OfALayer):
     """A layer that only some rows reach."""
-
-    def make(self):
-        self.layer = nn.Linear(self.width, self.width)
 
     def forward(self, z):
         chosen = z[:, 0] > 0.2
@@ -535,10 +515,7 @@ class ForSomeRows(Trait):
         return z
 
 
-class Unused(Trait):
-    def make(self):
-        self.layer = nn.Linear(self.width, self.width)
-
+class Unused(OfALayer):
     def forward(self, z):
         return z
 
@@ -582,9 +559,6 @@ class ParameterHook(Trait):
     def make(self):
         self.layer = nn.Linear(self.width, self.width)
         self.layer.weight.register_hook(lambda grad: grad / (1e-3 + grad.abs().max()))
-
-    def forward(self, z):
-        return self.layer(z)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A child process that trains inside real memory limits; see test_wrapper_limits.py. Prints one JSON line per limit."""
 
 import ctypes
+import gc
 import json
 import resource
 import sys
@@ -120,6 +121,7 @@ def main():
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # oneDNN crashes in backward when memory is short
     run(name, None)  # thread pools and caches exist from here on
+    gc.freeze()  # each recovery collects: without the objects of the imports in a moment
     for headroom in map(int, headrooms):
         is_fatal = plain_dies(name, headroom * MIB)
         state, sizes, num_ooms = run(name, headroom * MIB)

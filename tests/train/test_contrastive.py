@@ -13,7 +13,7 @@ from torch.profiler import profile
 import memkit as mk
 from memkit.errors import ConfigError, InputError, InputTypeError
 from memkit.train.contrastive import cached_backward
-from tests.helpers import flat_gradient, relative_error
+from tests.helpers import flat_gradient, gradient_of, relative_error
 from tests.toys import mlp
 
 ROWS = 24
@@ -57,9 +57,7 @@ def make_views(dtype=torch.float64):
 def test_every_chunk_size_gives_the_whole_batch_gradient(chunk_size):
     model, views = Tower().double(), make_views()
     want_loss = info_nce(model(views))
-    want_loss.backward()
-    want = flat_gradient(model)
-    model.zero_grad()
+    want = gradient_of(want_loss, model, flat=True)
     loss = cached_backward(model, views, info_nce, chunk_size=chunk_size)
     assert relative_error(flat_gradient(model), want) <= 1e-14
     assert not loss.requires_grad
@@ -69,9 +67,7 @@ def test_every_chunk_size_gives_the_whole_batch_gradient(chunk_size):
 def test_a_split_loss_has_another_gradient():
     """Negative control: the same chunks, each with the loss over its own rows."""
     model, views = Tower().double(), make_views()
-    info_nce(model(views)).backward()
-    want = flat_gradient(model)
-    model.zero_grad()
+    want = gradient_of(info_nce(model(views)), model, flat=True)
     for part in zip(*(view.split(8) for view in views), strict=True):
         (info_nce(model(part)) / 3).backward()
     assert relative_error(flat_gradient(model), want) > 0.1
@@ -84,9 +80,7 @@ def test_two_towers_with_a_dict_batch_and_a_temperature():
     def loss_on_embeddings(embeddings):
         return info_nce((embeddings["image"], embeddings["text"][0]), model.log_scale.exp())
 
-    loss_on_embeddings(model(batch)).backward()
-    want = flat_gradient(model)
-    model.zero_grad()
+    want = gradient_of(loss_on_embeddings(model(batch)), model, flat=True)
     cached_backward(model, batch, loss_on_embeddings, chunk_size=7)
     assert relative_error(flat_gradient(model), want) <= 1e-14
 
@@ -133,9 +127,7 @@ def test_under_autocast_both_passes_run_in_half_precision():
     with torch.autocast("cpu", torch.bfloat16):
         encoded = [model(chunk) for chunk in zip(*(view.split(8) for view in views), strict=True)]
         loss = info_nce([torch.cat(column).float() for column in zip(*encoded, strict=True)])
-    loss.backward()
-    want = flat_gradient(model)
-    model.zero_grad()
+    want = gradient_of(loss, model, flat=True)
     with torch.autocast("cpu", torch.bfloat16):
         got = cached_backward(model, views, lambda e: info_nce([each.float() for each in e]), chunk_size=8)
     assert torch.equal(got, loss.detach())
@@ -149,9 +141,7 @@ def test_an_accumulator_takes_the_loss():
     """It tells autograd to stop at its own parameters, which a second backward by hand would never reach."""
     model, views = Tower().double(), make_views()
     more = make_views()
-    ((info_nce(model(views)) + 3 * info_nce(model(more))) / 4).backward()
-    want = flat_gradient(model)
-    model.zero_grad()
+    want = gradient_of(((info_nce(model(views)) + 3 * info_nce(model(more))) / 4), model, flat=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model)))

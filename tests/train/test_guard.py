@@ -1,7 +1,5 @@
 """The guard of steps: no room for its files or for the step, and optimizers of other people."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +9,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same, run_python
 from tests.toys import mean_square, out_of_memory
 from tests.train.faults import FailingOperator, Short
 
@@ -113,8 +111,7 @@ def test_no_file_stays(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     _, optimizer = make()
     Foreign.failures = 2
-    with pytest.raises(mk.MemkitOutOfMemoryError):
-        StepGuard([optimizer]).run(lambda: step(optimizer))
+    assert_refused(lambda: StepGuard([optimizer]).run(lambda: step(optimizer)), mk.MemkitOutOfMemoryError)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,8 +127,7 @@ def test_a_loss_scaler_goes_on_after_a_failed_step(num_optimizers, num_failures)
         Foreign.failures = failures
         accumulator.backward(sum(model(torch.ones(1, 2)).sum() for model in models))
         if failures == 2:
-            with pytest.raises(mk.MemkitOutOfMemoryError):
-                accumulator.step()
+            assert_refused(lambda: accumulator.step(), mk.MemkitOutOfMemoryError)
         else:
             assert accumulator.step() is True
     assert scaler.get_scale() == 4.0
@@ -186,14 +182,7 @@ attempt()
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set as Linux does")
 def test_a_later_step_without_room_for_its_temporary_results_leaves_all_as_it_was():
     """The state is there by then; without asking for room first, a foreach step fails between its operators."""
-    done = subprocess.run(
-        [sys.executable, "-c", SHORT_OF_MEMORY],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    watched, unwatched = done.stdout.splitlines()
+    watched, unwatched = run_python(SHORT_OF_MEMORY, MALLOC_MMAP_THRESHOLD_="65536").stdout.splitlines()
     assert watched.startswith("as before | ")
     assert "as they were before" in watched
     assert unwatched.startswith("half done | ")
@@ -278,8 +267,7 @@ class TestStepHooks:
         optimizer.register_step_post_hook(lambda *_: calls.append("average"))
 
         handle = optimizer.register_step_post_hook(out_of_memory)
-        with pytest.raises(mk.MemkitOutOfMemoryError, match=r"in a step hook.*parameters are stepped"):
-            self.step(trainer)
+        assert_refused(lambda: self.step(trainer), mk.MemkitOutOfMemoryError, r"in a step hook.*parameters are stepped")
         assert calls == ["average"]
         assert trainer.num_steps == 1
         assert not torch.equal(model.weight, before)
@@ -292,8 +280,7 @@ class TestStepHooks:
         before = model.weight.detach().clone()
 
         optimizer.register_step_pre_hook(out_of_memory)
-        with pytest.raises(mk.MemkitOutOfMemoryError, match="as they were before the step"):
-            self.step(trainer)
+        assert_refused(lambda: self.step(trainer), mk.MemkitOutOfMemoryError, "as they were before the step")
         assert trainer.num_steps == 0
         assert torch.equal(model.weight, before)
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import memkit as mk
 from memkit._machine.devices import resolve_device
 from memkit.train.loader import Machine, choose_settings, make_dataloader, to_device
+from tests.helpers import assert_refused
 
 GIB = 2**30
 
@@ -106,8 +107,7 @@ def test_inside_a_worker_none_are_started():
 def test_a_batch_sampler_takes_the_place_of_the_batch_size():
     loader = make_dataloader(TensorDataset(torch.arange(6)), device="cpu", batch_sampler=[[0, 1, 2, 3], [4, 5]])
     assert [len(rows) for (rows,) in loader] == [4, 2]
-    with pytest.raises(mk.errors.ConfigError, match=r"batch_size=0.*1 or more"):
-        make_dataloader(Images(), 0)
+    assert_refused(lambda: make_dataloader(Images(), 0), mk.errors.ConfigError, r"batch_size=0.*1 or more")
 
 
 Pair = collections.namedtuple("Pair", "left right")

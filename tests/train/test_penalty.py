@@ -10,6 +10,7 @@ from torch import nn
 from memkit.errors import InputError
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.penalty import gradient_penalty
+from tests.helpers import assert_refused
 
 
 def make_mlp(dtype=torch.float64):
@@ -163,8 +164,7 @@ def test_without_gradients_it_is_a_plain_number():
     ],
 )
 def test_wrong_inputs(arguments, message):
-    with pytest.raises(InputError, match=message):
-        gradient_penalty(make_mlp(torch.float32), *arguments)
+    assert_refused(lambda: gradient_penalty(make_mlp(torch.float32), *arguments), InputError, message)
 
 
 @pytest.mark.parametrize("output", [lambda x: x.detach().sum(1), lambda x: torch.ones(3, requires_grad=True)])

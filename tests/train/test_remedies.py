@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -13,10 +10,9 @@ import torch
 from torch import nn
 
 import memkit as mk
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same, run_module
 from tests.toys import mean_square, out_of_memory, trainer_of
 
-ROOT = Path(__file__).parents[2]
 X = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -142,9 +138,8 @@ def compares_rows(model, x):
 
 
 def test_a_loss_that_compares_rows_is_refused_or_split_with_a_warning():
-    with pytest.raises(mk.MemkitOutOfMemoryError, match="compares or mixes the rows") as caught:
-        step(compares_rows)
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    caught = assert_refused(lambda: step(compares_rows), mk.MemkitOutOfMemoryError, "compares or mixes the rows")
+    assert isinstance(caught.__cause__, torch.OutOfMemoryError)
     _, result, _, told = step(compares_rows, on_oom="inexact")
     assert result.sizes == (4, 4)
     assert any("changes the gradient" in each for each in told)
@@ -156,8 +151,7 @@ def test_who_vouches_for_the_loss_is_not_asked():
 
 
 def test_where_memory_allows_no_look_a_split_is_not_proven():
-    with pytest.raises(mk.MemkitOutOfMemoryError, match="could not be checked: OutOfMemoryError"):
-        step(Fails(most=1))
+    assert_refused(lambda: step(Fails(most=1)), mk.MemkitOutOfMemoryError, "could not be checked: OutOfMemoryError")
     _, result, _, told = step(Fails(most=1), on_oom="inexact")
     assert result.sizes == (1,) * 8
     assert any("could not check that splitting" in each for each in told)
@@ -186,8 +180,7 @@ def test_a_look_that_memory_did_not_allow_comes_again_in_a_loop_that_is_kept():
             with attempt as micro:
                 trainer.backward(fails(model, micro))
 
-    with pytest.raises(mk.MemkitOutOfMemoryError, match="could not be checked: OutOfMemoryError"):
-        run()
+    assert_refused(run, mk.MemkitOutOfMemoryError, "could not be checked: OutOfMemoryError")
 
 
 def test_a_refusal_is_remembered_and_smaller_batches_go_on():
@@ -302,10 +295,8 @@ def test_split_loss_too(plain):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set as Linux does")
 def test_a_unet_with_batch_normalization_inside_real_limits():
     """Blocks run again; these and the disk; where nothing suffices, a refusal, or another result for who wants that."""
-    command = [sys.executable, "-m", "tests.train.unet_child", "36", "21", "15"]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # a limit means what it says
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    # A limit means what it says.
+    done = run_module("tests.train.unet_child", 36, 21, 15, MALLOC_MMAP_THRESHOLD_="65536")
     recomputed, moved, refused = map(json.loads, done.stdout.splitlines())
     for row in (recomputed, moved):
         assert row["plain_dies"]

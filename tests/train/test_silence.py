@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import memkit as mk
+from tests.helpers import assert_refused
 from tests.toys import mean_square
 
 DATA = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
@@ -42,15 +43,13 @@ class TestValidations:
 
     def test_a_number_is_refused(self):
         _, loop = loop_with(lambda model, x: {"loss": model(x).square().mean().item()})
-        with pytest.raises(mk.errors.InputTypeError, match=r"a float as figure 'loss'.*not \.item\(\)"):
-            loop.run()
+        assert_refused(lambda: loop.run(), mk.errors.InputTypeError, r"a float as figure 'loss'.*not \.item\(\)")
 
     def test_a_reducer_without_its_figure_is_refused(self):
         """Else the scores would be averaged with the targets as weights, and the reducer would give None."""
         val_fn = lambda model, x: {"accuracy": (model(x), (x[:, 0] > 0).long())}  # noqa: E731
         _, loop = loop_with(val_fn, reducers={"acc": mk.recipes.Accuracy()})
-        with pytest.raises(mk.errors.InputError, match=r"reducers=\{'acc'.*figures 'accuracy'"):
-            loop.run()
+        assert_refused(lambda: loop.run(), mk.errors.InputError, r"reducers=\{'acc'.*figures 'accuracy'")
 
     def test_a_monitor_on_several_ranks_is_warned_of(self):
         model = nn.Linear(3, 1)
@@ -121,13 +120,11 @@ class TestProgressiveTrainer:
         model[1].running_mean.fill_(7.0)
         self.run(model, bn_batches=0)
         assert model[1].running_mean.tolist() == [7.0, 7.0]
-        with pytest.raises(mk.errors.ConfigError, match="bn_batches"):
-            self.run(model, bn_batches=-1)
+        assert_refused(lambda: self.run(model, bn_batches=-1), mk.errors.ConfigError, "bn_batches")
 
     @pytest.mark.parametrize("numbers", [(8.5, 2), (8, 2.5), (True, 2), (8, 2, 0.5), ("8", 2)])
     def test_stages_have_whole_numbers(self, numbers):
-        with pytest.raises(mk.errors.ConfigError, match="a whole number, 1 or more"):
-            mk.recipes.Stage(*numbers)
+        assert_refused(lambda: mk.recipes.Stage(*numbers), mk.errors.ConfigError, "a whole number, 1 or more")
 
 
 def test_an_offload_to_the_host_of_what_lies_there_is_warned_of():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 from tests.ranks import join, leave, spawn
 from tests.toys import square_error
 from tests.train.faults import FailingOperator
@@ -56,8 +56,7 @@ def replica_worker(rank, folder):
     optimizer.zero_grad()
     split(rows(), lambda m, b: mk.Loss(sum=m(b[0]).sum(), count=0 if rank else ROWS)).backward()
     assert model.module.body[0].weight.grad.abs().max() > 0
-    with pytest.raises(mk.errors.ConfigError, match="only a part of the model"):
-        mk.SplitLoss(nn.Sequential(model))
+    assert_refused(lambda: mk.SplitLoss(nn.Sequential(model)), mk.errors.ConfigError, "only a part of the model")
     torch.save(list(model.module.parameters()), f"{folder}/{rank}.pt")
     leave()
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 from tests.toys import square_error
 
 X, Y = torch.arange(24.0, dtype=torch.float64).reshape(8, 3) / 24, torch.ones(8, 1, dtype=torch.float64)
@@ -20,9 +20,11 @@ def model():
     return nn.Linear(3, 1).double()
 
 
-def test_a_parameter_of_another_module_is_found_at_a_later_batch_too(model):
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_parameter_of_another_module_is_found_at_any_batch(model, num_before):
     split, criterion = mk.SplitLoss(model, num_microbatches=2), nn.Linear(1, 1).double()
-    split((X, Y), square_error).backward()
+    for _ in range(num_before):
+        split((X, Y), square_error).backward()
     with pytest.raises(mk.errors.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
         split((X, Y), lambda model, batch: F.mse_loss(criterion(model(batch[0])), batch[1]))
 
@@ -122,8 +124,7 @@ def test_what_trains_may_change_between_batches_but_something_must(model):
 
 @pytest.mark.parametrize("wrong", [None, [], "net", nn.Linear(3, 1).parameters(), [torch.ones(3)], F.mse_loss])
 def test_what_is_no_module_is_refused(wrong):
-    with pytest.raises(mk.errors.InputTypeError, match=r"SplitLoss\(model\).*pass the module"):
-        mk.SplitLoss(wrong)
+    assert_refused(lambda: mk.SplitLoss(wrong), mk.errors.InputTypeError, r"SplitLoss\(model\).*pass the module")
 
 
 def test_nothing_to_count_is_a_loss_of_zero(model):
@@ -162,8 +163,7 @@ def test_a_batch_without_common_rows_is_taken_whole_where_it_is_never_cut(model)
 
     loss(model, ragged).backward()
     expected, model.weight.grad = model.weight.grad, None
-    with pytest.raises(mk.errors.InputError, match=r"rows.*split_fn=.*on_oom='raise'"):
-        mk.SplitLoss(model)(ragged, loss)
+    assert_refused(lambda: mk.SplitLoss(model)(ragged, loss), mk.errors.InputError, r"rows.*split_fn=.*on_oom='raise'")
     mk.SplitLoss(model, on_oom="raise")(ragged, loss).backward()
     assert_same(model.weight.grad, expected)
     with pytest.raises(mk.errors.InputError, match="split_fn"):

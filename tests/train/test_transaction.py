@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import os
-import subprocess
 import sys
 
 import pytest
@@ -16,7 +14,7 @@ from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state, steps_parameterwise, writes_gradients
 from memkit.train.transaction import atomic_steps
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same
+from tests.helpers import assert_same, run_python
 from tests.train.faults import FailingOperator
 
 SHAPES = [(40, 30), (7,), (2, 1000), (), (1,), (3, 4, 5, 2)]
@@ -255,13 +253,7 @@ for is_atomic in (True, False):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set as Linux does")
 @pytest.mark.parametrize("foreach", ["foreach", pytest.param("single", marks=pytest.mark.slow)])
 def test_a_step_goes_through_inside_a_real_limit_where_the_plain_one_is_torn(foreach):
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, foreach],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(LIMITED, foreach, MALLOC_MMAP_THRESHOLD_="65536")
     assert done.stdout.split() == ["same", "failed", "torn"]
 
 

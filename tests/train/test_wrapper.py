@@ -1,7 +1,6 @@
 """The wrapper in a loop: exact steps, precision, schedules, evaluation, packed batches, GANs, no trace afterwards."""
 
 import copy
-import warnings
 from collections import UserDict
 
 import pytest
@@ -13,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memkit as mk
 from memkit._torch import tensors
 from memkit.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
-from tests.helpers import assert_refused, assert_same
-from tests.toys import classify, fits, mean_square, mlp, out_of_memory, trainer_of
+from tests.helpers import assert_refused
+from tests.toys import fits, mean_square, mlp, out_of_memory, trainer_of
 
 
 def make(width=16, **keywords):
@@ -65,19 +64,6 @@ def test_a_step_is_the_full_batch_step(steps, loss_fn):
     torch.testing.assert_close([result.loss for result in results], losses, rtol=1e-12, atol=0)
     assert [result.num_microbatches for result in results] == [min(steps, 10)] * 3
     assert trainer.num_steps == 3
-
-
-def test_a_mean_over_tokens_without_its_count_is_told():
-    """Negative control: the same loss as a plain mean is another loss when the batch is split."""
-    model, _, trainer = make(accumulation_steps=3)
-    first, *others = batches()
-
-    with pytest.warns(mk.MemkitWarning, match=r"return mk.Loss\(mean=loss, count=n\)"):
-        trainer.train_step(first, classify)
-    for batch in others:
-        trainer.train_step(batch, classify)
-    state, _ = train_plainly(token_loss)
-    assert (model[0].weight - state["0.weight"]).abs().max() > 1e-5
 
 
 def test_the_loop_that_is_kept():
@@ -196,7 +182,7 @@ class TestPrecision:
             optimizer,
             precision="bf16-true",
             accumulation_steps=96 if way == "accumulation_steps" else 1,
-            memory=budget,
+            memory=budget and f"{budget}B",
             probe=way != "out of memory",  # where one row alone fits, there is nothing to compare
         )
         reference = copy.deepcopy(model).double()
@@ -380,44 +366,10 @@ def test_two_wrappers_train_a_gan_with_gradient_penalty():
 
 
 class TestProbe:
-    def test_batch_norm_is_named_once(self):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        trainer = trainer_of(model, accumulation_steps=2)
-        with pytest.warns(mk.MemkitWarning, match=r"In training mode 1 would see.*GroupNorm"):
-            trainer.train_step(torch.randn(8, 4), mean_square)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            trainer.train_step(torch.randn(8, 4), mean_square)
-
-    def test_a_contrastive_loss_is_refused_and_nothing_was_stepped(self):
-        model, _, trainer = make(accumulation_steps=2)
-        before = copy.deepcopy(model.state_dict())
-
-        def contrast(model, micro):
-            z = F.normalize(model(micro[0]), dim=1)
-            return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
-
-        with pytest.raises(ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
-            trainer.train_step(next(batches()), contrast)
-        assert_same(dict(model.state_dict()), dict(before))
-        assert all(p.grad is None for p in model.parameters())
-
     def test_a_batch_that_is_not_split_is_not_probed(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         trainer = trainer_of(model)
         assert trainer.train_step(torch.randn(8, 4), mean_square).stepped
-
-    def test_the_loop_that_is_kept_scans_the_modules(self):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        trainer = trainer_of(model, accumulation_steps=2)
-
-        def loop():
-            for attempt in trainer.microbatches(torch.randn(8, 4)):
-                with attempt as micro:
-                    trainer.backward(model(micro).pow(2).mean())
-
-        with pytest.warns(mk.MemkitWarning, match="In training mode 1 would see"):
-            loop()
 
 
 def enter_without_backward(trainer):
@@ -457,8 +409,7 @@ class TestMisuse:
         attempts = trainer.microbatches(next(batches()))
         with next(attempts) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match="a batch with unfinished micro-batches"):
-            trainer.step()
+        assert_refused(lambda: trainer.step(), StateError, "a batch with unfinished micro-batches")
         attempts.close()
         assert trainer.train_step(next(batches()), row_loss).stepped
 
@@ -467,8 +418,7 @@ class TestMisuse:
         old = trainer.microbatches(next(batches()))
         with next(old) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match="a new batch before step"):
-            next(trainer.microbatches(next(batches())))
+        assert_refused(lambda: next(trainer.microbatches(next(batches()))), StateError, "a new batch before step")
         old.close()
         attempts = trainer.microbatches(next(batches()))
         with next(attempts) as micro:
@@ -485,8 +435,7 @@ class TestMisuse:
 
     def test_a_constructor_that_fails_leaves_the_model_alone(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        with pytest.raises(ConfigError, match="typo"):
-            trainer_of(model, precision="bf16-true", checkpoint=["typo"])
+        assert_refused(lambda: trainer_of(model, precision="bf16-true", checkpoint=["typo"]), ConfigError, "typo")
         with pytest.raises(ConfigError, match="LBFGS"):
             mk.MemoryEfficientTrainingWrapper(model, torch.optim.LBFGS(model.parameters()), checkpoint=["0"])
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -498,14 +447,6 @@ class TestMisuse:
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         with pytest.raises(ConfigError, match="step ReduceLROnPlateau yourself after validation"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=scheduler)
-
-    def test_a_batch_that_was_not_stepped(self):
-        model, _, trainer = make()
-        for attempt in trainer.microbatches(next(batches())):
-            with attempt as micro:
-                trainer.backward(row_loss(model, micro))
-        with pytest.raises(StateError, match=r"call trainer\.step\(\)"):
-            next(trainer.microbatches(next(batches())))
 
     def test_another_error_loses_the_step_and_nothing_else(self):
         model, _, trainer = make(accumulation_steps=2)

@@ -18,6 +18,7 @@ from memkit.predict.scaling.points import ScalingPoint
 from memkit.predict.scaling.profile import profile_scaling
 from memkit.predict.scaling.result import ScalingResult
 from memkit.predict.scaling.traces import trace_step
+from tests.helpers import assert_refused
 from tests.predict.scaling.families import training
 
 MODEL = nn.Linear(16, 16)
@@ -251,8 +252,7 @@ def test_plots(result, tmp_path, monkeypatch):
     monkeypatch.setattr(result_module, "to_png", lambda figure: None)  # as where matplotlib is not installed
     with pytest.raises(mk.errors.ConfigError, match=r"matplotlib is not installed.*pip install memkit\[plots\]"):
         result.plot(tmp_path / "law.png")
-    with pytest.raises(mk.errors.ConfigError, match=r"got the suffix '.jpeg'"):
-        result.plot(tmp_path / "law.jpeg")
+    assert_refused(lambda: result.plot(tmp_path / "law.jpeg"), mk.errors.ConfigError, r"got the suffix '.jpeg'")
 
 
 def test_a_plot_has_crosses_where_memory_ran_out_and_a_line_only_of_a_law(result):

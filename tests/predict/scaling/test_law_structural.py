@@ -15,6 +15,7 @@ from memkit.predict.scaling.profile import profile_scaling
 from memkit.predict.scaling.structural import Stretch, StructuralLaw, structural_law
 from memkit.predict.scaling.traces import trace_step
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 from tests.predict.scaling.families import FAMILIES, allocated_peak
 
 FAST = ("edge MLP", "MLP by width")
@@ -159,8 +160,7 @@ def test_max_n_takes_a_card_and_a_size_as_text():
     assert law.max_n(2**20 - 1) == 0
     assert law_from([(5, 0, 0)]).max_n(5) is None
     assert law_from([(5, 0, 0)]).max_n(4) == 0
-    with pytest.raises(mk.errors.InputError, match="RTX 4090"):
-        law.max_n("RTX 9999999")
+    assert_refused(lambda: law.max_n("RTX 9999999"), mk.errors.InputError, "RTX 4090")
 
 
 def test_fractions_of_a_byte_are_rounded_up():
