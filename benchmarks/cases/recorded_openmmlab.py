@@ -4,7 +4,8 @@ mmsegmentation and mmaction2 (PyTorch 1.3 to 1.7) print `torch.cuda.max_memory_a
 mmaction2's tables keep the whole mebibytes; mmsegmentation's are rounded to 0.1 "GB" without saying which. The unit is
 settled by what ResNet-101 takes more than ResNet-50, in which nothing but 17 more blocks counts. The networks are
 written anew, after their papers and configurations; each GPU's part of the gradients in DistributedDataParallel's
-buckets is there. mmsegmentation trains with `cudnn.benchmark`; "error_without_trials" takes memkit's rule for it away.
+buckets is there. mmsegmentation trains with `cudnn.benchmark`; "error_without_workspaces" takes memkit's rule for what
+it finds away.
 
 Run: python -m benchmarks.cases.recorded_openmmlab FOLDER   (2 minutes; FOLDER has recorded_gpu_runs.json)
 """
@@ -125,9 +126,11 @@ class Segmentation(nn.Module):
         features, width = (512, 128) if depth == 18 else (2048, 512)
         dilation = 6 if row["config"].startswith("fcn_d6") else 1
         self.head = Head(features, width, 2, dilation, is_main=True)
+        self.kept: list[Tensor] = []
         self.auxiliary = Head(features // 2, width // 2, 1, dilation, is_main=False)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        self.kept.clear()
         x, found = self.stem(images), []
         for stage in self.stages:
             x = stage(x)
@@ -138,6 +141,8 @@ class Segmentation(nn.Module):
         full = F.interpolate(classes, size=labels.shape[2:], mode="bilinear", align_corners=False)
         losses = F.cross_entropy(full, labels.squeeze(1), reduction="none", ignore_index=255)
         full.topk(1, dim=1)  # the accuracy that is logged
+        self.kept.append(full)  # PyTorch 1 saved the input of log_softmax too, until its backward
+        full.register_hook(lambda _: self.kept.pop())
         return losses.mean()
 
 
@@ -188,11 +193,14 @@ class Clips(nn.Module):
         return F.cross_entropy(self.body(clips), labels)
 
 
-def peak_of(row: dict[str, Any], *, tries: bool = True) -> int:
+def peak_of(row: dict[str, Any], *, tunes: bool = True) -> int:
     """The most that is allocated in three steps of SGD with momentum, on one of several GPUs."""
     is_segmentation = row["source"] == "mmseg"
     size = row["batch_per_gpu"]
-    with torch.backends.cudnn.flags(benchmark=is_segmentation and tries), mk.VirtualGPU("V100 32GB") as gpu:
+    with (
+        torch.backends.cudnn.flags(enabled=True, benchmark=is_segmentation and tunes),
+        mk.VirtualGPU("V100 32GB") as gpu,
+    ):
         model = (Segmentation(row) if is_segmentation else Frames() if row["family"] == "tsn" else Clips()).cuda()
         parameters = list(model.parameters())
         buckets = [torch.empty_like(each) for each in parameters]  # DistributedDataParallel's
@@ -245,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
             "unit": "MiB" if is_exact else "GiB",
             "peak_bytes": peak,
             "error": peak / (recorded * (MIB if is_exact else GIB)) - 1,
-            "error_without_trials": peak_of(row, tries=False) / (recorded * (MIB if is_exact else GIB)) - 1,
+            "error_without_workspaces": peak_of(row, tunes=False) / (recorded * (MIB if is_exact else GIB)) - 1,
         }
     families = sorted({row["family"] for row in rows.values()})
     by_family = {family: [row for row in rows.values() if row["family"] == family] for family in families}
@@ -257,7 +265,9 @@ def main(arguments: list[str] | None = None) -> None:
                 "median_error": statistics.median(abs(row["error"]) for row in each),
                 "worst_error": max((row["error"] for row in each), key=abs),
                 "within_5_percent": sum(abs(row["error"]) <= 0.05 for row in each) / len(each),
-                "median_error_without_trials": statistics.median(abs(row["error_without_trials"]) for row in each),
+                "median_error_without_workspaces": statistics.median(
+                    abs(row["error_without_workspaces"]) for row in each
+                ),
             }
             for family, each in by_family.items()
         },

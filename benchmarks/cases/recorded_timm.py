@@ -4,8 +4,8 @@ Two public records:
 
 * GPUMemNet (itu-rad/GPUMemNet) trained models of timm on an A100 40GB at batches of 8, 16, 32, 64 and 128, and recorded
   what nvidia-smi showed. The driver's context and libraries are in that figure; the growth from one batch to the next
-  cancels them. timm trains with `cudnn.benchmark`; "error_without_trials" takes memkit's rule for its trials away. The
-  rows are in `recorded_gpu_runs.json`, as for `recorded_convolutions`.
+  cancels them. timm trains with `cudnn.benchmark`; "error_without_workspaces" takes memkit's rule for what it finds
+  away. The rows are in `recorded_gpu_runs.json`, as for `recorded_convolutions`.
 * timm's own benchmark (huggingface/pytorch-image-models, results/) of training with AMP on an RTX 3090, with PyTorch
   1.12: the largest batch that ran. A smaller batch than 512 says that the next larger one had failed.
 
@@ -101,10 +101,10 @@ def growth_of(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     known = [b for b in BATCHES if b in recorded and recorded[b] < LARGEST]
     predicted, peer = {}, dict(zip(row["batch"], row["faketensor_mib"], strict=True))
     for batch in known:
-        for tries in (True, False):
-            with torch.backends.cudnn.flags(benchmark=tries), mk.VirtualGPU(roomy("A100 40GB")) as gpu:
+        for tunes in (True, False):
+            with torch.backends.cudnn.flags(enabled=True, benchmark=tunes), mk.VirtualGPU(roomy("A100 40GB")) as gpu:
                 train(create(row["model"]), batch)
-            predicted[batch, tries] = gpu.reserved_peak_bytes
+            predicted[batch, tunes] = gpu.reserved_peak_bytes
             gc.collect()
     for small, large in pairwise(known):
         grown = recorded[large] - recorded[small]
@@ -116,7 +116,7 @@ def growth_of(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "recorded_bytes": grown,
                 "predicted_bytes": predicted[large, True] - predicted[small, True],
                 "error": (predicted[large, True] - predicted[small, True]) / grown - 1,
-                "error_without_trials": (predicted[large, False] - predicted[small, False]) / grown - 1,
+                "error_without_workspaces": (predicted[large, False] - predicted[small, False]) / grown - 1,
                 "faketensor_error": (peer[large] - peer[small]) * MIB / grown - 1,
             }
 
@@ -131,7 +131,7 @@ def run_of(row: dict[str, str], layout: str, batch: int) -> dict[str, Any]:
     """One try of timm's benchmark on a virtual RTX 3090: whether it ends, and what it reserves and needs at least."""
     dense = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     card, side = mk.find_gpu("RTX 3090"), int(row["train_img_size"])
-    with torch.backends.cudnn.flags(benchmark=True), mk.VirtualGPU(roomy("RTX 3090")) as gpu:
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU(roomy("RTX 3090")) as gpu:
         model = create(row["model"]).to(memory_format=dense)
         check_size(model, float(row["param_count"]))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
@@ -165,7 +165,7 @@ def verdict(reserved: int, least: int, room: int) -> str:
 
 def growth_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors, peers, without = (
-        [abs(row[key]) for row in rows] for key in ("error", "faketensor_error", "error_without_trials")
+        [abs(row[key]) for row in rows] for key in ("error", "faketensor_error", "error_without_workspaces")
     )
     return {
         "num_models": len({row["model"] for row in rows}),
@@ -173,7 +173,7 @@ def growth_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "median_error": statistics.median(errors),
         "bias": statistics.median(row["error"] for row in rows),
         "within_5_percent": sum(error <= 0.05 for error in errors) / len(errors),
-        "median_error_without_trials": statistics.median(without),
+        "median_error_without_workspaces": statistics.median(without),
         "faketensor_median_error": statistics.median(peers),
     }
 

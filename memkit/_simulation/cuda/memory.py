@@ -96,7 +96,6 @@ class CudaMemory:
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
-        self._tried: set[tuple[Any, ...]] = set()  # convolutions whose algorithms cuDNN has timed
 
     def snapshot(self) -> dict[str, Any]:
         """Return what ``torch.cuda.memory._snapshot`` would; without a history it is empty."""
@@ -154,21 +153,17 @@ class CudaMemory:
         if func not in CONVOLVING:
             return 0
         if torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark:
-            self._time_algorithms(Convolution.of(func, args, out))
+            for num_bytes in tuned_workspaces(Convolution.of(func, args, out), self._capability):
+                self._lend(num_bytes)
         return convolution_bound(func, args, out)
 
-    def _time_algorithms(self, convolution: Convolution) -> None:
-        """Let cuDNN time its algorithms on the first convolution of a kind; where there is no room, it tries fewer."""
-        kind = convolution.kind
-        if kind in self._tried:
-            return
-        self._tried.add(kind)
-        for num_bytes in trial_workspaces(convolution, self._capability):
-            block = self.allocator.try_allocate(num_bytes, self.stream)
-            if block is not None:
-                self.timeline.append(self.allocator.allocated_bytes)
-                self.allocator.free(block)
-                self.timeline.append(self.allocator.allocated_bytes)
+    def _lend(self, num_bytes: int) -> None:
+        """Allocate and free scratch memory that cuDNN can do without: where there is no room, it takes less."""
+        block = self.allocator.try_allocate(num_bytes, self.stream)
+        if block is not None:
+            self.timeline.append(self.allocator.allocated_bytes)
+            self.allocator.free(block)
+            self.timeline.append(self.allocator.allocated_bytes)
 
     def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """Return a function that runs an operator's parts, if the operator was not decomposed."""
@@ -613,12 +608,6 @@ class Convolution(NamedTuple):
         return cls(x, weight, y, tuple(stride), tuple(dilation), is_transposed, groups, passes)
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """What cuDNN's choice depends on: convolutions of one kind take the same algorithm."""
-        layout = convolution_format(self.x, self.weight)
-        return self.x.shape, self.weight.shape, self.x.dtype, layout, *self[3:]
-
-    @property
     def copies_bytes(self) -> int:
         """Bytes of a copy of its tensors in another order of dimensions."""
         return sum(each.numel() * each.element_size() for each in (self.x, self.weight, self.y))
@@ -629,8 +618,8 @@ class Convolution(NamedTuple):
         return all(size <= 3 for size in self.weight.shape[2:]) and set(self.dilation) == {1}
 
 
-def trial_workspaces(convolution: Convolution, capability: tuple[int, int]) -> tuple[int, ...]:
-    """Return the largest workspace that cuDNN's algorithms ask for when it times them, one for each pass.
+def tuned_workspaces(convolution: Convolution, capability: tuple[int, int]) -> tuple[int, ...]:
+    """Return the workspace of the algorithm that ``cudnn.benchmark`` finds to be the fastest, one for each pass.
 
     Tensor cores work in channels-last order: what lies otherwise is copied, in the backward passes (in the forward, no
     record shows it). Without tensor cores, non-fused Winograd of 3x3 kernels takes the most. Both follow from recorded
