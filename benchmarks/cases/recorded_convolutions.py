@@ -11,10 +11,7 @@ Run: python -m benchmarks.cases.recorded_convolutions FOLDER   (1.5 minutes; nee
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import types
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import memkit as mk
+from benchmarks.recorded import let_torchvision_be_imported, read_rows, roomy, verdict
 from benchmarks.result import write_result
 from memkit._core.units import MIB
 from memkit.predict.gpus import GPU
@@ -47,7 +45,6 @@ MODELS = {  # torchvision's function, number of classes
     "VGG19": ("vgg19", 1000),
 }
 NUM_STEPS, SIDE = 4, 86
-ROOM = 0.02  # an answer is "too close" this near to a capacity: what cuDNN takes is not modeled
 
 
 def train(row: dict[str, Any]) -> None:
@@ -82,7 +79,7 @@ def card_of(row: dict[str, Any]) -> GPU:
 def figures_of(row: dict[str, Any]) -> dict[str, Any]:
     """What was recorded and what is predicted, without a limit and by the verdict on the row's own card."""
     card = card_of(row)
-    with mk.VirtualGPU("B200", torch="2.6", cudnn="9.1") as unlimited:  # more room than any row needs
+    with mk.VirtualGPU(roomy(card), torch="2.6", cudnn="9.1") as unlimited:
         train(row)
     figures = unlimited.record().figures
     reserved, least = figures.reserved_bytes, figures.find_least()
@@ -102,12 +99,6 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
         "verdict": verdict(reserved, least, room),
         "xmem_error": row.get("error_xMem"),
     }
-
-
-def verdict(reserved: int, least: int, room: int) -> str:
-    if reserved * (1 + ROOM) <= room:
-        return "fits"
-    return "does not fit" if least * (1 - ROOM) > room else "too close"
 
 
 def respects(row: dict[str, Any]) -> bool:
@@ -143,15 +134,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     given = parser.parse_args(arguments)
-    # torchvision's own operators are missing beside a build of PyTorch for the CPU, and no model needs them.
-    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+    let_torchvision_be_imported()
     torch.set_num_threads(1)
-    taken = [
-        row
-        for row in json.loads((given.folder / "recorded_gpu_runs.json").read_text())["rows"]
-        if row.get("model") in MODELS
-    ]
-    rows = {row["id"]: figures_of(row) for row in taken if row["source"] == "xMem"}
+    taken = [row for row in read_rows(given.folder, "xMem") if row["model"] in MODELS]
+    rows = {row["id"]: figures_of(row) for row in taken}
     groups = {
         "all": rows.values(),
         **{f: [r for r in rows.values() if r["family"] == f] for f in sorted({r["family"] for r in rows.values()})},

@@ -13,7 +13,6 @@ Run: python -m benchmarks.cases.recorded_openmmlab FOLDER   (2 minutes; FOLDER h
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memkit as mk
+from benchmarks.recorded import read_rows
 from benchmarks.result import write_result
 from memkit._core.units import GIB, MIB
 
@@ -239,8 +239,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    known = json.loads((given.folder / "recorded_gpu_runs.json").read_text())["rows"]
-    taken = [row for row in known if row["source"] == "mmseg" or (row["source"] == "mmaction2" and row["verified"])]
+    taken = read_rows(given.folder, "mmseg")
+    taken += [row for row in read_rows(given.folder, "mmaction2") if row["verified"]]
     rows: dict[str, dict[str, Any]] = {}
     for row in taken:
         is_exact = "memory_mib" in row

@@ -18,13 +18,9 @@ import argparse
 import contextlib
 import csv
 import gc
-import json
 import statistics
-import sys
-import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,22 +29,15 @@ import torch
 from torch.nn import functional as F
 
 import memkit as mk
+from benchmarks.recorded import let_torchvision_be_imported, read_rows, roomy, verdict
 from benchmarks.result import write_result
 from memkit._core.units import MIB
-from memkit.predict.gpus import GPU
 
 LAYOUTS = ("nchw", "nhwc")
 BATCHES = (8, 16, 32, 64)
 LARGEST = 39_000 * MIB  # what nvidia-smi shows of a run near the A100's end may be a run that failed
 TABLE = "benchmark-train-amp-{layout}-pt112-cu113-rtx3090.csv"
 FIRST_BATCH = 512  # timm's benchmark begins here, and takes the next smaller batch after each failure
-ROOM = 0.02  # an answer is "too close" this near to the capacity: what cuDNN takes is not modeled
-
-
-def roomy(name: str) -> GPU:
-    """The same card with more memory than any row needs, so that a run shows what it would take."""
-    card = mk.find_gpu(name)
-    return replace(card, total_interval=(10 * card.total_bytes, 10 * card.total_bytes))
 
 
 def set_fused_attention(*, enable: bool) -> None:
@@ -102,7 +91,10 @@ def growth_of(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     predicted, peer = {}, dict(zip(row["batch"], row["faketensor_mib"], strict=True))
     for batch in known:
         for tunes in (True, False):
-            with torch.backends.cudnn.flags(enabled=True, benchmark=tunes), mk.VirtualGPU(roomy("A100 40GB")) as gpu:
+            with (
+                torch.backends.cudnn.flags(enabled=True, benchmark=tunes),
+                mk.VirtualGPU(roomy(mk.find_gpu("A100 40GB"))) as gpu,
+            ):
                 train(create(row["model"]), batch)
             predicted[batch, tunes] = gpu.reserved_peak_bytes
             gc.collect()
@@ -131,7 +123,7 @@ def run_of(row: dict[str, str], layout: str, batch: int) -> dict[str, Any]:
     """One try of timm's benchmark on a virtual RTX 3090: whether it ends, and what it reserves and needs at least."""
     dense = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     card, side = mk.find_gpu("RTX 3090"), int(row["train_img_size"])
-    with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU(roomy("RTX 3090")) as gpu:
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU(roomy(card)) as gpu:
         model = create(row["model"]).to(memory_format=dense)
         check_size(model, float(row["param_count"]))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
@@ -155,12 +147,6 @@ def run_of(row: dict[str, str], layout: str, batch: int) -> dict[str, Any]:
         "least_reserved_bytes": least,
         "verdict": verdict(reserved, least, card.usable_bytes),
     }
-
-
-def verdict(reserved: int, least: int, room: int) -> str:
-    if reserved * (1 + ROOM) <= room:
-        return "fits"
-    return "does not fit" if least * (1 - ROOM) > room else "too close"
 
 
 def growth_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -199,8 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", type=int, default=8, help="take each n-th row")
     given = parser.parse_args(arguments)
-    # torchvision's own operators are missing beside a build of PyTorch for the CPU, and no model needs them.
-    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+    let_torchvision_be_imported()
     torch.set_num_threads(1)
     growth: list[dict[str, Any]] = []
     brackets: list[dict[str, Any]] = []
@@ -215,8 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
                 with noting(failed, row["model"]):
                     brackets.append(run_of(row, layout, batch))
     set_fused_attention(enable=True)
-    recorded = json.loads((given.folder / "recorded_gpu_runs.json").read_text())["rows"]
-    for row in [row for row in recorded if row["source"] == "GPUMemNet"][:: given.every]:
+    for row in read_rows(given.folder, "GPUMemNet")[:: given.every]:
         with noting(failed, row["model"]):
             growth.extend(growth_of(row))
     figures = {

@@ -1,0 +1,36 @@
+"""What the cases of recorded GPU runs share: rows, a card with room, and the verdict that is scored."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memkit.predict.gpus import GPU
+
+ROOM = 0.02  # an answer is "too close" this near to a capacity: what cuDNN takes is modeled only in part
+
+
+def read_rows(folder: Path, source: str) -> list[dict[str, Any]]:
+    """The rows of one source in ``recorded_gpu_runs.json``."""
+    rows = json.loads((folder / "recorded_gpu_runs.json").read_text())["rows"]
+    return [row for row in rows if row["source"] == source]
+
+
+def roomy(card: GPU) -> GPU:
+    """The same card with more memory than any row needs, so that a run shows what it would take."""
+    return replace(card, total_interval=(10 * card.total_bytes, 10 * card.total_bytes))
+
+
+def verdict(reserved: int, least: int, room: int) -> str:
+    if reserved * (1 + ROOM) <= room:
+        return "fits"
+    return "does not fit" if least * (1 - ROOM) > room else "too close"
+
+
+def let_torchvision_be_imported() -> None:
+    """Its own operators are missing beside a build of PyTorch for the CPU, and no model here needs them."""
+    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
