@@ -448,6 +448,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 part = getattr(tensor, name)
                 if isinstance(part, torch.Tensor):  # a DTensor's mesh is not memory
                     yield from self._parts(part, operator)
+        elif tensor.layout is torch.strided:
+            yield tensor
         elif parts := strided_parts(tensor):
             yield from parts
         else:

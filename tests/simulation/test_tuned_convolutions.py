@@ -1,0 +1,75 @@
+"""`cudnn.benchmark`: the workspace of the algorithm that it finds is taken from the virtual GPU."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import memkit as mk
+from memkit._simulation.cuda.memory import Convolution, tuned_workspaces
+
+
+def peak_of_convolution(
+    gpu, *, benchmark, dtype=torch.float32, layout=torch.contiguous_format, backward=True, **options
+):
+    """The most that is allocated in a 3x3 convolution of 2 images, 8 to 16 channels, 32 x 32 pixels."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark), mk.VirtualGPU(gpu):
+        conv = torch.nn.Conv2d(8, 16, 3, padding=1, bias=False, **options).to("cuda", dtype, memory_format=layout)
+        x = torch.zeros(2, 8, 32, 32, dtype=dtype, device="cuda").to(memory_format=layout).requires_grad_()
+        y = conv(x)
+        if backward:
+            grad = torch.empty_like(y)
+            torch.cuda.reset_peak_memory_stats()
+            torch.ops.aten.convolution_backward(
+                grad, x.detach(), conv.weight.detach(), None, [1, 1], [1, 1], [1, 1], False, [0, 0], conv.groups,
+                [True, True, False],
+            )  # fmt: skip
+        return torch.cuda.max_memory_allocated()
+
+
+X, W, Y = 2 * 8 * 32 * 32, 16 * 8 * 3 * 3, 2 * 16 * 32 * 32
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "numbers"),
+    [
+        ("RTX 3090", {}, X + W + Y),  # tensor cores: copies into channels-last order
+        ("A100 40GB", {}, X + W + Y),
+        ("V100 32GB", {"dtype": torch.float16}, X + W + Y),
+        ("RTX 3090", {"layout": torch.channels_last}, 0),  # they lie so already
+        ("RTX 3090", {"backward": False}, 0),
+        ("RTX 3090", {"groups": 8}, 0),
+        ("V100 32GB", {}, 36 * (2 * 8 * 8 * (8 + 16) + 8 * 16)),  # Winograd: tiles of 4 x 4
+        ("V100 32GB", {"backward": False}, 36 * (2 * 8 * 8 * (8 + 16) + 8 * 16)),
+        ("V100 32GB", {"groups": 8}, 0),
+    ],
+)
+def test_cudnn_benchmark_takes_the_workspace_of_the_fastest_algorithm(gpu, options, numbers):
+    taken = peak_of_convolution(gpu, benchmark=True, **options) - peak_of_convolution(gpu, benchmark=False, **options)
+    size = options.get("dtype", torch.float32).itemsize
+    assert taken == math.ceil(numbers * size / 512) * 512  # blocks are multiples of 512 bytes
+
+
+def test_without_tf32_there_are_no_tensor_cores_for_float32():
+    convolution = Convolution(
+        x=torch.empty(2, 8, 32, 32),
+        weight=torch.empty(16, 8, 3, 3),
+        y=torch.empty(2, 16, 32, 32),
+        stride=(1, 1),
+        dilation=(1, 1),
+        is_transposed=False,
+        groups=1,
+        passes=("output", "input gradient"),
+    )
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, benchmark=True):
+        assert tuned_workspaces(convolution, (8, 6)) == (36 * (2 * 64 * 24 + 128) * 4,) * 2
+
+
+def test_where_there_is_no_room_cudnn_takes_less():
+    card = replace(mk.find_gpu("V100 32GB"), total_interval=(600 * 2**20, 600 * 2**20), context_interval=(0, 0))
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU(card) as gpu:
+        conv = torch.nn.Conv2d(256, 256, 3, padding=1, device="cuda")
+        conv(torch.zeros(8, 256, 128, 128, device="cuda"))  # 256 MiB for input and output, Winograd asks for 578 more
+    assert gpu.reserved_peak_bytes < 600 * 2**20
+    assert gpu.record().figures.find_least() < 300 * 2**20  # what can be left out is not needed
