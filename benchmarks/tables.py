@@ -202,6 +202,26 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "{verdicts/fits, ran} / {verdicts/too close, ran} / {verdicts/does not fit, ran} | "
         "{verdicts/fits, ran out} / {verdicts/too close, ran out} / {verdicts/does not fit, ran out}",
     ),
+    "recorded_openmmlab": Table(
+        "summary/{family}",
+        "networks | trainings | error of what is allocated: median, worst | within 5% | "
+        "median without the rule for `cudnn.benchmark`",
+        "{family} | {num_rows} | {median_error:.1%}, {worst_error:+.1%} | {within_5_percent:.0%} | "
+        "{median_error_without_workspaces:.1%}",
+    ),
+    "recorded_timm.growth": Table(
+        "growth/summary/{models}",
+        "models | growths | median error | bias | within 5% | FakeTensor's, as recorded | "
+        "median without the rule for `cudnn.benchmark`",
+        "{num_models} | {num_rows} | {median_error:.1%} | {bias:+.1%} | {within_5_percent:.0%} | "
+        "{faketensor_median_error:.1%} | {median_error_without_workspaces:.1%}",
+    ),
+    "recorded_timm.brackets": Table(
+        "brackets/summary/{layout}",
+        "layout | runs | verdict: fits / too close / does not fit, of those that ran | of those that failed",
+        "{layout} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} | "
+        "{fits, failed} / {too close, failed} / {does not fit, failed}",
+    ),
     # Public code and whole runs
     "acceptance": Table(
         "{project}",

@@ -144,7 +144,11 @@ def main(arguments: list[str] | None = None) -> None:
     rows = {row["id"]: figures_of(row) for row in taken}
     groups = {
         "all": rows.values(),
-        **{f: [r for r in rows.values() if r["family"] == f] for f in sorted({r["family"] for r in rows.values()})},
+        **{
+            name: [row for row in rows.values() if row[key] == name]
+            for key in ("family", "gpu")
+            for name in sorted({row[key] for row in rows.values()})
+        },
     }
     figures = {"summary": {name: summary(each) for name, each in groups.items()}, "rows": rows}
     print(write_result("recorded_convolutions", figures, peers=("torchvision",)))
