@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from benchmarks.result import write_result
 from benchmarks.timing import in_turns, median_ratio, seconds_of
+from memkit.train.chunked_steps import atomic_steps
 from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state
-from memkit.train.transaction import atomic_steps
 from tests.allocations import trace_allocations
 from tests.train.faults import FailingOperator
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from memkit.train.accumulate import GradientAccumulator as GradientAccumulator
     from memkit.train.backward_steps import step_in_backward as step_in_backward
     from memkit.train.checkpointing import Checkpointing as Checkpointing
+    from memkit.train.chunked_steps import atomic_steps as atomic_steps
     from memkit.train.contrastive import cached_backward as cached_backward
     from memkit.train.loader import make_dataloader as make_dataloader, to_device as to_device
     from memkit.train.offload import offload_activations as offload_activations
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from memkit.train.split_check import check_split as check_split
     from memkit.train.split_loss import SplitLoss as SplitLoss
     from memkit.train.state_offload import offload_state as offload_state
-    from memkit.train.transaction import atomic_steps as atomic_steps
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper as MemoryEfficientTrainingWrapper
 else:  # a type checker would accept any name through `__getattr__`
     from memkit._core.lazy import load_lazily
@@ -32,7 +32,7 @@ else:  # a type checker would accept any name through `__getattr__`
         "MemoryEfficientTrainingWrapper": "memkit.train.wrapper",
         "check_split": "memkit.train.split_check",
         "SplitLoss": "memkit.train.split_loss",
-        "atomic_steps": "memkit.train.transaction",
+        "atomic_steps": "memkit.train.chunked_steps",
         "cached_backward": "memkit.train.contrastive",
         "gradient_penalty": "memkit.train.penalty",
         "is_out_of_memory": "memkit._recovery.errors",

@@ -17,10 +17,10 @@ from memkit._machine.devices import has_room, release_cached_memory
 from memkit._recorder.recorder import Recorder
 from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._torch.tensors import strided_parts
+from memkit.train.chunked_steps import ChunkedStep, close_all
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
-from memkit.train.transaction import ChunkedStep, close_all
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of an automatic copy

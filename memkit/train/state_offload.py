@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError
+from memkit.train.chunked_steps import atomic_steps
 from memkit.train.gradients import as_list
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import materialize_state
-from memkit.train.transaction import atomic_steps
 
 
 @contextlib.contextmanager

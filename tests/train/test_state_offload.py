@@ -13,7 +13,7 @@ from tests.allocations import trace_allocations
 from tests.helpers import assert_same
 from tests.toys import mean_square
 from tests.train.faults import FailingOperator
-from tests.train.test_transaction import MUST, bits, everything, give_gradients, guarded, make, train
+from tests.train.test_chunked_steps import MUST, bits, everything, give_gradients, guarded, make, train
 
 
 @pytest.mark.parametrize("lent", [False, True])

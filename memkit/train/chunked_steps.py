@@ -206,13 +206,13 @@ class ChunkedStep:
         try:
             if self._work is None:
                 self._begin(optimizer)
-            self._go_on(self._work or [])
+            self._step_chunks(self._work or [])
         except Exception:
             raise
         except BaseException:  # an interrupt not raised by a signal
             optimizer.param_groups = groups
             if self.num_stepped or (self._work and self._work[0].progress):
-                self._go_on(self._work or [])
+                self._step_chunks(self._work or [])
             raise
         finally:
             optimizer.param_groups = groups
@@ -271,7 +271,7 @@ class ChunkedStep:
         if chunk:
             yield chunk
 
-    def _go_on(self, work: list[_Work]) -> None:
+    def _step_chunks(self, work: list[_Work]) -> None:
         """Do the remaining work; split chunks that run out of memory into halves."""
         number = 0
         while number < len(work):
@@ -280,17 +280,22 @@ class ChunkedStep:
                 number += 1
             elif self._has_slices(chunk):
                 self._step_slices(chunk)
-            else:
-                outcome = attempt(_step_or_undo, self._optimizer, chunk)
-                if not isinstance(outcome, Done) and len(chunk.parameters) > 1:
-                    work[number : number + 1] = chunk.halves()
-                elif not isinstance(outcome, Done) and not isinstance(
-                    outcome := attempt(_step_or_undo, self._optimizer, chunk), Done
-                ):
-                    if chunk.progress and _may_be_sliced(self._optimizer, chunk.group, chunk.parameters[0]):
-                        self._step_slices(chunk)
-                    else:
-                        self._refuse(outcome.error, "; one more is half stepped" if chunk.progress else "")
+            elif len(chunk.parameters) == 1:
+                self._step_single(chunk)
+            elif not isinstance(attempt(_step_or_undo, self._optimizer, chunk), Done):
+                work[number : number + 1] = chunk.halves()
+
+    def _step_single(self, chunk: _Work) -> None:
+        """Step one parameter: after two failures slice by slice if it is torn, else not at all."""
+        outcome = attempt(_step_or_undo, self._optimizer, chunk)
+        if not isinstance(outcome, Done):
+            outcome = attempt(_step_or_undo, self._optimizer, chunk)
+        if isinstance(outcome, Done):
+            return
+        if chunk.progress and _may_be_sliced(self._optimizer, chunk.group, chunk.parameters[0]):
+            self._step_slices(chunk)
+        else:
+            self._refuse(outcome.error, "; one more is half stepped" if chunk.progress else "")
 
     def _has_slices(self, chunk: _Work) -> bool:
         """Return whether it is a single parameter larger than a chunk that may be stepped slice by slice."""

@@ -9,10 +9,10 @@ import torch
 from torch import nn, optim
 
 import memkit as mk
-from memkit.train import transaction
+from memkit.train import chunked_steps
+from memkit.train.chunked_steps import atomic_steps
 from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state, steps_parameterwise, writes_gradients
-from memkit.train.transaction import atomic_steps
 from tests.allocations import trace_allocations
 from tests.helpers import assert_same, run_python
 from tests.train.faults import FailingOperator
@@ -88,8 +88,8 @@ def guarded(optimizer):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_step_is_bit_identical_to_the_plain_one(kind, in_slices, monkeypatch):
     if in_slices:
-        monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 1024)
-        monkeypatch.setattr(transaction, "_SMALLEST_SLICE", 16)
+        monkeypatch.setattr(chunked_steps, "_SMALLEST_CHUNK_BYTES", 1024)
+        monkeypatch.setattr(chunked_steps, "_SMALLEST_SLICE", 16)
     for foreach in (False, True):
         expected = everything(*train(kind, foreach))
         assert_same(everything(*train(kind, foreach, step=atomically)), expected)
@@ -157,7 +157,7 @@ def one_fault(kind, foreach, number, *places):
 def test_a_fault_at_any_operator_of_a_step_changes_nothing(kind, foreach, in_slices, monkeypatch):
     """Every operator in ``benchmarks/cases/step_faults.py``; here 120. The first step makes state, the third has it."""
     if in_slices:
-        monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 2048)
+        monkeypatch.setattr(chunked_steps, "_SMALLEST_CHUNK_BYTES", 2048)
     num_faults = 0
     for number in (0, 2):
         expected = everything(*train(kind, foreach, num_steps=number + 2))
@@ -183,7 +183,7 @@ class Exhausted(FailingOperator):
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("kind", MUST)
 def test_where_nothing_fits_any_more_each_parameter_is_old_or_new(kind, foreach, monkeypatch):
-    monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 8 * 1024)
+    monkeypatch.setattr(chunked_steps, "_SMALLEST_CHUNK_BYTES", 8 * 1024)
     old = everything_of_each(*train(kind, foreach, num_steps=2))
     new = everything_of_each(*train(kind, foreach, num_steps=3))
     seen = set()
@@ -216,7 +216,7 @@ def everything_of_each(parameters, optimizer):
 
 LIMITED = """
 import resource, sys, torch
-from memkit.train.transaction import atomic_steps
+from memkit.train.chunked_steps import atomic_steps
 
 def make():
     torch.manual_seed(0)
