@@ -16,7 +16,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def accumulate(model: nn.Module, batches: list[Batch]) -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    acc = mk.GradientAccumulator(optimizer, steps=4, max_grad_norm=1.0, scaler=None, model=None)
+    acc = mk.GradientAccumulator(optimizer, accumulation_steps=4, max_grad_norm=1.0, scaler=None, model=None)
     for x, y in batches:
         acc.backward((model(x) - y).pow(2).mean(), count=len(x))
         if acc.step():
