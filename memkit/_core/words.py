@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from memkit._core.errors import AbsentError, InputTypeError
 
 F = TypeVar("F", bound=Callable[..., Any])
-Surplus = Callable[[tuple[Any, ...]], "str | None"]
+Rewrite = Callable[[tuple[Any, ...]], "str | None"]
 # In `absent`: what is done to the object itself, and what Python looks up for it.
 _DONE = {"()": "__call__", "float()": "__float__", "iter()": "__iter__"}
 _SAID = {"()": "a call of the {} itself", "float()": "a {} as a number", "iter()": "a {} to be unpacked"}
@@ -33,7 +33,7 @@ def guided(
     words: Mapping[str, str] | None = None,
     absent: Mapping[str, str] | None = None,
     methods: tuple[str, ...] = (),
-    surplus: Mapping[str, Surplus] | None = None,
+    rewrite: Mapping[str, Rewrite] | None = None,
 ) -> Callable[[F], F]:
     """Let a public function or class answer wrong calls with the corrected call.
 
@@ -43,8 +43,8 @@ def guided(
         absent: For a class, by an attribute or method that it does not have: the code to write instead. ``"()"`` is the
             object itself, called; ``"float()"`` converted to a number; ``"iter()"`` unpacked.
         methods: For a class, the methods that are guided too, besides the constructor; class methods as well.
-        surplus: By method (``"__init__"`` for a constructor): given all positional arguments of a call with too many,
-            the corrected call, or None to put the first one too many under the next keyword.
+        rewrite: By method (``"__init__"`` for a constructor): given the positional arguments of a call with too many or
+            too few, the corrected call, or None for the usual one; it may also raise an error of its own.
 
     Returns:
         The decorator.
@@ -66,7 +66,7 @@ def guided(
             label = name if method == "__init__" else f"{name}.{method}"
             found = inspect.getattr_static(thing, method)
             raw = found.__func__ if isinstance(found, classmethod) else found
-            function: Any = _guided_function(raw, label, words or {}, (surplus or {}).get(method), is_method=True)
+            function: Any = _guided_function(raw, label, words or {}, (rewrite or {}).get(method), is_method=True)
             setattr(thing, method, classmethod(function) if isinstance(found, classmethod) else function)
         if absent:
             _answer_for_absent(thing, absent)
@@ -76,14 +76,14 @@ def guided(
 
 
 def _guided_function(
-    function: F, name: str, words: Mapping[str, str], surplus: Surplus | None = None, *, is_method: bool
+    function: F, name: str, words: Mapping[str, str], rewrite: Rewrite | None = None, *, is_method: bool
 ) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            refuse_call(function, name, args, kwargs, words, surplus, is_method=is_method)
+            refuse_call(function, name, args, kwargs, words, rewrite, is_method=is_method)
             raise
 
     return call  # type: ignore[return-value]  # it has the same signature
@@ -111,7 +111,7 @@ def refuse_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     words: Mapping[str, str],
-    surplus: Surplus | None = None,
+    rewrite: Rewrite | None = None,
     *,
     is_method: bool,
 ) -> None:
@@ -127,7 +127,7 @@ def refuse_call(
         parameters = list(signature.parameters.values())
         if is_method:
             parameters, args = parameters[1:], args[1:]
-        _refuse(name, parameters, args, kwargs, words, surplus)
+        _refuse(name, parameters, args, kwargs, words, rewrite)
 
 
 def _refuse(
@@ -136,7 +136,7 @@ def _refuse(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     words: Mapping[str, str],
-    surplus: Surplus | None,
+    rewrite: Rewrite | None,
 ) -> NoReturn:
     free = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -165,7 +165,9 @@ def _refuse(
             written[each.name] = each.name if each.name in positional else f"{each.name}=..."
     ordered = [written[each] for each in free if each in written]
     ordered += [text for each, text in written.items() if each not in free]
-    corrected = surplus(args) if surplus is not None and len(args) > len(positional) else None
+    corrected = None
+    if rewrite is not None and not kwargs and len(args) != len(positional):
+        corrected = rewrite(args)
     raise InputTypeError(
         name,
         got=", ".join(filter(None, wrong)),
@@ -236,7 +238,8 @@ def _refusing(done: str, instead: str) -> Callable[..., NoReturn]:
 def refuse_attribute(owner: object, name: str, absent: Mapping[str, str]) -> AbsentError:
     """Return the error for an attribute that an object does not have."""
     kind = type(owner).__name__
-    public = [each for each in dir(type(owner)) if not each.startswith("_")]
+    members = {each: inspect.getattr_static(type(owner), each, None) for each in dir(type(owner))}
+    public = [each for each, value in members.items() if not each.startswith("_") and not isinstance(value, str)]
     near = difflib.get_close_matches(name, public, n=1)
     meant = absent.get(name) or (near[0] if near else f"help({kind})")
     return AbsentError(

@@ -16,14 +16,14 @@ from memkit._core.words import guided
 from memkit.train.checks import ACCUMULATOR, check_loss, check_reduction, read_count, warn_of_own_backward
 from memkit.train.divisors import WeightCheck
 from memkit.train.gradient_sum import GradientSum
-from memkit.train.words import ACCUMULATOR_ABSENT, ACCUMULATOR_SURPLUS, ACCUMULATOR_WORDS
+from memkit.train.words import ACCUMULATOR_ABSENT, ACCUMULATOR_REWRITE, ACCUMULATOR_WORDS
 
 
 @guided(
     words=ACCUMULATOR_WORDS,
     absent=ACCUMULATOR_ABSENT,
     methods=("backward", "step", "flush"),
-    surplus=ACCUMULATOR_SURPLUS,
+    rewrite=ACCUMULATOR_REWRITE,
 )
 class GradientAccumulator(Uncopied, Closing):
     """Accumulates micro-batches into one optimizer step with the full batch's gradient.

@@ -66,6 +66,16 @@ _TRAINERS = {
         "write loop.run(num_epochs=1); its model is loop.trainer.model.",
     ),
 }
+_MODULES = {
+    ("lightning", "LightningModule"): (
+        "a LightningModule, whose optimizer Lightning makes",
+        (
+            "derive it from memkit.integrations.lightning.MemoryEfficientModule instead of LightningModule, and write "
+            "trainer.fit(module); in a loop of your own write MemoryEfficientTrainingWrapper(module, optimizer)."
+        ),
+    )
+}
+_EXPECTED = "an nn.Module as the model"
 _LIBRARIES = {"pytorch_lightning": "lightning"}
 
 
@@ -79,19 +89,19 @@ def library_kind(thing: object, known: Mapping[tuple[str, str], Any]) -> tuple[s
     return None
 
 
-def check_model(model: object, optimizer: object) -> nn.Module:
+def read_model(model: object, optimizer: object) -> nn.Module:
     """Return the wrapper's model; refuse anything else, and parameters without data.
 
     Raises:
-        InputTypeError: It is not a module.
+        InputTypeError: It is not a module, or a trainer of another library.
         StateError: A parameter or a buffer is on the meta device.
     """
+    refuse_trainer(model)
     call = f"{WRAPPER.kind}(model, optimizer)"
-    kind = library_kind(model, _TRAINERS)
-    if kind is not None or not isinstance(model, nn.Module):
-        got, fix = _TRAINERS[kind] if kind is not None else _what_instead_of_a_model(model, optimizer)
-        raise InputTypeError(call, got=got, expected="an nn.Module as the model", fix=fix)
-    if library_kind(model, {("lightning", "LightningModule"): ()}) is not None:
+    if not isinstance(model, nn.Module):
+        got, fix = _what_instead_of_a_model(model, optimizer)
+        raise InputTypeError(call, got=got, expected=_EXPECTED, fix=fix)
+    if library_kind(model, _MODULES) is not None:
         warn_user(
             f"{call}: this model is a LightningModule, of which the wrapper uses forward alone: training_step, "
             "configure_optimizers and the hooks are not called. For training by a Lightning Trainer derive it from "
@@ -99,6 +109,18 @@ def check_model(model: object, optimizer: object) -> nn.Module:
         )
     _check_has_data(model, call)
     return model
+
+
+def refuse_trainer(model: object, *, has_optimizer: bool = True) -> None:
+    """Refuse a trainer of another library, and a LightningModule that came without an optimizer.
+
+    Raises:
+        InputTypeError: It is one; the way out leads to its adapter.
+    """
+    kind = library_kind(model, _TRAINERS if has_optimizer else {**_TRAINERS, **_MODULES})
+    if kind is not None:
+        got, fix = {**_TRAINERS, **_MODULES}[kind]
+        raise InputTypeError(f"{WRAPPER.kind}(model, optimizer)", got=got, expected=_EXPECTED, fix=fix) from None
 
 
 def _what_instead_of_a_model(model: object, optimizer: object) -> tuple[str, str]:

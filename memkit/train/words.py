@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memkit.train.owners import refuse_trainer
+
 _STEPS = (
     "gradient_accumulation_steps",
     "gradient_accumulation",
@@ -77,6 +79,8 @@ _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "max_steps"
 _GRADIENTS = ("keep_gradients", "keep_grads", "retain_gradients", "log_gradients", "track_grad_norm", "gradient_hook")
 _STATE_OUT = ("cpu_offload", "offload_optimizer", "offload_optimizer_state", "zero_stage", "offload_optimizer_device")
 
+_ROWS_TARGETS_LOSS = 3
+
 _SHARED: dict[str, str] = {
     **dict.fromkeys(_STEPS, "accumulation_steps"),
     **dict.fromkeys(_NORM, "max_grad_norm"),
@@ -137,23 +141,19 @@ _OF_THE_MODEL = (
     "modules",
     "buffers",
     "children",
-    "forward",
     "train",
-    "eval",
-    "training",
-    "to",
-    "cuda",
-    "cpu",
     "half",
     "bfloat16",
     "float",
-    "requires_grad_",
-    "compile",
 )
 
 WRAPPER_ABSENT: Mapping[str, str] = {
     "()": "trainer.model(x)",
-    **{name: f"trainer.model.{name}{'' if name == 'training' else '(...)'}" for name in _OF_THE_MODEL},
+    **{name: f"trainer.model.{name}()" for name in _OF_THE_MODEL},
+    "training": "trainer.model.training",
+    "forward": "trainer.model(x)",
+    "to": "model.to(device) before MemoryEfficientTrainingWrapper(model, optimizer)",
+    "requires_grad_": "trainer.model.requires_grad_(False)",
     "eval": "`with trainer.evaluation() as evaluate:`, or trainer.model.eval()",
     **dict.fromkeys(("fit", "run", "train_epoch", "train_loop"), _LOOP),
     **dict.fromkeys(("training_step", "optimize", "update"), "trainer.train_step(batch, loss_fn)"),
@@ -224,15 +224,16 @@ RESULT_ABSENT: Mapping[str, str] = {
 
 
 def _step_of(args: tuple[Any, ...]) -> str | None:
-    """The corrected call of ``train_step(x, y, loss_fn)``."""
-    *batch, last = args
-    if not callable(last) and callable(args[0]):
-        return "trainer.train_step(batch, loss_fn)"
-    return f"trainer.train_step({'(x, y)' if len(batch) == 2 else '(x, y, ...)'}, loss_fn)"
+    """The corrected call of ``train_step(batch)`` and of ``train_step(x, y, loss_fn)``."""
+    if len(args) <= 1:
+        return "trainer.train_step((x, y), lambda model, batch: criterion(model(batch[0]), batch[1]))"
+    return f"trainer.train_step({'(x, y)' if len(args) == _ROWS_TARGETS_LOSS else '(x, y, ...)'}, loss_fn)"
 
 
 def _wrapper_of(args: tuple[Any, ...]) -> str | None:
     """The corrected call of ``MemoryEfficientTrainingWrapper(model, optimizer, scheduler)``, by kinds."""
+    if args:
+        refuse_trainer(args[0], has_optimizer=len(args) > 1)
     call = "MemoryEfficientTrainingWrapper(model, optimizer"
     for value in args[2:]:
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
@@ -245,7 +246,7 @@ def _wrapper_of(args: tuple[Any, ...]) -> str | None:
             call += f", max_grad_norm={value}"
         elif not callable(value):  # a criterion goes into each step
             return None
-    return call + ")"
+    return call + ")" if args[2:] else None
 
 
 def _accumulator_of(args: tuple[Any, ...]) -> str | None:
@@ -256,5 +257,5 @@ def _accumulator_of(args: tuple[Any, ...]) -> str | None:
     return f"GradientAccumulator(optimizer, accumulation_steps={number}, model=model)"
 
 
-WRAPPER_SURPLUS = {"__init__": _wrapper_of, "train_step": _step_of}
-ACCUMULATOR_SURPLUS = {"__init__": _accumulator_of}
+WRAPPER_REWRITE = {"__init__": _wrapper_of, "train_step": _step_of}
+ACCUMULATOR_REWRITE = {"__init__": _accumulator_of}

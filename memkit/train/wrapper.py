@@ -6,15 +6,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import InputError, MemkitError, StateError, warn_user
+from memkit._core.errors import InputError, InputTypeError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
-from memkit._core.settings import Checker
 from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._machine import devices
@@ -40,7 +39,7 @@ from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
 from memkit.train.models import device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload, read_offload
-from memkit.train.owners import check_model, check_owner, list_optimizers
+from memkit.train.owners import check_owner, list_optimizers, read_model
 from memkit.train.precision import Precision, PrecisionName
 from memkit.train.remedies import Remedies
 from memkit.train.settings import check_config, check_on_gradients, check_settings
@@ -48,7 +47,7 @@ from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
 from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_watch import Probe, SplitWatch
-from memkit.train.words import RESULT_ABSENT, WRAPPER_ABSENT, WRAPPER_SURPLUS, WRAPPER_WORDS
+from memkit.train.words import RESULT_ABSENT, WRAPPER_ABSENT, WRAPPER_REWRITE, WRAPPER_WORDS
 
 _VERSION = 1
 _CALL = WRAPPER.kind
@@ -104,7 +103,7 @@ class StepResult:
     words=WRAPPER_WORDS,
     absent=WRAPPER_ABSENT,
     methods=("from_config", "train_step", "microbatches", "backward", "step", "evaluation", "trust_split"),
-    surplus=WRAPPER_SURPLUS,
+    rewrite=WRAPPER_REWRITE,
 )
 class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     """Makes the training step of your own loop fit in memory, with the gradient of the whole batch.
@@ -189,7 +188,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         split_fn: SplitFn | None = None,
         probe: Probe = True,
     ) -> None:
-        check_model(model, optimizer)
+        read_model(model, optimizer)
         self._optimizers = list_optimizers(optimizer, WRAPPER)
         check_settings(accumulation_steps, on_oom, memory, scheduler, split_fn, max_grad_norm)
         check_on_gradients(on_gradients)
@@ -387,7 +386,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             StateError: `close` was called, or ``loss_fn`` called backward itself.
         """
         check_open(self._is_closed, call="trainer.train_step")
-        Checker("trainer.train_step").function("loss_fn", loss_fn)
+        if not callable(loss_fn):
+            _refuse_loss_fn(batch, loss_fn)
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
@@ -680,3 +680,17 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
 def _is_on_accelerator(count: float | torch.Tensor) -> bool:
     return isinstance(count, torch.Tensor) and count.device.type != "cpu"
+
+
+def _refuse_loss_fn(batch: object, loss_fn: object) -> NoReturn:
+    is_swapped = callable(batch)
+    raise InputTypeError(
+        _STEP,
+        got=f"the function first and a {type(loss_fn).__name__} second"
+        if is_swapped
+        else f"a {type(loss_fn).__name__}",
+        expected="the batch, then a function that is called with the model and a micro-batch",
+        fix=f"write {_STEP}."
+        if is_swapped
+        else "write trainer.train_step((x, y), lambda model, batch: criterion(model(batch[0]), batch[1])).",
+    )
