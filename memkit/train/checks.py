@@ -139,7 +139,9 @@ def check_reduction(reduction: object, *, has_count: bool, needs_count: bool, ca
 def check_norm(max_grad_norm: object, *, call: str) -> None:
     """Check the gradient-clipping norm; an infinite one only measures."""
     if max_grad_norm is not None and max_grad_norm != math.inf:
-        Checker(call).number("max_grad_norm", max_grad_norm, above=0, fix="pass None for no clipping.")
+        Checker(call).number(
+            "max_grad_norm", max_grad_norm, above=0, fix="pass max_grad_norm=1.0, or None for no clipping."
+        )
 
 
 def check_open(is_closed: bool, *, call: str) -> None:  # noqa: FBT001 - what is checked

@@ -89,6 +89,7 @@ _SHARED: dict[str, str] = {
     **dict.fromkeys(_RANKS, "wrap the model first: torch.nn.parallel.DistributedDataParallel(model)"),
     **dict.fromkeys(("grad_scaler", "gradscaler", "amp_scaler"), "scaler"),
     **dict.fromkeys(("optim", "optimizers", "opt"), "optimizer"),
+    **dict.fromkeys(("weight", "num_rows", "num_samples", "num_tokens", "num_items"), "count"),
     **dict.fromkeys(("net", "network", "module"), "model"),
 }
 
@@ -128,7 +129,6 @@ ACCUMULATOR_WORDS: Mapping[str, str] = {
     **dict.fromkeys(_LOSS, "it goes into each micro-batch: accumulator.backward(loss, count=len(x))"),
     **dict.fromkeys(("sum_dtype", "dtype", "reduce_dtype", "grad_dtype"), "accumulate_dtype"),
     **dict.fromkeys(_GRADIENTS, "optimizer.register_step_pre_hook(look) shows the gradients"),
-    **dict.fromkeys(("weight", "weights", "num_rows", "n", "num_samples", "num_tokens", "num_items"), "count"),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "write `if accumulator.step(): scheduler.step()` in the loop"),
 }
 

@@ -6,14 +6,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import InputError, InputTypeError, MemkitError, StateError, warn_user
+from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
+from memkit._core.settings import Checker
 from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._machine import devices
@@ -386,8 +387,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             StateError: `close` was called, or ``loss_fn`` called backward itself.
         """
         check_open(self._is_closed, call="trainer.train_step")
-        if not callable(loss_fn):
-            _refuse_loss_fn(batch, loss_fn)
+        Checker("trainer.train_step").function("loss_fn", loss_fn)
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
@@ -680,17 +680,3 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
 def _is_on_accelerator(count: float | torch.Tensor) -> bool:
     return isinstance(count, torch.Tensor) and count.device.type != "cpu"
-
-
-def _refuse_loss_fn(batch: object, loss_fn: object) -> NoReturn:
-    is_swapped = callable(batch)
-    raise InputTypeError(
-        _STEP,
-        got=f"the function first and a {type(loss_fn).__name__} second"
-        if is_swapped
-        else f"a {type(loss_fn).__name__}",
-        expected="the batch, then a function that is called with the model and a micro-batch",
-        fix=f"write {_STEP}."
-        if is_swapped
-        else "write trainer.train_step((x, y), lambda model, batch: criterion(model(batch[0]), batch[1])).",
-    )
