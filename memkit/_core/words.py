@@ -185,6 +185,8 @@ def _translate(
     if word is None:
         near = difflib.get_close_matches(key, [each for each in free if each not in written], n=1)
         word = near[0] if near else f"there is no {key}"
+    if _ONE_WORD.fullmatch(word) and word not in free:  # it belongs to another method
+        word = f"there is no {key}"
     if _ONE_WORD.fullmatch(word):
         written.setdefault(word, f"{word}={_shown(word, value)}")
     elif re.match(r"\w+=\S", word):
