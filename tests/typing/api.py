@@ -33,6 +33,25 @@ def hosted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return split(batch, lambda model, micro: model(micro).mean(), scale=2.0)
 
 
+def from_a_preset(model: nn.Module) -> mk.MemoryEfficientTrainingWrapper:
+    def look(model: nn.Module) -> None:
+        print([parameter.grad for parameter in model.parameters()])
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    mk.MemoryEfficientTrainingWrapper(
+        model,
+        optimizer,
+        precision="fp32",
+        checkpoint=True,
+        offload=None,
+        on_gradients=look,
+        scaler=torch.amp.GradScaler(),
+    )
+    return mk.MemoryEfficientTrainingWrapper.from_config(
+        model, optimizer, mk.get_preset_config("medium", 24), max_grad_norm=1.0
+    )
+
+
 def scaled(model: nn.Module) -> mk.GradientAccumulator:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
     return mk.GradientAccumulator(optimizers, scaler=torch.amp.GradScaler(), accumulate_dtype=torch.float32)
