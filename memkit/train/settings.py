@@ -19,6 +19,7 @@ def check_settings(
     on_oom: object,
     memory: object,
     scheduler: object,
+    average: object,
     split_fn: object,
     max_grad_norm: object,
 ) -> None:
@@ -42,6 +43,13 @@ def check_settings(
             got=f"the class {what}" if isinstance(scheduler, type) else f"a {what}",
             expected="a schedule with a method step()",
             fix="pass scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000).",
+        )
+    if average is not None and (isinstance(average, type) or not callable(getattr(average, "update_parameters", None))):
+        raise InputTypeError(
+            f"{_KIND}(average=...)",
+            got=f"the class {average.__name__}" if isinstance(average, type) else f"a {type(average).__name__}",
+            expected="a running average with a method update_parameters(model)",
+            fix="pass average=torch.optim.swa_utils.AveragedModel(model).",
         )
     is_size = isinstance(memory, int | str | float) and not isinstance(memory, bool)
     is_watch = callable(getattr(memory, "available_bytes", None)) and not isinstance(memory, type)

@@ -131,7 +131,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         offload: ``"activations"`` (those saved for backward), ``"optimizer"`` (its state); they move to host memory,
             and from there to disk. None is neither.
         max_grad_norm: Clip the total gradient norm.
-        scaler: A `torch.amp.GradScaler` of your own. By default ``"fp16-mixed"`` makes one. With another precision the
+        scaler: A `torch.amp.GradScaler` of your own, one for each wrapper. By default ``"fp16-mixed"`` makes one. With another precision the
             loss is scaled too, for a loop or a ``loss_fn`` with its own autocast. The wrapper unscales, steps and
             updates; `state_dict` contains the scaler's state.
         on_gradients: ``on_gradients(model)`` is called once per step, right before the optimizer: ``parameter.grad`` is
@@ -191,7 +191,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     ) -> None:
         read_model(model, optimizer)
         self._optimizers = list_optimizers(optimizer, WRAPPER)
-        check_settings(accumulation_steps, on_oom, memory, scheduler, split_fn, max_grad_norm)
+        check_settings(accumulation_steps, on_oom, memory, scheduler, average, split_fn, max_grad_norm)
         check_on_gradients(on_gradients)
         offload = read_offload(offload)
         if isinstance(checkpoint, bool):

@@ -161,6 +161,7 @@ CONSTRUCTED = [
         "CosineAnnealingLR(optimizer, T_max=1000).",
     ),
     (lambda: wrapped(scheduler="cosine"), InputTypeError, "CosineAnnealingLR(optimizer, T_max=1000)."),
+    (lambda: wrapped(average="ema"), InputTypeError, "pass average=torch.optim.swa_utils.AveragedModel(model)."),
     (lambda: wrapped(on_oom="skip"), ConfigError, "'raise' for no recovery."),
     (lambda: wrapped(on_gradients=True), InputTypeError, "if p.grad is not None])."),
     (lambda: wrapped(on_gradients=lambda: None), InputTypeError, "if p.grad is not None])."),
