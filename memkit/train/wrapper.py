@@ -131,9 +131,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         offload: ``"activations"`` (those saved for backward), ``"optimizer"`` (its state); they move to host memory,
             and from there to disk. None is neither.
         max_grad_norm: Clip the total gradient norm.
-        scaler: A `torch.amp.GradScaler` of your own, one for each wrapper. By default ``"fp16-mixed"`` makes one. With another precision the
-            loss is scaled too, for a loop or a ``loss_fn`` with its own autocast. The wrapper unscales, steps and
-            updates; `state_dict` contains the scaler's state.
+        scaler: A `torch.amp.GradScaler` of your own, one for each wrapper. By default ``"fp16-mixed"`` makes one. With
+            another precision the loss is scaled too, for a loop or a ``loss_fn`` with its own autocast. The wrapper
+            unscales, steps and updates; `state_dict` contains the scaler's state.
         on_gradients: ``on_gradients(model)`` is called once per step, right before the optimizer: ``parameter.grad`` is
             then what it steps with (the batch's mean, unscaled, summed over ranks, clipped), for histograms or clipping
             of your own. Afterwards they are gone. With a loss scaler they may be infinite, before a step that is
