@@ -249,7 +249,7 @@ def _check_steps(accumulation_steps: object, optimizer: object = None) -> int:
         number = optimizer if type(optimizer) is int else 1
         raise InputTypeError(
             ACCUMULATOR.kind,
-            got=f"the optimizer second, after a {type(optimizer).__name__}",
+            got=f"{type(optimizer).__name__} first and the optimizer second",
             expected="the optimizer first, then the number of micro-batches",
             fix=f"write GradientAccumulator(optimizer, accumulation_steps={number}"
             f"{', model=model' if isinstance(optimizer, nn.Module) else ''}).",

@@ -68,7 +68,7 @@ _MEMORY = (
     "memory_manager",
     "max_memory",
 )
-_BF16 = ("bf16", "use_bf16", "use_amp", "amp", "use_autocast", "autocast", "fp16_bf16", "amp_dtype", "autocast_dtype")
+_BF16 = ("bf16", "use_bf16", "use_amp", "amp", "use_autocast", "autocast", "amp_dtype", "autocast_dtype")
 _FP16 = ("fp16", "use_fp16", "half")
 _DEVICE = ("device", "devices", "gpu", "cuda", "accelerator", "place_model_on_device")
 _RANKS = ("strategy", "ddp", "world_size", "num_gpus", "gpus", "distributed")

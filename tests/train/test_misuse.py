@@ -1,5 +1,6 @@
 """What people write first: each call is refused under its own name, and the message ends with what to write."""
 
+import inspect
 import re
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import memkit as mk
 from memkit.errors import AbsentError, ConfigError, FileFormatError, InputError, InputTypeError, StateError
+from memkit.train import words
 from tests.toys import mean_square
 
 WRAPPER, ACCUMULATOR = mk.MemoryEfficientTrainingWrapper, mk.GradientAccumulator
@@ -336,6 +338,15 @@ def test_a_mistake_in_the_wrapper_does_not_name_the_accumulator(call, error, end
         call()
     assert "GradientAccumulator" not in str(caught.value)
     assert not re.search(r"\baccumulator\.", str(caught.value))
+
+
+@pytest.mark.parametrize(("cls", "table"), [(WRAPPER, words.WRAPPER_WORDS), (ACCUMULATOR, words.ACCUMULATOR_WORDS)])
+def test_every_word_leads_to_an_argument_that_is_there(cls, table):
+    known = set(inspect.signature(cls).parameters) | {"model"}
+    in_backward = set(inspect.signature(cls.backward).parameters)
+    meant = {found[1] for found in (re.fullmatch(r"([a-z]\w*)(=\S.*)?", word) for word in table.values()) if found}
+    assert meant <= known | in_backward
+    assert not set(inspect.signature(cls).parameters) & table.keys()  # no word of our own is translated
 
 
 class TestWarnings:
