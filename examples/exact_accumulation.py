@@ -75,7 +75,7 @@ def train(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], *, exact: b
     optimizer.register_step_pre_hook(compare)
     micro_batches = torch.arange(len(data[0])).split(MICRO_BATCH)
     if exact:
-        accumulator = mk.GradientAccumulator(optimizer, steps=STEPS)
+        accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=STEPS)
         for rows in micro_batches:
             group.append(rows)
             inputs, targets = data[0][rows], data[1][rows]

@@ -176,7 +176,7 @@ def train_without_fault(kind: str, dropout: float, sizes: list[Any]) -> list[tor
     with GradientAccumulator(optimizer, max_grad_norm=0.5, model=model) as accumulator:
         for step, (batch, parts) in enumerate(zip(batches(kind), sizes, strict=True)):
             accumulator.expect(len(batch[0]))
-            accumulator.steps = len(parts)
+            accumulator.accumulation_steps = len(parts)
             for micro in zip(*(tensor.split(parts) for tensor in batch), strict=True):
                 accumulator.backward(loss_of(kind, model, step, micro), count=len(micro[0]))
                 accumulator.step()

@@ -53,7 +53,7 @@ def plain() -> list[torch.Tensor]:
 def memkit() -> list[torch.Tensor]:
     model, loader, optimizer, seen = make()
     record(model, optimizer, seen)
-    accumulator = mk.GradientAccumulator(optimizer, steps=STEPS)
+    accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=STEPS)
     for (x,) in loader:
         accumulator.backward(loss_of(model, x), count=len(x))
         accumulator.step()

@@ -20,13 +20,20 @@ from typing import Any, NoReturn, TypeVar
 from memkit._core.errors import AbsentError, InputTypeError
 
 F = TypeVar("F", bound=Callable[..., Any])
-_CALLED = "()"  # in `absent`: the object itself is called
+Rewrite = Callable[[tuple[Any, ...]], "str | None"]
+# In `absent`: what is done to the object itself, and what Python looks up for it.
+_DONE = {"()": "__call__", "float()": "__float__", "iter()": "__iter__"}
+_SAID = {"()": "a call of the {} itself", "float()": "a {} as a number", "iter()": "a {} to be unpacked"}
 _LONGEST = 60  # characters of a value that a corrected call repeats
 _ONE_WORD = re.compile(r"[a-z]\w*")
 
 
 def guided(
-    *, words: Mapping[str, str] | None = None, absent: Mapping[str, str] | None = None, methods: tuple[str, ...] = ()
+    *,
+    words: Mapping[str, str] | None = None,
+    absent: Mapping[str, str] | None = None,
+    methods: tuple[str, ...] = (),
+    rewrite: Mapping[str, Rewrite] | None = None,
 ) -> Callable[[F], F]:
     """Let a public function or class answer wrong calls with the corrected call.
 
@@ -34,8 +41,10 @@ def guided(
         words: By a keyword of another library: this library's name for it (``"accumulation_steps"``, which keeps the
             value), the argument to write (``"precision='bf16-mixed'"``), or a sentence that says what to do instead.
         absent: For a class, by an attribute or method that it does not have: the code to write instead. ``"()"`` is the
-            object itself, called.
-        methods: For a class, the methods that are guided too, besides the constructor.
+            object itself, called; ``"float()"`` converted to a number; ``"iter()"`` unpacked.
+        methods: For a class, the methods that are guided too, besides the constructor; class methods as well.
+        rewrite: By method (``"__init__"`` for a constructor): given the positional arguments of a call with too many or
+            too few, the corrected call, or None for the usual one; it may also raise an error of its own.
 
     Returns:
         The decorator.
@@ -55,8 +64,10 @@ def guided(
         name = thing.__name__
         for method in ("__init__", *methods):
             label = name if method == "__init__" else f"{name}.{method}"
-            function = _guided_function(getattr(thing, method), label, words or {}, is_method=True)
-            setattr(thing, method, function)
+            found = inspect.getattr_static(thing, method)
+            raw = found.__func__ if isinstance(found, classmethod) else found
+            function: Any = _guided_function(raw, label, words or {}, (rewrite or {}).get(method), is_method=True)
+            setattr(thing, method, classmethod(function) if isinstance(found, classmethod) else function)
         if absent:
             _answer_for_absent(thing, absent)
         return thing
@@ -64,16 +75,34 @@ def guided(
     return decorate
 
 
-def _guided_function(function: F, name: str, words: Mapping[str, str], *, is_method: bool) -> F:
+def _guided_function(
+    function: F, name: str, words: Mapping[str, str], rewrite: Rewrite | None = None, *, is_method: bool
+) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            refuse_call(function, name, args, kwargs, words, is_method=is_method)
+            refuse_call(function, name, args, kwargs, words, rewrite, is_method=is_method)
             raise
 
     return call  # type: ignore[return-value]  # it has the same signature
+
+
+def taking_settings_of(function: Callable[..., Any]) -> Callable[[F], F]:
+    """Give a function with ``**settings``, which it passes on to another one, that one's keywords in its signature.
+
+    Then help shows them, and a wrong one is refused under the name of the function that was called.
+    """
+    passed_on = [each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+
+    def decorate(taking: F) -> F:
+        own = inspect.signature(taking)
+        named = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        taking.__signature__ = own.replace(parameters=[*named, *passed_on])  # type: ignore[attr-defined]
+        return taking
+
+    return decorate
 
 
 def refuse_call(
@@ -82,6 +111,7 @@ def refuse_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     words: Mapping[str, str],
+    rewrite: Rewrite | None = None,
     *,
     is_method: bool,
 ) -> None:
@@ -97,7 +127,7 @@ def refuse_call(
         parameters = list(signature.parameters.values())
         if is_method:
             parameters, args = parameters[1:], args[1:]
-        _refuse(name, parameters, args, kwargs, words)
+        _refuse(name, parameters, args, kwargs, words, rewrite)
 
 
 def _refuse(
@@ -106,6 +136,7 @@ def _refuse(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     words: Mapping[str, str],
+    rewrite: Rewrite | None,
 ) -> NoReturn:
     free = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -134,11 +165,15 @@ def _refuse(
             written[each.name] = each.name if each.name in positional else f"{each.name}=..."
     ordered = [written[each] for each in free if each in written]
     ordered += [text for each, text in written.items() if each not in free]
+    corrected = None
+    if rewrite is not None and not kwargs and len(args) != len(positional):
+        corrected = rewrite(args)
     raise InputTypeError(
         name,
         got=", ".join(filter(None, wrong)),
         expected=f"the arguments {', '.join(free)}" if free else "no arguments",
-        fix=f"{''.join(f'{note}; ' for note in notes)}write {name.rpartition('.')[2]}({', '.join(ordered)})",
+        fix=f"{''.join(f'{note}; ' for note in notes)}write "
+        + (corrected or f"{name.rpartition('.')[2]}({', '.join(ordered)})"),
     ) from None
 
 
@@ -150,6 +185,8 @@ def _translate(
     if word is None:
         near = difflib.get_close_matches(key, [each for each in free if each not in written], n=1)
         word = near[0] if near else f"there is no {key}"
+    if _ONE_WORD.fullmatch(word) and word not in free:  # it belongs to another method
+        word = f"there is no {key}"
     if _ONE_WORD.fullmatch(word):
         written.setdefault(word, f"{word}={_shown(word, value)}")
     elif re.match(r"\w+=\S", word):
@@ -181,23 +218,30 @@ def _answer_for_absent(cls: type, absent: Mapping[str, str]) -> None:
         raise refuse_attribute(self, name, absent)
 
     cls.__getattr__ = answer  # type: ignore[attr-defined]  # so that type checkers still report absent names
-    if _CALLED in absent:
+    for done in _DONE.keys() & absent.keys():
+        setattr(cls, _DONE[done], _refusing(done, absent[done]))  # not in the class body: type checkers still report it
 
-        def called(self: Any, *_: Any, **__: Any) -> NoReturn:
-            raise InputTypeError(
-                f"{type(self).__name__}(...)(...)",
-                got=f"a call of the {type(self).__name__} itself",
-                expected="one of its methods",
-                fix=f"write {absent[_CALLED]}",
-            )
 
-        cls.__call__ = called  # type: ignore[method-assign]  # so that type checkers still report the call
+def _refusing(done: str, instead: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses a use of the object itself."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        kind = type(self).__name__
+        raise InputTypeError(
+            f"{kind}(...)(...)" if done == "()" else kind,
+            got=_SAID[done].format(kind),
+            expected="one of its methods" if done == "()" else "one of its attributes",
+            fix=f"write {instead}",
+        )
+
+    return refuse
 
 
 def refuse_attribute(owner: object, name: str, absent: Mapping[str, str]) -> AbsentError:
     """Return the error for an attribute that an object does not have."""
     kind = type(owner).__name__
-    public = [each for each in dir(type(owner)) if not each.startswith("_")]
+    members = {each: inspect.getattr_static(type(owner), each, None) for each in dir(type(owner))}
+    public = [each for each, value in members.items() if not each.startswith("_") and not isinstance(value, str)]
     near = difflib.get_close_matches(name, public, n=1)
     meant = absent.get(name) or (near[0] if near else f"help({kind})")
     return AbsentError(

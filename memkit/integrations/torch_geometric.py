@@ -180,5 +180,6 @@ def _refuse_type(batch: Any, call: str) -> NoReturn:
         got=f"a {type(batch).__name__}" + (f" sampled around {sum(seeds)} seed nodes" if seeds else ""),
         expected="a Batch of several graphs, made by Batch.from_data_list or PyG's DataLoader",
         fix="a single graph cannot be split: use a smaller NeighborLoader(batch_size=...), and accumulate several "
-        "of its batches per step with GradientAccumulator(optimizer, steps=...) and count=batch.batch_size.",
+        "of its batches per step with GradientAccumulator(optimizer, accumulation_steps=n) and "
+        "count=batch.batch_size.",
     )

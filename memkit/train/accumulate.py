@@ -9,14 +9,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import StateError
+from memkit._core.errors import InputTypeError, StateError
 from memkit._core.protocols import Closing, GradScaler, Uncopied
 from memkit._core.settings import Checker
-from memkit.train.checks import ACCUMULATOR, check_loss, check_reduction, read_count
+from memkit._core.words import guided
+from memkit.train.checks import ACCUMULATOR, check_loss, check_reduction, read_count, warn_of_own_backward
 from memkit.train.divisors import WeightCheck
 from memkit.train.gradient_sum import GradientSum
+from memkit.train.words import ACCUMULATOR_ABSENT, ACCUMULATOR_REWRITE, ACCUMULATOR_WORDS
 
 
+@guided(
+    words=ACCUMULATOR_WORDS,
+    absent=ACCUMULATOR_ABSENT,
+    methods=("backward", "step", "flush"),
+    rewrite=ACCUMULATOR_REWRITE,
+)
 class GradientAccumulator(Uncopied, Closing):
     """Accumulates micro-batches into one optimizer step with the full batch's gradient.
 
@@ -30,7 +38,7 @@ class GradientAccumulator(Uncopied, Closing):
 
     Args:
         optimizer: One optimizer, or several that step together (sharing ``scaler``, clipped jointly).
-        steps: Micro-batches per optimizer step.
+        accumulation_steps: Micro-batches per optimizer step.
         max_grad_norm: Clip the gradient's total norm to this, after normalization and unscaling.
         scaler: A `torch.amp.GradScaler`. Order per step: unscale, clip, step each optimizer, update once. Give each
             accumulator its own scaler.
@@ -46,8 +54,9 @@ class GradientAccumulator(Uncopied, Closing):
             (a short last micro-batch, padding), or if a batch normalization sees each micro-batch by itself.
 
     Raises:
-        ConfigError: A setting is invalid: ``steps`` below 1, an optimizer that needs a closure, a scaler over float16
-            parameters, a half-precision ``accumulate_dtype``.
+        ConfigError: A setting is invalid: ``accumulation_steps`` below 1, an optimizer that needs a closure, a scaler
+            over float16 parameters, a half-precision ``accumulate_dtype``.
+        InputTypeError: ``optimizer`` is no torch optimizer, or the call has arguments that do not exist.
 
     Source: the deferred normalization of torchtune's recipes, extended to any weight.
 
@@ -55,7 +64,7 @@ class GradientAccumulator(Uncopied, Closing):
         >>> import torch, memkit as mk
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> acc = mk.GradientAccumulator(optimizer, steps=2)
+        >>> acc = mk.GradientAccumulator(optimizer, accumulation_steps=2)
         >>> for rows in (5, 3, 1):                      # the last group is short: flush() weighs it exactly
         ...     loss = model(torch.ones(rows, 3)).pow(2).mean()
         ...     acc.backward(loss, count=rows)
@@ -70,7 +79,7 @@ class GradientAccumulator(Uncopied, Closing):
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
-        steps: int = 1,
+        accumulation_steps: int = 1,
         *,
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
@@ -80,8 +89,8 @@ class GradientAccumulator(Uncopied, Closing):
         guard_steps: bool = False,
         check_weights: bool = True,
     ) -> None:
-        Checker(ACCUMULATOR).whole("steps", steps, 1)
-        self._steps, self._objective = steps, objective
+        self._accumulation_steps = _check_steps(accumulation_steps, optimizer)
+        self._objective = objective
         self._weights = WeightCheck() if check_weights and objective == "mean" else None
         self._sum = GradientSum(
             optimizer,
@@ -92,24 +101,25 @@ class GradientAccumulator(Uncopied, Closing):
             sum_dtype=accumulate_dtype,
             guard_steps=guard_steps,
             on_step=None if self._weights is None else self._weights.end_group,
+            caller=ACCUMULATOR,
         )
 
     @property
-    def steps(self) -> int:
+    def accumulation_steps(self) -> int:
         """Micro-batches per optimizer step; may be changed between groups."""
-        return self._steps
+        return self._accumulation_steps
 
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        Checker(ACCUMULATOR).whole("steps", steps, 1)
+    @accumulation_steps.setter
+    def accumulation_steps(self, accumulation_steps: int) -> None:
+        num_steps = _check_steps(accumulation_steps)
         if self.num_microbatches:
             raise StateError(
-                f"accumulator.steps = {steps}",
-                got=f"a group with {self.num_microbatches} of {self._steps} micro-batches under way",
+                f"accumulator.accumulation_steps = {num_steps}",
+                got=f"a group with {self.num_microbatches} of {self._accumulation_steps} micro-batches under way",
                 expected="a change between two groups",
                 fix="change it right after step() returned True, or call flush() first.",
             )
-        self._steps = steps
+        self._accumulation_steps = num_steps
 
     @property
     def num_microbatches(self) -> int:
@@ -159,10 +169,18 @@ class GradientAccumulator(Uncopied, Closing):
             InputError: The loss is not a scalar with a graph, or ``count`` is negative, not finite or missing.
             StateError: The group's gradients are gone (``optimizer.zero_grad()`` was called) or torn.
         """
-        check_loss(loss)
-        check_reduction(reduction, has_count=count is not None, needs_count=self._objective == "mean")
+        check_loss(loss, call="accumulator.backward(loss)")
+        check_reduction(
+            reduction,
+            has_count=count is not None,
+            needs_count=self._objective == "mean",
+            call="accumulator.backward",
+            or_else=", or build the accumulator with objective='sum'",
+        )
         on_device = reduction == "sum" and self._sum.predivisor is not None
-        weight = read_count(1.0 if count is None else count, stay_on_device=on_device)
+        weight = read_count(
+            1.0 if count is None else count, stay_on_device=on_device, call="accumulator.backward(loss, count=...)"
+        )
         if not self.num_microbatches and self._weights is not None:
             self._weights.discard()
         note = None if self._weights is None else self._weights.read(loss, weight)
@@ -170,7 +188,7 @@ class GradientAccumulator(Uncopied, Closing):
             loss,
             weight,
             reduction=reduction,
-            expected=0.0 if self._sum.predivisor is not None else float(weight) * self._steps,
+            expected=0.0 if self._sum.predivisor is not None else float(weight) * self._accumulation_steps,
             retain_graph=retain_graph,
             all_or_nothing=all_or_nothing,
         )
@@ -188,7 +206,11 @@ class GradientAccumulator(Uncopied, Closing):
             True if an optimizer actually stepped; False inside a group, and when the scaler found an infinity or the
             group's weight is zero. After a complete group the gradients are gone either way.
         """
-        return self._sum.end()[0] if self.num_microbatches >= self._steps else False
+        if self.num_microbatches >= self._accumulation_steps:
+            return self._sum.end()[0]
+        if self._sum.has_foreign_gradients:
+            warn_of_own_backward(ACCUMULATOR)
+        return False
 
     def discard(self) -> None:
         """Drop the current group and its gradients."""
@@ -220,3 +242,16 @@ class GradientAccumulator(Uncopied, Closing):
     def close(self) -> None:
         """Restore model and parameters: DDP synchronizes in backward, gradients have their own dtype."""
         self._sum.close()
+
+
+def _check_steps(accumulation_steps: object, optimizer: object = None) -> int:
+    if isinstance(accumulation_steps, Optimizer):
+        number = optimizer if type(optimizer) is int else 1
+        raise InputTypeError(
+            ACCUMULATOR.kind,
+            got=f"{type(optimizer).__name__} first and the optimizer second",
+            expected="the optimizer first, then the number of micro-batches",
+            fix=f"write GradientAccumulator(optimizer, accumulation_steps={number}"
+            f"{', model=model' if isinstance(optimizer, nn.Module) else ''}).",
+        )
+    return Checker(ACCUMULATOR.kind).whole("accumulation_steps", accumulation_steps, 1)

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError, warn_user
-from memkit._core.settings import Checker
+from memkit._core.errors import FileFormatError, InputError, InputTypeError, StateError, warn_user
+from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss
-from memkit.train.backward_steps import steps_in_backward
-from memkit.train.gradients import as_list
 
 
-def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)") -> None:
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The object whose gradients are added up, as messages call it.
+
+    Attributes:
+        kind: Its class, which is also its constructor.
+        name: What its users call it.
+    """
+
+    kind: str
+    name: str
+
+
+ACCUMULATOR = Caller("GradientAccumulator", "accumulator")
+WRAPPER = Caller("MemoryEfficientTrainingWrapper", "trainer")
+
+
+def check_loss(loss: object, *, call: str) -> None:
     """Check that a loss is a single number with its graph.
 
     Raises:
@@ -43,9 +56,7 @@ def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)"
         )
 
 
-def read_count(
-    count: float | torch.Tensor, *, stay_on_device: bool, call: str = "GradientAccumulator.backward(loss, count=...)"
-) -> float | torch.Tensor:
+def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) -> float | torch.Tensor:
     """Check a micro-batch's weight, and convert it to a float unless it may stay on its device until the step.
 
     Raises:
@@ -66,16 +77,14 @@ def read_count(
     return number
 
 
-def check_total(total: float) -> None:
+def check_total(total: float, caller: Caller) -> None:
     """Check a group's total weight, when `read_count` could not read each weight.
 
     Raises:
         InputError: One of them was negative or not finite.
     """
     if not math.isfinite(total):
-        _refuse_weight(
-            "GradientAccumulator.backward(loss, count=...)", "a count on a device that is not a valid weight"
-        )
+        _refuse_weight(f"a step of {caller.kind}", "a count on a device that is not a valid weight")
 
 
 def _refuse_weight(call: str, got: str) -> NoReturn:
@@ -87,109 +96,51 @@ def _refuse_weight(call: str, got: str) -> NoReturn:
     )
 
 
-def check_weightless(loss: torch.Tensor) -> None:
+def check_weightless(loss: torch.Tensor, caller: Caller) -> None:
     """Check the loss of a micro-batch with weight zero whose backward must still run."""
     if not bool(torch.isfinite(loss)):
         raise InputError(
-            "GradientAccumulator.backward(loss, count=0)",
+            f"{caller.name}.backward(loss, count=0)",
             got="a loss that is not finite, on sharded parameters: zero times its gradient is NaN",
             expected="a finite loss, as every rank must take part in the backward",
-            fix="pass the sum instead of the mean: backward(loss_sum, count=0, reduction='sum').",
+            fix=f"write {caller.name}.backward(loss_sum, count=0, reduction='sum'), or return "
+            "mk.Loss(sum=loss_sum, count=0) from loss_fn.",
         )
 
 
-def check_reduction(reduction: str, *, has_count: bool, needs_count: bool) -> None:
+def check_reduction(reduction: object, *, has_count: bool, needs_count: bool, call: str, or_else: str = "") -> None:
     """Check the loss reduction; a sum cannot become a mean without a count.
+
+    Args:
+        reduction: The reduction.
+        has_count: Whether a count came with it.
+        needs_count: Whether a mean is wanted.
+        call: The user's call.
+        or_else: What else helps against a sum without a count.
 
     Raises:
         InputError: The reduction is unknown, or a sum comes without the count that the objective needs.
     """
-    if reduction not in {"mean", "sum"}:
-        got, fix = repr(reduction), "say how the loss was reduced."
+    if reduction not in ("mean", "sum"):
+        got = repr(reduction)
+        fix = f"reduce the loss first: {call}(loss.mean(), count=len(x))."
     elif reduction == "sum" and needs_count and not has_count:
-        got, fix = "a sum without its count", "pass count=..., or build the accumulator with objective='sum'."
+        got, fix = "a sum without its count", f"write {call}(loss, count=n, reduction='sum'){or_else}."
     else:
         return
     raise InputError(
-        f"GradientAccumulator.backward(loss, reduction={reduction!r})",
+        f"{call}(loss, reduction={reduction!r})",
         got=got,
         expected="reduction='mean', or reduction='sum' with the number of summed items as count",
         fix=fix,
     )
 
 
-ACCUMULATOR = "GradientAccumulator"
-
-
-def check_norm(max_grad_norm: object, *, call: str = ACCUMULATOR) -> None:
+def check_norm(max_grad_norm: object, *, call: str) -> None:
     """Check the gradient-clipping norm; an infinite one only measures."""
     if max_grad_norm is not None and max_grad_norm != math.inf:
-        Checker(call).number("max_grad_norm", max_grad_norm, above=0, fix="pass None for no clipping.")
-
-
-def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers as a list; each must be a torch optimizer that needs no closure."""
-    check, optimizers = Checker(ACCUMULATOR), as_list(optimizer)
-    if not optimizers:
-        raise check.refuse("optimizer", optimizers, "at least one optimizer")
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise check.refuse("optimizer", each, "a torch optimizer or a list of them")
-        closure = inspect.signature(each.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            name = type(each).__name__
-            raise check.refuse(
-                "optimizer", name, "an optimizer whose step() does not evaluate the loss again through a closure"
-            )
-        _check_prepared(each)
-    check_steps_later(optimizers)
-    return optimizers
-
-
-def _check_prepared(optimizer: Optimizer) -> None:
-    """Refuse an optimizer prepared by accelerate to unscale or skip steps: losses are scaled here."""
-    if getattr(optimizer, "scaler", None) is not None:
-        got, fix = "a loss scaler of its own", "Accelerator(mixed_precision='no') and precision='fp16-mixed' here"
-    elif getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1) > 1:
-        got, fix = (
-            "steps that accelerate skips in order to accumulate gradients",
-            "Accelerator(gradient_accumulation_steps=1)",
-        )
-    else:
-        return
-    raise ConfigError(
-        f"{type(optimizer).__name__} of accelerate",
-        got=got,
-        expected="either accelerate or memkit to scale and accumulate, not both",
-        fix=f"use {fix}; or keep accelerate's step, with SplitLoss and accelerator.backward(loss).",
-    )
-
-
-def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that step in backward: their gradients cannot accumulate, and steps cannot be undone."""
-    for each in optimizers:
-        if steps_in_backward(each):
-            rule = "an optimizer outside of step_in_backward, because gradients must accumulate"
-            raise Checker(ACCUMULATOR).refuse("optimizer", type(each).__name__, rule)
-
-
-def check_owner(model: nn.Module, optimizers: Sequence[Optimizer], *, call: str) -> None:
-    """Refuse optimizers that hold no parameter of a model with trainable ones: no step would train it.
-
-    One optimizer of several may belong to another module, such as a criterion with its own parameters.
-    """
-    held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
-    if any(parameter.requires_grad for parameter in model.parameters()) and held.isdisjoint(
-        map(id, model.parameters())
-    ):
-        name = type(optimizers[0]).__name__
-        raise ConfigError(
-            f"{call}(model, optimizer)",
-            got=f"{name} over {len(held)} tensors, none of which is a parameter of the model",
-            expected="an optimizer over parameters of this same model",
-            fix="build it from the model as it is now, after wrapping or sharding: "
-            f"{name}(model.parameters(), ...). To train only something else through this model, call "
-            "model.requires_grad_(False) first.",
+        Checker(call).number(
+            "max_grad_norm", max_grad_norm, above=0, fix="pass max_grad_norm=1.0, or None for no clipping."
         )
 
 
@@ -204,32 +155,73 @@ def check_open(is_closed: bool, *, call: str) -> None:  # noqa: FBT001 - what is
         )
 
 
-def check_state(state: Mapping[str, Any], *, version: int, num_parameters: int) -> None:
-    """Check that a state dict is an accumulator's over this many parameters."""
-    gradients = state["gradients"] if state.get("version") == version else []
-    if gradients is not None and len(gradients) != num_parameters:
+def check_own_state(state: object, caller: Caller, *, version: int, keys: tuple[str, ...]) -> None:
+    """Check that a state has the version and the entries of a wrapper's or an accumulator's own.
+
+    Raises:
+        FileFormatError: It has not.
+    """
+    call = f"{caller.kind}.load_state_dict(state)"
+    if isinstance(state, Mapping) and "version" not in state:
+        shown = ", ".join(map(repr, list(state)[:3])) or "no keys"
         raise FileFormatError(
-            "GradientAccumulator.load_state_dict(state)",
-            got=f"version {state.get('version')!r} with {len(gradients)} gradients",
-            expected=f"version {version} with the gradients of {num_parameters} parameters",
-            fix="load the state into an accumulator over the same optimizers and parameters.",
+            call,
+            got=f"a state with {shown}{' ...' if len(state) > 3 else ''}",
+            expected=f"what {caller.name}.state_dict() returned",
+            fix=f"write model.load_state_dict(...) for a model's state and {caller.name}.load_state_dict(...) for that "
+            f"of {caller.name}.state_dict().",
+        )
+    check_version(call, state, version)
+    absent = [key for key in keys if key not in state]  # type: ignore[operator]  # `check_version` refuses what is no mapping
+    if absent:
+        raise FileFormatError(
+            call,
+            got=f"a state without {', '.join(absent)}",
+            expected=f"what {caller.name}.state_dict() returned",
+            fix=f"save it whole: torch.save({caller.name}.state_dict(), path).",
         )
 
 
-def refuse_lost_gradients(num_microbatches: int) -> NoReturn:
-    """Refuse to continue a group whose gradients were zeroed."""
+def check_gradients(gradients: object, caller: Caller, *, num_parameters: int) -> None:
+    """Check that a state's gradients belong to this many parameters.
+
+    Raises:
+        FileFormatError: They do not.
+    """
+    if gradients is not None and not (isinstance(gradients, list) and len(gradients) == num_parameters):
+        got = f"{len(gradients)} gradients" if isinstance(gradients, list) else f"a {type(gradients).__name__}"
+        raise FileFormatError(
+            f"{caller.kind}.load_state_dict(state)",
+            got=got,
+            expected=f"the gradients of {num_parameters} parameters",
+            fix="load the state into one that is built over the same optimizers and parameters.",
+        )
+
+
+def refuse_torn(caller: Caller) -> NoReturn:
+    """Refuse to continue after half a backward."""
     raise StateError(
-        "GradientAccumulator",
-        got=f"no gradient left of the {num_microbatches} micro-batches of this group",
-        expected="gradients that stay until step() returns True",
-        fix="remove optimizer.zero_grad() from the loop: the accumulator zeroes the gradients itself.",
+        caller.kind,
+        got="a group with an incomplete backward: an error interrupted it",
+        expected="complete gradients",
+        fix=f"call {caller.name}.discard() and run the group's micro-batches again.",
     )
 
 
-def refuse_missing_gradients() -> NoReturn:
+def refuse_lost_gradients(num_microbatches: int, caller: Caller) -> NoReturn:
+    """Refuse to continue a group whose gradients were zeroed."""
+    raise StateError(
+        caller.kind,
+        got=f"no gradient left of the {num_microbatches} micro-batches of this group",
+        expected=f"gradients that stay until the {caller.name} has stepped",
+        fix=f"remove optimizer.zero_grad() from the loop: the {caller.name} zeroes the gradients itself.",
+    )
+
+
+def refuse_missing_gradients(caller: Caller) -> NoReturn:
     """Refuse a step of shards that got no gradient from backward: nothing would be trained."""
     raise StateError(
-        "GradientAccumulator, a step of sharded parameters",
+        f"{caller.kind}, a step of sharded parameters",
         got="no gradient on any rank, from micro-batches whose weight is above zero",
         expected="gradients that fully_shard hands over in each backward",
         fix="restart from the last checkpoint if an earlier backward raised an error, from which fully_shard does "
@@ -237,19 +229,32 @@ def refuse_missing_gradients() -> NoReturn:
     )
 
 
-def warn_of_idle_step() -> None:
+def warn_of_idle_step(caller: Caller) -> None:
     """Warn that a step had no gradients though its group has nonzero weight."""
     warn_user(
-        "GradientAccumulator.step: nothing was trained, as no parameter of the optimizer got a gradient from this "
+        f"{caller.kind}: nothing was trained, as no parameter of the optimizer got a gradient from this "
         "group's losses. Compute the loss from these parameters; check whether they are all frozen "
         "(requires_grad=False), or whether the optimizer was built before the model's parameters were replaced."
     )
 
 
-def warn_of_foreign_gradients() -> None:
+def warn_of_foreign_gradients(caller: Caller) -> None:
     """Warn that gradients from another backward were present when a group began."""
     warn_user(
-        "GradientAccumulator.backward: gradients that another backward() left on this optimizer's parameters were "
-        "dropped at the start of the group. If they belong to the step, send their loss through "
-        "accumulator.backward() too."
+        f"{caller.kind}: gradients that another backward() left on this optimizer's parameters were "
+        "dropped at the start of the group. If they belong to the step, "
+        + (
+            "send their loss through accumulator.backward() too."
+            if caller is ACCUMULATOR
+            else "add their loss to the one that loss_fn returns, or that trainer.backward() gets."
+        )
+    )
+
+
+def warn_of_own_backward(caller: Caller) -> None:
+    """Warn that a step was asked for whose gradients came from another backward: it trains nothing."""
+    warn_user(
+        f"{caller.name}.step(): nothing is trained, as {caller.name}.backward() was not called since the last step; "
+        "the gradients on the parameters come from another backward(). "
+        f"Way out: write {caller.name}.backward(loss, count=len(x)) in place of loss.backward()."
     )

@@ -13,23 +13,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import StateError
+from memkit._core.errors import ConfigError
 from memkit._core.protocols import GradScaler
 from memkit._core.settings import Checker
 from memkit._recovery.attempt import insist
 from memkit._recovery.signals import are_plain, deferred_signals
 from memkit._torch.tensors import accumulate_hooks, gradient_dtype, require_gradient_dtypes
 from memkit.train.checks import (
-    ACCUMULATOR,
+    Caller,
+    check_gradients,
     check_norm,
     check_open,
-    check_state,
-    check_steps_later,
+    check_own_state,
     check_total,
     check_weightless,
-    list_optimizers,
     refuse_lost_gradients,
     refuse_missing_gradients,
+    refuse_torn,
     warn_of_foreign_gradients,
     warn_of_idle_step,
 )
@@ -48,9 +48,11 @@ from memkit.train.gradients import (
     widen_gradients,
 )
 from memkit.train.guard import StepGuard
+from memkit.train.owners import check_steps_later, list_optimizers
 from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
 
 _VERSION = 1
+_STATE = ("predivisor", "count", "num_microbatches", "num_steps", "gradients")
 Weight = float | torch.Tensor
 Actions = Sequence[Callable[[], object]]
 
@@ -67,6 +69,8 @@ class GradientSum:
         sum_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32.
         guard_steps: Keep each parameter consistent with its state if ``optimizer.step()`` runs out of memory.
         on_step: Called before a step whose gradients have nonzero weight.
+        on_gradients: Called right before the optimizers step, when the gradients are those that they step with.
+        caller: The object that the user works with, for messages.
 
     Attributes:
         optimizers: The optimizers, as a list.
@@ -93,22 +97,29 @@ class GradientSum:
         sum_dtype: torch.dtype | None = None,
         guard_steps: bool = False,
         on_step: Callable[[], object] | None = None,
+        on_gradients: Callable[[], object] | None = None,
+        caller: Caller,
     ) -> None:
-        self.optimizers = list_optimizers(optimizer)
+        self._caller = caller
+        self.optimizers = list_optimizers(optimizer, caller)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = list_parameters(self.optimizers)
-        check = Checker(ACCUMULATOR)
-        check.choice("objective", objective, ("mean", "sum"))
-        check.choice("accumulate_dtype", sum_dtype, (None, torch.float32))
-        check_norm(max_grad_norm)
+        check = Checker(caller.kind)
+        check.choice("objective", objective, ("mean", "sum"), fix="pass objective='mean'.")
+        check.choice("accumulate_dtype", sum_dtype, (None, torch.float32), fix="pass accumulate_dtype=torch.float32.")
+        check_norm(max_grad_norm, call=caller.kind)
         if sum_dtype is not None and any(p.dtype in {torch.bfloat16, torch.float16} for p in self._parameters):
             require_gradient_dtypes("accumulate_dtype=torch.float32, or precision='bf16-true', which takes it")
         if self._scaler and sum_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
-            rule = "float32 parameters or accumulate_dtype=torch.float32"
-            raise check.refuse("scaler", "a scaler over float16 parameters", rule)
+            raise ConfigError(
+                f"{caller.kind}(optimizer, scaler=...)",
+                got="a loss scaler over float16 parameters",
+                expected="float32 parameters, in which scaled gradients do not overflow",
+                fix="call model.float() first and compute in torch.autocast, or pass accumulate_dtype=torch.float32.",
+            )
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
-        self.ranks: Ranks | None = find_ranks(model, self._parameters)
+        self.ranks: Ranks | None = find_ranks(model, self._parameters, call=f"{caller.kind}(model=...)")
         # None: decided by the first graph. A sharded parameter is not the tensor in the graph; nothing can stop at it.
         self._only_own: bool | None = None if self.shards is None else False
         self.predivisor: float | None = None
@@ -118,7 +129,12 @@ class GradientSum:
         self.num_microbatches = 0
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
-        self._on_step = on_step
+        self._on_step, self._on_gradients = on_step, on_gradients
+
+    @property
+    def has_foreign_gradients(self) -> bool:
+        """Whether the parameters have gradients although no micro-batch was added."""
+        return self.num_microbatches == 0 and any(parameter.grad is not None for parameter in self._parameters)
 
     @property
     def shards(self) -> Shards | None:
@@ -229,7 +245,8 @@ class GradientSum:
         Raises:
             FileFormatError: The state has another version, or gradients of another set of parameters.
         """
-        check_state(state, version=_VERSION, num_parameters=len(self._parameters))
+        check_own_state(state, self._caller, version=_VERSION, keys=_STATE)
+        check_gradients(state["gradients"], self._caller, num_parameters=len(self._parameters))
         self.discard()
         self.predivisor = state["predivisor"]
         self._count = state["count"]
@@ -250,7 +267,7 @@ class GradientSum:
 
     def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
         if not weight:
-            check_weightless(loss)
+            check_weightless(loss, self._caller)
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
@@ -273,10 +290,10 @@ class GradientSum:
         if self.num_microbatches == 0:
             parameters = self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
             if parameters and accumulate_hooks(parameters[0]):
-                check_steps_later(self.optimizers)
+                check_steps_later(self.optimizers, self._caller)
             if not all([parameter.grad is None for parameter in parameters]):  # noqa: C419 - a generator takes longer
                 if not self._has_leftovers:
-                    warn_of_foreign_gradients()
+                    warn_of_foreign_gradients(self._caller)
                 clear_gradients(self._parameters, self._sum_dtype)
             self._has_leftovers = True  # until they are cleared: an interrupt may come before
         else:  # a parameter's first gradient has its own dtype: no sum yet, and fully_shard gives it in no other
@@ -284,16 +301,11 @@ class GradientSum:
 
     def _check(self) -> None:
         """Refuse to continue after `close`, after half a backward, or with gradients that were zeroed."""
-        check_open(self._is_closed, call="GradientAccumulator")
+        check_open(self._is_closed, call=self._caller.kind)
         if self.is_torn:
-            raise StateError(
-                "GradientAccumulator",
-                got="a group with an incomplete backward: an error interrupted it",
-                expected="complete gradients",
-                fix="call accumulator.discard() and run the group's micro-batches again.",
-            )
+            refuse_torn(self._caller)
         if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
-            refuse_lost_gradients(self.num_microbatches)
+            refuse_lost_gradients(self.num_microbatches, self._caller)
 
     def _end(self, then: Actions, *, is_last: bool) -> bool:
         total, present = float(self._count), list[bool]()
@@ -301,12 +313,12 @@ class GradientSum:
             widen_for_step(self._parameters, self._sum_dtype, self.ranks)
         if self.ranks is not None:
             total, present, is_last = self.ranks.agree(self._parameters, total, is_last=is_last)
-        check_total(total)
+        check_total(total, self._caller)
         if total > 0:
             if self._on_step is not None:
                 self._on_step()
             if self.shards and not any(present):
-                refuse_missing_gradients()
+                refuse_missing_gradients(self._caller)
             self._normalize(total)
             if isinstance(self.ranks, Replicas):
                 self.ranks.sum_gradients(self._parameters, present)
@@ -325,13 +337,15 @@ class GradientSum:
     def _step_optimizers(self, then: Actions) -> None:
         active = [each for each in self.optimizers if has_gradient(each)]
         if not active:
-            warn_of_idle_step()
+            warn_of_idle_step(self._caller)
         if self._scaler:
             for optimizer in active:
                 insist(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
         if self._max_grad_norm is not None:
             self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
         narrow_gradients(self._parameters, self._sum_dtype)
+        if self._on_gradients is not None and active:
+            self._on_gradients()
         count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # no line in it to interrupt
         todo: deque[Callable[[], object]] = deque((count_step, *then))
         # On KeyboardInterrupt a step can be resumed and completed; a scheduler or an average cannot.

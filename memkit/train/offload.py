@@ -15,17 +15,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from memkit._core.errors import StateError, warn_user
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import parse_bytes
 from memkit._torch import compiler
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_node
 from memkit._torch.tensors import base_of, storage_key, version_of
+from memkit.train.checks import WRAPPER
 from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store, span
 from memkit.train.state_offload import moved_state
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
+_OFFLOADS = ("activations", "optimizer")  # the wrapper's choices
 _ALIGNMENT = 16  # bytes of the largest element
 
 
@@ -181,6 +183,27 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             self.held_bytes -= record.num_bytes
         if record.store is not None:
             record.store.release(record.handle)
+
+
+def read_offload(offload: object) -> frozenset[str]:
+    """Return what is to be offloaded; None is nothing.
+
+    Raises:
+        ConfigError: It is no collection of what can be.
+    """
+    if offload is None:
+        return frozenset()
+    if isinstance(offload, list | tuple | set | frozenset) and all(each in _OFFLOADS for each in offload):
+        return frozenset(offload)
+    words = [offload] if isinstance(offload, str) else list(offload) if isinstance(offload, Collection) else []
+    meant = sorted({nearest_word(each, _OFFLOADS) or "" for each in words if isinstance(each, str)} - {""})
+    shown = ", ".join(map(repr, meant or _OFFLOADS[:1]))
+    raise Checker(WRAPPER.kind).refuse(
+        "offload",
+        offload,
+        "a set of 'activations' and 'optimizer', or an empty one",
+        fix="pass offload=()." if offload is False else f"pass offload={{{shown}}}.",
+    )
 
 
 def make_offload(

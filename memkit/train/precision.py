@@ -10,14 +10,54 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memkit._core.errors import warn_user
-from memkit._core.settings import Checker
+from memkit._core.errors import ConfigError, InputTypeError, warn_user
 from memkit._machine import devices
 from memkit.train.gradients import set_gradient_dtype
 from memkit.train.split import map_leaves
 
-PrecisionName = Literal["bf16-mixed", "fp16-mixed", "bf16-true", "auto"]
-_NAMES = ("bf16-mixed", "fp16-mixed", "bf16-true", "auto")
+PrecisionName = Literal["bf16-mixed", "bf16", "fp16-mixed", "fp16", "bf16-true", "fp32", "32-true", "auto"]
+_CALL = "MemoryEfficientTrainingWrapper"
+_NAMES = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "32-true": "fp32"}  # other words for the same
+_KNOWN = ("bf16-mixed", "fp16-mixed", "bf16-true", "fp32", "auto")
+# How accelerate, Lightning and torch call precisions: what to write instead.
+_FOREIGN = {
+    "fp32": ("32", "float32", "fp32-true", "no", "full", "float", "none", "32-mixed"),
+    "bf16-mixed": ("bfloat16", "amp", "mixed", "true", "bf16_mixed", "amp_bf16", "bfloat16-mixed"),
+    "fp16-mixed": ("16", "16-mixed", "float16", "half", "fp16_mixed", "amp_fp16", "float16-mixed"),
+    "bf16-true": ("bf16_true", "bfloat16-true", "bf16-full", "pure_bf16"),
+}
+_HALVES = {"16-true", "fp16-true", "float16-true"}
+_DOUBLES = {"64", "64-true", "float64", "double", "fp64"}
+
+
+def read_precision(name: object) -> str | None:
+    """Return the precision by its own name; None keeps the model's.
+
+    Raises:
+        ConfigError: The name is unknown; the message says what this library calls it.
+    """
+    if name is None:
+        return None
+    known = _NAMES.get(name, name) if isinstance(name, str) else name
+    if isinstance(known, str) and known in _KNOWN:
+        return known
+    word = str(name).removeprefix("torch.").lower()
+    meant = next((each for each, words in _FOREIGN.items() if word in words), None)
+    if meant is None and word in {*_KNOWN, *_NAMES}:  # in another case
+        meant = word
+    fix = f"pass precision={meant!r}." if meant else "pass precision='bf16-mixed', or 'fp16-mixed' on older cards."
+    if word in _HALVES:
+        fix = "pass precision='fp16-mixed': it keeps the parameters in float32, which float16 steps would not change."
+    elif word in _DOUBLES:
+        fix = "write model.double() first and pass precision=None, which keeps the model as it is."
+    elif name is False:
+        fix = "pass precision=None, which keeps the model as it is."
+    raise ConfigError(
+        f"{_CALL}(precision={name!r})",
+        got=f"precision={name!r}",
+        expected="one of None, " + ", ".join(map(repr, (*_KNOWN, *_NAMES))),
+        fix=fix,
+    )
 
 
 class Precision:
@@ -25,34 +65,46 @@ class Precision:
 
     Args:
         model: The model; ``"bf16-true"`` converts it until `close`.
-        name: None changes nothing; ``"auto"`` is ``"bf16-mixed"`` where the device handles it well, else None.
+        name: None changes nothing, and ``"fp32"`` (``"32-true"``) neither, but wants float32 parameters; ``"auto"`` is
+            ``"bf16-mixed"`` where the device handles it well, else None.
         device: The model's device.
+        scaler: The user's own loss scaler; None makes one for ``"fp16-mixed"``.
 
     Attributes:
         name: The chosen precision; None for no change.
-        scaler: The loss scaler of ``"fp16-mixed"``, else None.
+        scaler: The loss scaler, if there is one and it is enabled.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: The name is unknown, or the model's parameters do not go with it.
+        InputTypeError: ``scaler`` is no `torch.amp.GradScaler`.
     """
 
-    def __init__(self, model: nn.Module, name: PrecisionName | None, device: torch.device) -> None:
-        fix = "use 'bf16-mixed' on recent cards, 'fp16-mixed' on older ones."
-        Checker(f"precision={name!r}").choice("precision", name, (None, *_NAMES), fix=fix)
-        if name == "auto":
-            name = "bf16-mixed" if devices.prefers_bfloat16(device) else None
-        if name == "fp16-mixed" and device.type == "cpu":
+    def __init__(
+        self,
+        model: nn.Module,
+        name: PrecisionName | None,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        chosen = read_precision(name)
+        _check_parameters(model, chosen, has_scaler=scaler is not None)
+        _check_scaler(scaler, chosen, device)
+        if chosen == "auto":
+            chosen = "bf16-mixed" if devices.prefers_bfloat16(device) else None
+        if chosen == "fp16-mixed" and device.type == "cpu":
             warn_user(
-                "precision='fp16-mixed' on a CPU, which emulates float16: steps are 4 to 60 times slower than in "
+                f"precision={name!r} on a CPU, which emulates float16: steps are 4 to 60 times slower than in "
                 "float32 and save hardly any memory. Use precision=None, or 'bf16-mixed' on a CPU that has "
                 "bfloat16; move a model for an accelerator there first: model.to('cuda')."
             )
-        self.name = name
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16-mixed" else None
+        self.name = None if chosen == "fp32" else chosen
+        if scaler is None and chosen == "fp16-mixed":
+            scaler = torch.amp.GradScaler(device.type)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._device_type = device.type
         self._converted: list[tuple[torch.Tensor, torch.dtype]] = []
         self._cleanup = contextlib.ExitStack()
-        if name == "bf16-true":
+        if chosen == "bf16-true":
             self._convert(model)
 
     @property
@@ -86,6 +138,54 @@ class Precision:
             tensor.data = tensor.data.to(torch.bfloat16)
         handle = model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
         self._cleanup.callback(handle.remove)
+
+
+def _check_parameters(model: nn.Module, name: str | None, *, has_scaler: bool) -> None:
+    """Refuse parameters that are not what a precision stands for.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    if name == "fp32" and dtypes - {torch.float32}:
+        others = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes - {torch.float32}))
+        raise ConfigError(
+            f"{_CALL}(precision='fp32')",
+            got=f"a model with {others} parameters",
+            expected="float32 parameters",
+            fix="write model.float() first, and make the optimizer after it; or pass precision=None, which keeps the "
+            "model as it is.",
+        )
+    if (name == "fp16-mixed" or has_scaler) and torch.float16 in dtypes:
+        raise ConfigError(
+            f"{_CALL}(precision={name!r}{', scaler=...' if has_scaler else ''})",
+            got="a model with float16 parameters",
+            expected="float32 parameters, in which scaled gradients do not overflow; the forward computes in float16",
+            fix="write model.float() first, and make the optimizer after it.",
+        )
+
+
+def _check_scaler(scaler: object, name: str | None, device: torch.device) -> None:
+    """Refuse what is no loss scaler; warn of float16 without one.
+
+    Raises:
+        InputTypeError: It is none of torch's.
+    """
+    if scaler is None:
+        return
+    right = f"scaler=torch.amp.GradScaler({device.type!r})"
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise InputTypeError(
+            f"{_CALL}(scaler=...)",
+            got=f"the class {scaler.__name__}" if isinstance(scaler, type) else f"a {type(scaler).__name__}",
+            expected="a torch.amp.GradScaler of your own, or None",
+            fix=f"pass {right}, or leave it at None: precision='fp16-mixed' makes one.",
+        )
+    if name == "fp16-mixed" and not scaler.is_enabled():
+        warn_user(
+            f"{_CALL}(precision='fp16-mixed', scaler=...): the scaler is not enabled, so that small gradients become "
+            f"zero in float16. Way out: pass {right}, or precision=None together with it."
+        )
 
 
 def _convert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -182,12 +182,15 @@ def without_buffer_sync(model: nn.Module) -> Iterator[None]:
             module.require_forward_param_sync = value
 
 
-def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequence[nn.Parameter]) -> Ranks | None:
+def find_ranks(
+    model: nn.Module | Sequence[nn.Module] | None, parameters: Sequence[nn.Parameter], *, call: str
+) -> Ranks | None:
     """Determine how the gradient of ``parameters`` is shared between processes.
 
     Args:
         model: The model or models, as wrapped for distributed training; None for one process or sharded parameters.
         parameters: The parameters that the optimizers update.
+        call: The user's call, for messages.
 
     Returns:
         `Replicas` for DDP, `Shards` for parameters sharded by ``fully_shard``, None for a single process.
@@ -208,7 +211,7 @@ def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequen
 
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise ConfigError(
-            "GradientAccumulator(model=...)",
+            call,
             got="a FullyShardedDataParallel module, which owns its gradients",
             expected="DistributedDataParallel, or a module sharded by torch.distributed.fsdp.fully_shard",
             fix="shard the model with fully_shard(model); the rest of the loop stays as it is.",
@@ -219,7 +222,7 @@ def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequen
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise ConfigError(
-            "GradientAccumulator(model=...)",
+            call,
             got=f"parameters on {'several device meshes' if meshes else f'a {mesh.ndim}-dimensional device mesh'}",
             expected="parameters sharded over one 1-dimensional mesh of ranks that see different data",
             fix="accumulate gradients in your own loop, dividing the loss by the number of micro-batches; please "

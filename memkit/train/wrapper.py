@@ -6,16 +6,16 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
-from memkit._core.settings import Checker, check_version
+from memkit._core.settings import Checker
+from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
@@ -25,12 +25,11 @@ from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import count_graphs
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import (
+    WRAPPER,
     check_loss,
-    check_norm,
     check_open,
-    check_owner,
+    check_own_state,
     check_reduction,
-    list_optimizers,
     read_count,
 )
 from memkit.train.divisors import divisors
@@ -40,20 +39,27 @@ from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
 from memkit.train.models import device_of, eval_mode, exchanges_statistics
-from memkit.train.offload import make_offload
+from memkit.train.offload import make_offload, read_offload
+from memkit.train.owners import check_owner, list_optimizers, read_model
 from memkit.train.precision import Precision, PrecisionName
 from memkit.train.remedies import Remedies
+from memkit.train.settings import check_config, check_on_gradients, check_settings
 from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
 from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_watch import Probe, SplitWatch
+from memkit.train.words import RESULT_ABSENT, WRAPPER_ABSENT, WRAPPER_REWRITE, WRAPPER_WORDS
 
 _VERSION = 1
-_CALL = "MemoryEfficientTrainingWrapper"
+_CALL = WRAPPER.kind
+_STATE = ("accumulator", "scaler", "sizes")
+_STEP = "trainer.train_step(batch, loss_fn)"
+_OWN_BACKWARD = "backward through the graph a second time"  # in torch's error
 Reduction = Literal["mean", "sum"]
 OnOom = Literal["exact", "inexact", "raise"]
 
 
+@guided(absent=RESULT_ABSENT)
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of one step.
@@ -94,6 +100,12 @@ class StepResult:
         return mean
 
 
+@guided(
+    words=WRAPPER_WORDS,
+    absent=WRAPPER_ABSENT,
+    methods=("from_config", "train_step", "microbatches", "backward", "step", "evaluation", "trust_split"),
+    rewrite=WRAPPER_REWRITE,
+)
 class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     """Makes the training step of your own loop fit in memory, with the gradient of the whole batch.
 
@@ -109,14 +121,23 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     Args:
         model: Any module, also compiled, wrapped by DistributedDataParallel, or sharded by ``fully_shard``.
         optimizer: Its optimizer.
-        precision: None keeps the model's own precision. Or ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling),
-            ``"bf16-true"`` (the whole model), or ``"auto"``: bf16-mixed where the device handles it well.
+        precision: None keeps the model's own precision. Or ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling), for
+            short ``"bf16"`` and ``"fp16"``; ``"bf16-true"`` (the whole model); ``"fp32"`` or ``"32-true"``: as it is,
+            for float32 parameters only; or ``"auto"``: bf16-mixed where the device handles it well.
         accumulation_steps: Minimum number of micro-batches per batch; each `train_step` call is one optimizer step.
         checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, a callable
             ``(name, module) -> bool``, or a mapping of patterns to ``"full"``, ``"selective"`` or ``"offload"``.
+            True is ``"auto"``, False is None.
         offload: ``"activations"`` (those saved for backward), ``"optimizer"`` (its state); they move to host memory,
-            and from there to disk.
+            and from there to disk. None is neither.
         max_grad_norm: Clip the total gradient norm.
+        scaler: A `torch.amp.GradScaler` of your own, one for each wrapper. By default ``"fp16-mixed"`` makes one. With
+            another precision the loss is scaled too, for a loop or a ``loss_fn`` with its own autocast. The wrapper
+            unscales, steps and updates; `state_dict` contains the scaler's state.
+        on_gradients: ``on_gradients(model)`` is called once per step, right before the optimizer: ``parameter.grad`` is
+            then what it steps with (the batch's mean, unscaled, summed over ranks, clipped), for histograms or clipping
+            of your own. Afterwards they are gone. With a loss scaler they may be infinite, before a step that is
+            skipped.
         scheduler: Stepped after each real optimizer step.
         average: A running average of the weights, updated after each real optimizer step.
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. With it,
@@ -135,6 +156,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
     Raises:
         ConfigError: A setting is invalid; the message names it and says what would work.
+        InputTypeError: ``model`` is no module, ``optimizer`` is no torch optimizer, or an argument does not exist.
+        StateError: The model has parameters on the meta device.
 
     Example:
         >>> import torch, memkit as mk
@@ -154,9 +177,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         *,
         precision: PrecisionName | None = None,
         accumulation_steps: int = 1,
-        checkpoint: Choice | None = None,
-        offload: Collection[str] = (),
+        checkpoint: Choice | bool | None = None,
+        offload: Collection[str] | None = (),
         max_grad_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_gradients: Callable[[Any], object] | None = None,
         scheduler: Scheduler | None = None,
         average: Average | None = None,
         memory: MemoryWatch | int | str | float | None = None,
@@ -164,19 +189,26 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         split_fn: SplitFn | None = None,
         probe: Probe = True,
     ) -> None:
-        _check_settings(accumulation_steps, on_oom, offload, memory, scheduler, split_fn, max_grad_norm)
+        read_model(model, optimizer)
+        self._optimizers = list_optimizers(optimizer, WRAPPER)
+        check_settings(accumulation_steps, on_oom, memory, scheduler, average, split_fn, max_grad_norm)
+        check_on_gradients(on_gradients)
+        offload = read_offload(offload)
+        if isinstance(checkpoint, bool):
+            checkpoint = "auto" if checkpoint else None
         self.model, self.memory, self._device = model, memory, device_of(model)
-        self._optimizers = list_optimizers(optimizer)
-        check_owner(model, self._optimizers, call="MemoryEfficientTrainingWrapper")
+        check_owner(model, self._optimizers)
         self._accumulation_steps = accumulation_steps
         self._split_fn, self._scheduler, self._average = split_fn, scheduler, average
         self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
+        self._wrong_rows: tuple[int, int] | None = None  # of a batch that was cut already, and of a whole one
+        self._is_told_of_no_rows = False
         self._batch_run: BatchRun | None = None
         self._num_steps_before = 0  # before that batch
         self._is_closed = False
         with contextlib.ExitStack() as cleanup:  # a failing constructor restores the model
-            self._precision = Precision(model, precision, self._device)
+            self._precision = Precision(model, precision, self._device, scaler)
             cleanup.callback(self._precision.close)
             # Block names are those of the user's own model.
             self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
@@ -190,6 +222,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 model=model,
                 sum_dtype=sum_dtype,
                 guard_steps=on_oom != "raise" or "optimizer" in offload,
+                on_gradients=None if on_gradients is None else functools.partial(on_gradients, model),
+                caller=WRAPPER,
             )
             cleanup.callback(self._sum.close)
             recovers, peers = choose_peers(model, self._sum, split_fn, cleanup, recovers=on_oom != "raise")
@@ -214,11 +248,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 sum_dtype=sum_dtype,
                 foreseeable=split_fn is None and not is_sharded and is_alone,
             )
-            scaler = self._precision.scaler
+            own_scaler = self._precision.scaler
             computation = Computation(
                 parameters=lambda: list_parameters(self._optimizers),
                 is_mixed=lambda: self._precision.is_mixed,
-                scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
+                scale=(lambda: 1.0) if own_scaler is None else own_scaler.get_scale,
                 is_tight=self._foresight.is_on,
                 unchecked="the parameters are sharded over ranks" if is_sharded else "",
             )
@@ -235,6 +269,52 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._cleanup = cleanup.pop_all()
+
+    @classmethod
+    @taking_settings_of(__init__)
+    def from_config(
+        cls, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any, **settings: Any
+    ) -> Self:
+        """Build a wrapper from a preset's config.
+
+        The config gives ``accumulation_steps`` (its ``gradient_accumulation_steps``), ``precision`` and ``checkpoint``
+        (its ``checkpointing``). Model and optimizer are yours, and so is the loader: a batch of `train_step` has
+        ``config.effective_batch_size`` samples, of which each micro-batch gets ``config.batch_size``.
+
+        Args:
+            model: Same as for the constructor.
+            optimizer: Same as for the constructor.
+            config: What `memkit.get_preset_config` returns, or another `memkit.predict.TrainingConfig`.
+            **settings: Other settings of the constructor; they take precedence over the config.
+
+        Raises:
+            InputTypeError: ``config`` is no config, or a setting does not exist.
+            ConfigError: A setting is invalid.
+
+        Warns:
+            MemkitWarning: From `train_step`: the first batch has ``config.batch_size`` samples, too few.
+
+        Example:
+            >>> import torch
+            >>> import memkit as mk
+            >>> config = mk.get_preset_config("medium", 24)
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> trainer = mk.MemoryEfficientTrainingWrapper.from_config(model, optimizer, config, max_grad_norm=1.0)
+            >>> batch = torch.ones(config.effective_batch_size, 3)
+            >>> trainer.train_step(batch, lambda model, x: model(x).square().mean()).sizes
+            (2, 2, 2, 2)
+        """
+        check_config(config)
+        from_it = {
+            "accumulation_steps": config.gradient_accumulation_steps,
+            "precision": config.precision,
+            "checkpoint": config.checkpointing,
+        }
+        trainer = cls(model, optimizer, **{**from_it, **settings})
+        if config.gradient_accumulation_steps > 1 and settings.keys().isdisjoint({"accumulation_steps", "split_fn"}):
+            trainer._wrong_rows = config.batch_size, config.effective_batch_size
+        return trainer
 
     @property
     def num_steps(self) -> int:
@@ -294,9 +374,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
         Args:
             batch: A pytree of tensors with the rows in dimension 0, on the model's device.
-            loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch's rows, or
-                a `Loss`, for a mean over something else (valid tokens, a sum of class weights) or for additional
-                outputs.
+            loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch's rows, or a `Loss`, for
+                a mean over something else (valid tokens, a sum of class weights) or for additional outputs. It does
+                not call backward.
 
         Returns:
             The result of the step. Collecting it does not synchronize with the device.
@@ -304,7 +384,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
             InputTypeError: ``loss_fn`` is not callable.
-            StateError: `close` was called.
+            StateError: `close` was called, or ``loss_fn`` called backward itself.
         """
         check_open(self._is_closed, call="trainer.train_step")
         Checker("trainer.train_step").function("loss_fn", loss_fn)
@@ -376,13 +456,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             reduction: Whether ``loss`` is the mean or the sum over ``count``.
         """
         check_loss(loss, call="trainer.backward(loss)")
-        check_reduction(reduction, has_count=count is not None, needs_count=True)
-        self._backward(Loss(mean=loss, count=count) if reduction == "mean" else Loss(sum=loss, count=count))
+        check_reduction(reduction, has_count=count is not None, needs_count=True, call="trainer.backward")
+        loss_with_count = Loss(mean=loss, count=count) if reduction == "mean" else Loss(sum=loss, count=count)
+        self._backward(loss_with_count, "trainer.backward(loss)")
 
-    def _backward(self, loss: Loss) -> None:
+    def _backward(self, loss: Loss, call: str) -> None:
         attempt = self._driver.current
         if isinstance(attempt, CheckAttempt):
-            self._check_weight(loss)
+            self._check_weight(loss, call)
             attempt.backward(loss)
             return
         if attempt is None or attempt.is_added:
@@ -395,7 +476,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             )
         if attempt.size != attempt.batch_size and self._split_watch.is_on:
             attempt.terms = divisors(loss.value)
-        self._add(loss, attempt)
+        self._add(loss, attempt, call)
         attempt.is_added = True
 
     def step(self) -> bool:
@@ -403,7 +484,18 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
         Returns:
             True if the optimizer actually stepped.
+
+        Raises:
+            StateError: There is no batch to step with, or a part of it is missing, or `close` was called.
         """
+        check_open(self._is_closed, call="trainer.step")
+        if self._batch_run is None and self._sum.ranks is None:  # a rank without data may join the others' step
+            raise StateError(
+                "trainer.step()",
+                got="no micro-batch since the last step",
+                expected="one step() after the loop over trainer.microbatches(batch)",
+                fix=f"write {_STEP}, which steps itself, or loop over trainer.microbatches(batch) first.",
+            )
         is_grad_enabled = torch.is_grad_enabled()
         try:
             return self._step()
@@ -454,15 +546,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         Raises:
             FileFormatError: The state has another version, or belongs to another set of parameters.
         """
-        call = "MemoryEfficientTrainingWrapper.load_state_dict(state)"
-        check_version(call, state, _VERSION)
+        check_own_state(state, WRAPPER, version=_VERSION, keys=_STATE)
         self._sum.load_state_dict(state["accumulator"])
         self._driver.sizes.load_state_dict(state["sizes"])
         if self._precision.scaler and state["scaler"]:
             self._precision.scaler.load_state_dict(state["scaler"])
         elif self._precision.scaler or state["scaler"]:
             has = "no loss scale, which starts anew" if self._precision.scaler else "a loss scale, which is not used"
-            warn_user(f"{call}: the state is of another precision: it has {has}.")
+            warn_user(f"{_CALL}.load_state_dict(state): the state is of another precision: it has {has}.")
 
     def close(self) -> None:
         """Restore the model: its own forwards and dtypes, no hooks, DDP synchronizing in backward."""
@@ -477,7 +568,26 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 expected="one step() after the micro-batches of each batch",
                 fix="call trainer.step() after the loop over micro-batches, or trainer.discard() to drop that batch.",
             )
-        return self._driver.open(batch, num_parts, self._sum)
+        run = self._driver.open(batch, num_parts, self._sum)
+        self._check_rows(run.size)
+        return run
+
+    def _check_rows(self, num_rows: int) -> None:
+        """Warn once of a batch without rows, and of the first one if it is a config's micro-batch."""
+        if self._wrong_rows is not None:
+            (cut, whole), self._wrong_rows = self._wrong_rows, None
+            if num_rows == cut:
+                warn_user(
+                    f"{_STEP}: the batch has {cut} samples, the config's batch_size; a step takes a whole batch of "
+                    f"{whole}, its effective_batch_size, and cuts it. Way out: DataLoader(dataset, "
+                    "batch_size=config.effective_batch_size)."
+                )
+        if not num_rows and not self._is_told_of_no_rows and self._sum.ranks is None:
+            self._is_told_of_no_rows = True
+            warn_user(
+                f"{_STEP}: the batch has no rows: nothing is trained, and its mean loss is NaN. Way out: write "
+                "`if len(x):` before the step, or see why the loader makes empty batches."
+            )
 
     def _attempts(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
         self._batch_run, self._num_steps_before = run, self.num_steps
@@ -517,25 +627,39 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
     def _run(self, micro: Any, loss_fn: LossFn) -> None:
         # A separate function: when it fails, its frame releases every tensor.
-        self._backward(self._evaluate(micro, loss_fn))
+        try:
+            self._backward(self._evaluate(micro, loss_fn), _STEP)
+        except RuntimeError as error:
+            if _OWN_BACKWARD not in str(error):
+                raise
+            raise StateError(
+                _STEP,
+                got="a loss whose graph another backward() has used already",
+                expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
+                fix="remove loss.backward() from loss_fn, and compute inside loss_fn whatever has gradients: "
+                "`return criterion(model(batch[0]), batch[1])`.",
+            ) from error
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> Loss:
         with self.autocast():
             return read_loss(loss_fn(self.model, micro), call="loss_fn of trainer.train_step")
 
-    def _check_weight(self, loss: Loss) -> None:
+    def _check_weight(self, loss: Loss, call: str) -> None:
         if loss.count is None and self._split_fn is not None:
+            is_step = call == _STEP
             raise InputError(
-                "trainer.backward(loss)",
+                call,
                 got="no count for a part made by split_fn",
                 expected="the weight of the part, which its rows do not determine",
-                fix="pass count=..., or return mk.Loss(mean=loss, count=n) from loss_fn.",
+                fix="end loss_fn with `return mk.Loss(mean=loss, count=n)`."
+                if is_step
+                else "write trainer.backward(loss, count=n).",
             )
 
-    def _add(self, loss: Loss, attempt: Attempt) -> None:
+    def _add(self, loss: Loss, attempt: Attempt, call: str) -> None:
         """Add the gradient of a micro-batch, weighted by its rows or its count."""
-        self._check_weight(loss)
-        check_loss(loss.value)
+        self._check_weight(loss, call)
+        check_loss(loss.value, call=call)
         count, gradients = loss.count, self._sum
         weight: float | torch.Tensor = float(attempt.size)
         if count is None:
@@ -544,10 +668,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         elif attempt.size == attempt.batch_size and (loss.reduction == "mean" or not _is_on_accelerator(count)):
             # The batch is whole: hooks in its graph see the same gradient as without memkit. No count is read here
             # that would not be read anyway.
-            count = weight = read_count(count, stay_on_device=False)
+            count = weight = read_count(count, stay_on_device=False, call=call)
             gradients.expect(float(weight))
         else:
-            weight = read_count(count, stay_on_device=loss.reduction == "sum" and gradients.predivisor is not None)
+            stays = loss.reduction == "sum" and gradients.predivisor is not None
+            weight = read_count(count, stay_on_device=stays, call=call)
         expected = float(weight) if gradients.predivisor is None else 0.0
         gradients.add(loss.value, weight, reduction=loss.reduction, expected=expected, all_or_nothing=attempt.is_trial)
         attempt.loss = loss.detached(count)
@@ -555,31 +680,3 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
 def _is_on_accelerator(count: float | torch.Tensor) -> bool:
     return isinstance(count, torch.Tensor) and count.device.type != "cpu"
-
-
-def _check_settings(
-    accumulation_steps: object,
-    on_oom: object,
-    offload: Collection[str],
-    memory: object,
-    scheduler: object,
-    split_fn: object,
-    max_grad_norm: float | None,
-) -> None:
-    """Check the settings of `MemoryEfficientTrainingWrapper`."""
-    check = Checker(_CALL)
-    check.whole("accumulation_steps", accumulation_steps, 1)
-    check.choice("on_oom", on_oom, ("exact", "inexact", "raise"))
-    check_norm(max_grad_norm, call=_CALL)
-    if isinstance(offload, str) or not set(offload) <= {"activations", "optimizer"}:
-        raise check.refuse("offload", offload, "a collection of 'activations' and 'optimizer', or an empty one")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        wanted = "a schedule that steps without a metric; step ReduceLROnPlateau yourself after validation"
-        raise check.refuse("scheduler", "ReduceLROnPlateau", wanted)
-    if isinstance(memory, bool) or not (
-        memory is None or isinstance(memory, int | str | float) or callable(getattr(memory, "available_bytes", None))
-    ):
-        wanted = "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]"
-        raise check.refuse("memory", memory, wanted)
-    if split_fn is not None:
-        check.function("split_fn", split_fn)

@@ -58,7 +58,7 @@ for x, y in batches(6):
 """,
     "GradientAccumulator": """
 import memkit as mk
-accumulator = mk.GradientAccumulator(optimizer, steps=4)
+accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=4)
 for x, y in batches(9):
     loss = F.cross_entropy(net(x), y)
     accumulator.backward(loss, count=len(x))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
-from tests.helpers import assert_same
+from tests.helpers import assert_same, relative_error
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, out_of_memory, trainer_of
 from tests.train.faults import FailingOperator
@@ -51,6 +51,7 @@ def ddp_worker(rank, folder):
     check_a_loop_with_batches_on_one_rank(rank, Path(folder))
     check_a_budget_is_refused_where_ranks_exchange_statistics()
     check_a_bfloat16_model()
+    check_gradients_are_seen_summed(rank, DistributedDataParallel)
     check_no_memory_to_convert_gradients_on_one_rank(rank)
     check_nothing_fits_on_one_rank(rank, Path(folder))
     leave()
@@ -61,14 +62,37 @@ def sharded_worker(rank, folder):
 
     join(rank, folder)
     model, data = make()
-    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)
     for batch in data:
         trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], mean_square)
     state = {name: value.full_tensor() for name, value in model.state_dict().items()}
     torch.save(state, f"{folder}/{rank}.pt")
+    check_gradients_are_seen_summed(rank, lambda model: fully_shard(model, mesh=mesh))
     leave()
+
+
+def check_gradients_are_seen_summed(rank, spread):
+    """What `on_gradients` sees is the gradient of both ranks' rows, though neither has the other's."""
+    plain, data = make()
+    plain(data[0]).pow(2).mean().backward()
+    want = [parameter.grad for parameter in plain.parameters()]
+    model, seen = make()[0], []
+    trainer = trainer_of(
+        spread(model),
+        accumulation_steps=2,
+        on_gradients=lambda it: seen.append([whole(each.grad) for each in it.parameters()]),
+    )
+    trainer.train_step(data[0][rank * ROWS : (rank + 1) * ROWS], mean_square)
+    (found,) = seen
+    assert max(map(relative_error, found, want)) <= 1e-14
+    trainer.close()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def one_process(optimizer_of, max_grad_norm):

@@ -16,7 +16,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def accumulate(model: nn.Module, batches: list[Batch]) -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    acc = mk.GradientAccumulator(optimizer, steps=4, max_grad_norm=1.0, scaler=None, model=None)
+    acc = mk.GradientAccumulator(optimizer, accumulation_steps=4, max_grad_norm=1.0, scaler=None, model=None)
     for x, y in batches:
         acc.backward((model(x) - y).pow(2).mean(), count=len(x))
         if acc.step():
@@ -31,6 +31,25 @@ def packed(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 def hosted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     split = mk.SplitLoss([model], num_microbatches=2, reduction="mean")
     return split(batch, lambda model, micro: model(micro).mean(), scale=2.0)
+
+
+def from_a_preset(model: nn.Module) -> mk.MemoryEfficientTrainingWrapper:
+    def look(model: nn.Module) -> None:
+        print([parameter.grad for parameter in model.parameters()])
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    mk.MemoryEfficientTrainingWrapper(
+        model,
+        optimizer,
+        precision="fp32",
+        checkpoint=True,
+        offload=None,
+        on_gradients=look,
+        scaler=torch.amp.GradScaler(),
+    )
+    return mk.MemoryEfficientTrainingWrapper.from_config(
+        model, optimizer, mk.get_preset_config("medium", 24), max_grad_norm=1.0
+    )
 
 
 def scaled(model: nn.Module) -> mk.GradientAccumulator:

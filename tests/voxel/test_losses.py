@@ -174,7 +174,7 @@ def test_micro_batches_add_up_to_the_batch():
     for steps in (1, 4):
         torch.manual_seed(0)
         model = nn.Conv3d(4, 4, 3, padding=1)
-        accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=1.0), steps=steps)
+        accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=1.0), accumulation_steps=steps)
         loss, before = composite(), model.weight.detach().clone()
         for part in target.split(4 // steps):
             accumulator.backward(loss(model(part), part), count=len(part))

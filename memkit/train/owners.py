@@ -1,0 +1,273 @@
+"""Checks of the model and the optimizers over which a wrapper or an accumulator is built.
+
+What people hand over instead (a trainer of another library, a class, the two swapped) is recognized by name, without
+importing that library, and led to what serves it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memkit._core.errors import ConfigError, InputTypeError, StateError, warn_user
+from memkit._core.settings import nearest_word
+from memkit.train.backward_steps import steps_in_backward
+from memkit.train.checks import ACCUMULATOR, WRAPPER, Caller
+from memkit.train.gradients import as_list
+
+# By library and class: what an object is, and what to do with it. Subclasses count too.
+_TRAINERS = {
+    ("transformers", "Trainer"): (
+        "a Hugging Face Trainer, which runs steps of its own",
+        (
+            "from memkit.integrations.transformers import MemoryEfficientTrainer; "
+            "trainer = MemoryEfficientTrainer(model=model, args=args, train_dataset=dataset)."
+        ),
+    ),
+    ("lightning", "Trainer"): (
+        "a Lightning Trainer, which runs steps of its own",
+        (
+            "derive your module from memkit.integrations.lightning.MemoryEfficientModule instead of LightningModule, "
+            "and write trainer.fit(module)."
+        ),
+    ),
+    ("lightning", "Fabric"): (
+        "a Fabric, which is no model",
+        (
+            "from memkit.integrations.fabric import FabricSplitLoss; split = FabricSplitLoss(model) after "
+            "model, optimizer = fabric.setup(model, optimizer); fabric.backward(split(batch, loss_fn))."
+        ),
+    ),
+    ("accelerate", "Accelerator"): (
+        "an Accelerator, which is no model",
+        (
+            "write model, optimizer = accelerator.prepare(model, optimizer); then "
+            "MemoryEfficientTrainingWrapper(model, optimizer)."
+        ),
+    ),
+    ("deepspeed", "DeepSpeedEngine"): (
+        "a DeepSpeed engine, which runs backward and step itself",
+        (
+            "shard the plain model with torch.distributed.fsdp.fully_shard(model); then "
+            "MemoryEfficientTrainingWrapper(model, optimizer)."
+        ),
+    ),
+    ("memkit", "MemoryEfficientTrainingWrapper"): (
+        "a MemoryEfficientTrainingWrapper, which is one already",
+        "write trainer.train_step(batch, loss_fn); its model is trainer.model.",
+    ),
+    ("memkit", "MemoryEfficientTrainLoop"): (
+        "a MemoryEfficientTrainLoop, which has a wrapper of its own",
+        "write loop.run(num_epochs=1); its model is loop.trainer.model.",
+    ),
+}
+_MODULES = {
+    ("lightning", "LightningModule"): (
+        "a LightningModule, whose optimizer Lightning makes",
+        (
+            "derive it from memkit.integrations.lightning.MemoryEfficientModule instead of LightningModule, and write "
+            "trainer.fit(module); in a loop of your own write MemoryEfficientTrainingWrapper(module, optimizer)."
+        ),
+    )
+}
+_EXPECTED = "an nn.Module as the model"
+_LIBRARIES = {"pytorch_lightning": "lightning"}
+
+
+def library_kind(thing: object, known: Mapping[tuple[str, str], Any]) -> tuple[str, str] | None:
+    """Return the library and the class by which an object is known, through its base classes; None if it is not."""
+    for each in type(thing).__mro__:
+        library = each.__module__.partition(".")[0]
+        kind = _LIBRARIES.get(library, library), each.__name__
+        if kind in known:
+            return kind
+    return None
+
+
+def read_model(model: object, optimizer: object) -> nn.Module:
+    """Return the wrapper's model; refuse anything else, and parameters without data.
+
+    Raises:
+        InputTypeError: It is not a module, or a trainer of another library.
+        StateError: A parameter or a buffer is on the meta device.
+    """
+    refuse_trainer(model)
+    call = f"{WRAPPER.kind}(model, optimizer)"
+    if not isinstance(model, nn.Module):
+        got, fix = _what_instead_of_a_model(model, optimizer)
+        raise InputTypeError(call, got=got, expected=_EXPECTED, fix=fix)
+    if library_kind(model, _MODULES) is not None:
+        warn_user(
+            f"{call}: this model is a LightningModule, of which the wrapper uses forward alone: training_step, "
+            "configure_optimizers and the hooks are not called. For training by a Lightning Trainer derive it from "
+            "memkit.integrations.lightning.MemoryEfficientModule instead."
+        )
+    _check_has_data(model, call)
+    return model
+
+
+def refuse_trainer(model: object, *, has_optimizer: bool = True) -> None:
+    """Refuse a trainer of another library, and a LightningModule that came without an optimizer.
+
+    Raises:
+        InputTypeError: It is one; the way out leads to its adapter.
+    """
+    kind = library_kind(model, _TRAINERS if has_optimizer else {**_TRAINERS, **_MODULES})
+    if kind is not None:
+        got, fix = {**_TRAINERS, **_MODULES}[kind]
+        raise InputTypeError(f"{WRAPPER.kind}(model, optimizer)", got=got, expected=_EXPECTED, fix=fix) from None
+
+
+def _what_instead_of_a_model(model: object, optimizer: object) -> tuple[str, str]:
+    """Return what came instead of a model, and the way out."""
+    right = f"{WRAPPER.kind}(model, optimizer)"
+    if isinstance(model, Optimizer):
+        if isinstance(optimizer, nn.Module):
+            return f"the optimizer ({type(model).__name__}) first and the model second", f"write {right}."
+        return f"an optimizer ({type(model).__name__})", f"write {right}."
+    if isinstance(model, type):
+        name = model.__name__
+        return f"the class {name}", f"pass an object of it: model = {name}(...); {right}."
+    if isinstance(model, list | tuple) and any(isinstance(each, nn.Module) for each in model):
+        return (
+            f"a {type(model).__name__} of models",
+            f"write {WRAPPER.kind}(nn.ModuleList(models), optimizer), or make one wrapper for each model.",
+        )
+    if isinstance(model, Mapping):
+        return (
+            f"a {type(model).__name__}, perhaps a state_dict",
+            f"load it into a model first: model.load_state_dict(state); {right}.",
+        )
+    if callable(model):
+        return f"a {type(model).__name__}", f"put the function into an nn.Module with its parameters; {right}."
+    return f"a {type(model).__name__}", f"write {right}."
+
+
+def _check_has_data(model: nn.Module, call: str) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    absent = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    if absent:
+        raise StateError(
+            call,
+            got=f"{len(absent)} of the model's {len(tensors)} tensors on the meta device, without data ({absent[0]})",
+            expected="a model whose parameters and buffers have data",
+            fix="write model.to_empty(device='cpu') or device='cuda', then model.load_state_dict(state) or your own "
+            "initialization, and make the optimizer after it.",
+        )
+
+
+def list_optimizers(optimizer: Any, caller: Caller) -> list[Optimizer]:
+    """Return the optimizers as a list; each must be a torch optimizer that needs no closure."""
+    if isinstance(optimizer, str | bytes) or not isinstance(optimizer, Sequence | Optimizer):
+        raise _no_optimizer(optimizer, caller)
+    optimizers = as_list(optimizer)
+    if not optimizers:
+        raise _no_optimizer(optimizers, caller)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise _no_optimizer(each, caller)
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                _built(caller),
+                got=f"{type(each).__name__}, whose step() evaluates the loss again through a closure",
+                expected="an optimizer that steps with the gradients it finds",
+                fix=f"write {_built(caller, 'torch.optim.AdamW(model.parameters())')}.",
+            )
+        _check_prepared(each)
+    check_steps_later(optimizers, caller)
+    return optimizers
+
+
+def _built(caller: Caller, optimizer: str = "optimizer") -> str:
+    return f"{caller.kind}({optimizer})" if caller is ACCUMULATOR else f"{caller.kind}(model, {optimizer})"
+
+
+def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
+    """Return the error for something that is no optimizer."""
+    known = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type) and name != "Optimizer"}
+    made, got = "torch.optim.AdamW(model.parameters())", f"a {type(value).__name__}"
+    if isinstance(value, type):
+        made, got = f"torch.optim.{value.__name__}(model.parameters())", f"the class {value.__name__}"
+        made = made if value.__name__ in known else f"{value.__name__}(model.parameters())"
+    elif isinstance(value, str):
+        name = nearest_word(value, known)
+        made, got = f"torch.optim.{name or 'AdamW'}(model.parameters())", f"the text {value!r}"
+    elif isinstance(value, list) and not value:
+        got = "an empty list"
+    elif isinstance(value, nn.Module):
+        got = f"a model ({type(value).__name__})"
+    elif isinstance(value, Mapping):
+        made, got = "list(optimizers.values())", "a mapping"
+    elif isinstance(value, nn.Parameter | torch.Tensor) or inspect.isgenerator(value):
+        got = "parameters"
+    elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        made, got = "scheduler.optimizer", f"a schedule ({type(value).__name__})"
+        if caller is WRAPPER:
+            made += ", scheduler=scheduler"
+    elif isinstance(getattr(value, "optimizer", None), Optimizer):  # such as Lightning's and Fabric's
+        made = "optimizer.optimizer"
+        got = f"a {type(value).__name__} around an optimizer"
+    return InputTypeError(
+        _built(caller),
+        got=got,
+        expected="a torch optimizer or a list of them",
+        fix=f"write {_built(caller, made)}.",
+    )
+
+
+def _check_prepared(optimizer: Optimizer) -> None:
+    """Refuse an optimizer prepared by accelerate to unscale or skip steps: losses are scaled here."""
+    if getattr(optimizer, "scaler", None) is not None:
+        got, fix = "a loss scaler of its own", "Accelerator(mixed_precision='no') and precision='fp16-mixed' here"
+    elif getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1) > 1:
+        got, fix = (
+            "steps that accelerate skips in order to accumulate gradients",
+            "Accelerator(gradient_accumulation_steps=1)",
+        )
+    else:
+        return
+    raise ConfigError(
+        f"{type(optimizer).__name__} of accelerate",
+        got=got,
+        expected="either accelerate or memkit to scale and accumulate, not both",
+        fix=f"use {fix}; or keep accelerate's step, with SplitLoss and accelerator.backward(loss).",
+    )
+
+
+def check_steps_later(optimizers: Sequence[Optimizer], caller: Caller) -> None:
+    """Refuse optimizers that step in backward: their gradients cannot accumulate, and steps cannot be undone."""
+    for each in optimizers:
+        if steps_in_backward(each):
+            raise ConfigError(
+                _built(caller),
+                got=f"{type(each).__name__}, which steps inside of backward",
+                expected="an optimizer outside of step_in_backward, because gradients must accumulate",
+                fix="leave the block `with mk.train.step_in_backward(optimizer):` before, or keep it and call "
+                "loss.backward() yourself.",
+            )
+
+
+def check_owner(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that hold no parameter of a model with trainable ones: no step would train it.
+
+    One optimizer of several may belong to another module, such as a criterion with its own parameters.
+    """
+    held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    if any(parameter.requires_grad for parameter in model.parameters()) and held.isdisjoint(
+        map(id, model.parameters())
+    ):
+        name = type(optimizers[0]).__name__
+        raise ConfigError(
+            f"{WRAPPER.kind}(model, optimizer)",
+            got=f"{name} over {len(held)} tensors, none of which is a parameter of the model",
+            expected="an optimizer over parameters of this same model",
+            fix="build it from the model as it is now, after wrapping or sharding: "
+            f"{name}(model.parameters(), ...). To train only something else through this model, call "
+            "model.requires_grad_(False) first.",
+        )

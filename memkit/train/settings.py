@@ -1,0 +1,105 @@
+"""Checks of the wrapper's settings: each refusal ends with what to write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from memkit._core.errors import ConfigError, InputTypeError
+from memkit._core.settings import Checker
+from memkit.train.checks import WRAPPER, check_norm
+
+_KIND = WRAPPER.kind
+
+
+def check_settings(
+    accumulation_steps: object,
+    on_oom: object,
+    memory: object,
+    scheduler: object,
+    average: object,
+    split_fn: object,
+    max_grad_norm: object,
+) -> None:
+    """Check the settings of `MemoryEfficientTrainingWrapper`."""
+    check = Checker(_KIND)
+    check.whole("accumulation_steps", accumulation_steps, 1)
+    fix = "pass on_oom='exact'; or 'inexact' for splits that change the gradient, 'raise' for no recovery."
+    check.choice("on_oom", on_oom, ("exact", "inexact", "raise"), fix=fix)
+    check_norm(max_grad_norm, call=_KIND)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            f"{_KIND}(scheduler=...)",
+            got="ReduceLROnPlateau, which steps with a metric",
+            expected="a schedule that steps without one, after each optimizer step",
+            fix="write scheduler.step(metric) yourself after each validation, and pass scheduler=None.",
+        )
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        what = scheduler.__name__ if isinstance(scheduler, type) else type(scheduler).__name__
+        raise InputTypeError(
+            f"{_KIND}(scheduler=...)",
+            got=f"the class {what}" if isinstance(scheduler, type) else f"a {what}",
+            expected="a schedule with a method step()",
+            fix="pass scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000).",
+        )
+    if average is not None and (isinstance(average, type) or not callable(getattr(average, "update_parameters", None))):
+        raise InputTypeError(
+            f"{_KIND}(average=...)",
+            got=f"the class {average.__name__}" if isinstance(average, type) else f"a {type(average).__name__}",
+            expected="a running average with a method update_parameters(model)",
+            fix="pass average=torch.optim.swa_utils.AveragedModel(model).",
+        )
+    is_size = isinstance(memory, int | str | float) and not isinstance(memory, bool)
+    is_watch = callable(getattr(memory, "available_bytes", None)) and not isinstance(memory, type)
+    if memory is not None and not is_size and not is_watch:
+        raise check.refuse(
+            "memory",
+            memory,
+            "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]",
+            fix="pass memory=mk.MemoryManager()." if isinstance(memory, type) else "pass memory='22GiB'.",
+        )
+    if split_fn is not None:
+        check.function("split_fn", split_fn)
+
+
+def check_on_gradients(on_gradients: object) -> None:
+    """Check that a hook can be called with the model."""
+    if on_gradients is None:
+        return
+    right = "on_gradients=lambda model: print([p.grad.norm() for p in model.parameters() if p.grad is not None])"
+    if not callable(on_gradients):
+        raise InputTypeError(
+            f"{_KIND}(on_gradients=...)",
+            got=f"a {type(on_gradients).__name__}",
+            expected="a function that is called with the model before each step",
+            fix=f"pass {right}.",
+        )
+    try:
+        inspect.signature(on_gradients).bind(None)
+    except TypeError as error:
+        raise InputTypeError(
+            f"{_KIND}(on_gradients=...)",
+            got=f"a function that cannot be called with the model alone ({error})",
+            expected="on_gradients(model)",
+            fix=f"pass {right}.",
+        ) from None
+    except ValueError:  # a function in C that does not tell its arguments
+        return
+
+
+def check_config(config: object) -> None:
+    """Check that a config has what `MemoryEfficientTrainingWrapper.from_config` takes from it."""
+    if not all(hasattr(config, name) for name in ("gradient_accumulation_steps", "precision", "checkpointing")):
+        made = "mk.get_preset_config('medium', 24)"
+        if isinstance(config, str):
+            made = f"mk.get_preset_config({config!r})"
+        elif isinstance(config, Mapping):
+            made = "mk.predict.TrainingConfig(**config)"
+        raise InputTypeError(
+            f"{_KIND}.from_config(model, optimizer, config)",
+            got=f"the text {config!r}" if isinstance(config, str) else f"a {type(config).__name__}",
+            expected="a config, as mk.get_preset_config returns it",
+            fix=f"write {_KIND}.from_config(model, optimizer, {made}).",
+        )
