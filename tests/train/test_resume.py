@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from memkit._core.errors import StateError
-from memkit.train import transaction
+from memkit.train import chunked_steps
 from memkit.train.guard import StepGuard
 from memkit.train.resume import StepJournal
 from tests.helpers import assert_same
@@ -126,7 +126,7 @@ def test_a_step_that_is_cut_off_at_any_operator_ends_with_the_same_bits(name, fa
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("nesterov", marks=SLOW), pytest.param("nadam", marks=SLOW)])
 def test_where_the_whole_does_not_fit_any_more_it_goes_on_in_slices(name, monkeypatch):
-    monkeypatch.setattr(transaction, "_SMALLEST_SLICE", 16)
+    monkeypatch.setattr(chunked_steps, "_SMALLEST_SLICE", 16)
     after, _ = expected(name)
     num_refused = 0
     for place in every(name):

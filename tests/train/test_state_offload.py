@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit.train import parameterwise, transaction
+from memkit.train import chunked_steps, parameterwise
 from memkit.train.state_offload import offload_state
 from tests.allocations import trace_allocations
 from tests.helpers import assert_same
@@ -22,7 +22,7 @@ def test_steps_are_bit_identical(kind, lent, monkeypatch):
     """``lent``: as on an accelerator, whose state comes to it and goes back for each chunk, also for slices."""
     if lent:
         monkeypatch.setattr(parameterwise, "_lies_elsewhere", lambda value, parameter: value.dim() > 0)
-        monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 2048)
+        monkeypatch.setattr(chunked_steps, "_SMALLEST_CHUNK_BYTES", 2048)
     expected = everything(*train(kind, foreach=True))
     parameters, optimizer, generator = make(kind, foreach=True)
     with offload_state(optimizer):
