@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,24 @@ def verdict(reserved: int, least: int, room: int) -> str:
     if reserved * (1 + ROOM) <= room:
         return "fits"
     return "does not fit" if least * (1 - ROOM) > room else "too close"
+
+
+def leave_one_family_out(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> float:
+    """The median error where for each family the other families choose among the ways: each is a key of an error."""
+    errors = []
+    for family in {row["family"] for row in rows}:
+        others = [row for row in rows if row["family"] != family]
+        chosen = min(ways, key=lambda way: statistics.median(abs(row[way]) for row in others))
+        errors += [abs(row[chosen]) for row in rows if row["family"] == family]
+    return statistics.median(errors)
+
+
+def shuffled_error(rows: Sequence[dict[str, Any]], predicted: str, recorded: str) -> float:
+    """The median error where each row gets another row's prediction: what a prediction of nothing would reach."""
+    rotated = [*rows[len(rows) // 2 :], *rows[: len(rows) // 2]]
+    return statistics.median(
+        abs(other[predicted] / row[recorded] - 1) for row, other in zip(rows, rotated, strict=True)
+    )
 
 
 def let_torchvision_be_imported() -> None:

@@ -29,7 +29,14 @@ import torch
 from torch.nn import functional as F
 
 import memkit as mk
-from benchmarks.recorded import let_torchvision_be_imported, read_rows, roomy, verdict
+from benchmarks.recorded import (
+    leave_one_family_out,
+    let_torchvision_be_imported,
+    read_rows,
+    roomy,
+    shuffled_error,
+    verdict,
+)
 from benchmarks.result import write_result
 from memkit._core.units import MIB
 
@@ -160,6 +167,8 @@ def growth_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "bias": statistics.median(row["error"] for row in rows),
         "within_5_percent": sum(error <= 0.05 for error in errors) / len(errors),
         "median_error_without_workspaces": statistics.median(without),
+        "leave_one_family_out": leave_one_family_out(rows, ("error", "error_without_workspaces")),
+        "median_error_shuffled": shuffled_error(rows, "predicted_bytes", "recorded_bytes"),
         "faketensor_median_error": statistics.median(peers),
     }
 
