@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.protocols import SimulatedGpu
-from memkit._gradients.loss import Loss, LossFn, detached, read_loss
+from memkit._gradients.loss import LossFn, call_loss_fn, detached
 from memkit._machine import random_state
 from memkit._recorder.recorder import UNSHARD, Recorder, Whereabouts
 from memkit._recorder.recording import Recording
@@ -491,9 +491,8 @@ def loss_of(
     """Return the mean loss of a batch, and the outputs that a step's result keeps."""
     dtype = None if precision is None else _PRECISIONS[precision]
     with torch.autocast(device_type, dtype) if dtype else nullcontext():
-        loss = loss_fn(model, batch)
-    outputs = detached(loss.outputs) if isinstance(loss, Loss) else None
-    return read_loss(loss, call="loss_fn(model, sample_batch)").average(), outputs
+        loss = call_loss_fn(loss_fn, model, batch, call="loss_fn(model, sample_batch)")
+    return loss.average(), None if loss.outputs is None else detached(loss.outputs)
 
 
 def check_model(call: str, model: object) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError, StateError
 from memkit._core.printable import list_some
 from memkit._core.units import MIB
-from memkit._gradients.loss import Loss, LossFn, read_loss
+from memkit._gradients.loss import Loss, LossFn, call_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
 from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
@@ -769,7 +769,7 @@ def check_split(
     examination = Examination(model, Computation(lambda: trained), [loss_fn], ways)
     for look in examination.attempts():
         with look as micro:
-            look.backward(read_loss(loss_fn(model, micro), call="loss_fn"))
+            look.backward(call_loss_fn(loss_fn, model, micro, call="loss_fn"))
     return examination.verdict
 
 

@@ -15,7 +15,7 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_us
 from memkit._core.protocols import Uncopied
 from memkit._core.settings import Checker
 from memkit._gradients.captured import named_tensors
-from memkit._gradients.loss import Loss, LossFn, detached, read_loss
+from memkit._gradients.loss import Loss, LossFn, check_loss_fn, detached, read_loss, run_loss_fn
 from memkit._gradients.streamed import accumulator_dtype, catch_gradients, with_gradients, without_hooks
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
@@ -159,11 +159,10 @@ class SplitLoss(Uncopied):
             InputTypeError: ``loss_fn`` is not callable, or does not return a tensor.
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
-        check = Checker(f"{_CALL}(model)")
-        check.function("loss_fn", loss_fn)
+        check_loss_fn(loss_fn, batch, call=f"{_CALL}(model)")
         self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
         if not isinstance(self._scale, torch.Tensor) and not self._scale > 0:
-            raise check.refuse("scale", scale, "the loss scaler's factor, above 0")
+            raise Checker(f"{_CALL}(model)").refuse("scale", scale, "the loss scaler's factor, above 0")
         if not torch.is_grad_enabled():
             whole, count = self._evaluate(batch, loss_fn)
             self.outputs = (detached(whole.outputs),)
@@ -245,7 +244,7 @@ class SplitLoss(Uncopied):
         attempt.loss = loss.detached(share if count is None else count)
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
-        result = loss_fn(self._own, micro)
+        result = run_loss_fn(loss_fn, self._own, micro, call=_CALL_LOSS)
         loss = read_loss(result, call=_CALL_LOSS)
         if self._reduction == "sum" and isinstance(result, Loss) and loss.count is None:
             raise InputError(

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
-from memkit._core.settings import Checker
 from memkit._core.words import guided, taking_settings_of
-from memkit._gradients.loss import Loss, LossFn, read_loss
+from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
@@ -387,7 +386,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             StateError: `close` was called, or ``loss_fn`` called backward itself.
         """
         check_open(self._is_closed, call="trainer.train_step")
-        Checker("trainer.train_step").function("loss_fn", loss_fn)
+        check_loss_fn(loss_fn, batch, call="trainer.train_step")
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
@@ -642,7 +641,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> Loss:
         with self.autocast():
-            return read_loss(loss_fn(self.model, micro), call="loss_fn of trainer.train_step")
+            return call_loss_fn(loss_fn, self.model, micro, call="loss_fn of trainer.train_step")
 
     def _check_weight(self, loss: Loss, call: str) -> None:
         if loss.count is None and self._split_fn is not None:
