@@ -13,6 +13,7 @@ from memkit._core.errors import InputError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch import pytree
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, shape_key, split_batch
 
 
@@ -61,12 +62,13 @@ class Evaluation:
         if not self._can_split:
             return fn(self._model, batch)
         num_rows, key = count_rows(batch), shape_key(batch)
-        todo = deque(split_batch(batch, self._sizes.num_parts(key, num_rows, 1), num_rows=num_rows))
+        marked = mark_samples(batch)
+        todo = deque(split_batch(marked, self._sizes.num_parts(key, num_rows, 1), num_rows=num_rows))
         results: list[tuple[Any, int]] = []
         was_clean = True
         while todo:
             part, size = todo.popleft()
-            outcome = attempt(fn, self._model, part)
+            outcome = attempt(fn, self._model, part if marked is batch else unmark_samples(part))
             if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
                 results.append((outcome.result, size))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 import multiprocessing
 from collections.abc import Sized
@@ -62,14 +60,7 @@ def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         # Only from pinned memory: any other copy blocks anyway, and one to the host must, before the values are read.
         return leaf.to(device, non_blocking=leaf.device.type == "cpu" != device.type and leaf.is_pinned())
-    if _moves_itself(leaf):
-        return leaf.to(device)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        moved = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            object.__setattr__(moved, field.name, to_device(getattr(leaf, field.name), device))  # frozen ones too
-        return moved
-    return leaf
+    return leaf.to(device) if _moves_itself(leaf) else leaf
 
 
 @dataclass(frozen=True, slots=True)

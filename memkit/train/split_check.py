@@ -27,6 +27,7 @@ from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
 from memkit.train.ranks import without_buffer_sync
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
 from memkit.train.split_ways import CutBatch, Way, ways_to_cut
@@ -763,13 +764,14 @@ def check_split(
     if not trained:
         return SplitVerdict(None, modules=scan_modules(model), reason="the model has no parameter to train")
     try:
-        ways = ways_to_cut(batch, num_parts=num_parts, split_fn=split_fn)
+        marked = batch if split_fn is not None else mark_samples(batch)
+        ways = ways_to_cut(marked, num_parts=num_parts, split_fn=split_fn)
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
     examination = Examination(model, Computation(lambda: trained), [loss_fn], ways)
     for look in examination.attempts():
         with look as micro:
-            look.backward(call_loss_fn(loss_fn, model, micro, call="loss_fn"))
+            look.backward(call_loss_fn(loss_fn, model, unmark_samples(micro), call="loss_fn"))
     return examination.verdict
 
 
