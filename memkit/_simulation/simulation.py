@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,7 +38,7 @@ from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.fake import FakeTensor
-from memkit._torch.pytree import tree_leaves
+from memkit._torch.pytree import children_of, tree_leaves
 
 T = TypeVar("T")
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -413,9 +413,9 @@ def _fake_check_disabled() -> Iterator[None]:
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """Return the leaves of a batch, including those in mappings that torch's pytrees do not enter."""
-    inside = [_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf] for leaf in tree_leaves(batch)]
-    return [leaf for leaves in inside for leaf in leaves]
+    """Return the leaves of a batch, including those in containers that torch's pytrees do not enter."""
+    children = None if isinstance(batch, Tensor) else children_of(batch)
+    return [batch] if children is None else [leaf for child in children for leaf in _leaves(child)]
 
 
 # ------------------------------------------------------------------------------------------ training steps

@@ -85,14 +85,12 @@ class BatchDriver:
             self._has_samples, batch = marked is not batch, marked
         if self._remedies is None:
             size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1, call=self._call_of_split)
-            self._tell_if_empty(size)
             return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut)
         if self._split_fn is None:
             size, key, tensors = self._survey(batch, may_be_whole=num_parts <= 1)
         else:
             size, key = measure_batch(batch, self._split_fn, may_cut=True), "packed"
             tensors = list_tensors(batch)
-        self._tell_if_empty(size)
         marks = [(each, version_of(each)) for each in tensors if not each.is_inference()]
 
         def is_intact() -> bool:
@@ -111,13 +109,6 @@ class BatchDriver:
             if not may_be_whole:
                 raise
             return 1, "whole", list_tensors(batch)
-
-    def _tell_if_empty(self, size: int) -> None:
-        if not size and self._split_fn is None:
-            self._split_watch.say(
-                f"{self._means.call}: the batch has no rows, so nothing is trained. Skip empty batches, or pass "
-                "drop_last=True to the DataLoader."
-            )
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts, to be run by the caller, until the batch is done.
@@ -230,9 +221,8 @@ class BatchDriver:
     def _cut(self, part: Part, num_parts: int) -> list[Part]:
         if num_parts > 1 and isinstance(part.data, Samples) and part.data.is_guess:
             self._split_watch.say(
-                f"{self._means.call}: the batch is a list of entries of one kind and equal first dimensions; it is split "
-                "between them, as a list of samples. If they are columns, pass tuple(batch); if they are samples, "
-                "[(each,) for each in batch] says so."
+                f"{self._means.call}: the batch is a list of entries of one kind and equal first dimensions. It is "
+                "split between them, as a list of samples. If they are columns, pass tuple(batch)."
             )
         pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
         return [Part(data, size) for data, size in pieces]

@@ -8,24 +8,20 @@ look like columns of three rows.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from memkit._torch import pytree
+from memkit._torch.pytree import children_of, with_children
 
 ARRAYS = (torch.Tensor, np.ndarray)
 PLAIN = (str, bytes, int, float, complex, bool, type(None))  # leaves that belong to every row
 _SURELY_MANY = 4  # tensors of one kind: stacked columns of one kind are rarely more than three
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Samples:
     """A list or tuple with one entry per sample, in a batch that `mark_samples` has returned.
 
@@ -35,45 +31,14 @@ class Samples:
         is_guess: It could as well hold columns of another number of rows, and nothing else in the batch tells.
     """
 
-    items: list[Any] | tuple[Any, ...]
-    is_open: bool = False
-    is_guess: bool = False
+    __slots__ = ("is_guess", "is_open", "items")
 
+    def __init__(self, items: list[Any] | tuple[Any, ...], *, is_open: bool = False, is_guess: bool = False) -> None:
+        self.items, self.is_open, self.is_guess = items, is_open, is_guess
 
-def children_of(node: Any) -> Sequence[Any] | None:
-    """Return the entries of a container; None for a leaf."""
-    kind = type(node)
-    if kind is tuple or kind is list:
-        return node  # type: ignore[no-any-return]  # it is one
-    if isinstance(node, Mapping):
-        return list(node.values())
-    if isinstance(node, tuple):  # a named tuple, or torch.return_types
-        return tuple(node)
-    if kind in pytree.SUPPORTED_NODES:
-        return pytree.tree_flatten(node, is_leaf=partial(operator.is_not, node))[0]
-    if dataclasses.is_dataclass(node) and not isinstance(node, (type, Samples)):
-        return [getattr(node, field.name) for field in dataclasses.fields(node)]
-    return None
-
-
-def with_children(node: Any, children: Sequence[Any]) -> Any:
-    """Return a container like this one with other entries."""
-    kind = type(node)
-    if kind is tuple or kind is list:
-        return kind(children)
-    if isinstance(node, Mapping):
-        part: Any = {} if kind is dict else copy.copy(node)
-        for key, value in zip(node, children, strict=True):
-            part[key] = value
-        return part
-    if isinstance(node, tuple):
-        return kind(*children) if hasattr(node, "_fields") else kind(children)
-    if kind in pytree.SUPPORTED_NODES:
-        return pytree.tree_unflatten(children, pytree.tree_flatten(node, is_leaf=partial(operator.is_not, node))[1])
-    part = copy.copy(node)
-    for field, value in zip(dataclasses.fields(node), children, strict=True):
-        object.__setattr__(part, field.name, value)  # a frozen one too
-    return part
+    def with_items(self, items: Any) -> Samples:
+        """Return the same with other entries."""
+        return Samples(items, is_open=self.is_open, is_guess=self.is_guess)
 
 
 def mark_samples(batch: Any) -> Any:
@@ -108,9 +73,9 @@ def mark_samples(batch: Any) -> Any:
         if len(node) != num_rows:
             continue
         is_both = reading == "either" and _first_dimension(node) == num_rows and not is_list_of_samples
-        if is_both and is_alone and not _are_rather_samples(node):
+        if is_both and not (_are_rather_samples(node) or (_are_images(node) and not is_alone)):
             continue
-        is_guess = reading == "either" and not is_known
+        is_guess = reading == "either" and not is_known and not _are_images(node)
         marked[id(node)] = Samples(node, is_open=is_both and not is_alone, is_guess=is_guess)
     return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
 
@@ -192,6 +157,10 @@ def _first_dimensions(node: Sequence[Any]) -> set[int]:
 
 def _first_dimension(node: Sequence[Any]) -> int:
     return min(_first_dimensions(node), default=0)
+
+
+def _are_images(node: Sequence[Any]) -> bool:
+    return isinstance(node[0], ARRAYS) and node[0].ndim == 3 and node[0].shape[0] in (1, 3, 4)
 
 
 def _are_rather_samples(node: Sequence[Any]) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from memkit._core.errors import InputError, InputTypeError
 from memkit._torch import pytree
 from memkit._torch.fake import FakeTensor
-from memkit.train.samples import ARRAYS, PLAIN, Samples, children_of, mark_samples, unmark_samples, with_children
+from memkit._torch.pytree import children_of, with_children
+from memkit.train.samples import ARRAYS, PLAIN, Samples, mark_samples
 
 SplitFn = Callable[[Any, int], list[Any]]
 Tree = TypeVar("Tree")
@@ -77,10 +76,10 @@ def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:
 
 def _way_out(node: Any, fix: str) -> str:
     """Return the way out for an object, or a batch, that is not cut along rows: its own function to split it."""
-    package = type(node).__module__.partition(".")[0]
-    if package == "torch_geometric":
+    packages = {base.__module__.partition(".")[0] for base in type(node).__mro__}
+    if "torch_geometric" in packages:
         return "pass split_fn=memkit.integrations.torch_geometric.split_graphs."
-    if package == "dgl":
+    if "dgl" in packages:
         return "pass split_fn=..., which takes (batch, n) and returns dgl.batch(...) of n runs of dgl.unbatch(batch)."
     if isinstance(node, Mapping) and "offset" in node:
         return "pass split_fn=memkit.points.split_packed."
@@ -88,17 +87,18 @@ def _way_out(node: Any, fix: str) -> str:
 
 
 def take_rows(batch: Any, start: int, stop: int, *, num_rows: int | None = None) -> Any:
-    """Take the rows ``start:stop``; tensors become views, containers keep their type."""
-    marked = mark_samples(batch)
-    part = _slice(marked, slice(start, stop), count_rows(batch) if num_rows is None else num_rows)
-    return part if marked is batch else unmark_samples(part)
+    """Take the rows ``start:stop`` of a batch that `mark_samples` has returned, or of a part of it.
+
+    Tensors become views, containers keep their type.
+    """
+    return _slice(batch, slice(start, stop), count_rows(batch) if num_rows is None else num_rows)
 
 
 def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None, call: str = _CALL) -> list[tuple[Any, int]]:
     """Split a batch into parts of nearly equal size, the larger ones first.
 
     Args:
-        batch: Same as for `count_rows`.
+        batch: Same as for `count_rows`, as `mark_samples` returns it, or a part of it.
         num_parts: Number of parts; a batch with fewer rows gives one part per row.
         num_rows: Rows of the batch, if known.
         call: The user's call, for messages.
@@ -114,12 +114,10 @@ def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None, call
     num_parts = max(1, min(num_parts, rows))
     if num_parts == 1:
         return [(batch, rows)]
-    marked = mark_samples(batch)
-    _refuse_ambiguous(marked, rows, call)
+    _refuse_ambiguous(batch, rows, call)
     smaller, num_larger = divmod(rows, num_parts)
     edges = [part * smaller + min(part, num_larger) for part in range(num_parts + 1)]
-    parts = [(_slice(marked, slice(start, stop), rows), stop - start) for start, stop in itertools.pairwise(edges)]
-    return parts if marked is batch else [(unmark_samples(part), size) for part, size in parts]
+    return [(_slice(batch, slice(start, stop), rows), stop - start) for start, stop in itertools.pairwise(edges)]
 
 
 def join_rows(parts: Sequence[Any]) -> Any:
@@ -128,11 +126,7 @@ def join_rows(parts: Sequence[Any]) -> Any:
     Raises:
         InputError: The parts have different structures, or differ in a value that belongs to every row.
     """
-    if len(parts) == 1:
-        return parts[0]
-    marked = [mark_samples(part) for part in parts]
-    whole = _join(marked, [count_rows(part) for part in marked])
-    return whole if all(map(operator.is_, marked, parts)) else unmark_samples(whole)
+    return parts[0] if len(parts) == 1 else _join(parts, [_count(_leaves(part), _WAY_OUT, part) for part in parts])
 
 
 def shape_key(batch: Any) -> str:
@@ -241,7 +235,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
 
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, Samples):
-            return replace(leaf, items=map_leaves(fn, leaf.items, is_leaf))
+            return leaf.with_items(map_leaves(fn, leaf.items, is_leaf))
         children = None if isinstance(leaf, _ATOMS) or (is_leaf is not None and is_leaf(leaf)) else children_of(leaf)
         if children is None:
             return fn(leaf)
@@ -266,7 +260,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
 def structure_of(batch: Any) -> tuple[object, ...]:
     """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
     leaves: list[Any] = []
-    _collect(mark_samples(batch), leaves)
+    _collect(batch, leaves)
     return tuple(_structure_of_leaf(leaf) for leaf in leaves)
 
 
@@ -309,7 +303,7 @@ def _slice(node: Any, rows: slice, num_rows: int) -> Any:
     if isinstance(node, ARRAYS):
         return node[rows] if node.ndim > 0 else node
     if isinstance(node, Samples):
-        return replace(node, items=node.items[rows])
+        return node.with_items(node.items[rows])
     if type(node) in (tuple, list) and _is_column(node, num_rows):
         return node[rows]
     children = children_of(node)
@@ -326,7 +320,7 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
             return kind(itertools.chain.from_iterable(nodes))
         if kind is Samples:
             items = itertools.chain.from_iterable(node.items for node in nodes)
-            return replace(first, items=type(first.items)(items))
+            return first.with_items(type(first.items)(items))
         levels = _levels_of(nodes)
         if levels:
             return with_children(first, [_join(column, sizes) for column in zip(*levels, strict=True)])

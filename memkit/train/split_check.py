@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
 from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
+from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
 from memkit.train.divisors import divisors
@@ -165,6 +166,12 @@ class CheckAttempt:
     def is_between_ranks(self) -> bool:
         """Whether the block tried to communicate with other processes."""
         return self._caught.failure is not None and isinstance(self._caught.failure.error, RanksError)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        refuse_as_batch()
+
+    def __iter__(self) -> NoReturn:
+        refuse_as_batch()
 
     def __enter__(self) -> Any:
         self._around.__enter__()

@@ -14,6 +14,7 @@ from torch import nn
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.protocols import Uncopied
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._gradients.captured import named_tensors
 from memkit._gradients.loss import Loss, LossFn, check_loss_fn, detached, read_loss, run_loss_fn
 from memkit._gradients.streamed import accumulator_dtype, catch_gradients, with_gradients, without_hooks
@@ -37,6 +38,40 @@ _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear"
 _CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 
 
+@guided(
+    words={
+        **dict.fromkeys(
+            (
+                "accumulation_steps",
+                "gradient_accumulation_steps",
+                "accumulate_grad_batches",
+                "microbatches",
+                "num_micro_batches",
+                "n_microbatches",
+                "chunks",
+                "num_chunks",
+                "steps",
+            ),
+            "num_microbatches",
+        ),
+        "micro_batch_size": "it is the batch's rows divided by num_microbatches",
+        "optimizer": "the trainer that calls loss.backward() has the optimizer",
+        "precision": "the trainer's own autocast applies, around the call",
+        "max_grad_norm": "clip in the trainer, after loss.backward()",
+        "scaler": "pass scale=scaler.get_scale() with each batch",
+        "loss_fn": "pass it with each batch: split(batch, loss_fn)",
+        "criterion": "pass it with each batch: split(batch, lambda model, micro: criterion(model(micro[0]), micro[1]))",
+    },
+    absent={
+        "backward": "loss = split(batch, loss_fn), then loss.backward()",
+        "step": "optimizer.step() after loss.backward(); MemoryEfficientTrainingWrapper has a step of its own",
+        "train_step": "loss = split(batch, loss_fn), then loss.backward() and optimizer.step()",
+        "microbatches": "split(batch, loss_fn); MemoryEfficientTrainingWrapper has microbatches()",
+        "parameters": "model.parameters()",
+        "zero_grad": "optimizer.zero_grad()",
+    },
+    methods=("__call__",),
+)
 class SplitLoss(Uncopied):
     """The loss of a whole batch for a trainer that owns the step, using the memory of one micro-batch.
 

@@ -17,6 +17,7 @@ from memkit._recovery.attempt import Failure
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
+from memkit.train.samples import mark_samples
 from memkit.train.split import structure_of
 from memkit.train.split_check import SplitVerdict, take_workspace
 
@@ -76,7 +77,7 @@ class SplitWatch:
 
     def trust(self, batch: Any, loss_fn: object) -> None:
         """Skip checks of batches built like this one, in the present modes, unless the losses' divisors speak up."""
-        self._trusted.add(self._kind(batch, loss_fn))
+        self._trusted.add(self._kind(mark_samples(batch), loss_fn))
 
     def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
         return _identity(loss_fn), tuple([module.training for module in self._modules]), structure_of(batch)

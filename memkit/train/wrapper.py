@@ -33,7 +33,7 @@ from memkit.train.checks import (
 )
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
-from memkit.train.evaluation import Evaluation
+from memkit.train.evaluation import Evaluation, EvaluationBlock
 from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
@@ -515,9 +515,12 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         return self._sum.end_all(self._following)
 
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[Evaluation]:
+    def evaluation(self) -> EvaluationBlock:
         """Evaluate inside the block, in eval mode without gradients; restores all modes. Yields an `Evaluation`."""
+        return EvaluationBlock(self._evaluating())
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[Evaluation]:
         can_split = self._remedies is not None and self._split_fn is None and self._sum.shards is None
         with eval_mode(self.model), without_gradients(), self.autocast():
             yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
