@@ -143,7 +143,7 @@ _set_mean, _set_sum, _set_count, _set_outputs = [
 ]
 
 
-_EXPECTED = "loss_fn(model, batch), which returns the loss"
+_EXPECTED = "a function loss_fn(model, batch), which returns the loss"
 _STEPS = ("training_step", "validation_step", "test_step")
 # Errors that a wrong way to call ends in; anything else, such as an out-of-memory, is the function's own.
 _MISTAKES = (TypeError, AttributeError, ValueError, LookupError, NotImplementedError)
@@ -201,7 +201,7 @@ def check_loss_fn(loss_fn: object, batch: object, *, call: str) -> None:
     if isinstance(loss_fn, type):
         got, fix = f"the class {loss_fn.__name__}", f"write criterion = {loss_fn.__name__}() once, and {_line(batch)}"
     elif loss_fn is None:
-        got, fix = "None", f"write {_line(batch)}"
+        got, fix = "a NoneType", f"write {_line(batch)}"
     elif callable(batch):
         got, fix = f"a {type(loss_fn).__name__}, and a function as batch", f"write {call}(batch, loss_fn)"
     else:

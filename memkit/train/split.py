@@ -257,6 +257,13 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def holds_objects(batch: Any) -> bool:
+    """Return whether there is something in a batch that memkit does not know, such as a graph."""
+    leaves: list[Any] = []
+    _collect(batch, leaves)
+    return any(not isinstance(leaf, (torch.Tensor, *_LEAVES)) for leaf in leaves)
+
+
 def structure_of(batch: Any) -> tuple[object, ...]:
     """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
     leaves: list[Any] = []
