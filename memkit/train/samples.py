@@ -75,8 +75,10 @@ def mark_samples(batch: Any) -> Any:
         is_both = reading == "either" and _first_dimension(node) == num_rows and not is_list_of_samples
         if is_both and not (_are_rather_samples(node) or (_are_images(node) and not is_alone)):
             continue
-        is_guess = reading == "either" and not is_known and not _are_images(node)
-        marked[id(node)] = Samples(node, is_open=is_both and not is_alone, is_guess=is_guess)
+        is_sure = type(node[0]) is tuple  # no collate function makes a list of tuples
+        is_guess = reading == "either" and not (is_known or is_sure or _are_images(node))
+        is_open = is_both and not (is_alone or is_sure)
+        marked[id(node)] = Samples(node, is_open=is_open, is_guess=is_guess)
     return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
 
 
