@@ -19,7 +19,7 @@ from memkit._torch.tensors import version_of
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
-from memkit.train.samples import Samples, mark_samples, unmark_samples
+from memkit.train.samples import SampleList, mark_samples, unmark_samples
 from memkit.train.split import SplitFn, check_batch, cut_batch, holds_objects, list_tensors, measure_batch, survey
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
@@ -219,7 +219,7 @@ class BatchDriver:
             self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
 
     def _cut(self, part: Part, num_parts: int) -> list[Part]:
-        if num_parts > 1 and isinstance(part.data, Samples) and part.data.is_guess:
+        if num_parts > 1 and isinstance(part.data, SampleList) and part.data.is_guess:
             self._split_watch.say(
                 f"{self._means.call}: the batch is a list of entries of one kind and equal first dimensions. It is "
                 "split between them, as a list of samples. If they are columns, pass tuple(batch)."

@@ -22,7 +22,7 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))  # leaves that belon
 _SURELY_MANY = 4  # tensors of one kind: stacked columns of one kind are rarely more than three
 
 
-class Samples:
+class SampleList:
     """A list or tuple with one entry per sample, in a batch that `mark_samples` has returned.
 
     Attributes:
@@ -36,13 +36,13 @@ class Samples:
     def __init__(self, items: list[Any] | tuple[Any, ...], *, is_open: bool = False, is_guess: bool = False) -> None:
         self.items, self.is_open, self.is_guess = items, is_open, is_guess
 
-    def with_items(self, items: Any) -> Samples:
+    def with_items(self, items: Any) -> SampleList:
         """Return the same with other entries."""
-        return Samples(items, is_open=self.is_open, is_guess=self.is_guess)
+        return SampleList(items, is_open=self.is_open, is_guess=self.is_guess)
 
 
 def mark_samples(batch: Any) -> Any:
-    """Return the batch with its lists of samples as `Samples`; the batch itself if it has none.
+    """Return the batch with its lists of samples as `SampleList`; the batch itself if it has none.
 
     A list or tuple inside the batch is one if its entries are of one kind (tensors of one dtype and number of
     dimensions, mappings with the same keys, tuples of one length, or other objects), and there is one for each row. A
@@ -68,7 +68,7 @@ def mark_samples(batch: Any) -> Any:
         return batch  # to be refused, or never cut
     (num_rows,) = sizes
     is_list_of_samples = any(reading == "samples" and len(node) == num_rows for node, reading in found)
-    marked: dict[int, Samples] = {}
+    marked: dict[int, SampleList] = {}
     for node, reading in found:
         if len(node) != num_rows:
             continue
@@ -76,15 +76,16 @@ def mark_samples(batch: Any) -> Any:
         if is_both and not (_are_rather_samples(node) or (_are_images(node) and not is_alone)):
             continue
         is_sure = type(node[0]) is tuple  # no collate function makes a list of tuples
-        is_guess = reading == "either" and not (is_known or is_sure or _are_images(node))
+        is_told = is_known or not isinstance(node[0], ARRAYS) or _are_images(node)
+        is_guess = reading == "either" and not is_told
         is_open = is_both and not (is_alone or is_sure)
-        marked[id(node)] = Samples(node, is_open=is_open, is_guess=is_guess)
+        marked[id(node)] = SampleList(node, is_open=is_open, is_guess=is_guess)
     return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
 
 
 def unmark_samples(batch: Any) -> Any:
     """Return a batch, or a part of it, with plain lists and tuples: the inverse of `mark_samples`."""
-    return _replace(batch, lambda node: node.items if isinstance(node, Samples) else node)
+    return _replace(batch, lambda node: node.items if isinstance(node, SampleList) else node)
 
 
 def _replace(node: Any, replace: Callable[[Any], Any]) -> Any:
@@ -105,7 +106,7 @@ def _search(node: Any, found: list[tuple[Any, str]], sizes: set[int], *, is_whol
         if node.ndim:
             sizes.add(node.shape[0])
         return
-    if isinstance(node, Samples):
+    if isinstance(node, SampleList):
         sizes.add(len(node.items))
         return
     if isinstance(node, PLAIN):

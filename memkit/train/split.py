@@ -14,7 +14,7 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._torch import pytree
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import children_of, with_children
-from memkit.train.samples import ARRAYS, PLAIN, Samples, mark_samples
+from memkit.train.samples import ARRAYS, PLAIN, SampleList, mark_samples
 
 SplitFn = Callable[[Any, int], list[Any]]
 Tree = TypeVar("Tree")
@@ -26,7 +26,7 @@ _SPLIT_FN = (
     "on_oom='raise'."
 )
 _ATOMS = (torch.Tensor, *PLAIN)
-_LEAVES = (np.ndarray, np.generic, Samples, *PLAIN)
+_LEAVES = (np.ndarray, np.generic, SampleList, *PLAIN)
 
 
 def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
@@ -56,14 +56,14 @@ def survey(batch: Any, *, call: str = _CALL) -> tuple[int, str, list[torch.Tenso
     """
     leaves = _leaves(batch, _SPLIT_FN, call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if len(tensors) < len(leaves) and any(isinstance(leaf, Samples) for leaf in leaves):
+    if len(tensors) < len(leaves) and any(isinstance(leaf, SampleList) for leaf in leaves):
         tensors = list_tensors(batch)
     return _count(leaves, _SPLIT_FN, batch, call), _key(leaves), tensors
 
 
 def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:
     sizes: set[int] = {leaf.shape[0] for leaf in leaves if isinstance(leaf, ARRAYS) and leaf.ndim > 0}
-    sizes.update([len(leaf.items) for leaf in leaves if isinstance(leaf, Samples)])
+    sizes.update([len(leaf.items) for leaf in leaves if isinstance(leaf, SampleList)])
     if len(sizes) == 1:
         return sizes.pop()
     raise InputError(
@@ -135,11 +135,11 @@ def shape_key(batch: Any) -> str:
 
 
 def _key(leaves: list[Any]) -> str:
-    return ";".join([_key_of(leaf) for leaf in leaves if _has_rows(leaf) or isinstance(leaf, Samples)])
+    return ";".join([_key_of(leaf) for leaf in leaves if _has_rows(leaf) or isinstance(leaf, SampleList)])
 
 
 def _key_of(leaf: Any) -> str:
-    if isinstance(leaf, Samples):  # of any sizes, so that not each batch has a key of its own
+    if isinstance(leaf, SampleList):  # of any sizes, so that not each batch has a key of its own
         return f"samples {[(each.ndim, str(each.dtype)) for each in list_tensors(leaf.items[:1])]}"
     return f"{tuple(leaf.shape[1:])}{leaf.dtype}"
 
@@ -234,7 +234,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
     """Map a function over the leaves of nested containers: pytree's own, mappings, dataclasses; types are kept."""
 
     def apply(leaf: Any) -> Any:
-        if isinstance(leaf, Samples):
+        if isinstance(leaf, SampleList):
             return leaf.with_items(map_leaves(fn, leaf.items, is_leaf))
         children = None if isinstance(leaf, _ATOMS) or (is_leaf is not None and is_leaf(leaf)) else children_of(leaf)
         if children is None:
@@ -250,7 +250,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in tuple(leaves):
-        if isinstance(leaf, Samples):
+        if isinstance(leaf, SampleList):
             leaves += list_tensors(leaf.items)
         elif not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
             _collect(getattr(leaf, "__dict__", {}), leaves)
@@ -272,7 +272,7 @@ def structure_of(batch: Any) -> tuple[object, ...]:
 
 
 def _structure_of_leaf(leaf: Any) -> object:
-    if isinstance(leaf, Samples):
+    if isinstance(leaf, SampleList):
         return structure_of(tuple(leaf.items[:1]))
     return (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
 
@@ -309,7 +309,7 @@ def _slice(node: Any, rows: slice, num_rows: int) -> Any:
     """Take rows of a batch that `mark_samples` has returned."""
     if isinstance(node, ARRAYS):
         return node[rows] if node.ndim > 0 else node
-    if isinstance(node, Samples):
+    if isinstance(node, SampleList):
         return node.with_items(node.items[rows])
     if type(node) in (tuple, list) and _is_column(node, num_rows):
         return node[rows]
@@ -325,7 +325,7 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
             return torch.cat(list(nodes)) if isinstance(first, torch.Tensor) else np.concatenate(nodes)
         if kind in (tuple, list) and all(map(_is_column, nodes, sizes)):
             return kind(itertools.chain.from_iterable(nodes))
-        if kind is Samples:
+        if kind is SampleList:
             items = itertools.chain.from_iterable(node.items for node in nodes)
             return first.with_items(type(first.items)(items))
         levels = _levels_of(nodes)
@@ -376,7 +376,7 @@ def _refuse_ambiguous(batch: Any, num_rows: int, call: str) -> None:
         if isinstance(node, torch.Tensor):
             if node.shape == (num_rows, num_rows):
                 _refuse_mask(node, call)
-        elif isinstance(node, Samples):
+        elif isinstance(node, SampleList):
             if node.is_open:
                 raise InputError(
                     call,
