@@ -46,8 +46,9 @@ def mark_samples(batch: Any) -> Any:
 
     A list or tuple inside the batch is one if its entries are of one kind (tensors of one dtype and number of
     dimensions, mappings with the same keys, tuples of one length, or other objects), and there is one for each row. A
-    batch that is a list is one itself if the first dimensions of its tensors differ; where they agree, if it has four
-    entries or more and they are not integers, or if the entries are tuples. A batch that is a tuple holds columns.
+    batch that is a list is one itself if the first dimensions of its tensors differ (of two or three tensors, only the
+    first ones); where they agree, if it has four entries or more and they are not integers, or if the entries are
+    tuples. A batch that is a tuple holds columns.
 
     Args:
         batch: The whole batch.
@@ -130,7 +131,7 @@ def _reading(node: Sequence[Any], *, is_whole: bool) -> Literal["columns", "samp
         return "samples" if not is_whole or hasattr(node[0], "__dict__") else "columns"
     sizes = _first_dimensions(node)
     if len(sizes) > 1 and len(node) > 1:
-        return "samples"
+        return "columns" if is_whole and _are_rather_unlike(node) else "samples"
     return "either" if sizes and len(node) > 1 else "columns"
 
 
@@ -160,6 +161,12 @@ def _first_dimensions(node: Sequence[Any]) -> set[int]:
 
 def _first_dimension(node: Sequence[Any]) -> int:
     return min(_first_dimensions(node), default=0)
+
+
+def _are_rather_unlike(node: Sequence[Any]) -> bool:
+    """Return whether two or three tensors are rather columns of different things, such as nodes and edges."""
+    is_few = len(node) < _SURELY_MANY and isinstance(node[0], ARRAYS)
+    return is_few and (node[0].ndim == 1 or len({tuple(each.shape[1:]) for each in node}) > 1)
 
 
 def _are_images(node: Sequence[Any]) -> bool:

@@ -207,6 +207,15 @@ def test_columns_stay_columns(name):
     assert str(join_rows([part for part, _ in parts])) == str(batch)
 
 
+@pytest.mark.parametrize("batch", [[torch.ones(4, 2), torch.zeros(2, 9)], [torch.ones(3), torch.ones(4)], (X, Y[:3])])
+def test_columns_that_disagree_are_refused(batch):
+    """Nodes and edges in a list, as a DataLoader makes it of a tuple, are no two samples."""
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[\d, \d\] rows"):
+        count_rows(batch)
+    sequences = [torch.ones(3, 2), torch.ones(5, 2)]
+    assert count_rows(sequences) == 2
+
+
 def test_marks_are_made_once_and_undone():
     batch = {"image": images(6), "target": targets(6), "path": tuple("abcdef"), "label": Y}
     marked = mark_samples(batch)
