@@ -272,7 +272,7 @@ def _refuse_without_graph(model: Any, call: str) -> None:
         expected="a loss computed from the model's output with gradients enabled",
         fix="unfreeze what is trained: model.requires_grad_(True)."
         if is_frozen
-        else "let loss_fn return the loss not detached, not from torch.tensor(...), and not under torch.no_grad().",
+        else "let loss_fn return the loss itself: not from torch.tensor(...), not under torch.no_grad(), not detached.",
     )
 
 

@@ -56,9 +56,11 @@ def mark_samples(batch: Any) -> Any:
     found: list[tuple[Any, str]] = []
     sizes: set[int] = set()
     _search(batch, found, sizes, is_whole=True)
+    is_alone = not sizes
+    if is_alone:
+        found = [each for each in found if each[1] == "either" or not _are_rather_unlike(each[0])]
     if not found:
         return batch
-    is_alone = not sizes
     if is_alone:
         sizes = {len(node) for node, reading in found if reading == "samples"}
     is_known = bool(sizes)
@@ -131,7 +133,7 @@ def _reading(node: Sequence[Any], *, is_whole: bool) -> Literal["columns", "samp
         return "samples" if not is_whole or hasattr(node[0], "__dict__") else "columns"
     sizes = _first_dimensions(node)
     if len(sizes) > 1 and len(node) > 1:
-        return "columns" if is_whole and _are_rather_unlike(node) else "samples"
+        return "samples"
     return "either" if sizes and len(node) > 1 else "columns"
 
 

@@ -211,6 +211,8 @@ def test_columns_stay_columns(name):
 def test_columns_that_disagree_are_refused(batch):
     """Nodes and edges in a list, as a DataLoader makes it of a tuple, are no two samples."""
     with pytest.raises(mk.errors.InputError, match=r"tensors with \[\d, \d\] rows"):
+        count_rows((batch, 0))
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[\d, \d\] rows"):
         count_rows(batch)
     sequences = [torch.ones(3, 2), torch.ones(5, 2)]
     assert count_rows(sequences) == 2
