@@ -1,16 +1,19 @@
-"""The return value of a loss function: a mean or a sum, its weight, and additional outputs."""
+"""Loss functions: how one is called, and what it returns: a mean or a sum, its weight, and additional outputs."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memkit._core.errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError, MemkitError
 from memkit._torch import pytree
 
 
@@ -140,6 +143,72 @@ _set_mean, _set_sum, _set_count, _set_outputs = [
 ]
 
 
+_EXPECTED = "a function loss_fn(model, batch), which returns the loss"
+_STEPS = ("training_step", "validation_step", "test_step")
+# Errors that a wrong way to call ends in; anything else, such as an out-of-memory, is the function's own.
+_MISTAKES = (TypeError, AttributeError, ValueError, LookupError, NotImplementedError)
+# Names of parameters that tell what a function that has failed takes.
+_MODELS = frozenset({"model", "net", "network", "module", "m"})
+_BATCHES = frozenset({"batch", "b", "data", "sample", "samples", "xy", "micro", "micro_batch"})
+_PREDICTIONS = frozenset(
+    {"input", "inputs", "pred", "preds", "prediction", "predictions", "predicted", "output", "outputs", "out", "logits"}
+    | {"logit", "scores", "y_pred", "y_hat", "yhat", "x"}
+)
+_TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true", "truth", "gt", "ground_truth"})
+
+
+def call_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> Loss:
+    """Call a user's loss function and read its result.
+
+    An error inside the function stays what it is. Only after an error is the function looked at: a criterion, a
+    function of another number of arguments, or of swapped ones, gets an error that shows the line to write.
+
+    Args:
+        loss_fn: Called as ``loss_fn(model, batch)``.
+        model: The model.
+        batch: The batch, or a part of it.
+        call: The user's call, for messages.
+
+    Raises:
+        InputTypeError: It cannot be called so, or returns no loss.
+        InputError: It returns several numbers, or a loss without a graph while gradients are enabled.
+    """
+    loss = read_loss(run_loss_fn(loss_fn, model, batch, call=call), call=call)
+    if not loss.value.requires_grad and torch.is_grad_enabled() and not isinstance(loss.count, Tensor) and loss.weight:
+        _refuse_without_graph(model, call)
+    return loss
+
+
+def run_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> object:
+    """Call a user's loss function and return its result as it is; see `call_loss_fn`."""
+    try:
+        return loss_fn(model, batch)
+    except _MISTAKES as error:
+        refusal = _misuse(loss_fn, model, batch, error, call)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def check_loss_fn(loss_fn: object, batch: object, *, call: str) -> None:
+    """Check that a loss function can be called, before anything else is done.
+
+    Raises:
+        InputTypeError: It cannot, or it was exchanged with the batch.
+    """
+    if callable(loss_fn) and not isinstance(loss_fn, type):
+        return
+    if isinstance(loss_fn, type):
+        got, fix = f"the class {loss_fn.__name__}", f"write criterion = {loss_fn.__name__}() once, and {_line(batch)}"
+    elif loss_fn is None:
+        got, fix = "a NoneType", f"write {_line(batch)}"
+    elif callable(batch):
+        got, fix = f"a {type(loss_fn).__name__}, and a function as batch", f"write {call}(batch, loss_fn)"
+    else:
+        got, fix = f"a {type(loss_fn).__name__}", "pass the function itself, not its result loss_fn()."
+    raise InputTypeError(f"{call}(loss_fn=...)", got=got, expected=_EXPECTED, fix=fix)
+
+
 def read_loss(result: object, *, call: str) -> Loss:
     """Read the result of a loss function; a tensor is a mean over rows.
 
@@ -148,13 +217,20 @@ def read_loss(result: object, *, call: str) -> Loss:
         call: The user's call, for the message.
 
     Raises:
-        InputError: The result is a tuple or a list, which does not say what its entries are.
+        InputError: The result is a tuple or a list, which does not say what its entries are, or several numbers.
         InputTypeError: The result is anything else.
     """
     if isinstance(result, Loss):
         return result
     if isinstance(result, Tensor):
-        return _unchecked(result, None, None, None) if result.numel() == 1 else Loss(mean=result)
+        if result.numel() == 1:
+            return _unchecked(result, None, None, None)
+        raise InputError(
+            call,
+            got=f"a tensor of shape {tuple(result.shape)}",
+            expected="the mean loss as a 0-dim tensor, or mk.Loss(...)",
+            fix="reduce it: end loss_fn with `return losses.mean()`.",
+        )
     if isinstance(result, tuple | list):
         entries = (
             ", ".join("Tensor" if isinstance(each, Tensor) else type(each).__name__ for each in result) or "no entries"
@@ -177,9 +253,116 @@ def read_loss(result: object, *, call: str) -> Loss:
 def _fix(result: object) -> str:
     if result is None:
         return "end loss_fn with `return loss`."
+    if isinstance(result, np.ndarray | np.generic) and not isinstance(result, float):
+        return "compute the loss with torch, not with NumPy, which has no gradients, and `return loss`."
     if isinstance(result, numbers.Number):
         return "return the loss itself, not loss.item()."
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
+        return 'write `return result["loss"]`, or `return mk.Loss(mean=loss, outputs=...)` with the rest as outputs.'
+    if isinstance(getattr(result, "loss", None), Tensor):
+        return "write `return result.loss`, or `return mk.Loss(mean=loss, outputs=...)` with the rest as outputs."
     return "write `return mk.Loss(mean=loss, outputs=...)`: the loss as a tensor, and what else you want to see."
+
+
+def _refuse_without_graph(model: Any, call: str) -> None:
+    is_frozen = isinstance(model, nn.Module) and not any(each.requires_grad for each in model.parameters())
+    raise InputError(
+        call,
+        got="a loss without a graph" + (" of a model without a parameter that requires a gradient" * is_frozen),
+        expected="a loss computed from the model's output with gradients enabled",
+        fix="unfreeze what is trained: model.requires_grad_(True)."
+        if is_frozen
+        else "let loss_fn return the loss itself: not from torch.tensor(...), not under torch.no_grad(), not detached.",
+    )
+
+
+def _misuse(loss_fn: object, model: Any, batch: Any, error: Exception, call: str) -> InputTypeError | None:
+    """Return what is wrong with a function that raised an error; None if the error is its own."""
+    if isinstance(error, MemkitError) or not callable(loss_fn):
+        return None
+    found = _known_function(loss_fn, batch) or _by_its_signature(loss_fn, model, batch)
+    if found is None and isinstance(error, TypeError) and "numpy.ndarray" in str(error) and _has_arrays(batch):
+        found = "NumPy arrays in the batch", "batch = torch.utils.data.default_convert(batch) before the call"
+    if found is None:
+        return None
+    got, line = found
+    first = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
+    return InputTypeError(call, got=f"{got} ({first})", expected=_EXPECTED, fix=f"write {line}")
+
+
+def _known_function(loss_fn: Any, batch: Any) -> tuple[str, str] | None:
+    """Return what a criterion of torch's, or a method of Lightning's, is, and the line to write."""
+    inner = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    name = getattr(inner, "__name__", "")
+    if isinstance(getattr(inner, "__self__", None), nn.Module) and name in _STEPS:
+        return f"the method {name}(batch, batch_idx)", f"loss_fn=lambda model, batch: model.{name}(batch, 0)"
+    if type(inner).__module__ == "torch.nn.modules.loss":
+        return f"the criterion {type(inner).__name__}", _line(batch)
+    if getattr(inner, "__module__", "") == "torch.nn.functional":
+        return f"the function {name}", _line(batch, f"torch.nn.functional.{name}")
+    return None
+
+
+def _by_its_signature(loss_fn: Any, model: Any, batch: Any) -> tuple[str, str] | None:
+    """Return which arguments a function takes, if not a model and a batch, and the line to write."""
+    is_module = isinstance(loss_fn, nn.Module)
+    try:
+        signature = inspect.signature(loss_fn.forward if is_module else loss_fn)
+    except (TypeError, ValueError):  # a function without one, such as a built-in
+        return None
+    name = getattr(loss_fn, "__name__", "criterion")
+    taken = [each.name for each in signature.parameters.values() if each.kind < each.VAR_POSITIONAL]
+    shown = f"loss_fn({', '.join(taken)})"
+    if not _takes(signature, model, batch):
+        if is_module:
+            return ("the model itself" if loss_fn is model else f"a {type(loss_fn).__name__}"), _line(batch)
+        if getattr(loss_fn, "__self__", None) is model and _takes(signature, batch):
+            return f"the model's method {name}({taken[0]})", f"loss_fn=lambda model, batch: model.{name}(batch)"
+        needed = [each for each in taken if signature.parameters[each].default is inspect.Parameter.empty]
+        number = "one argument" if len(taken) == 1 else f"{len(taken)} arguments"
+        return f"{shown} of {number}", _in_columns(batch, name, needed) or _line(batch)
+    first, second = (each.lower() for each in (*taken, "", "")[:2])
+    if first in _PREDICTIONS and second in _TARGETS:
+        return shown, _line(batch, "criterion" if name == "<lambda>" else name)
+    if second in _MODELS and first in _BATCHES | _PREDICTIONS:
+        is_named = name not in ("<lambda>", "criterion")
+        swapped = f"lambda model, batch: {name}(batch, model)" if is_named else f"lambda {taken[1]}, {taken[0]}: ..."
+        return f"{shown}, its arguments swapped", f"loss_fn={swapped}"
+    return None
+
+
+def _in_columns(batch: object, name: str, needed: list[str]) -> str | None:
+    """Return the line for a function of the model and of each column of the batch; None if it is not one."""
+    places: list[object] = []
+    if isinstance(batch, tuple | list) and len(needed) == len(batch) + 1:
+        places = list(range(len(batch)))
+    elif isinstance(batch, Mapping) and len(needed) > 1 and set(needed[1:]) <= set(batch):
+        places = list(needed[1:])
+    columns = ", ".join(f"batch[{place!r}]" for place in places)
+    known = "your_loss" if name == "<lambda>" else name
+    return f"loss_fn=lambda model, batch: {known}(model, {columns})" if places else None
+
+
+def _has_arrays(batch: object) -> bool:
+    return any(isinstance(leaf, np.ndarray) for leaf in pytree.tree_leaves(batch))
+
+
+def _takes(signature: inspect.Signature, *args: object) -> bool:
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def _line(batch: object, criterion: str = "criterion") -> str:
+    """Return the loss function to write for a batch like this one and a criterion."""
+    given, wanted = "batch[0]", "batch[1]"
+    if isinstance(batch, Mapping) and len(batch) > 1:
+        keys = list(batch)
+        target = next((key for key in keys[1:] if str(key).lower() in _TARGETS), keys[1])
+        given, wanted = f"batch[{keys[0]!r}]", f"batch[{target!r}]"
+    return f"loss_fn=lambda model, batch: {criterion}(model({given}), {wanted})"
 
 
 def _check_count(count: object, call: str) -> None:

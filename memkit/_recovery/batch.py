@@ -156,6 +156,12 @@ class Attempt:
         note_part(error, self.size, self.batch_size)
         return False
 
+    def __getitem__(self, _: object) -> NoReturn:
+        refuse_as_batch()
+
+    def __iter__(self) -> NoReturn:
+        refuse_as_batch()
+
     @property
     def counts(self) -> bool:
         """Whether its results are part of the step: it completed, and its gradient is in the sum."""
@@ -173,6 +179,20 @@ class Attempt:
             expected="`with attempt as micro:` around forward, loss and trainer.backward(loss)",
             fix="call trainer.backward(loss) once per attempt; pass count=0 for a micro-batch without valid items.",
         )
+
+
+def refuse_as_batch() -> NoReturn:
+    """Refuse an attempt that is used as if it were the micro-batch.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        "for attempt in trainer.microbatches(batch)",
+        got="the attempt itself, used as a batch",
+        expected="its micro-batch, which the attempt gives on entry",
+        fix="write `with attempt as micro:` around forward, loss and trainer.backward(loss), and use micro there.",
+    )
 
 
 def note_part(error: BaseException, size: int, batch_size: int) -> None:

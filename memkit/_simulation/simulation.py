@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.protocols import SimulatedGpu
-from memkit._gradients.loss import Loss, LossFn, detached, read_loss
+from memkit._gradients.loss import LossFn, call_loss_fn, detached
 from memkit._machine import random_state
 from memkit._recorder.recorder import UNSHARD, Recorder, Whereabouts
 from memkit._recorder.recording import Recording
@@ -38,7 +38,7 @@ from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.fake import FakeTensor
-from memkit._torch.pytree import tree_leaves
+from memkit._torch.pytree import children_of, tree_leaves
 
 T = TypeVar("T")
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -413,9 +413,9 @@ def _fake_check_disabled() -> Iterator[None]:
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """Return the leaves of a batch, including those in mappings that torch's pytrees do not enter."""
-    inside = [_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf] for leaf in tree_leaves(batch)]
-    return [leaf for leaves in inside for leaf in leaves]
+    """Return the leaves of a batch, including those in containers that torch's pytrees do not enter."""
+    children = None if isinstance(batch, Tensor) else children_of(batch)
+    return [batch] if children is None else [leaf for child in children for leaf in _leaves(child)]
 
 
 # ------------------------------------------------------------------------------------------ training steps
@@ -491,9 +491,8 @@ def loss_of(
     """Return the mean loss of a batch, and the outputs that a step's result keeps."""
     dtype = None if precision is None else _PRECISIONS[precision]
     with torch.autocast(device_type, dtype) if dtype else nullcontext():
-        loss = loss_fn(model, batch)
-    outputs = detached(loss.outputs) if isinstance(loss, Loss) else None
-    return read_loss(loss, call="loss_fn(model, sample_batch)").average(), outputs
+        loss = call_loss_fn(loss_fn, model, batch, call="loss_fn(model, sample_batch)")
+    return loss.average(), None if loss.outputs is None else detached(loss.outputs)
 
 
 def check_model(call: str, model: object) -> None:

@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -595,6 +596,11 @@ class StorageCopies:
             return empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def _holds_values(value: object) -> bool:
+    """Return whether an object's attributes are a batch's: a UserDict, as tokenizers return, or a dataclass."""
+    return isinstance(value, Mapping) or is_dataclass(value)
+
+
 class StandIns:
     """Replaces the tensors that the user's objects hold.
 
@@ -647,7 +653,7 @@ class StandIns:
         elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
             make = getattr(value, "_make", tuple)  # a named tuple's own
             return make(self._replaced(item) for item in value)
-        elif isinstance(value, Mapping) and hasattr(value, "__dict__"):  # a UserDict, as tokenizers return
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and _holds_values(value):
             self._replaced(vars(value))
         return value
 

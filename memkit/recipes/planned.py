@@ -32,6 +32,7 @@ from memkit.predict.plan.speeds import card_speeds, host_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
 from memkit.train.checkpointing import choose_blocks
 from memkit.train.models import device_of, unwrap_model
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, take_rows
 from memkit.train.split_check import check_split, scan_modules
 from memkit.train.split_watch import Probe
@@ -365,7 +366,7 @@ def _wrapped(
 
         def train_step(batch: Any, loss_fn: LossFn) -> int:
             rows = min(count_rows(batch), num_steps * arrangement.micro_batch_size)
-            result = trainer.train_step(take_rows(batch, 0, rows), loss_fn)
+            result = trainer.train_step(unmark_samples(take_rows(mark_samples(batch), 0, rows)), loss_fn)
             return int(result.losses[-1].value.untyped_storage().nbytes())  # a mean may share storage with its terms
 
         yield train_step

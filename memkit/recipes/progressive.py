@@ -17,6 +17,7 @@ from memkit._torch.modules import BatchNorm
 from memkit.recipes.order import tell_epoch
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, join_rows, take_rows
 
 _LOGGER = logging.getLogger("memkit")
@@ -239,13 +240,14 @@ def _regroup(loader: Iterable[Any], batch_size: int) -> Iterator[Any]:
     waiting: list[Any] = []
     num_waiting = 0
     for batch in loader:
-        start, num_rows = 0, count_rows(batch)
+        marked = mark_samples(batch)
+        start, num_rows = 0, count_rows(marked)
         while num_rows - start >= batch_size - num_waiting:
             stop = start + batch_size - num_waiting
-            yield join_rows([*waiting, take_rows(batch, start, stop, num_rows=num_rows)])
+            yield unmark_samples(join_rows([*waiting, take_rows(marked, start, stop, num_rows=num_rows)]))
             waiting, num_waiting, start = [], 0, stop
         if start < num_rows:
-            waiting.append(take_rows(batch, start, num_rows, num_rows=num_rows))
+            waiting.append(take_rows(marked, start, num_rows, num_rows=num_rows))
             num_waiting += num_rows - start
     if waiting:
-        yield join_rows(waiting)
+        yield unmark_samples(join_rows(waiting))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._core.printable import described
 from memkit._core.settings import Checker
-from memkit._gradients.loss import read_loss
+from memkit._gradients.loss import call_loss_fn
 from memkit._machine import random_state
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Mean, Reducer, WeightedMean
@@ -279,7 +279,7 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
     """
 
     def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        loss = read_loss(loss_fn(model, batch), call="loss_fn of a validation")
+        loss = call_loss_fn(loss_fn, model, batch, call="loss_fn of a validation")
         count = None if loss.count is None else read_count(loss.count, stay_on_device=False, call=_CALL_COUNT)
         try:
             num_rows = count_rows(batch)

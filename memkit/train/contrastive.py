@@ -14,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.printable import list_some
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._gradients.loss import Loss
 from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, structure_of, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
 
@@ -27,6 +29,19 @@ _WHOLE = "or raise chunk_size to the rows of the batch"
 _LOOKED_AT: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
 
+@guided(
+    words={
+        "chunk_sizes": "chunk_size",
+        "mini_batch_size": "chunk_size",
+        "micro_batch_size": "chunk_size",
+        "batch_size": "chunk_size",
+        "model": "encoder",
+        "loss_fn": "loss_on_embeddings",
+        "criterion": "loss_on_embeddings",
+        "optimizer": "call optimizer.step() after it",
+        "scaler": "backward=lambda loss: scaler.scale(loss).backward()",
+    }
+)
 def cached_backward(
     encoder: nn.Module,
     batch: Any,
@@ -86,14 +101,15 @@ def cached_backward(
         >>> encoder.weight.grad.shape
         torch.Size([2, 4])
     """
-    _check(encoder, chunk_size)
-    num_rows = count_rows(batch)
+    _check(encoder, chunk_size, loss_on_embeddings)
+    marked = mark_samples(batch)
+    num_rows = count_rows(marked)
     changes = _look(encoder, batch, num_rows, chunk_size) if check and chunk_size < num_rows else None
     watch = StateWatch(encoder)
     chunks: list[list[torch.Tensor]] = []
     structure = None
     for start in range(0, num_rows, chunk_size):
-        chunk = take_rows(batch, start, min(start + chunk_size, num_rows), num_rows=num_rows)
+        chunk = unmark_samples(take_rows(marked, start, min(start + chunk_size, num_rows), num_rows=num_rows))
         leaves, structure = pytree.tree_flatten(run_again_in_backward(encoder, chunk, watch))
         _check_embeddings(leaves, min(chunk_size, num_rows - start))
         chunks.append(leaves)
@@ -107,6 +123,7 @@ def cached_backward(
         )
     columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
     loss = loss_on_embeddings(pytree.tree_unflatten(columns, structure))
+    _check_loss(loss)
     backward(loss)
     return loss.detach()
 
@@ -116,7 +133,7 @@ def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Ch
 
     None if this encoder was already checked in these modes, on batches of this structure.
     """
-    key = (tuple(module.training for module in encoder.modules()), structure_of(batch))
+    key = (tuple(module.training for module in encoder.modules()), structure_of(mark_samples(batch)))
     known = _LOOKED_AT.setdefault(encoder, set())
     if key in known:
         return None
@@ -216,8 +233,27 @@ def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: StateWatch) -> 
     return checkpoint(encoder, chunk, use_reentrant=False, context_fn=functools.partial(contexts_of, watch))
 
 
-def _check(encoder: object, chunk_size: object) -> None:
+def _check_loss(loss: object) -> None:
+    call, expected = "cached_backward(encoder, batch, loss_on_embeddings)", "a 0-dim loss with its graph"
+    if not isinstance(loss, torch.Tensor):
+        fix = "end loss_on_embeddings with `return loss`."
+        raise InputTypeError(call, got=f"a {type(loss).__name__}", expected=expected, fix=fix)
+    if loss.numel() != 1:
+        fix = "end loss_on_embeddings with `return losses.mean()`."
+        raise InputError(call, got=f"a loss of shape {tuple(loss.shape)}", expected=expected, fix=fix)
+
+
+def _check(encoder: object, chunk_size: object, loss_on_embeddings: object) -> None:
     check = Checker("cached_backward(encoder, ...)")
+    if isinstance(loss_on_embeddings, type) or not callable(loss_on_embeddings):
+        raise InputTypeError(
+            "cached_backward(encoder, batch, loss_on_embeddings)",
+            got=f"the class {loss_on_embeddings.__name__}"
+            if isinstance(loss_on_embeddings, type)
+            else f"a {type(loss_on_embeddings).__name__}",
+            expected="a function of all embeddings that returns the loss",
+            fix="write cached_backward(encoder, batch, lambda embeddings: criterion(embeddings), chunk_size=64)",
+        )
     fix = "put the towers into one module whose forward returns their embeddings."
     check.instance(encoder, nn.Module, "a module, whose buffers can be kept from changing twice", fix)
     check.whole(

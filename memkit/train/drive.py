@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from memkit._core.errors import InputError
 from memkit._gradients.loss import LossFn
 from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
@@ -17,7 +19,8 @@ from memkit._torch.tensors import version_of
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
-from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, survey
+from memkit.train.samples import SampleList, mark_samples, unmark_samples
+from memkit.train.split import SplitFn, check_batch, cut_batch, holds_objects, list_tensors, measure_batch, survey
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
@@ -58,10 +61,12 @@ class BatchDriver:
         self._split_watch, self._remedies, self._split_fn = split_watch, remedies, split_fn
         self._divisors, self._was_uneven = DivisorWatch(), False
         self._is_lazy = True  # until shown otherwise
+        self._has_samples = False  # in the present batch: lists of them
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
         self.state_watch.changes_attributes &= watches_attributes
         self.current: Attempt | CheckAttempt | None = None
         unit = "elements" if split_fn else "rows"
+        self._call_of_split = f"{call}: splitting a batch"
         self._means = Means(self.sizes, remedies, self._snapshot, peers or Alone(), unit, call)
 
     def open(self, batch: Any, num_parts: int, sums: Sums) -> BatchRun:
@@ -75,11 +80,14 @@ class BatchDriver:
         Raises:
             InputError: The batch has no common rows, and may have to be split.
         """
+        if self._split_fn is None:
+            marked = mark_samples(batch)
+            self._has_samples, batch = marked is not batch, marked
         if self._remedies is None:
-            size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1)
+            size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1, call=self._call_of_split)
             return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut)
         if self._split_fn is None:
-            size, key, tensors = survey(batch)
+            size, key, tensors = self._survey(batch, may_be_whole=num_parts <= 1)
         else:
             size, key = measure_batch(batch, self._split_fn, may_cut=True), "packed"
             tensors = list_tensors(batch)
@@ -91,6 +99,16 @@ class BatchDriver:
         return BatchRun(
             batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, is_intact=is_intact
         )
+
+    def _survey(self, batch: Any, *, may_be_whole: bool) -> tuple[int, str, list[torch.Tensor]]:
+        """Return size, key and tensors of a batch; one of objects has size 1 while it need not be split."""
+        try:
+            return survey(batch, call=self._call_of_split)
+        except InputError:
+            check_batch(batch, call=self._means.call)
+            if not (may_be_whole and holds_objects(batch)):
+                raise
+            return 1, "whole", list_tensors(batch)
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts, to be run by the caller, until the batch is done.
@@ -116,6 +134,8 @@ class BatchDriver:
                 if not run.go_on_smaller():
                     continue  # it stays whole, by another remedy
             self.current = attempt
+            if self._has_samples:
+                attempt.part = unmark_samples(attempt.part)
             yield attempt
             self.current = None
             run.settle(attempt)
@@ -185,6 +205,8 @@ class BatchDriver:
         try:
             for attempt in examination.attempts():
                 self.current = attempt
+                if self._has_samples:
+                    attempt.part = unmark_samples(attempt.part)
                 yield attempt
             return examination.verdict
         finally:
@@ -197,7 +219,12 @@ class BatchDriver:
             self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
 
     def _cut(self, part: Part, num_parts: int) -> list[Part]:
-        pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn)
+        if num_parts > 1 and isinstance(part.data, SampleList) and part.data.is_guess:
+            self._split_watch.say(
+                f"{self._means.call}: the batch is a list of entries of one kind and equal first dimensions. It is "
+                "split between them, as a list of samples. If they are columns, pass tuple(batch)."
+            )
+        pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
         return [Part(data, size) for data, size in pieces]
 
     def _snapshot(self) -> Rollback:

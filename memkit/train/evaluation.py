@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from memkit._core.errors import InputError, MemkitOutOfMemoryError
+from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
+from memkit._core.words import guided
 from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch import pytree
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, shape_key, split_batch
 
 
+@guided(
+    words={"loss_fn": "fn", "function": "fn", "rows": "batch", "inputs": "batch"},
+    absent={"train_step": "trainer.train_step(batch, loss_fn) outside of the block"},
+    methods=("__call__",),
+)
 class Evaluation:
     """Evaluation function yielded by ``with trainer.evaluation() as evaluate:``.
 
@@ -43,6 +52,7 @@ class Evaluation:
             What ``fn(model, batch)`` returns.
 
         Raises:
+            InputTypeError: ``fn`` is no function of model and batch.
             InputError: The batch was split, and ``fn`` does not return one output row per input row.
             MemkitOutOfMemoryError: Even one row does not fit.
 
@@ -58,15 +68,17 @@ class Evaluation:
             >>> scores.shape
             torch.Size([1000, 2])
         """
+        _check_function(fn, self._model, batch)
         if not self._can_split:
             return fn(self._model, batch)
         num_rows, key = count_rows(batch), shape_key(batch)
-        todo = deque(split_batch(batch, self._sizes.num_parts(key, num_rows, 1), num_rows=num_rows))
+        marked = mark_samples(batch)
+        todo = deque(split_batch(marked, self._sizes.num_parts(key, num_rows, 1), num_rows=num_rows))
         results: list[tuple[Any, int]] = []
         was_clean = True
         while todo:
             part, size = todo.popleft()
-            outcome = attempt(fn, self._model, part)
+            outcome = attempt(fn, self._model, part if marked is batch else unmark_samples(part))
             if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
                 results.append((outcome.result, size))
@@ -84,6 +96,50 @@ class Evaluation:
         if was_clean:
             self._sizes.note_clean_step(key)
         return results[0][0] if len(results) == 1 else _together(results)
+
+
+class EvaluationBlock(AbstractContextManager[Evaluation]):
+    """What ``trainer.evaluation()`` returns: a context, which is no evaluation before it is entered.
+
+    Args:
+        block: The context itself.
+    """
+
+    def __init__(self, block: AbstractContextManager[Evaluation]) -> None:
+        self._block = block
+
+    def __enter__(self) -> Evaluation:
+        return self._block.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, trace)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a call of the block itself.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            "trainer.evaluation()(batch, fn)",
+            got="a call outside of the block",
+            expected="a call of what the block yields, in eval mode and without gradients",
+            fix="write with trainer.evaluation() as evaluate: outputs = evaluate(batch, fn)",
+        )
+
+
+def _check_function(fn: object, model: object, batch: object) -> None:
+    if callable(fn) and fn is not model:
+        return
+    if fn is model:
+        got, fix = "the model itself as fn", "write evaluate(batch, lambda model, rows: model(rows))"
+    elif callable(batch):
+        got, fix = f"a {type(fn).__name__} as fn, and a function as batch", "write evaluate(batch, fn)"
+    else:
+        got, fix = f"a {type(fn).__name__} as fn", "write evaluate(batch, lambda model, rows: model(rows))"
+    raise InputTypeError("evaluate(batch, fn)", got=got, expected="a function of the model and the rows", fix=fix)
 
 
 def _together(results: list[tuple[Any, int]]) -> Any:

@@ -25,6 +25,7 @@ from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, shape_key, take_rows
 
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
@@ -164,7 +165,7 @@ class Foresight:
 
         def record(rows: int) -> Recording:
             with Recorder() as recorder:
-                rehearse(take_rows(batch, 0, rows, num_rows=num_rows))
+                rehearse(unmark_samples(take_rows(mark_samples(batch), 0, rows, num_rows=num_rows)))
             return recorder.recording()
 
         outcome = attempt(lambda: (record(_FEWER_ROWS), record(_MORE_ROWS)), others=(Exception,))

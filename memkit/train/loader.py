@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 import multiprocessing
 from collections.abc import Sized
@@ -14,13 +12,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from memkit._core.errors import InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
+from memkit._core.words import refuse_call
 from memkit._machine import devices, host, random_state
 from memkit._torch import pytree
 from memkit.train.split import Tree, map_leaves
 
 _LOGGER = logging.getLogger("memkit")
+_WORDS = {"workers": "num_workers", "n_workers": "num_workers", "pin": "pin_memory", "prefetch": "prefetch_factor"}
 _MAX_WORKERS = 4
 _PREFETCH = 2
 _RAM_SHARE = 0.25  # of available memory, for prefetched batches
@@ -62,14 +63,7 @@ def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         # Only from pinned memory: any other copy blocks anyway, and one to the host must, before the values are read.
         return leaf.to(device, non_blocking=leaf.device.type == "cpu" != device.type and leaf.is_pinned())
-    if _moves_itself(leaf):
-        return leaf.to(device)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        moved = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            object.__setattr__(moved, field.name, to_device(getattr(leaf, field.name), device))  # frozen ones too
-        return moved
-    return leaf
+    return leaf.to(device) if _moves_itself(leaf) else leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +154,8 @@ def make_dataloader(
         A `torch.utils.data.DataLoader`.
 
     Raises:
-        ConfigError: ``batch_size`` is not an integer of 1 or more.
+        ConfigError: ``batch_size`` is not an integer of 1 or more, or ``num_workers`` not one of 0 or more.
+        InputTypeError: ``dataset`` is a DataLoader or cannot be indexed, or torch's DataLoader has no such argument.
 
     Memory cost: ``num_workers * prefetch_factor`` batches in host memory, plus the worker processes themselves.
 
@@ -174,6 +169,9 @@ def make_dataloader(
         (3, 0, False)
     """
     batch_size = Checker("make_dataloader").whole("batch_size", batch_size, 1)
+    _check_dataset(dataset, batch_size)
+    refuse_call(DataLoader.__init__, "make_dataloader", (None, dataset), torch_kwargs, _WORDS, is_method=True)
+    _check_workers(torch_kwargs.get("num_workers", 0))
     chosen, reasons = choose_settings(dataset, batch_size, Machine.here(devices.resolve_device(device)))
     if torch_kwargs.get("num_workers", 0):
         chosen = {"prefetch_factor": _PREFETCH, "persistent_workers": True} | chosen
@@ -184,6 +182,24 @@ def make_dataloader(
     given = [f"{name} as given" for name in torch_kwargs]
     _LOGGER.info("make_dataloader: %s", "; ".join([*reasons, *given]))
     return DataLoader(dataset, **(chosen | torch_kwargs))
+
+
+def _check_dataset(dataset: object, batch_size: int) -> None:
+    if isinstance(dataset, DataLoader):
+        got, fix = "a DataLoader", f"write make_dataloader(loader.dataset, batch_size={batch_size})"
+    elif isinstance(dataset, type):
+        got, fix = f"the class {dataset.__name__}", f"write make_dataloader({dataset.__name__}(...))"
+    elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
+        return
+    else:
+        got, fix = f"a {type(dataset).__name__}", "write make_dataloader(list(samples)), or pass a torch Dataset"
+    raise InputTypeError("make_dataloader(dataset)", got=got, expected="a data set of samples", fix=fix)
+
+
+def _check_workers(num_workers: object) -> None:
+    is_chosen = isinstance(num_workers, str) or num_workers is None
+    fix = "write make_dataloader(dataset): the number of workers is chosen for this machine" if is_chosen else None
+    Checker("make_dataloader").whole("num_workers", num_workers, 0, fix=fix)
 
 
 def _batch_bytes(dataset: Dataset[Any], batch_size: int) -> int | None:

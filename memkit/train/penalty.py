@@ -8,12 +8,31 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from memkit._core.errors import InputError, warn_user
+from memkit._core.errors import InputError, InputTypeError, warn_user
+from memkit._core.words import guided
 from memkit.train.split_check import scan_modules
 
 _WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+@guided(
+    words={
+        "critic": "discriminator",
+        "model": "discriminator",
+        "D": "discriminator",
+        "netD": "discriminator",
+        "real_data": "real",
+        "real_samples": "real",
+        "x": "real",
+        "inputs": "real",
+        "fake_data": "fake",
+        "fake_samples": "fake",
+        "lambda_gp": "multiply its result: 10.0 * gradient_penalty(discriminator, real, fake)",
+        "gp_weight": "multiply its result: 10.0 * gradient_penalty(discriminator, real, fake)",
+        "weight": "multiply its result: 10.0 * gradient_penalty(discriminator, real, fake)",
+        "device": "the penalty is computed where the inputs are",
+    }
+)
 def gradient_penalty(
     discriminator: Callable[[torch.Tensor], torch.Tensor],
     real: torch.Tensor,
@@ -42,6 +61,7 @@ def gradient_penalty(
 
     Raises:
         InputError: The input is not floating or has no rows, the shapes differ, or the output does not depend on it.
+        InputTypeError: The input is no tensor, or discriminator and input were exchanged.
 
     Memory cost: one forward's activations and the graph of its backward; float32 copies of half-precision parameters.
 
@@ -53,6 +73,7 @@ def gradient_penalty(
         >>> penalty = mk.train.gradient_penalty(discriminator, torch.ones(3, 2))
         >>> torch.testing.assert_close(penalty, discriminator.weight.square().sum())
     """
+    _check_types(discriminator, real, fake)
     _warn_of_norms(discriminator)
     points = _as_points(real, "real")
     if fake is not None:
@@ -75,6 +96,20 @@ def gradient_penalty(
         norms = torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1)
         penalty: torch.Tensor = (norms - (0 if fake is None else 1)).square().mean()
         return penalty
+
+
+def _check_types(discriminator: object, real: object, fake: object) -> None:
+    given = [real] if fake is None else [real, fake]
+    if callable(discriminator) and all(isinstance(each, torch.Tensor) for each in given):
+        return
+    kinds = ", ".join(f"a {type(each).__name__}" for each in (discriminator, *given))
+    raise InputTypeError(
+        "gradient_penalty(discriminator, real, fake)",
+        got=kinds,
+        expected="a module or function of one tensor, and tensors",
+        fix=f"write gradient_penalty(discriminator, real{'' if fake is None else ', fake'}): the discriminator first, "
+        "then tensors of its input",
+    )
 
 
 def _warn_of_norms(discriminator: object) -> None:

@@ -1,39 +1,41 @@
-"""Split a batch into parts along its rows: dimension 0 of every tensor in it."""
+"""Split a batch into parts along its rows: dimension 0 of every tensor in it, and entries of its lists of samples."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
-import operator
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._torch import pytree
+from memkit._torch.fake import FakeTensor
+from memkit._torch.pytree import children_of, with_children
+from memkit.train.samples import ARRAYS, PLAIN, SampleList, mark_samples
 
 SplitFn = Callable[[Any, int], list[Any]]
 Tree = TypeVar("Tree")
 
+_CALL = "splitting a batch"
 _WAY_OUT = "give each tensor in it one row for each sample, or leave it out of the batch."
 _SPLIT_FN = (
     "pass split_fn=..., which takes (batch, n) and returns a list of n parts; where no batch is ever to be cut, pass "
     "on_oom='raise'."
 )
-_ARRAYS = (torch.Tensor, np.ndarray)
-_SHARED = (str, bytes, int, float, complex, bool, type(None))  # leaves that belong to every row
-_LEAVES = (np.ndarray, np.generic, *_SHARED)
+_ATOMS = (torch.Tensor, *PLAIN)
+_LEAVES = (np.ndarray, np.generic, SampleList, *PLAIN)
 
 
 def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
     """Count the rows of a batch.
 
     Args:
-        batch: A pytree (tensors, NumPy arrays, dicts and other mappings, lists, tuples) whose tensors of one or more
-            dimensions all have the rows in dimension 0. 0-dim tensors and plain values belong to every row.
+        batch: A pytree (tensors, NumPy arrays, dicts and other mappings, lists, tuples, dataclasses) whose tensors of
+            one or more dimensions all have the rows in dimension 0. 0-dim tensors and plain values belong to every row.
+            A list with one entry for each row, or a list of samples, is cut between them; see `mark_samples`.
         fix: The fix that an error message suggests.
 
     Returns:
@@ -42,51 +44,77 @@ def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
     Raises:
         InputError: The tensors disagree, there are none, or there is an object that cannot be inspected.
     """
-    return _count(_leaves(batch, fix), fix)
+    return _count(_leaves(mark_samples(batch), fix), fix, batch)
 
 
-def survey(batch: Any) -> tuple[int, str, list[torch.Tensor]]:
-    """Return the row count, the `shape_key` and the tensors of a batch that may have to be split, in one pass."""
-    leaves = _leaves(batch, _SPLIT_FN)
-    return _count(leaves, _SPLIT_FN), _key(leaves), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def survey(batch: Any, *, call: str = _CALL) -> tuple[int, str, list[torch.Tensor]]:
+    """Return the row count, the `shape_key` and the tensors of a batch that may have to be split, in one pass.
+
+    Args:
+        batch: The batch, as `mark_samples` returns it.
+        call: The user's call, for messages.
+    """
+    leaves = _leaves(batch, _SPLIT_FN, call)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < len(leaves) and any(isinstance(leaf, SampleList) for leaf in leaves):
+        tensors = list_tensors(batch)
+    return _count(leaves, _SPLIT_FN, batch, call), _key(leaves), tensors
 
 
-def _count(leaves: list[Any], fix: str) -> int:
-    sizes: set[int] = {leaf.shape[0] for leaf in leaves if isinstance(leaf, _ARRAYS) and leaf.ndim > 0}
+def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:
+    sizes: set[int] = {leaf.shape[0] for leaf in leaves if isinstance(leaf, ARRAYS) and leaf.ndim > 0}
+    sizes.update([len(leaf.items) for leaf in leaves if isinstance(leaf, SampleList)])
     if len(sizes) == 1:
         return sizes.pop()
     raise InputError(
-        "splitting a batch",
+        call,
         got=f"tensors with {sorted(sizes)} rows" if sizes else "no tensor with rows",
         expected="tensors that all have the rows in dimension 0",
-        fix=fix,
+        fix=_way_out(batch, fix),
     )
 
 
+def _way_out(node: Any, fix: str) -> str:
+    """Return the way out for an object, or a batch, that is not cut along rows: its own function to split it."""
+    packages = {base.__module__.partition(".")[0] for base in type(node).__mro__}
+    if "torch_geometric" in packages:
+        return "pass split_fn=memkit.integrations.torch_geometric.split_graphs."
+    if "dgl" in packages:
+        return "pass split_fn=..., which takes (batch, n) and returns dgl.batch(...) of n runs of dgl.unbatch(batch)."
+    if isinstance(node, Mapping) and "offset" in node:
+        return "pass split_fn=memkit.points.split_packed."
+    return fix
+
+
 def take_rows(batch: Any, start: int, stop: int, *, num_rows: int | None = None) -> Any:
-    """Take the rows ``start:stop``; tensors become views, mappings and tuples keep their type."""
+    """Take the rows ``start:stop`` of a batch that `mark_samples` has returned, or of a part of it.
+
+    Tensors become views, containers keep their type.
+    """
     return _slice(batch, slice(start, stop), count_rows(batch) if num_rows is None else num_rows)
 
 
-def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None) -> list[tuple[Any, int]]:
+def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None, call: str = _CALL) -> list[tuple[Any, int]]:
     """Split a batch into parts of nearly equal size, the larger ones first.
 
     Args:
-        batch: Same as for `count_rows`.
+        batch: Same as for `count_rows`, as `mark_samples` returns it, or a part of it.
         num_parts: Number of parts; a batch with fewer rows gives one part per row.
         num_rows: Rows of the batch, if known.
+        call: The user's call, for messages.
 
     Returns:
         The parts with their numbers of rows, in order. A single part is the batch itself.
 
     Raises:
-        InputError: A list holds as many numbers as there are rows, so it may be one per row or a size shared by all.
+        InputError: A list holds as many numbers as there are rows, so it may be one per row or a size shared by all; or
+            as many tensors, and these as many rows; or a mask is square, and so may belong to all rows.
     """
     rows = count_rows(batch) if num_rows is None else num_rows
     num_parts = max(1, min(num_parts, rows))
     if num_parts == 1:
         return [(batch, rows)]
-    _refuse_ambiguous(batch, rows)
+    _refuse_ambiguous(batch, rows, call)
     smaller, num_larger = divmod(rows, num_parts)
     edges = [part * smaller + min(part, num_larger) for part in range(num_parts + 1)]
     return [(_slice(batch, slice(start, stop), rows), stop - start) for start, stop in itertools.pairwise(edges)]
@@ -98,16 +126,39 @@ def join_rows(parts: Sequence[Any]) -> Any:
     Raises:
         InputError: The parts have different structures, or differ in a value that belongs to every row.
     """
-    return parts[0] if len(parts) == 1 else _join(parts, [count_rows(part) for part in parts])
+    return parts[0] if len(parts) == 1 else _join(parts, [_count(_leaves(part), _WAY_OUT, part) for part in parts])
 
 
 def shape_key(batch: Any) -> str:
     """Describe the shapes of a batch without its rows; for one key, memory is proportional to the number of rows."""
-    return _key(_leaves(batch))
+    return _key(_leaves(mark_samples(batch)))
 
 
 def _key(leaves: list[Any]) -> str:
-    return ";".join([f"{tuple(leaf.shape[1:])}{leaf.dtype}" for leaf in leaves if _has_rows(leaf)])
+    return ";".join([_key_of(leaf) for leaf in leaves if _has_rows(leaf) or isinstance(leaf, SampleList)])
+
+
+def _key_of(leaf: Any) -> str:
+    if isinstance(leaf, SampleList):  # of any sizes, so that not each batch has a key of its own
+        return f"samples {[(each.ndim, str(each.dtype)) for each in list_tensors(leaf.items[:1])]}"
+    return f"{tuple(leaf.shape[1:])}{leaf.dtype}"
+
+
+def check_batch(batch: object, *, call: str) -> None:
+    """Check that something without rows is a batch at all.
+
+    Raises:
+        InputTypeError: It is None, a data loader, a data set or an iterator.
+    """
+    if batch is None or isinstance(batch, Iterator | DataLoader | Dataset):
+        raise InputTypeError(
+            f"{call}: splitting a batch",
+            got="None" if batch is None else f"a {type(batch).__name__}",
+            expected="one batch: tensors in dicts, lists, tuples or objects",
+            fix="pass the tensors that loss_fn takes; for a loss without data, an empty tuple: train_step((), loss_fn)"
+            if batch is None
+            else "write for batch in loader: trainer.train_step(batch, loss_fn)",
+        )
 
 
 def count_elements(batch: Any) -> int:
@@ -115,7 +166,9 @@ def count_elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in list_tensors(batch))
 
 
-def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None) -> list[tuple[Any, int]]:
+def cut_batch(
+    batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None, call: str = _CALL
+) -> list[tuple[Any, int]]:
     """Split a batch, with the user's own function if there is one.
 
     Args:
@@ -123,6 +176,7 @@ def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None
         num_parts: Number of parts.
         size: Its size as returned by `measure_batch`.
         split_fn: Splits a packed batch; None splits rows.
+        call: The user's call, for messages.
 
     Returns:
         The parts with their sizes, in order.
@@ -133,7 +187,7 @@ def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None
     if num_parts <= 1:
         return [(batch, size)]
     if split_fn is None:
-        return split_batch(batch, num_parts, num_rows=size)
+        return split_batch(batch, num_parts, num_rows=size, call=call)
     parts = split_fn(batch, num_parts)
     if type(parts) is not list or not parts:
         raise InputError(
@@ -145,21 +199,24 @@ def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None
     return [(each, count_elements(each)) for each in parts]
 
 
-def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool) -> int:
+def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool, call: str = _CALL) -> int:
     """Return a batch's size: rows, or elements of a packed batch.
 
     Args:
         batch: The batch.
         split_fn: Splits a packed batch; None splits rows.
         may_cut: Whether the batch may have to be split. If not, a batch without common rows has size 1.
+        call: The user's call, for messages.
 
     Raises:
         InputError: There is nothing to count.
+        InputTypeError: It is no batch, such as None or a data loader.
     """
     if split_fn is None:
         try:
-            return count_rows(batch, fix=_SPLIT_FN)
+            return survey(mark_samples(batch), call=call)[0]
         except InputError:
+            check_batch(batch, call=call.partition(":")[0])
             if may_cut:
                 raise
             return 1
@@ -174,15 +231,15 @@ def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool) -> int
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """Map a function over the leaves of nested containers (pytree's own, any mutable mapping), keeping their types."""
+    """Map a function over the leaves of nested containers: pytree's own, mappings, dataclasses; types are kept."""
 
     def apply(leaf: Any) -> Any:
-        if not isinstance(leaf, MutableMapping) or (is_leaf is not None and is_leaf(leaf)):
+        if isinstance(leaf, SampleList):
+            return leaf.with_items(map_leaves(fn, leaf.items, is_leaf))
+        children = None if isinstance(leaf, _ATOMS) or (is_leaf is not None and is_leaf(leaf)) else children_of(leaf)
+        if children is None:
             return fn(leaf)
-        mapped: Any = copy.copy(leaf)
-        for key, value in leaf.items():
-            mapped[key] = map_leaves(fn, value, is_leaf)
-        return mapped
+        return with_children(leaf, [map_leaves(fn, child, is_leaf) for child in children])
 
     whole: Tree = pytree.tree_map(apply, tree, is_leaf=is_leaf)
     return whole
@@ -193,19 +250,34 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in tuple(leaves):
-        if not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
+        if isinstance(leaf, SampleList):
+            leaves += list_tensors(leaf.items)
+        elif not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
             _collect(getattr(leaf, "__dict__", {}), leaves)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def holds_objects(batch: Any) -> bool:
+    """Return whether there is something in a batch that memkit does not know, such as a graph."""
+    leaves: list[Any] = []
+    _collect(batch, leaves)
+    return any(not isinstance(leaf, (torch.Tensor, *_LEAVES)) for leaf in leaves)
 
 
 def structure_of(batch: Any) -> tuple[object, ...]:
     """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
     leaves: list[Any] = []
     _collect(batch, leaves)
-    return tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    return tuple(_structure_of_leaf(leaf) for leaf in leaves)
 
 
-def _leaves(batch: Any, fix: str = _WAY_OUT) -> list[Any]:
+def _structure_of_leaf(leaf: Any) -> object:
+    if isinstance(leaf, SampleList):
+        return structure_of(tuple(leaf.items[:1]))
+    return (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
+def _leaves(batch: Any, fix: str = _WAY_OUT, call: str = _CALL) -> list[Any]:
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in leaves:
@@ -215,54 +287,34 @@ def _leaves(batch: Any, fix: str = _WAY_OUT) -> list[Any]:
         is_plain = not is_tensor
         if not (is_plain and isinstance(leaf, _LEAVES)):
             raise InputError(
-                "splitting a batch",
+                call,
                 got=f"a {type(leaf).__name__} in it" + ("" if is_plain else " that is sparse or nested"),
-                expected="tensors, arrays and plain values in dicts, lists and tuples",
-                fix=fix,
+                expected="tensors, arrays and plain values in dicts, lists, tuples and dataclasses",
+                fix=_way_out(leaf, fix),
             )
     return leaves
 
 
 def _collect(batch: Any, leaves: list[Any]) -> None:
     """Append the leaves; handles the usual containers without torch's pytree, which costs 20 microseconds a batch."""
-    if isinstance(batch, torch.Tensor):
+    children = None if isinstance(batch, _ATOMS) else children_of(batch)
+    if children is None:
         leaves.append(batch)
-    elif type(batch) in (tuple, list):
-        for child in batch:
-            _collect(child, leaves)
-    elif isinstance(batch, Mapping):
-        for child in batch.values():
-            _collect(child, leaves)
-    elif type(batch) in pytree.SUPPORTED_NODES or isinstance(batch, tuple):
-        for child in pytree.tree_leaves(batch):
-            if child is batch:
-                leaves.append(child)
-            else:
-                _collect(child, leaves)
-    else:
-        leaves.append(batch)
+        return
+    for child in children:
+        _collect(child, leaves)
 
 
 def _slice(node: Any, rows: slice, num_rows: int) -> Any:
-    """Take rows of a batch; handles the usual containers without torch's pytree."""
-    if isinstance(node, _ARRAYS):
+    """Take rows of a batch that `mark_samples` has returned."""
+    if isinstance(node, ARRAYS):
         return node[rows] if node.ndim > 0 else node
-    kind = type(node)
-    if kind in (tuple, list):
-        return node[rows] if _is_column(node, num_rows) else kind([_slice(child, rows, num_rows) for child in node])
-    if isinstance(node, Mapping):
-        part: Any = {} if kind is dict else copy.copy(node)
-        for key, value in node.items():
-            part[key] = _slice(value, rows, num_rows)
-        return part
-    if isinstance(node, tuple):
-        children = [_slice(child, rows, num_rows) for child in node]
-        return kind(*children) if hasattr(node, "_fields") else kind(children)  # a named tuple, or torch.return_types
-    if kind in pytree.SUPPORTED_NODES:
-        return pytree.tree_map(
-            lambda child: _slice(child, rows, num_rows), node, is_leaf=lambda child: child is not node
-        )
-    return node
+    if isinstance(node, SampleList):
+        return node.with_items(node.items[rows])
+    if type(node) in (tuple, list) and _is_column(node, num_rows):
+        return node[rows]
+    children = children_of(node)
+    return node if children is None else with_children(node, [_slice(child, rows, num_rows) for child in children])
 
 
 def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -273,17 +325,12 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
             return torch.cat(list(nodes)) if isinstance(first, torch.Tensor) else np.concatenate(nodes)
         if kind in (tuple, list) and all(map(_is_column, nodes, sizes)):
             return kind(itertools.chain.from_iterable(nodes))
-        if isinstance(first, Mapping):
-            if all(node.keys() == first.keys() for node in nodes):
-                whole: Any = {} if kind is dict else copy.copy(first)
-                for key in first:
-                    whole[key] = _join([node[key] for node in nodes], sizes)
-                return whole
-        elif kind in pytree.SUPPORTED_NODES or isinstance(first, tuple):
-            levels = [pytree.tree_flatten(node, is_leaf=functools.partial(operator.is_not, node)) for node in nodes]
-            if all(spec == levels[0][1] for _, spec in levels):
-                columns = zip(*(children for children, _ in levels), strict=True)
-                return pytree.tree_unflatten([_join(column, sizes) for column in columns], levels[0][1])
+        if kind is SampleList:
+            items = itertools.chain.from_iterable(node.items for node in nodes)
+            return first.with_items(type(first.items)(items))
+        levels = _levels_of(nodes)
+        if levels:
+            return with_children(first, [_join(column, sizes) for column in zip(*levels, strict=True)])
     if all(_is_shared(node) and _is_same(node, first) for node in nodes):
         return first  # it belongs to every row
     raise InputError(
@@ -294,8 +341,17 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
     )
 
 
+def _levels_of(nodes: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the entries of each of several containers, in the order of the first; none if they are not alike."""
+    if isinstance(nodes[0], Mapping):
+        is_alike = all(node.keys() == nodes[0].keys() for node in nodes)
+        return [[node[key] for key in nodes[0]] for node in nodes] if is_alike else []
+    levels = [children for node in nodes if (children := children_of(node)) is not None]
+    return levels if len(levels) == len(nodes) and len(set(map(len, levels))) == 1 else []
+
+
 def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, _ARRAYS) and leaf.ndim > 0
+    return isinstance(leaf, ARRAYS) and leaf.ndim > 0
 
 
 def _is_shared(leaf: Any) -> bool:
@@ -312,21 +368,60 @@ def _is_column(node: Any, rows: int) -> bool:
     return len(node) == rows and all(isinstance(value, (str, bytes)) for value in node)
 
 
-def _refuse_ambiguous(batch: Any, num_rows: int) -> None:
-    """Refuse a list that may hold one value per row or just happen to be as long, such as the size [224, 224, 3, 1]."""
+def _refuse_ambiguous(batch: Any, num_rows: int, call: str) -> None:
+    """Refuse what may hold one value per row or just happen to be as long, such as the size [224, 224, 3, 1]."""
     nodes = [batch]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, Mapping):
-            nodes += node.values()
-        elif isinstance(node, (list, tuple)):
-            is_plain = bool(node) and all(isinstance(value, _SHARED) for value in node)
-            if type(node) is list and len(node) == num_rows and is_plain and not _is_column(node, num_rows):
+        if isinstance(node, torch.Tensor):
+            if node.shape == (num_rows, num_rows):
+                _refuse_mask(node, call)
+        elif isinstance(node, SampleList):
+            if node.is_open:
                 raise InputError(
-                    "splitting a batch",
-                    got=f"{node!r:.60}, as many values as the batch has rows",
-                    expected="an unambiguous choice between one value per row and one value for all rows",
-                    fix="make it a tensor if it has one value per row, or a tuple if it belongs to all rows.",
+                    call,
+                    got=f"a list of {num_rows} tensors of {num_rows} rows in a batch of {num_rows} rows",
+                    expected="an unambiguous choice between one entry for each row and one row in each entry",
+                    fix="make it a list of tuples, [(each,) for each in entries], if it has one entry per row, or a "
+                    "dict of its entries if these have one row for each.",
                 )
-            if not is_plain:
-                nodes += node
+        elif type(node) is list and len(node) == num_rows and _is_plain(node) and not _is_column(node, num_rows):
+            raise InputError(
+                call,
+                got=f"{node!r:.60}, as many values as the batch has rows",
+                expected="an unambiguous choice between one value per row and one value for all rows",
+                fix="make it a tensor if it has one value per row, or a tuple if it belongs to all rows.",
+            )
+        elif not isinstance(node, PLAIN):
+            nodes += children_of(node) or ()
+
+
+def _is_plain(node: Sequence[Any]) -> bool:
+    return bool(node) and all(isinstance(value, PLAIN) for value in node)
+
+
+def _refuse_mask(tensor: torch.Tensor, call: str) -> None:
+    """Refuse a mask of as many columns as rows that is causal or symmetric: it belongs to positions, not to samples."""
+    if len(tensor) < 2 or tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        return
+    if tensor.dtype == torch.bool:
+        is_set = tensor
+    elif tensor.is_floating_point():
+        is_set = tensor.isneginf()
+        if not (is_set | (tensor == 0)).all():
+            return
+    else:
+        return
+    below = torch.ones_like(is_set).tril()
+    is_mask = torch.stack([(is_set == each).all() for each in (below, ~below, below.T, ~below.T)]).any()
+    is_mask |= (is_set == is_set.T).all() & (is_set != is_set[0, 0]).any()
+    if not is_mask:
+        return
+    raise InputError(
+        call,
+        got=f"a mask of shape {tuple(tensor.shape)} in a batch of {len(tensor)} rows, which looks as if it belongs to "
+        "all rows: cut in parts, it would be another mask",
+        expected="tensors that have one row for each sample",
+        fix="keep it out of the batch: make it in the model, or in loss_fn; if it has one row for each sample, pass "
+        "mask[:, None], or split_fn=...",
+    )

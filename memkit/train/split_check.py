@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError, StateError
 from memkit._core.printable import list_some
 from memkit._core.units import MIB
-from memkit._gradients.loss import Loss, LossFn, read_loss
+from memkit._gradients.loss import Loss, LossFn, call_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
 from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
+from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
 from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
 from memkit.train.ranks import without_buffer_sync
+from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
 from memkit.train.split_ways import CutBatch, Way, ways_to_cut
@@ -164,6 +166,12 @@ class CheckAttempt:
     def is_between_ranks(self) -> bool:
         """Whether the block tried to communicate with other processes."""
         return self._caught.failure is not None and isinstance(self._caught.failure.error, RanksError)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        refuse_as_batch()
+
+    def __iter__(self) -> NoReturn:
+        refuse_as_batch()
 
     def __enter__(self) -> Any:
         self._around.__enter__()
@@ -763,13 +771,14 @@ def check_split(
     if not trained:
         return SplitVerdict(None, modules=scan_modules(model), reason="the model has no parameter to train")
     try:
-        ways = ways_to_cut(batch, num_parts=num_parts, split_fn=split_fn)
+        marked = batch if split_fn is not None else mark_samples(batch)
+        ways = ways_to_cut(marked, num_parts=num_parts, split_fn=split_fn)
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
     examination = Examination(model, Computation(lambda: trained), [loss_fn], ways)
     for look in examination.attempts():
         with look as micro:
-            look.backward(read_loss(loss_fn(model, micro), call="loss_fn"))
+            look.backward(call_loss_fn(loss_fn, model, unmark_samples(micro), call="loss_fn"))
     return examination.verdict
 
 

@@ -14,8 +14,9 @@ from torch import nn
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.protocols import Uncopied
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._gradients.captured import named_tensors
-from memkit._gradients.loss import Loss, LossFn, detached, read_loss
+from memkit._gradients.loss import Loss, LossFn, check_loss_fn, detached, read_loss, run_loss_fn
 from memkit._gradients.streamed import accumulator_dtype, catch_gradients, with_gradients, without_hooks
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
@@ -37,6 +38,40 @@ _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear"
 _CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 
 
+@guided(
+    words={
+        **dict.fromkeys(
+            (
+                "accumulation_steps",
+                "gradient_accumulation_steps",
+                "accumulate_grad_batches",
+                "microbatches",
+                "num_micro_batches",
+                "n_microbatches",
+                "chunks",
+                "num_chunks",
+                "steps",
+            ),
+            "num_microbatches",
+        ),
+        "micro_batch_size": "it is the batch's rows divided by num_microbatches",
+        "optimizer": "the trainer that calls loss.backward() has the optimizer",
+        "precision": "the trainer's own autocast applies, around the call",
+        "max_grad_norm": "clip in the trainer, after loss.backward()",
+        "scaler": "pass scale=scaler.get_scale() with each batch",
+        "loss_fn": "pass it with each batch: split(batch, loss_fn)",
+        "criterion": "pass it with each batch: split(batch, lambda model, micro: criterion(model(micro[0]), micro[1]))",
+    },
+    absent={
+        "backward": "loss = split(batch, loss_fn), then loss.backward()",
+        "step": "optimizer.step() after loss.backward(); MemoryEfficientTrainingWrapper has a step of its own",
+        "train_step": "loss = split(batch, loss_fn), then loss.backward() and optimizer.step()",
+        "microbatches": "split(batch, loss_fn); MemoryEfficientTrainingWrapper has microbatches()",
+        "parameters": "model.parameters()",
+        "zero_grad": "optimizer.zero_grad()",
+    },
+    methods=("__call__",),
+)
 class SplitLoss(Uncopied):
     """The loss of a whole batch for a trainer that owns the step, using the memory of one micro-batch.
 
@@ -159,11 +194,10 @@ class SplitLoss(Uncopied):
             InputTypeError: ``loss_fn`` is not callable, or does not return a tensor.
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
-        check = Checker(f"{_CALL}(model)")
-        check.function("loss_fn", loss_fn)
+        check_loss_fn(loss_fn, batch, call=f"{_CALL}(model)")
         self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
         if not isinstance(self._scale, torch.Tensor) and not self._scale > 0:
-            raise check.refuse("scale", scale, "the loss scaler's factor, above 0")
+            raise Checker(f"{_CALL}(model)").refuse("scale", scale, "the loss scaler's factor, above 0")
         if not torch.is_grad_enabled():
             whole, count = self._evaluate(batch, loss_fn)
             self.outputs = (detached(whole.outputs),)
@@ -245,7 +279,7 @@ class SplitLoss(Uncopied):
         attempt.loss = loss.detached(share if count is None else count)
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
-        result = loss_fn(self._own, micro)
+        result = run_loss_fn(loss_fn, self._own, micro, call=_CALL_LOSS)
         loss = read_loss(result, call=_CALL_LOSS)
         if self._reduction == "sum" and isinstance(result, Loss) and loss.count is None:
             raise InputError(

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
+from memkit._core.settings import Checker
 from memkit._recovery.attempt import Failure
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
+from memkit.train.samples import mark_samples
 from memkit.train.split import structure_of
 from memkit.train.split_check import SplitVerdict, take_workspace
 
@@ -45,6 +47,8 @@ class SplitWatch:
     def __init__(
         self, model: nn.Module, probe: Probe, *, call: str, may_change: bool = False, adds_up: bool = False
     ) -> None:
+        fix = "pass probe=True, probe=False or probe='require'."
+        Checker(call).choice("probe", probe, (True, False, "require"), fix=fix)
         self._modules, self._may_change, self._adds_up = list(model.modules()), may_change, adds_up
         self._verdicts: dict[object, SplitVerdict] = {}
         self._probe, self._call = probe, call
@@ -73,7 +77,7 @@ class SplitWatch:
 
     def trust(self, batch: Any, loss_fn: object) -> None:
         """Skip checks of batches built like this one, in the present modes, unless the losses' divisors speak up."""
-        self._trusted.add(self._kind(batch, loss_fn))
+        self._trusted.add(self._kind(mark_samples(batch), loss_fn))
 
     def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
         return _identity(loss_fn), tuple([module.training for module in self._modules]), structure_of(batch)
@@ -224,13 +228,13 @@ class SplitWatch:
                 f"{self._call}: this split was refused on another batch, because the loss, or the model, compares or "
                 "mixes the rows. The rows that were looked at now do not show it: they are equal by accident."
             )
-            self._say(text, text)
+            self.say(text, text)
         self._known.add(self._key)
         self._verdicts.setdefault(self._key, verdict)  # also if memory prevented the check: nothing is proven
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"
-            self._say(text, verdict.advice)
+            self.say(text, verdict.advice)
 
     def _say_not_checked(self, verdict: SplitVerdict) -> None:
         fix = (
@@ -246,9 +250,11 @@ class SplitWatch:
             )
         reason = verdict.reason.rstrip(".")
         text = f"{self._call}: could not check that splitting the batch keeps its gradient: {reason}. Way out: {fix}"
-        self._say(text, f"not checked: {reason}")
+        self.say(text, f"not checked: {reason}")
 
-    def _say(self, text: str, cause: str) -> None:
+    def say(self, text: str, cause: str = "") -> None:
+        """Warn, once for each cause."""
+        cause = cause or text
         if cause not in self._told:
             self._told.add(cause)
             warn_user(text)

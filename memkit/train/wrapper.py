@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
-from memkit._core.settings import Checker
 from memkit._core.words import guided, taking_settings_of
-from memkit._gradients.loss import Loss, LossFn, read_loss
+from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
@@ -34,7 +33,7 @@ from memkit.train.checks import (
 )
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
-from memkit.train.evaluation import Evaluation
+from memkit.train.evaluation import Evaluation, EvaluationBlock
 from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
@@ -387,7 +386,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             StateError: `close` was called, or ``loss_fn`` called backward itself.
         """
         check_open(self._is_closed, call="trainer.train_step")
-        Checker("trainer.train_step").function("loss_fn", loss_fn)
+        check_loss_fn(loss_fn, batch, call="trainer.train_step")
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
@@ -516,9 +515,12 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         return self._sum.end_all(self._following)
 
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[Evaluation]:
+    def evaluation(self) -> EvaluationBlock:
         """Evaluate inside the block, in eval mode without gradients; restores all modes. Yields an `Evaluation`."""
+        return EvaluationBlock(self._evaluating())
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[Evaluation]:
         can_split = self._remedies is not None and self._split_fn is None and self._sum.shards is None
         with eval_mode(self.model), without_gradients(), self.autocast():
             yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
@@ -642,7 +644,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> Loss:
         with self.autocast():
-            return read_loss(loss_fn(self.model, micro), call="loss_fn of trainer.train_step")
+            return call_loss_fn(loss_fn, self.model, micro, call="loss_fn of trainer.train_step")
 
     def _check_weight(self, loss: Loss, call: str) -> None:
         if loss.count is None and self._split_fn is not None:

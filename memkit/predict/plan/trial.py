@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._gradients.loss import LossFn
+from memkit._gradients.loss import LossFn, call_loss_fn
 from memkit._recorder.recording import Recording
 from memkit._simulation.simulation import MakeOptimizer, Place, Record, Simulation, optimizer_maker, simulate
 from memkit.predict.estimate import MemoryEstimate
@@ -206,6 +206,6 @@ def _announced(loss_fn: LossFn, trace: StepTimes) -> LossFn:
 
     def announced(model: Any, micro_batch: Any) -> Any:
         trace.begin_part()
-        return loss_fn(model, micro_batch)
+        return call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
 
     return announced

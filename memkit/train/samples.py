@@ -1,0 +1,188 @@
+"""Containers of a batch, and which lists in it hold one entry per sample.
+
+Tensors stacked by a collate function have the samples in dimension 0. Samples of different sizes cannot be stacked: a
+batch of them is a list, or has lists, with one entry per sample, such as the images and the boxes of detection. What a
+list is, is decided once for the whole batch (`mark_samples`), not for its parts: a part of three images in RGB would
+look like columns of three rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from memkit._torch.pytree import children_of, with_children
+
+ARRAYS = (torch.Tensor, np.ndarray)
+PLAIN = (str, bytes, int, float, complex, bool, type(None))  # leaves that belong to every row
+_SURELY_MANY = 4  # tensors of one kind: stacked columns of one kind are rarely more than three
+
+
+class SampleList:
+    """A list or tuple with one entry per sample, in a batch that `mark_samples` has returned.
+
+    Attributes:
+        items: The entries.
+        is_open: The list could as well hold columns, which have as many rows as it has entries.
+        is_guess: It could as well hold columns of another number of rows, and nothing else in the batch tells.
+    """
+
+    __slots__ = ("is_guess", "is_open", "items")
+
+    def __init__(self, items: list[Any] | tuple[Any, ...], *, is_open: bool = False, is_guess: bool = False) -> None:
+        self.items, self.is_open, self.is_guess = items, is_open, is_guess
+
+    def with_items(self, items: Any) -> SampleList:
+        """Return the same with other entries."""
+        return SampleList(items, is_open=self.is_open, is_guess=self.is_guess)
+
+
+def mark_samples(batch: Any) -> Any:
+    """Return the batch with its lists of samples as `SampleList`; the batch itself if it has none.
+
+    A list or tuple inside the batch is one if its entries are of one kind (tensors of one dtype and number of
+    dimensions, mappings with the same keys, tuples of one length, or other objects), and there is one for each row. A
+    batch that is a list is one itself if the first dimensions of its tensors differ (of two or three tensors, only the
+    first ones); where they agree, if it has four entries or more and they are not integers, or if the entries are
+    tuples. A batch that is a tuple holds columns.
+
+    Args:
+        batch: The whole batch.
+    """
+    found: list[tuple[Any, str]] = []
+    sizes: set[int] = set()
+    _search(batch, found, sizes, is_whole=True)
+    is_alone = not sizes
+    if is_alone:
+        found = [each for each in found if each[1] == "either" or not _are_rather_unlike(each[0])]
+    if not found:
+        return batch
+    if is_alone:
+        sizes = {len(node) for node, reading in found if reading == "samples"}
+    is_known = bool(sizes)
+    if not sizes:
+        node = found[0][0]
+        sizes = {len(node) if _are_rather_samples(node) else _first_dimension(node)}
+    if len(sizes) != 1:
+        return batch  # to be refused, or never cut
+    (num_rows,) = sizes
+    is_list_of_samples = any(reading == "samples" and len(node) == num_rows for node, reading in found)
+    marked: dict[int, SampleList] = {}
+    for node, reading in found:
+        if len(node) != num_rows:
+            continue
+        is_both = reading == "either" and _first_dimension(node) == num_rows and not is_list_of_samples
+        if is_both and not (_are_rather_samples(node) or (_are_images(node) and not is_alone)):
+            continue
+        is_sure = type(node[0]) is tuple  # no collate function makes a list of tuples
+        is_told = is_known or not isinstance(node[0], ARRAYS) or _are_images(node)
+        is_guess = reading == "either" and not is_told
+        is_open = is_both and not (is_alone or is_sure)
+        marked[id(node)] = SampleList(node, is_open=is_open, is_guess=is_guess)
+    return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
+
+
+def unmark_samples(batch: Any) -> Any:
+    """Return a batch, or a part of it, with plain lists and tuples: the inverse of `mark_samples`."""
+    return _replace(batch, lambda node: node.items if isinstance(node, SampleList) else node)
+
+
+def _replace(node: Any, replace: Callable[[Any], Any]) -> Any:
+    new = replace(node)
+    if new is not node:
+        return new
+    children = None if isinstance(node, (*ARRAYS, *PLAIN)) else children_of(node)
+    if children is None:
+        return node
+    changed = [_replace(child, replace) for child in children]
+    is_same = all(map(operator.is_, changed, children))
+    return node if is_same else with_children(node, changed)
+
+
+def _search(node: Any, found: list[tuple[Any, str]], sizes: set[int], *, is_whole: bool = False) -> None:
+    """Collect the lists that may hold samples, and the numbers of rows of all other tensors."""
+    if isinstance(node, ARRAYS):
+        if node.ndim:
+            sizes.add(node.shape[0])
+        return
+    if isinstance(node, SampleList):
+        sizes.add(len(node.items))
+        return
+    if isinstance(node, PLAIN):
+        return
+    kind = type(node)
+    if kind is list or (kind is tuple and not is_whole):
+        reading = _reading(node, is_whole=is_whole)
+        if reading != "columns":
+            found.append((node, reading))
+            return
+    for child in children_of(node) or ():
+        _search(child, found, sizes)
+
+
+def _reading(node: Sequence[Any], *, is_whole: bool) -> Literal["columns", "samples", "either"]:
+    """Return whether a list may hold columns (tensors with the rows in dimension 0), samples, or either."""
+    if not node or isinstance(node[0], PLAIN) or not _are_of_one_kind(node):
+        return "columns"
+    if not isinstance(node[0], ARRAYS) and children_of(node[0]) is None:
+        # Objects, such as graphs; beside tensors, also paths.
+        return "samples" if not is_whole or hasattr(node[0], "__dict__") else "columns"
+    sizes = _first_dimensions(node)
+    if len(sizes) > 1 and len(node) > 1:
+        return "samples"
+    return "either" if sizes and len(node) > 1 else "columns"
+
+
+def _are_of_one_kind(node: Sequence[Any]) -> bool:
+    first, kind = node[0], type(node[0])
+    if isinstance(first, ARRAYS):
+        ndim, dtype = first.ndim, first.dtype
+        return ndim > 0 and all(isinstance(each, ARRAYS) and (each.ndim, each.dtype) == (ndim, dtype) for each in node)
+    if kind is list or any(type(each) is not kind for each in node):
+        return False  # a collate function makes lists of columns in lists
+    if isinstance(first, Mapping):
+        return all(each.keys() == first.keys() for each in node)
+    return kind is not tuple or all(len(each) == len(first) for each in node)
+
+
+def _first_dimensions(node: Sequence[Any]) -> set[int]:
+    sizes: set[int] = set()
+    todo = list(node)
+    while todo:
+        each = todo.pop()
+        if isinstance(each, ARRAYS):
+            sizes |= {each.shape[0]} if each.ndim else set()
+        elif not isinstance(each, PLAIN):
+            todo += children_of(each) or ()
+    return sizes
+
+
+def _first_dimension(node: Sequence[Any]) -> int:
+    return min(_first_dimensions(node), default=0)
+
+
+def _are_rather_unlike(node: Sequence[Any]) -> bool:
+    """Return whether two or three tensors are rather columns of different things, such as nodes and edges."""
+    is_few = len(node) < _SURELY_MANY and isinstance(node[0], ARRAYS)
+    return is_few and (node[0].ndim == 1 or len({tuple(each.shape[1:]) for each in node}) > 1)
+
+
+def _are_images(node: Sequence[Any]) -> bool:
+    return isinstance(node[0], ARRAYS) and node[0].ndim == 3 and node[0].shape[0] in (1, 3, 4)
+
+
+def _are_rather_samples(node: Sequence[Any]) -> bool:
+    """Return whether entries of equal first dimensions are rather samples than columns, as far as one can tell.
+
+    A DataLoader's own collate function makes lists of columns: two or three of a kind (noisy and clean images), or
+    several of integers (tokens, masks, labels). It never makes a list of tuples.
+    """
+    first = node[0]
+    if type(first) is tuple:
+        return True
+    is_integer = isinstance(first, torch.Tensor) and not first.is_floating_point() and first.dtype != torch.uint8
+    return len(node) >= _SURELY_MANY and not is_integer

@@ -1,0 +1,417 @@
+"""Loss functions, batches and calls around them that are written in another way: each gets the line to write."""
+
+import functools
+import traceback
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import memkit as mk
+from memkit.errors import ConfigError, InputError, InputTypeError, StateError
+from tests.toys import mean_square, trainer_of
+
+CRITERION = nn.CrossEntropyLoss()
+LAMBDA = "write loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])"
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+def make_trainer(**settings):
+    torch.manual_seed(0)
+    return trainer_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), **settings)
+
+
+def right(model, batch):
+    return CRITERION(model(batch[0]), batch[1])
+
+
+def of_data(batch, model):
+    return CRITERION(model(batch[0]), batch[1])
+
+
+def of_columns(model, x, y):
+    return CRITERION(model(x), y)
+
+
+def of_predictions(pred, target):
+    return (pred - target).square().mean()
+
+
+class Dice(nn.Module):
+    """A criterion of the user's own."""
+
+    def forward(self, logits, target):
+        return logits.sigmoid().mean()
+
+
+class Lit(nn.Module):
+    """A model with its own training step, as Lightning's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, batch, batch_idx):
+        return CRITERION(self(batch[0]), batch[1])
+
+    def loss(self, batch):
+        return CRITERION(self(batch[0]), batch[1])
+
+
+def of_lit(name):
+    model = Lit()
+    trainer_of(model).train_step(make_batch(), getattr(model, name))
+
+
+LOSS_FUNCTIONS = [  # (the loss function, the last line)
+    (CRITERION, LAMBDA),
+    (nn.BCEWithLogitsLoss(), LAMBDA),
+    (nn.MSELoss(), LAMBDA),
+    (Dice(), LAMBDA),
+    (F.cross_entropy, "loss_fn=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"),
+    (
+        functools.partial(F.cross_entropy, label_smoothing=0.1),
+        "loss_fn=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])",
+    ),
+    (of_predictions, "write loss_fn=lambda model, batch: of_predictions(model(batch[0]), batch[1])"),
+    (lambda batch: batch[0].mean(), LAMBDA),
+    (lambda: torch.zeros(()), LAMBDA),
+    (of_columns, "write loss_fn=lambda model, batch: of_columns(model, batch[0], batch[1])"),
+    (lambda m, x, y: CRITERION(m(x), y), "loss_fn=lambda model, batch: your_loss(model, batch[0], batch[1])"),
+    (of_data, "write loss_fn=lambda model, batch: of_data(batch, model)"),
+    (lambda b, m: CRITERION(m(b[0]), b[1]), "write loss_fn=lambda m, b: ..."),
+    (nn.Linear(4, 3), LAMBDA),
+    (nn.CrossEntropyLoss, f"write criterion = CrossEntropyLoss() once, and {LAMBDA.removeprefix('write ')}"),
+    (None, LAMBDA),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "ending"), LOSS_FUNCTIONS)
+@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 4}, {"on_oom": "raise"}], ids=str)
+def test_what_is_no_loss_function_gets_the_line_to_write(loss_fn, ending, settings):
+    trainer = make_trainer(**settings)
+    with pytest.raises(InputTypeError) as caught:
+        trainer.train_step(make_batch(), loss_fn)
+    assert str(caught.value).endswith(ending)
+    assert "train_step" in caught.value.call
+    assert trainer.train_step(make_batch(), right).stepped
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fn: make_trainer().train_step(make_batch(), fn),
+        lambda fn: mk.SplitLoss(make_trainer().model)(make_batch(), fn),
+        lambda fn: mk.estimate_memory_usage(make_trainer().model, make_batch(), fn),
+        lambda fn: mk.advise(make_trainer().model, make_batch(), fn, target="RTX 4090"),
+        lambda fn: mk.plan_training(make_trainer().model, make_batch(), fn, budget="RTX 4090"),
+        lambda fn: mk.MemoryEfficientTrainLoop(make_trainer(), [make_batch()], fn).run(1),
+    ],
+    ids=["step", "split", "estimate", "advise", "plan", "loop"],
+)
+def test_a_criterion_is_told_wherever_a_loss_function_is_taken(call):
+    with pytest.raises(InputTypeError, match="the criterion CrossEntropyLoss") as caught:
+        call(CRITERION)
+    assert str(caught.value).endswith(LAMBDA)
+    assert isinstance(caught.value.__cause__, TypeError)  # torch's own, for those who want it
+
+
+def test_of_a_mapping_the_keys_are_named():
+    x, y = make_batch()
+    with pytest.raises(InputTypeError, match=r"criterion\(model\(batch\['image'\]\), batch\['label'\]\)$"):
+        make_trainer().train_step({"image": x, "name": "a", "label": y}, CRITERION)
+
+    def by_name(model, image, label):
+        return CRITERION(model(image), label)
+
+    with pytest.raises(InputTypeError, match=r"by_name\(model, batch\['image'\], batch\['label'\]\)$"):
+        make_trainer().train_step({"image": x, "label": y}, by_name)
+
+
+def wrong_inside(model, batch):
+    return model(batch[0]).no_such_method()
+
+
+def wrong_call_inside(model, batch):
+    return right(model)
+
+
+def wrong_shape_inside(model, batch):
+    return CRITERION(model(batch[0])[:, :, 0], batch[1])
+
+
+def wrong_key_inside(model, batch):
+    return {}["loss"]
+
+
+class Learned(nn.Module):
+    """A loss function that is a module, of a model and a batch."""
+
+    def forward(self, model, batch):
+        return model(batch[0]).no_such_method()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error"),
+    [
+        (wrong_inside, AttributeError),
+        (wrong_call_inside, TypeError),
+        (wrong_shape_inside, IndexError),
+        (wrong_key_inside, KeyError),
+        (Learned(), AttributeError),
+        (lambda model, batch: batch(), TypeError),
+    ],
+)
+def test_an_error_inside_stays_the_users_own(loss_fn, error):
+    for settings in ({}, {"accumulation_steps": 2}):
+        with pytest.raises(error) as caught:
+            make_trainer(**settings).train_step(make_batch(), loss_fn)
+        assert type(caught.value) is error
+        assert caught.value.__cause__ is None
+        name = "forward" if isinstance(loss_fn, nn.Module) else loss_fn.__name__
+        assert name in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_a_function_is_looked_at_only_after_an_error(monkeypatch):
+    def never(*_):
+        raise AssertionError("looked at a function that works")
+
+    trainer = make_trainer(accumulation_steps=2)
+    monkeypatch.setattr("memkit._gradients.loss._misuse", never)
+    assert trainer.train_step(make_batch(), right).stepped
+
+
+RESULTS = [  # (what is returned, the error, the last line)
+    (lambda losses: losses, InputError, "reduce it: end loss_fn with `return losses.mean()`."),
+    (lambda losses: None, InputTypeError, "end loss_fn with `return loss`."),
+    (lambda losses: losses.mean().item(), InputTypeError, "return the loss itself, not loss.item()."),
+    (lambda losses: np.float32(losses.mean().item()), InputTypeError, "which has no gradients, and `return loss`."),
+    (lambda losses: losses.detach().numpy().mean(), InputTypeError, "which has no gradients, and `return loss`."),
+    (lambda losses: losses.mean().detach(), InputError, "not under torch.no_grad(), not detached."),
+    (lambda losses: torch.tensor(1.0), InputError, "not under torch.no_grad(), not detached."),
+    (lambda losses: {"loss": losses.mean()}, InputTypeError, "with the rest as outputs."),
+    (lambda losses: {"total": losses.mean()}, InputTypeError, "and what else you want to see."),
+    (lambda losses: (losses.mean(), losses), InputError, "for a loss and other outputs."),
+]
+
+
+@pytest.mark.parametrize(("give", "error", "ending"), RESULTS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_is_no_loss_says_how_to_end(give, error, ending, steps):
+    def loss_fn(model, batch):
+        return give(F.cross_entropy(model(batch[0]), batch[1], reduction="none"))
+
+    with pytest.raises(error) as caught:
+        make_trainer(accumulation_steps=steps).train_step(make_batch(), loss_fn)
+    assert str(caught.value).endswith(ending)
+    assert caught.value.call == "loss_fn of trainer.train_step"
+
+
+def test_a_frozen_model_is_told_from_a_detached_loss():
+    trainer = make_trainer()
+    trainer.model.requires_grad_(False)
+    with pytest.raises(InputError, match=r"unfreeze what is trained: model\.requires_grad_\(True\)\.$"):
+        trainer.train_step(make_batch(), right)
+
+
+class Graph:
+    """An object with tensors, such as PyG's Data."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def square_mask():
+    return torch.ones(8, 8).tril().bool()
+
+
+CALLS = [  # (the call, the error, its end)
+    (lambda: make_trainer().train_step(None, right), InputTypeError, "an empty tuple: train_step((), loss_fn)"),
+    (
+        lambda: make_trainer().train_step(DataLoader(TensorDataset(*make_batch())), right),
+        InputTypeError,
+        "write for batch in loader: trainer.train_step(batch, loss_fn)",
+    ),
+    (
+        lambda: make_trainer().train_step(iter([make_batch()]), right),
+        InputTypeError,
+        "write for batch in loader: trainer.train_step(batch, loss_fn)",
+    ),
+    (
+        lambda: make_trainer().train_step(tuple(each.numpy() for each in make_batch()), right),
+        InputTypeError,
+        "write batch = torch.utils.data.default_convert(batch) before the call",
+    ),
+    (lambda: make_trainer().train_step(right, make_batch()), InputTypeError, "trainer.train_step(batch, loss_fn)"),
+    (
+        lambda: mk.SplitLoss(make_trainer().model)(right, make_batch()),
+        InputTypeError,
+        "write SplitLoss(model)(batch, loss_fn)",
+    ),
+    (
+        lambda: make_trainer(accumulation_steps=2).train_step((torch.randn(8, 8, 4), square_mask()), mean_square),
+        InputError,
+        "pass mask[:, None], or split_fn=...",
+    ),
+    (
+        lambda: make_trainer(accumulation_steps=2).train_step(
+            {"feat": torch.ones(5, 4), "offset": torch.ones(2)}, right
+        ),
+        InputError,
+        "pass split_fn=memkit.points.split_packed.",
+    ),
+    (
+        lambda: make_trainer(accumulation_steps=2).train_step(Graph(torch.ones(5, 4)), right),
+        InputError,
+        "where no batch is ever to be cut, pass on_oom='raise'.",
+    ),
+    (lambda: make_trainer(probe="yes"), ConfigError, "pass probe=True, probe=False or probe='require'."),
+    (lambda: make_trainer(probe=3), ConfigError, "pass probe=True, probe=False or probe='require'."),
+    (
+        lambda: make_trainer().evaluation()(make_batch(), right),
+        StateError,
+        "write with trainer.evaluation() as evaluate: outputs = evaluate(batch, fn)",
+    ),
+    (
+        lambda: mk.SplitLoss(make_trainer().model, accumulation_steps=4),
+        InputTypeError,
+        "write SplitLoss(model, num_microbatches=4)",
+    ),
+    (lambda: mk.SplitLoss(make_trainer().model, chunks=4), InputTypeError, "SplitLoss(model, num_microbatches=4)"),
+    (
+        lambda: mk.SplitLoss(make_trainer().model).train_step(make_batch(), right),
+        mk.errors.AbsentError,
+        "write loss = split(batch, loss_fn), then loss.backward() and optimizer.step()",
+    ),
+    (
+        lambda: mk.train.cached_backward(nn.Linear(4, 2), torch.ones(8, 4), torch.mean),
+        InputTypeError,
+        "write cached_backward(encoder, batch, loss_on_embeddings, chunk_size=...)",
+    ),
+    (
+        lambda: mk.train.cached_backward(nn.Linear(4, 2), torch.ones(8, 4), torch.mean, batch_size=4),
+        InputTypeError,
+        "write cached_backward(encoder, batch, loss_on_embeddings, chunk_size=4)",
+    ),
+    (
+        lambda: mk.train.cached_backward(nn.Linear(4, 2), torch.ones(8, 4), None, chunk_size=4),
+        InputTypeError,
+        "write cached_backward(encoder, batch, lambda embeddings: criterion(embeddings), chunk_size=64)",
+    ),
+    (
+        lambda: mk.train.cached_backward(nn.Linear(4, 2), torch.ones(8, 4), torch.abs, chunk_size=4),
+        InputError,
+        "end loss_on_embeddings with `return losses.mean()`.",
+    ),
+    (
+        lambda: mk.train.gradient_penalty(torch.ones(8, 4), nn.Linear(4, 1)),
+        InputTypeError,
+        "write gradient_penalty(discriminator, real): the discriminator first, then tensors of its input",
+    ),
+    (
+        lambda: mk.train.gradient_penalty(nn.Linear(4, 1), torch.ones(8, 4), lambda_gp=10.0),
+        InputTypeError,
+        "write gradient_penalty(discriminator, real)",
+    ),
+    (
+        lambda: mk.train.make_dataloader(DataLoader(TensorDataset(*make_batch()))),
+        InputTypeError,
+        "write make_dataloader(loader.dataset, batch_size=8)",
+    ),
+    (
+        lambda: mk.train.make_dataloader(TensorDataset(*make_batch()), num_workers="auto"),
+        ConfigError,
+        "write make_dataloader(dataset): the number of workers is chosen for this machine",
+    ),
+    (
+        lambda: mk.train.make_dataloader(TensorDataset(*make_batch()), workers=2),
+        InputTypeError,
+        "write make_dataloader(dataset, num_workers=2)",
+    ),
+    (
+        lambda: mk.train.make_dataloader(iter(make_batch())),
+        InputTypeError,
+        "write make_dataloader(list(samples)), or pass a torch Dataset",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "ending"), CALLS)
+def test_other_calls_get_the_corrected_one(call, error, ending):
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value).endswith(ending)
+
+
+def evaluating(*args):
+    trainer = make_trainer()
+    args = [trainer.model if each == "model" else each for each in args]
+    with trainer.evaluation() as evaluate:
+        return evaluate(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "ending"),
+    [
+        ((torch.ones(8, 4), "model"), "write evaluate(batch, lambda model, rows: model(rows))"),
+        ((mean_square, torch.ones(8, 4)), "write evaluate(batch, fn)"),
+        ((torch.ones(8, 4), torch.ones(8, 4)), "write evaluate(batch, lambda model, rows: model(rows))"),
+        ((torch.ones(8, 4),), "evaluate"),
+    ],
+)
+def test_evaluations_get_the_corrected_call(args, ending):
+    with pytest.raises(InputTypeError) as caught:
+        evaluating(*args)
+    assert ending in str(caught.value).partition("Way out: ")[2] or "Evaluation.__call__" in str(caught.value)
+
+
+@pytest.mark.parametrize("use", [lambda attempt: attempt[0], lambda attempt: list(attempt)])
+def test_an_attempt_is_no_micro_batch(use):
+    trainer = make_trainer(accumulation_steps=2)
+    with pytest.raises(StateError, match="write `with attempt as micro:` around forward"):
+        for attempt in trainer.microbatches(make_batch()):
+            use(attempt)
+
+
+def test_a_batch_of_an_unknown_object_is_taken_whole():
+    result = make_trainer().train_step(Graph(torch.ones(5, 4)), lambda model, graph: model(graph.x).square().mean())
+    assert result.stepped
+    assert result.num_microbatches == 1
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(6, 6).triu(1).bool(),
+        torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf")),
+        torch.eye(6).bool(),
+    ],
+)
+def test_a_square_mask_is_not_cut(mask):
+    x = torch.randn(6, 4)
+    with pytest.raises(InputError, match="another mask"):
+        make_trainer(accumulation_steps=2).train_step((x, mask), lambda model, b: model(b[0]).square().mean())
+    assert make_trainer().train_step((x, mask), lambda model, b: model(b[0]).square().mean()).stepped
+
+
+PADDING = torch.arange(6) < torch.tensor([2, 5, 1, 6, 3, 4])[:, None]
+
+
+@pytest.mark.parametrize("square", [torch.randn(6, 6), torch.eye(6), torch.eye(6).long(), PADDING])
+def test_other_square_tensors_are_rows(square):
+    """Features, one-hot labels, padding: as many columns as rows by chance."""
+    result = make_trainer(accumulation_steps=2).train_step(
+        (torch.randn(6, 4), square), lambda model, b: model(b[0]).square().mean() + 0 * b[1].float().sum()
+    )
+    assert result.sizes == (3, 3)

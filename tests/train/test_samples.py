@@ -1,0 +1,298 @@
+"""Batches whose samples are not stacked: lists of samples, lists in them, dataclasses; cut between samples."""
+
+import dataclasses
+from collections import UserDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import memkit as mk
+from memkit.train.samples import SampleList, mark_samples, unmark_samples
+from memkit.train.split import count_rows, join_rows, split_batch, take_rows
+from memkit.train.split_check import check_split
+from tests.toys import out_of_memory
+
+
+def images(number, channels=3, *, is_even=False):
+    generator = torch.Generator().manual_seed(number)
+    sizes = [(6, 5) if is_even else (4 + place, 5) for place in range(number)]
+    return [torch.randn(channels, *size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def targets(number):
+    return [{"boxes": torch.rand(2 + place, 4), "labels": torch.ones(2 + place)} for place in range(number)]
+
+
+class Detector(nn.Module):
+    """Images of any size in, one number for each out."""
+
+    def __init__(self, channels=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Conv2d(channels, 2, 3, padding=1, dtype=torch.float64)
+
+    def forward(self, images):
+        return torch.stack([self.layer(each).tanh().mean().square() for each in images])
+
+
+def of_samples(model, batch):
+    return model(batch).mean()
+
+
+def of_columns(model, batch):
+    pictures, boxes = batch
+    assert len(pictures) == len(boxes)
+    weights = torch.tensor([float(len(each["boxes"])) for each in boxes], dtype=torch.float64)
+    return (model(pictures) * weights).mean()
+
+
+def of_mapping(model, batch):
+    return (model(batch["image"]) * batch["label"]).mean()
+
+
+def of_dicts(model, batch):
+    return model([each["image"] for each in batch]).mean()
+
+
+def of_tuples(model, batch):
+    pictures, labels = zip(*batch, strict=True)
+    return (model(pictures) * torch.tensor(labels)).mean()
+
+
+BATCHES = {
+    "a list of images": (images(6), of_samples),
+    "a list of images of one size": (images(6, is_even=True), of_samples),
+    "as many channels as images": (images(4, 4, is_even=True), of_samples),
+    "images and targets": ((images(6), targets(6)), of_columns),
+    "as many targets as channels": ((images(3, is_even=True), targets(3)), of_columns),
+    "tuples, as tuple(zip(*batch)) makes": ((tuple(images(6)), tuple(targets(6))), of_columns),
+    "a dict of a list and labels": ({"image": images(6), "label": torch.arange(6.0)}, of_mapping),
+    "a UserDict": (UserDict(image=images(6), label=torch.arange(6.0), name="a"), of_mapping),
+    "a list of dicts": ([{"image": each, "name": "a"} for each in images(6)], of_dicts),
+    "a list of tuples": ([(each, 2.0) for each in images(6, is_even=True)], of_tuples),
+    "a list of objects": (
+        [SimpleNamespace(x=each) for each in images(6)],
+        lambda m, b: of_samples(m, [n.x for n in b]),
+    ),
+}
+
+
+def gradient(batch, loss_fn, channels, **settings):
+    model = Detector(channels)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=1.0), **settings)
+    before = model.layer.weight.detach().clone()
+    result = trainer.train_step(batch, loss_fn)
+    return before - model.layer.weight.detach(), result
+
+
+@pytest.mark.filterwarnings("ignore:.*list of entries of one kind")
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("name", BATCHES)
+def test_samples_are_never_cut_inside(name, probe):
+    """The gradient is the whole's, and each sample reaches the loss as it is, once."""
+    batch, loss_fn = BATCHES[name]
+    channels = 4 if "as many channels" in name else 3
+    number = count_rows(batch)
+    expected, _ = gradient(batch, loss_fn, channels)
+    for steps in (2, number):
+        seen = []
+
+        def recorded(model, part, seen=seen):
+            seen.append(part)
+            return loss_fn(model, part)
+
+        found, result = gradient(batch, recorded, channels, accumulation_steps=steps, probe=probe)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+        assert sum(result.sizes) == number
+        assert result.num_microbatches == steps
+        assert all(type(part) is type(batch) for part in seen)
+
+
+def test_a_cut_inside_would_be_seen():
+    """The negative control: columns of six images of one size, which a tuple says that they are."""
+    batch = images(6, 6, is_even=True)
+    expected, _ = gradient(batch, of_samples, 6)
+
+    def inside(model, part):
+        return model([torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 6 - len(each))) for each in part]).mean()
+
+    found, result = gradient(tuple(batch), inside, 6, accumulation_steps=2, probe=False)
+    assert result.sizes == (3, 3)
+    assert not torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("number", [4, 6, 8])
+def test_parts_are_cut_again_between_samples(number):
+    """Also a part of three images in three channels, after an out-of-memory."""
+    batch = images(number, 4 if number == 8 else 3, is_even=True)
+    channels = len(batch[0])
+    expected, _ = gradient(batch, of_samples, channels)
+
+    def of_one(model, part):
+        if len(part) > 1:
+            out_of_memory()
+        return of_samples(model, part)
+
+    with pytest.warns(mk.MemkitWarning):
+        found, result = gradient(batch, of_one, channels, probe=False)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    assert result.sizes == (1,) * number
+
+
+def test_lists_that_could_be_columns_are_told_once(recwarn):
+    model = Detector()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, probe=False
+    )
+    batch = [torch.randn(5, 3, 4, 4, dtype=torch.float64) for _ in range(6)]
+    for _ in range(2):
+        assert trainer.train_step(batch, lambda m, b: sum(m(each).mean() for each in b) / len(b)).sizes == (3, 3)
+    told = [str(each.message) for each in recwarn if "list of entries of one kind" in str(each.message)]
+    assert len(told) == 1
+    assert "pass tuple(batch)" in told[0]
+    trainer.train_step(tuple(batch), lambda m, b: m(torch.cat(b)).mean())
+    assert trainer.train_step(images(6), of_samples).sizes == (3, 3)
+    assert len([each for each in recwarn if "of one kind" in str(each.message)]) == 1
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A batch of two columns."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = "a"
+
+
+@dataclasses.dataclass(slots=True)
+class Nested:
+    """A batch in a batch."""
+
+    inner: Frozen
+    scale: float
+
+
+X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
+COLUMNS = {
+    "as a DataLoader collates": (next(iter(DataLoader(TensorDataset(X, Y), 6))), 6),
+    "one column of a DataLoader": (next(iter(DataLoader(TensorDataset(X), 6))), 6),
+    "two columns of one kind": ([X, X + 1], 6),
+    "two columns of one kind, and two rows": ([X[:2], X[:2] + 1], 2),
+    "three columns of one kind, and three rows": ([X[:3], X[:3], X[:3]], 3),
+    "tokens, masks, types, labels": ([Y.view(3, 2)] * 4, 3),
+    "views of each row": ({"views": [X, X + 1], "label": Y}, 6),
+    "two views of two rows": ({"views": [X[:2], X[:2] + 1], "label": Y[:2]}, 2),
+    "pairs of two rows in tuples": (((X[:2], X[:2]), Y[:2]), 2),
+    "a frozen dataclass": (Frozen(X, Y), 6),
+    "a dataclass in another, with slots": (Nested(Frozen(X, Y), 0.5), 6),
+    "a named tuple": (Pair(X, [X, X]), 6),
+    "texts": ([X, ("a", "b", "c", "d", "e", "f")], 6),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_stay_columns(name):
+    batch, number = COLUMNS[name]
+    assert mark_samples(batch) is batch
+    assert count_rows(batch) == number
+    parts = split_batch(batch, 2)
+    assert [count_rows(part) for part, _ in parts] == [size for _, size in parts]
+    assert all(type(part) is type(batch) for part, _ in parts)
+    assert str(join_rows([part for part, _ in parts])) == str(batch)
+
+
+@pytest.mark.parametrize("batch", [[torch.ones(4, 2), torch.zeros(2, 9)], [torch.ones(3), torch.ones(4)], (X, Y[:3])])
+def test_columns_that_disagree_are_refused(batch):
+    """Nodes and edges in a list, as a DataLoader makes it of a tuple, are no two samples."""
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[\d, \d\] rows"):
+        count_rows((batch, 0))
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[\d, \d\] rows"):
+        count_rows(batch)
+    sequences = [torch.ones(3, 2), torch.ones(5, 2)]
+    assert count_rows(sequences) == 2
+
+
+def test_marks_are_made_once_and_undone():
+    batch = {"image": images(6), "target": targets(6), "path": tuple("abcdef"), "label": Y}
+    marked = mark_samples(batch)
+    assert isinstance(marked["image"], SampleList)
+    assert mark_samples(marked) is marked
+    assert unmark_samples(marked)["image"] is batch["image"]
+    part = unmark_samples(take_rows(marked, 1, 3))
+    assert [each.shape for each in part["image"]] == [each.shape for each in batch["image"][1:3]]
+    assert part["target"] == batch["target"][1:3]
+    assert part["path"] == ("b", "c")
+    whole = unmark_samples(join_rows([take_rows(marked, 0, 2), take_rows(marked, 2, 6)]))
+    assert whole["target"] == batch["target"]
+    assert all(map(torch.equal, whole["image"], batch["image"]))
+
+
+def test_a_list_that_may_be_either_is_refused_where_it_is_cut():
+    batch = {"image": images(3, is_even=True), "label": torch.arange(3.0)}
+    model = Detector()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=3
+    )
+    with pytest.raises(mk.errors.InputError, match="a list of 3 tensors of 3 rows in a batch of 3 rows"):
+        trainer.train_step(batch, of_mapping)
+    batch["image"] = [(each,) for each in batch["image"]]
+    result = trainer.train_step(batch, lambda model, b: (model([each for (each,) in b["image"]]) * b["label"]).mean())
+    assert result.sizes == (1, 1, 1)
+
+
+def test_the_check_sees_a_loss_that_compares_samples():
+    model = Detector()
+
+    def compares(model, batch):
+        return model(batch).softmax(0)[0]
+
+    assert check_split(model, images(8), of_samples).exact is True
+    assert check_split(model, images(8), compares).exact is False
+
+
+def test_a_model_in_half_precision_is_checked_in_float32():
+    """The samples of a list are cast as well."""
+    model = Detector().bfloat16()
+    assert check_split(model, [each.bfloat16() for each in images(8)], of_samples).exact is True
+
+
+def test_evaluations_and_cached_embeddings_take_lists_of_samples():
+    batch, model = images(6), Detector()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sizes = []
+
+    def scores(model, rows):
+        sizes.append(len(rows))
+        if len(rows) > 2:
+            out_of_memory()
+        return model(rows)
+
+    with trainer.evaluation() as evaluate:
+        found = evaluate(batch, scores)
+    torch.testing.assert_close(found, model(batch).detach())
+    assert max(size for size in sizes if size <= 2) <= 2
+
+    def contrast(embeddings):
+        return (embeddings.softmax(0) * torch.arange(6.0)).sum()
+
+    contrast(model(batch)).backward()
+    expected, model.layer.weight.grad = model.layer.weight.grad, None
+    mk.train.cached_backward(model, batch, contrast, chunk_size=2)
+    torch.testing.assert_close(model.layer.weight.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_dataclasses_in_estimates():
+    model = nn.Linear(2, 1)
+    batch = Frozen(torch.randn(64, 2), torch.randn(64, 1))
+    found = mk.estimate_memory_usage(model, batch, lambda m, b: (m(b.x) - b.y).square().mean(), target="RTX 4090")
+    same = mk.estimate_memory_usage(
+        model, (batch.x, batch.y), lambda m, b: (m(b[0]) - b[1]).square().mean(), target="RTX 4090"
+    )
+    assert found.peak_bytes == same.peak_bytes
+    assert type(batch.x) is torch.Tensor
