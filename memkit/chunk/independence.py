@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError
 from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit._torch import pytree
+from memkit._torch.graph import has_saving_hooks, is_transforming
 from memkit._torch.modules import is_compiled
 
 NUM_PROBED = 8
@@ -183,6 +184,8 @@ def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
 
 def unpacked() -> contextlib.AbstractContextManager[None]:
     """Return a block that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
+    if not has_saving_hooks():
+        return contextlib.nullcontext()  # hooks, even those that do nothing, would forbid torch.func inside
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -200,6 +203,8 @@ def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: 
     names = dict(pair for module in modules for pair in _open_children(module, ""))
 
     def watch(child: nn.Module, inputs: Any, output: Any) -> Any:
+        if is_transforming():  # inside torch.func the values are not there to be looked at; the result will show it
+            return output
         given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if given and not any(map(_may_be_nan, given)):
             output = pytree.tree_map(with_nan, output)

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from memkit.chunk.assembly import Assembly, Pieces, Upstream
+from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.params import function_name
 from memkit.chunk.sizing import ChunkSize, as_size
@@ -77,18 +77,18 @@ def chunked_map(
 
 
 class Rows(Assembly):
-    """Writes rows into outputs allocated at the first chunk: a list of pieces would double the memory."""
+    """Writes rows into outputs allocated at the first chunk: a list of them would double the memory."""
 
     def __init__(self, device: str | torch.device | None) -> None:
         self._device = device
 
-    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+    def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         """See `Assembly`."""
         outputs: list[Tensor] = []
-        for start, tensors in pieces:
+        for start, tensors in chunks:
             if not outputs:
                 outputs = [
-                    tensor.new_empty((pieces.num_rows, *tensor.shape[1:]), device=self._device or tensor.device)
+                    tensor.new_empty((chunks.num_rows, *tensor.shape[1:]), device=self._device or tensor.device)
                     for tensor in tensors
                 ]
             for output, tensor in zip(outputs, tensors, strict=True):
