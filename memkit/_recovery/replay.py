@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, cloned
+from memkit._torch.script import early_stop_through_scripts
 
 
 class Replay:
@@ -52,7 +53,7 @@ class Replay:
         if attributes is not None:
             attributes.restore()
         try:
-            with self._before.random.again():
+            with self._before.random.again(), early_stop_through_scripts():
                 yield
         finally:
             if attributes_now is not None:
