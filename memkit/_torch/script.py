@@ -1,9 +1,20 @@
-"""TorchScript, through which an exception passes as a RuntimeError that holds only its text."""
+"""TorchScript inside a forward that runs again in backward.
+
+It runs another plan when it is called for the second time, which saves other tensors than the first; and an exception
+passes through it as a RuntimeError that holds only its text.
+"""
 
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch.utils.checkpoint import _StopRecomputationError
+
+
+def as_written() -> contextlib.AbstractContextManager[None]:
+    """Return a block in which scripted code runs its operators as they are written, so that reruns save the same."""
+    block: contextlib.AbstractContextManager[None] = torch.jit.optimized_execution(False)  # noqa: FBT003 - torch's form
+    return block
 
 
 @contextlib.contextmanager
