@@ -7,14 +7,13 @@ passes through it as a RuntimeError that holds only its text.
 import contextlib
 from collections.abc import Iterator
 
-import torch
+from torch.jit._fuser import optimized_execution
 from torch.utils.checkpoint import _StopRecomputationError
 
 
 def as_written() -> contextlib.AbstractContextManager[None]:
     """Return a block in which scripted code runs its operators as they are written, so that reruns save the same."""
-    block: contextlib.AbstractContextManager[None] = torch.jit.optimized_execution(False)  # noqa: FBT003 - torch's form
-    return block
+    return optimized_execution(False)  # type: ignore[no-any-return] # noqa: FBT003 - torch's form
 
 
 @contextlib.contextmanager

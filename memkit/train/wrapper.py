@@ -23,7 +23,8 @@ from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
 from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import count_graphs
-from memkit.train.checkpointing import Checkpointing, Choice
+from memkit.train.blocks import Choice
+from memkit.train.checkpointing import Checkpointing
 from memkit.train.checks import (
     WRAPPER,
     check_loss,
@@ -211,7 +212,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._precision = Precision(model, precision, self._device, scaler)
             cleanup.callback(self._precision.close)
             # Block names are those of the user's own model.
-            self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
+            self._checkpointing = Checkpointing.of_setting(model, checkpoint) if checkpoint is not None else None
             if self._checkpointing:
                 cleanup.callback(self._checkpointing.close)
             sum_dtype = torch.float32 if self._precision.name == "bf16-true" else None

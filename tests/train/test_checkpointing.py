@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit as mk
-from memkit.train.checkpointing import Checkpointing, choose_blocks
+from memkit.train.blocks import choose_blocks
+from memkit.train.checkpointing import Checkpointing
 from tests.helpers import assert_refused, assert_same, gradients
 from tests.toys import mean_square, trainer_of
 
