@@ -13,7 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 def as_written() -> contextlib.AbstractContextManager[None]:
     """Return a block in which scripted code runs its operators as they are written, so that reruns save the same."""
-    return optimized_execution(False)  # type: ignore[no-any-return] # noqa: FBT003 - torch's form
+    return optimized_execution(False)  # noqa: FBT003 - torch's form
 
 
 @contextlib.contextmanager

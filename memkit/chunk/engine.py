@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._gradients.captured import CapturedTensors
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._torch import pytree
@@ -25,25 +25,14 @@ from memkit._torch.autocast import graphs
 from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
+from memkit.chunk.gather import Gathered
 from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
 from memkit.chunk.params import used_parameters
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 from memkit.chunk.trial import TrialCall
+from memkit.chunk.volumes import is_batched, spatial_call
 
 _TENSOR = object()  # stands for a tensor when only the structure is kept
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """An argument whose rows are gathered from a tensor, chunk by chunk: ``tensor[pick]``.
-
-    Attributes:
-        tensor: (n, ...).
-        pick: int64 or int32, one for each row of the call.
-    """
-
-    tensor: Tensor
-    pick: Tensor
 
 
 class CallTensors(NamedTuple):
@@ -133,6 +122,11 @@ class ChunkedCall:
     def _prepare(self, inputs: Sequence[Tensor], params: Iterable[Tensor] | None) -> CallTensors:
         """Check the function, and choose the size if it is not given."""
         self._check(inputs)
+        if self._num_rows == 1 and (where := spatial_call(self.fn, inputs)) and isinstance(self.size, Sizer):
+            warn_user(
+                f"{self.name}: a batch of 1 {tuple(inputs[0].shape)} is 1 row, so nothing is cut: chunks are rows of "
+                f"dimension 0. Way out: {where} cuts space, with the same result."
+            )
         is_enabled = torch.is_grad_enabled()
         own = used_parameters(self.name, self.fn, params) if is_enabled else []
         tensors = CallTensors(inputs, own, [is_enabled and tensor.requires_grad for tensor in (*inputs, *own)])
@@ -173,6 +167,13 @@ class ChunkedCall:
     def _count_rows(self, tensors: Sequence[Tensor]) -> int:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         num_rows = self.num_rows
+        if not shapes and any(hasattr(each, "__array__") for each in self._arguments):
+            raise InputTypeError(
+                self.name,
+                got="NumPy arrays",
+                expected="tensors, which are cut into rows",
+                fix=f"convert them: {self.name.partition('(')[0]}(...)(torch.from_numpy(x)).",
+            )
         if num_rows is None:
             num_rows = shapes[0][0] if shapes and shapes[0] else -1
         if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
@@ -267,7 +268,14 @@ class ChunkedCall:
             rows.requires_grad_(tensor.requires_grad)
             for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
-        check_independence(lambda *rows: self._call(rows, length), first, call=self.name, behind=self.fn)
+        where = None if not first or is_batched(self.fn, first[0]) else spatial_call(self.fn, first)
+        check_independence(
+            lambda *rows: self._call(rows, length),
+            first,
+            call=self.name,
+            behind=self.fn,
+            unbatched=where and f"add the batch dimension, x[None]; to cut space: {where}",
+        )
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
         filled = list(self._arguments)

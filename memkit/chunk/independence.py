@@ -26,7 +26,12 @@ _PASSED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[bool]]] = weak
 
 
 def check_independence(
-    fn: Callable[..., Any], rows: Sequence[Any], *, call: str, behind: Callable[..., Any] | None = None
+    fn: Callable[..., Any],
+    rows: Sequence[Any],
+    *,
+    call: str,
+    behind: Callable[..., Any] | None = None,
+    unbatched: str | None = None,
 ) -> None:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
@@ -41,6 +46,7 @@ def check_independence(
             not checked.
         call: The user's call, for the message.
         behind: The user's function that ``fn`` calls, if different; its modules are named in the message.
+        unbatched: The way out where rows are mixed because they are the channels of one volume; None otherwise.
 
     Raises:
         InputError: A row's result depends on another row (the first module in which this happens is named), or a call
@@ -82,7 +88,8 @@ def check_independence(
             call,
             got=f"a function whose result for one row depends on other rows, first in {culprits[0]}",
             expected="a function that computes each row from that row alone",
-            fix="put a BatchNorm into eval mode or use LayerNorm or GroupNorm; move operations that mix rows (a "
+            fix=unbatched
+            or "put a BatchNorm into eval mode or use LayerNorm or GroupNorm; move operations that mix rows (a "
             "softmax, a mean, a sort over them) out of the function; or pass check=False if only NaN spreads "
             "between rows.",
         )

@@ -5,7 +5,7 @@ A segment may span many chunks, in any order: sums and extrema are carried from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -15,7 +15,8 @@ from memkit._gradients.streamed import accumulator_dtype
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.segments_index import Segments
 
-Reduce = Literal["sum", "mean", "max", "min", "softmax"]
+Reduce = Literal["sum", "mean", "max", "min", "softmax", "add", "amax", "amin"]
+SYNONYMS: Mapping[Reduce, Reduce] = {"add": "sum", "amax": "max", "amin": "min"}  # words of PyG and torch
 
 
 def reduction(reduce: Reduce, segments: Segments) -> Assembly:

@@ -13,6 +13,7 @@ from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.independence import modules_of, undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.sizing import Measurement
+from memkit.chunk.volumes import spatial_call
 
 if TYPE_CHECKING:
     from memkit.chunk.engine import CallTensors, ChunkedCall
@@ -31,6 +32,8 @@ class TrialCall:
     def __init__(self, call: ChunkedCall, tensors: CallTensors) -> None:
         self._call, self._tensors = call, tensors
         self.name, self.num_rows = call.name, call.count
+        where = spatial_call(call.fn, tensors.inputs)
+        self.elsewhere = f", or cut space, with the same result: {where}" if where else ""
         self.is_on_cpu = all(tensor.is_cpu for tensor in (*tensors.inputs, *tensors.params))
 
     def kind(self) -> Hashable:

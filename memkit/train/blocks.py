@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -57,11 +58,8 @@ class BlockChoice:
         self._found: dict[Any, _Modules] = {}  # by key of the choice
         self.blocks = _outermost(dict(_open_containers(self._chosen(choice))))
         if not self.blocks and not isinstance(choice, Mapping):  # an empty mapping treats no block
-            fix = (
-                self._written([next(iter(self._modules))])
-                if self._modules
-                else "omit checkpoint: the model has no modules inside."
-            )
+            names = list(_repeated_blocks(model))[:3] or list(self._modules)[:1]
+            fix = self._written(names) if names else "omit checkpoint: the model has no modules inside."
             raise self._refusal(
                 f"a choice that selects no block of {type(model).__name__}",
                 "at least one block that contains several layers",
@@ -79,6 +77,7 @@ class BlockChoice:
         if isinstance(choice, Mapping):
             self._check_treatments(choice)
         elif not _is_block(choice) and callable(choice):
+            self._check_function(choice)
             return {name: module for name, module in self._modules.items() if choice(name, module)}
         keys = [choice] if _is_block(choice) else choice
         if not isinstance(keys, Sequence | Mapping) or not all(map(_is_block, keys)):
@@ -138,6 +137,20 @@ class BlockChoice:
                     f"one of {TREATMENTS}; a block that is not named keeps its activations",
                     self._written({key: meant}),
                 )
+
+    def _check_function(self, choice: Callable[..., object]) -> None:
+        try:
+            signature = inspect.signature(choice)
+        except (TypeError, ValueError):  # of a built-in function, which does not tell
+            return
+        try:
+            signature.bind("", self._model)
+        except TypeError:
+            raise self._refusal(
+                f"a function of the arguments {signature}",
+                "a function of a module's name and the module: (name, module) -> bool",
+                "write lambda name, module: ...",
+            ) from None
 
     def _treatments(self, choice: Mapping[Any, Treatment]) -> dict[str, Treatment]:
         """Return each block's treatment, from its own name or from the keys that match it or its container."""
