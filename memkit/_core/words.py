@@ -207,8 +207,8 @@ def _translate(
     key: str, value: Any, free: list[str], words: Mapping[str, str], written: dict[str, str], notes: list[str]
 ) -> None:
     """Put this library's words for a foreign keyword into the corrected call, or what to do instead into the notes."""
-    unknown = words.get("", "there is no {key}").format(key=key)
-    word = words[key].format(key=key) if key in words else None
+    unknown = words.get("", "there is no {key}").replace("{key}", key)
+    word = words[key].replace("{key}", key) if key in words else None
     if word is None:
         near = difflib.get_close_matches(key, [each for each in free if each not in written], n=1)
         word = near[0] if near else unknown

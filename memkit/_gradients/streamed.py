@@ -101,7 +101,8 @@ def sum_of_chunks(
             if value.requires_grad:
                 leaves = [*(chunk[index] for index in cut), *params]
                 unknown = captured.refuse([value], leaves)
-                found = torch.autograd.grad(value, [leaves[index] for index in targets], allow_unused=True)
+                wanted = [leaves[index] for index in targets]
+                found = torch.autograd.grad(value, wanted, allow_unused=True) if wanted else ()
                 for index, gradient in zip(targets, found, strict=True):
                     gradients.add(index, gradient, part if index < len(cut) else ..., is_once=index < len(cut))
                 value = value.detach()  # its graph is gone

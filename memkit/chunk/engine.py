@@ -172,7 +172,7 @@ class ChunkedCall:
                 self.name,
                 got="NumPy arrays",
                 expected="tensors, which are cut into rows",
-                fix=f"convert them: {self.name.partition('(')[0]}(...)(torch.from_numpy(x)).",
+                fix="pass torch.from_numpy(x).",
             )
         if num_rows is None:
             num_rows = shapes[0][0] if shapes and shapes[0] else -1
@@ -181,7 +181,9 @@ class ChunkedCall:
                 self.name,
                 got=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensor",
                 expected=f"{'the same number of' if self.num_rows is None else num_rows} rows in dimension 0 of each",
-                fix="bind arguments that are the same for all rows with functools.partial.",
+                fix="bind arguments that are the same for all rows with functools.partial."
+                if shapes
+                else "pass tensors with the rows in dimension 0: torch.as_tensor(x) makes one.",
             )
         return num_rows
 

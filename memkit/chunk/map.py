@@ -35,7 +35,10 @@ WORDS = {  # for calls in chunks
     "preserve_rng_state": "there is no preserve_rng_state: random numbers are always repeated",
     "strategy": "there is no strategy: chunks are always recomputed",
 }
-BOUND = "rows go by position; bind what is the same for all rows: functools.partial(fn, {key}={key})"
+BOUND = (
+    "rows go by position, rows that an index picks as gather={{'{key}': (x, src)}}, and what is the same for all rows "
+    "is bound: functools.partial(fn, {key}={key})"
+)
 
 
 @guided(words=WORDS | {"": BOUND, "device": "output_device"})
@@ -98,21 +101,21 @@ def chunked_map(
     call = ChunkedCall(
         name,
         fn,
-        Rows(name, output_device),
+        Rows(read_device(name, output_device)),
         as_size(name, chunk_size, memory_budget),
         check=check,
     )
     return call.run(rows, gathered(name, gather), params=params)
 
 
-def read_device(call: str, device: str | torch.device) -> torch.device:
-    """Return the device on which a result is assembled.
+def read_device(call: str, device: str | torch.device | None) -> torch.device | None:
+    """Return the device on which a result is assembled; None for that of the function's output.
 
     Raises:
         ConfigError: It is not a device.
     """
     try:
-        return torch.device(device)
+        return None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise ConfigError(
             call,
@@ -125,8 +128,8 @@ def read_device(call: str, device: str | torch.device) -> torch.device:
 class Rows(Assembly):
     """Writes rows into outputs allocated at the first chunk: a list of them would double the memory."""
 
-    def __init__(self, call: str, device: str | torch.device | None) -> None:
-        self._device = None if device is None else read_device(call, device)
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
 
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         """See `Assembly`."""

@@ -12,19 +12,19 @@ from memkit._core.words import guided
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.gather import Gather, gathered
 from memkit.chunk.loss import loss_call
-from memkit.chunk.map import BOUND, WORDS, Rows
+from memkit.chunk.map import BOUND, WORDS, Rows, read_device
 from memkit.chunk.params import check_function, function_name, listed
 from memkit.chunk.segments import segment_call
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce
 from memkit.chunk.sizing import ChunkPlan, ChunkSize, Sizer, as_size
 
-_REDUCING = "reducing rows over segments is a method: write ChunkedProcessor(fn).segment_reduce(x, {key}=...)"
+_REDUCING = "write ChunkedProcessor(fn).segment_reduce(x, index=index, num_segments=num_segments)"
 _CALL_WORDS = {
     **dict.fromkeys(("index", "ptr", "num_segments", "reduce", "weight", "aggr", "dim_size"), _REDUCING),
-    "edge_index": _REDUCING.replace("{key}=...", "index=edge_index[1]"),
-    "chunk_size": "the size belongs to the processor: ChunkedProcessor(fn, chunk_size=...)",
-    "memory_budget": "the budget belongs to the processor: ChunkedProcessor(fn, memory_budget='512MiB')",
+    "edge_index": _REDUCING.replace("index=index", "index=edge_index[1]"),
+    "chunk_size": "write ChunkedProcessor(fn, chunk_size=chunk_size)(x)",
+    "memory_budget": "write ChunkedProcessor(fn, memory_budget=memory_budget)(x)",
     "output_device": "write ChunkedProcessor(fn).map(x, output_device='cpu')",
     "": BOUND,
 }
@@ -112,7 +112,7 @@ class ChunkedProcessor:
         return ChunkedCall(
             self._name,
             self._fn,
-            Rows(self._name, output_device),
+            Rows(read_device(self._name, output_device)),
             self._size,
             check=self._check,
         )

@@ -119,7 +119,8 @@ def segment_call(
     check: bool,
 ) -> Tensor:
     """Run `chunked_segment_reduce`; ``name`` is the user's call, for messages."""
-    fix = "use 'sum', and divide or normalize the result."
+    is_mean = str(reduce).lower() in ("avg", "average")
+    fix = "pass reduce='mean'." if is_mean else "use 'sum', and divide or normalize the result."
     Checker(name).choice("reduce", reduce, get_args(Reduce), fix=fix)
     reduce = SYNONYMS.get(reduce, reduce)
     call = ChunkedCall(

@@ -131,7 +131,7 @@ class Problem(Protocol):
         name: The user's call, for messages.
         num_rows: Number of rows.
         is_on_cpu: Whether its tensors are in host memory.
-        elsewhere: What else can be done where not even one row fits; empty if there is nothing.
+        elsewhere: Text before the way out where not even one row fits: what else can be done; may be empty.
     """
 
     name: str
@@ -166,13 +166,13 @@ class Sizer:
     """
 
     def __init__(self, budget: object, call: str = "ChunkedProcessor(fn)") -> None:
-        if isinstance(budget, float):
-            is_size = MIB <= budget < inf
+        if isinstance(budget, float) or (isinstance(budget, str) and budget.rstrip().endswith("%")):
+            is_size = isinstance(budget, float) and MIB <= budget < inf
             raise InputTypeError(
                 call,
                 got=f"memory_budget={budget!r}",
                 expected="bytes as an int, or text with a unit; no fraction, because a call does not know its share",
-                fix=f"pass memory_budget={int(budget) if is_size else repr('512MiB')}.",
+                fix=f"pass memory_budget={int(float(budget)) if is_size else repr('512MiB')}.",
             )
         self.budget_bytes = None if budget is None else parse_bytes(cast("str", budget), name=f"{call}: memory_budget")
         self._bare = None if isinstance(budget, str) else self.budget_bytes
@@ -372,8 +372,8 @@ class _Choice:
             f"chunks, where {taken}",
             expected=f"room for the forward and backward of a chunk, besides {format_bytes(fixed)} for gradients and "
             "running sums, which do not shrink with the chunk size",
-            fix=f"{self._note}pass a memory_budget of at least "
-            f"{_written(ceil((fixed + least.peak_bytes + 1) / _FILL))}{self._problem.elsewhere}.",
+            fix=f"{self._note}{self._problem.elsewhere}pass a memory_budget of at least "
+            f"{_written(ceil((fixed + least.peak_bytes + 1) / _FILL))}.",
         )
 
     def _try(self, size: int) -> _Chunk:

@@ -33,7 +33,7 @@ class TrialCall:
         self._call, self._tensors = call, tensors
         self.name, self.num_rows = call.name, call.count
         where = spatial_call(call.fn, tensors.inputs)
-        self.elsewhere = f", or cut space, with the same result: {where}" if where else ""
+        self.elsewhere = f"cut space, with the same result: {where}; or " if where else ""
         self.is_on_cpu = all(tensor.is_cpu for tensor in (*tensors.inputs, *tensors.params))
 
     def kind(self) -> Hashable:
