@@ -30,7 +30,7 @@ from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of
 from memkit.chunk.params import used_parameters
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 from memkit.chunk.trial import TrialCall
-from memkit.chunk.volumes import is_batched, spatial_call
+from memkit.chunk.volumes import spatial_call, without_batch
 
 _TENSOR = object()  # stands for a tensor when only the structure is kept
 
@@ -122,18 +122,21 @@ class ChunkedCall:
     def _prepare(self, inputs: Sequence[Tensor], params: Iterable[Tensor] | None) -> CallTensors:
         """Check the function, and choose the size if it is not given."""
         self._check(inputs)
-        if self._num_rows == 1 and (where := spatial_call(self.fn, inputs)) and isinstance(self.size, Sizer):
-            warn_user(
-                f"{self.name}: a batch of 1 {tuple(inputs[0].shape)} is 1 row, so nothing is cut: chunks are rows of "
-                f"dimension 0. Way out: {where} cuts space, with the same result."
-            )
         is_enabled = torch.is_grad_enabled()
         own = used_parameters(self.name, self.fn, params) if is_enabled else []
         tensors = CallTensors(inputs, own, [is_enabled and tensor.requires_grad for tensor in (*inputs, *own)])
         if isinstance(self.size, Sizer):
             self.plan = self.size.plan(TrialCall(self, tensors))
             self.size, self.num_kept = self.plan.chunk_size, self.plan.num_kept
+            self._warn_of_one_row(inputs)
         return tensors
+
+    def _warn_of_one_row(self, inputs: Sequence[Tensor]) -> None:
+        if self._num_rows == 1 and (where := spatial_call(self.fn, inputs)):
+            warn_user(
+                f"{self.name}: {tuple(inputs[0].shape)} is 1 row, so nothing is cut: chunks are rows of dimension 0. "
+                f"Way out: {where} cuts space, with the same result."
+            )
 
     def first_rows(self, num_rows: int, chunk_size: int, head: int) -> ChunkedCall:
         """Return this call on its first rows only, with a short chunk first; the last chunk's graph is kept."""
@@ -270,13 +273,12 @@ class ChunkedCall:
             rows.requires_grad_(tensor.requires_grad)
             for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
-        where = None if not first or is_batched(self.fn, first[0]) else spatial_call(self.fn, first)
         check_independence(
             lambda *rows: self._call(rows, length),
             first,
             call=self.name,
             behind=self.fn,
-            unbatched=where and f"add the batch dimension, x[None]; to cut space: {where}",
+            unbatched=without_batch(self.fn, first),
         )
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
@@ -292,7 +294,8 @@ class ChunkedCall:
                 self.name,
                 got=f"a function that returns {shapes or 'no tensor'} for a chunk of {length} rows",
                 expected="one row of output for each input row",
-                fix="reduce the result outside of the function, or use chunked_segment_reduce or chunked_loss.",
+                fix=without_batch(self.fn, rows)
+                or "reduce the result outside of the function, or use chunked_segment_reduce or chunked_loss.",
             )
         self._result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         return results

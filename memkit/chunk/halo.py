@@ -152,8 +152,8 @@ class _Probe:
         Once it is clear that the reach covers the whole volume, it is not searched further.
         """
         middle, size = sizes[dim] // 2, self._like.shape[dim]
-        result = self._stairs(dim, sizes, [middle])[-1]
-        if _least_reach(result, middle, sizes[dim]) >= size:
+        *inside, result = self._stairs(dim, sizes, [middle])
+        if _least_reach(inside, result, middle, sizes[dim]) >= size:
             if self._culprit(dim, sizes):
                 raise self._unsettled(dim, sizes)
             return Reach(size, size)
@@ -358,12 +358,16 @@ def _is_inside(stairs: _Stairs) -> bool:
     )
 
 
-def _least_reach(stairs: _Stairs, position: int, length: int) -> float:
-    """Return a lower bound of the reach on both sides together, from one cut position; the stride is not known yet."""
-    scale = length / max(stairs.size, 1)
-    before = (int(stairs.last[0]) + 1) * scale - position - 1
-    after = position - int(stairs.first[0]) * scale
-    return max(before, 0) + max(after, 0) - 2 * _PERIODS[-1]
+def _least_reach(inside: Sequence[_Stairs], result: _Stairs, position: int, length: int) -> float:
+    """Return a lower bound of the reach on both sides together, from one cut position.
+
+    A result's position stands for its whole period, which is not known yet: it is taken from the shortest tensor.
+    """
+    scale = length / max(result.size, 1)
+    before = (int(result.last[0]) + 1) * scale - position - 1
+    after = position - int(result.first[0]) * scale
+    period = min(-(-length // max(min(each.size for each in (*inside, result)), 1)), _PERIODS[-1])
+    return max(before, 0) + max(after, 0) - 2 * period
 
 
 def _period(stairs: Sequence[_Stairs], longest: int) -> int | None:

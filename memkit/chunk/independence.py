@@ -193,7 +193,8 @@ def unpacked() -> contextlib.AbstractContextManager[None]:
     """Return a block that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
     if not has_saving_hooks():
         return contextlib.nullcontext()  # hooks, even those that do nothing, would forbid torch.func inside
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Detached, as torch's checkpoint does: a tensor that a gradient with create_graph=True saves would hold itself.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 def _open_children(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:

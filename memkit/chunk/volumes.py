@@ -21,6 +21,12 @@ def spatial_call(fn: object, tensors: Sequence[Tensor]) -> str | None:
     return f"mk.tiled_apply(module, {'x' if is_batched(fn, tensors[0]) else 'x[None]'}, tile_size={tile_size})"
 
 
+def without_batch(fn: object, tensors: Sequence[Tensor]) -> str | None:
+    """Return the way out for a single volume (C, D, H, W), whose channels would be the rows; None for anything else."""
+    where = None if not tensors or is_batched(fn, tensors[0]) else spatial_call(fn, tensors)
+    return where and f"add the batch dimension, x[None]; to cut space: {where}"
+
+
 def is_batched(fn: object, tensor: Tensor) -> bool:
     """Return whether dimension 0 is the batch for a function with convolutions; True for one without."""
     num_spatial = _num_spatial(fn)

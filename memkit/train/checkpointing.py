@@ -65,7 +65,9 @@ class Checkpointing(Closing):
         InputTypeError: ``model`` is not a module.
         StateError: From the model's forward: a block to be recomputed in backward has changed its input in place.
 
-    TorchScript inside recomputed blocks runs its operators as they are written, without fusing them.
+    TorchScript inside of chosen blocks runs its operators as they are written, without fusing them. A scripted function
+    that other parts of the model use too is optimized there: choose these parts as well, or torch's checkpoint refuses
+    the first steps.
 
     Memory cost: whatever ``choice`` keeps of each block until backward, plus the peak of the largest block.
 
