@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,24 +29,10 @@ from memkit.chunk.gather import Gathered
 from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
 from memkit.chunk.params import used_parameters
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
-from memkit.chunk.trial import TrialCall
+from memkit.chunk.trial import CallTensors, TrialCall
 from memkit.chunk.volumes import spatial_call, without_batch
 
 _TENSOR = object()  # stands for a tensor when only the structure is kept
-
-
-class CallTensors(NamedTuple):
-    """The tensors of a call.
-
-    Attributes:
-        inputs: Tensors that are cut into rows.
-        params: Other tensors that the function uses.
-        needs: Whether each input and parameter needs a gradient.
-    """
-
-    inputs: Sequence[Tensor]
-    params: Sequence[Tensor]
-    needs: Sequence[bool]
 
 
 @dataclass(slots=True)

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from memkit._gradients.streamed import accumulator_dtype, without_hooks
-from memkit.chunk.circumstances import Circumstances
+from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
+from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.independence import modules_of, undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.sizing import Measurement
 from memkit.chunk.volumes import spatial_call
 
-if TYPE_CHECKING:
-    from memkit.chunk.engine import CallTensors, ChunkedCall
+
+class CallTensors(NamedTuple):
+    """The tensors of a call.
+
+    Attributes:
+        inputs: Tensors that are cut into rows.
+        params: Other tensors that the function uses.
+        needs: Whether each input and parameter needs a gradient.
+    """
+
+    inputs: Sequence[Tensor]
+    params: Sequence[Tensor]
+    needs: Sequence[bool]
+
+
+class TriedCall(Protocol):
+    """What a trial needs of a `memkit.chunk.engine.ChunkedCall`."""
+
+    @property
+    def name(self) -> str:
+        """The user's call, for messages."""
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The user's function."""
+
+    @property
+    def assembly(self) -> Assembly:
+        """How chunk results are combined."""
+
+    @property
+    def count(self) -> int:
+        """Rows of the call."""
+
+    @property
+    def layout(self) -> list[Any]:
+        """Whether each input's rows are gathered, followed by all arguments that are not cut."""
+
+    def first_rows(self, num_rows: int, chunk_size: int, head: int) -> TriedCall:
+        """Return the call on its first rows only."""
+
+    def results(self, tensors: CallTensors, replay: Circumstances | None) -> ChunkResults:
+        """Run the forward."""
+
+    def gradients(
+        self, tensors: CallTensors, upstream: Upstream, kept: list[ReplayedChunk], totals: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Run the backward."""
 
 
 class _Gradient(NamedTuple):
@@ -29,7 +76,7 @@ class _Gradient(NamedTuple):
 class TrialCall:
     """A `memkit.chunk.sizing.Problem`: a call whose chunk size is to be chosen."""
 
-    def __init__(self, call: ChunkedCall, tensors: CallTensors) -> None:
+    def __init__(self, call: TriedCall, tensors: CallTensors) -> None:
         self._call, self._tensors = call, tensors
         self.name, self.num_rows = call.name, call.count
         where = spatial_call(call.fn, tensors.inputs)
@@ -64,7 +111,7 @@ class TrialCall:
         with unpacked(), undone(modules_of(trial.fn)), without_hooks(self._tensors.params):
             return self._measure(trial, num_rows)
 
-    def _measure(self, trial: ChunkedCall, num_rows: int) -> Measurement:
+    def _measure(self, trial: TriedCall, num_rows: int) -> Measurement:
         tensors, assembly = self._tensors, trial.assembly
         for_backward = any(tensors.needs)
 

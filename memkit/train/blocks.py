@@ -15,9 +15,9 @@ from memkit._core.errors import ConfigError
 from memkit._core.settings import nearest_word
 from memkit.train.treatments import TREATMENTS, Treatment
 
-Block: TypeAlias = str | type[nn.Module] | nn.Module
+BlockKey: TypeAlias = str | type[nn.Module] | nn.Module
 Choice: TypeAlias = (
-    Literal["auto"] | bool | Block | Sequence[Block] | Mapping[Any, Treatment] | Callable[[str, nn.Module], bool]
+    Literal["auto"] | bool | BlockKey | Sequence[BlockKey] | Mapping[Any, Treatment] | Callable[[str, nn.Module], bool]
 )
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _Modules = dict[str, nn.Module]
@@ -90,7 +90,7 @@ class BlockChoice:
         self._found = {key: self._select(key) for key in keys}
         return {name: module for found in self._found.values() for name, module in found.items()}
 
-    def _select(self, key: Block) -> _Modules:
+    def _select(self, key: BlockKey) -> _Modules:
         """Return the modules that a name, a pattern, a class or a module stands for."""
         kind = type(self._model).__name__
         if isinstance(key, str):
