@@ -51,15 +51,15 @@ class BlockChoice:
     """
 
     def __init__(self, model: nn.Module, choice: Choice, form: str) -> None:
+        self._model, self._form, self._call = model, form, form.format(_shown(choice))
         if isinstance(choice, bool):
             choice = "auto" if choice else {}
-        self._model, self._form, self._call = model, form, form.format(_shown(choice))
         self._modules = {name: module for name, module in model.named_modules() if name}
         self._found: dict[Any, _Modules] = {}  # by key of the choice
         self.blocks = _outermost(dict(_open_containers(self._chosen(choice))))
         if not self.blocks and not isinstance(choice, Mapping):  # an empty mapping treats no block
-            names = list(_repeated_blocks(model))[:3] or list(self._modules)[:1]
-            fix = self._written(names) if names else "omit checkpoint: the model has no modules inside."
+            names = list(_repeated_blocks(model))[:3]
+            fix = self._written(names) if names else "omit checkpoint: no module inside holds several layers."
             raise self._refusal(
                 f"a choice that selects no block of {type(model).__name__}",
                 "at least one block that contains several layers",

@@ -171,6 +171,10 @@ class TestChoice:
         with pytest.raises(mk.errors.ConfigError, match="selects no block of Linear"):
             choose_blocks(nn.Linear(2, 2), "auto")
 
+    def test_true_is_named_as_it_was_written(self):
+        with pytest.raises(mk.errors.ConfigError, match=r"^checkpoint=True: .* Way out: omit checkpoint"):
+            trainer_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), checkpoint=True)
+
     def test_through_the_wrapper(self):
         model = Net()
         trainer = trainer_of(model, checkpoint=["blocks.*"])
