@@ -46,8 +46,9 @@ def guided(
             object itself, called; ``"float()"`` converted to a number; ``"iter()"`` unpacked.
         methods: For a class, the methods that are guided too, besides the constructor; class methods as well. A mapping
             gives their own words by method.
-        rewrite: By method (``"__init__"`` for a constructor) or by the function's name: given the positional arguments of a call with too many or
-            too few, the corrected call, or None for the usual one; it may also raise an error of its own.
+        rewrite: By method (``"__init__"`` for a constructor) or by the function's name: given the positional arguments
+            of a call with too many or too few, the corrected call, or None for the usual one; it may also raise an
+            error of its own.
 
     Returns:
         The decorator.

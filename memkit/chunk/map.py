@@ -36,7 +36,7 @@ WORDS = {  # for calls in chunks
     "strategy": "there is no strategy: chunks are always recomputed",
 }
 BOUND = (
-    "rows go by position, rows that an index picks as gather={{'{key}': (x, src)}}, and what is the same for all rows "
+    "rows go by position, rows that an index picks as gather={'{key}': (x, src)}, and what is the same for all rows "
     "is bound: functools.partial(fn, {key}={key})"
 )
 

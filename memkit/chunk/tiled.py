@@ -20,7 +20,6 @@ from memkit.chunk.tiles import ExactAxis, Reach
 
 @guided(
     words={
-        "*": "write tiled_apply(module, x, tile_size=32)",
         **dict.fromkeys(("roi_size", "patch_size", "window_size", "chunk_size", "block_size"), "tile_size"),
         **dict.fromkeys(("predictor", "network", "model", "fn"), "module"),
         **dict.fromkeys(("inputs", "volume", "input", "image"), "x"),
@@ -31,7 +30,8 @@ from memkit.chunk.tiles import ExactAxis, Reach
         "spatial_dims": "dims",
         "device": "output_device",
         "memory_budget": "there is no budget: halve tile_size until it fits",
-    }
+    },
+    rewrite={"tiled_apply": lambda _: "tiled_apply(module, x, tile_size=32)"},
 )
 def tiled_apply(
     module: nn.Module,

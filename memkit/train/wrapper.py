@@ -178,7 +178,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         *,
         precision: PrecisionName | None = None,
         accumulation_steps: int = 1,
-        checkpoint: Choice | bool | None = None,
+        checkpoint: Choice | None = None,
         offload: Collection[str] | None = (),
         max_grad_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -195,8 +195,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         check_settings(accumulation_steps, on_oom, memory, scheduler, average, split_fn, max_grad_norm)
         check_on_gradients(on_gradients)
         offload = read_offload(offload)
-        if isinstance(checkpoint, bool):
-            checkpoint = "auto" if checkpoint else None
+        checkpoint = None if checkpoint is False else checkpoint
         self.model, self.memory, self._device = model, memory, device_of(model)
         check_owner(model, self._optimizers)
         self._accumulation_steps = accumulation_steps

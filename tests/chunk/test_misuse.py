@@ -117,7 +117,7 @@ MISUSES = [
     (lambda: tiled(conv, volume, roi_size=8), InputTypeError, "write tiled_apply(module, x, tile_size=8)"),
     (lambda: tiled(volume, 8, 4, conv), InputTypeError, "write tiled_apply(module, x, tile_size=32)"),
     (lambda: tiled(volume, conv, 8), InputTypeError, "write tiled_apply(module, x, tile_size=32)"),
-    (lambda: tiled(conv, volume), InputTypeError, "write tiled_apply(module, x, tile_size)"),
+    (lambda: tiled(conv, volume), InputTypeError, "write tiled_apply(module, x, tile_size=32)"),
     (
         lambda: tiled(conv, volume, 8, overlap=0.5),
         InputTypeError,

@@ -110,7 +110,7 @@ def test_guided_objects_are_copied_pickled_and_inspected_as_before():
 
 
 @guided(
-    words={"n": "steps", "axis": "write run(*rows.T)", "*": "write gather(a, b)", "": "bind {key}"},
+    words={"n": "steps", "": "bind {key}"},
     methods={"__call__": {"": "rows go by position, not as {key}"}},
 )
 class Runner:
@@ -126,7 +126,7 @@ def run(fn, *rows, size=1):
     return fn, rows, size
 
 
-@guided(words={"*": "write pair(a, b)"})
+@guided(words={"c": "{'c': 1}"}, rewrite={"pair": lambda _: "pair(a, b)"})
 def pair(a, b): ...
 
 
@@ -138,6 +138,7 @@ def pair(a, b): ...
         (lambda: run(len, [1], axis=2, mask=1), "write run(rows.T)"),
         (lambda: run(), "write run(fn)"),
         (lambda: pair(1, 2, 3), "write pair(a, b)"),
+        (lambda: pair(1, 2, c=3), "{'c': 1}; write pair(1, 2)"),  # braces of a dictionary stay
         (lambda: Runner(len, mask=1), "bind mask; write Runner(fn)"),
         (lambda: Runner(len)([1], mask=1), "rows go by position, not as mask; write Runner(...)(*rows)"),
         (lambda: Runner(len)([1], [2], scal=2), "write Runner(...)(*rows, scale=2)"),
