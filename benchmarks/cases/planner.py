@@ -37,7 +37,7 @@ from benchmarks.timing import in_turns
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import micro_batch_counts
 from memkit.recipes.planned import plan_training
-from memkit.train.checkpointing import choose_blocks
+from memkit.train.blocks import choose_blocks
 from memkit.train.split import count_rows
 from tests.allocations import trace_allocations
 

@@ -32,19 +32,23 @@ def guided(
     *,
     words: Mapping[str, str] | None = None,
     absent: Mapping[str, str] | None = None,
-    methods: tuple[str, ...] = (),
+    methods: tuple[str, ...] | Mapping[str, Mapping[str, str]] = (),
     rewrite: Mapping[str, Rewrite] | None = None,
 ) -> Callable[[F], F]:
     """Let a public function or class answer wrong calls with the corrected call.
 
     Args:
         words: By a keyword of another library: this library's name for it (``"accumulation_steps"``, which keeps the
-            value), the argument to write (``"precision='bf16-mixed'"``), or a sentence that says what to do instead.
+            value), the argument to write (``"precision='bf16-mixed'"``), or a sentence that says what to do instead;
+            one that begins with "write " is the whole corrected call. The entry ``""`` is the sentence for all others.
+            ``{key}`` in a sentence stands for the keyword.
         absent: For a class, by an attribute or method that it does not have: the code to write instead. ``"()"`` is the
             object itself, called; ``"float()"`` converted to a number; ``"iter()"`` unpacked.
-        methods: For a class, the methods that are guided too, besides the constructor; class methods as well.
-        rewrite: By method (``"__init__"`` for a constructor): given the positional arguments of a call with too many or
-            too few, the corrected call, or None for the usual one; it may also raise an error of its own.
+        methods: For a class, the methods that are guided too, besides the constructor; class methods as well. A mapping
+            gives their own words by method.
+        rewrite: By method (``"__init__"`` for a constructor) or by the function's name: given the positional arguments
+            of a call with too many or too few, the corrected call, or None for the usual one; it may also raise an
+            error of its own.
 
     Returns:
         The decorator.
@@ -60,13 +64,15 @@ def guided(
 
     def decorate(thing: F) -> F:
         if not isinstance(thing, type):
-            return _guided_function(thing, thing.__name__, words or {}, is_method=False)
+            name = thing.__name__
+            return _guided_function(thing, name, words or {}, (rewrite or {}).get(name), is_method=False)
         name = thing.__name__
         for method in ("__init__", *methods):
-            label = name if method == "__init__" else f"{name}.{method}"
+            label = {"__init__": name, "__call__": f"{name}(...)"}.get(method, f"{name}.{method}")
+            known = methods[method] if isinstance(methods, Mapping) and method in methods else words or {}
             found = inspect.getattr_static(thing, method)
             raw = found.__func__ if isinstance(found, classmethod) else found
-            function: Any = _guided_function(raw, label, words or {}, (rewrite or {}).get(method), is_method=True)
+            function: Any = _guided_function(raw, label, known, (rewrite or {}).get(method), is_method=True)
             setattr(thing, method, classmethod(function) if isinstance(found, classmethod) else function)
         if absent:
             _answer_for_absent(thing, absent)
@@ -140,12 +146,15 @@ def _refuse(
 ) -> NoReturn:
     free = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    series = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
     written: dict[str, str] = {}  # by parameter, as it stands in the corrected call
     wrong: list[str] = []
     notes: list[str] = []
     for position, value in enumerate(args):
         if position < len(positional):
             written[positional[position]] = _shown(positional[position], value)
+        elif series:
+            written[f"*{series}"] = f"*{series}"
         else:
             wrong.append("one argument too many" if position == len(positional) else "")
             keyword = next((each for each in free[position:] if each not in kwargs), None)
@@ -159,34 +168,53 @@ def _refuse(
         else:
             wrong.append(f"{key}={_shown(key, value)}")
             _translate(key, value, free, words, written, notes)
-    for each in parameters:
-        if each.name in free and each.default is each.empty and each.name not in written:
-            wrong.append(f"no {each.name}")
-            written[each.name] = each.name if each.name in positional else f"{each.name}=..."
-    ordered = [written[each] for each in free if each in written]
-    ordered += [text for each, text in written.items() if each not in free]
-    corrected = None
-    if rewrite is not None and not kwargs and len(args) != len(positional):
-        corrected = rewrite(args)
+    for each in _missing(parameters, written):
+        wrong.append(f"no {each}")
+        written[each] = each if each in positional else f"{each}=..."
+    corrected = rewrite(args) if rewrite and not kwargs and len(args) != len(positional) else None
     raise InputTypeError(
         name,
         got=", ".join(filter(None, wrong)),
         expected=f"the arguments {', '.join(free)}" if free else "no arguments",
-        fix=f"{''.join(f'{note}; ' for note in notes)}write "
-        + (corrected or f"{name.rpartition('.')[2]}({', '.join(ordered)})"),
+        fix=_fix(corrected or f"{_last_name(name)}({_in_order(written, [*positional, f'*{series}', *free])})", notes),
     ) from None
+
+
+def _missing(parameters: list[inspect.Parameter], written: Mapping[str, str]) -> list[str]:
+    """Return the names of the arguments that a call must have, and has not."""
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return [each.name for each in named if each.default is each.empty and each.name not in written]
+
+
+def _in_order(written: Mapping[str, str], names: list[str]) -> str:
+    """Return the arguments of a call: the known ones in the order of the signature, then the others."""
+    known = [name for name in dict.fromkeys(names) if name in written]
+    order = dict.fromkeys([*known, *written])
+    return ", ".join(written[name] for name in order)
+
+
+def _fix(corrected: str, notes: list[str]) -> str:
+    """Return the notes and the corrected call, or the note that is a whole call."""
+    whole = next((note for note in notes if note.startswith("write ")), None)
+    return whole or "; ".join([*dict.fromkeys(notes), f"write {corrected}"])
+
+
+def _last_name(name: str) -> str:
+    """Return a call's name without the class that a method belongs to."""
+    return name if name.endswith(")") else name.rpartition(".")[2]
 
 
 def _translate(
     key: str, value: Any, free: list[str], words: Mapping[str, str], written: dict[str, str], notes: list[str]
 ) -> None:
     """Put this library's words for a foreign keyword into the corrected call, or what to do instead into the notes."""
-    word = words.get(key)
+    unknown = words.get("", "there is no {key}").replace("{key}", key)
+    word = words[key].replace("{key}", key) if key in words else None
     if word is None:
         near = difflib.get_close_matches(key, [each for each in free if each not in written], n=1)
-        word = near[0] if near else f"there is no {key}"
+        word = near[0] if near else unknown
     if _ONE_WORD.fullmatch(word) and word not in free:  # it belongs to another method
-        word = f"there is no {key}"
+        word = unknown
     if _ONE_WORD.fullmatch(word):
         written.setdefault(word, f"{word}={_shown(word, value)}")
     elif re.match(r"\w+=\S", word):
@@ -245,5 +273,8 @@ def refuse_attribute(owner: object, name: str, absent: Mapping[str, str]) -> Abs
     near = difflib.get_close_matches(name, public, n=1)
     meant = absent.get(name) or (near[0] if near else f"help({kind})")
     return AbsentError(
-        f"{kind}.{name}", got=f"the absent name {name!r}", expected=f"one of {', '.join(public)}", fix=f"write {meant}"
+        f"{kind}.{name}",
+        got=f"the absent name {name!r}",
+        expected=f"one of {', '.join(public)}" if public else "a call of the object itself",
+        fix=f"write {meant}",
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,12 +37,16 @@ class CapturedTensors:
             mark: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
         self._newest_before = sequence_number(mark)
 
-    def refuse(self, results: Iterable[Tensor], known: Sequence[Tensor]) -> None:
+    def refuse(self, results: Iterable[Tensor], known: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
         """Refuse results that depend on a tensor that needs a gradient and is not known.
 
         Args:
             results: The function's results, with a graph.
             known: Leaf tensors whose gradients will be computed.
+
+        Returns:
+            Unknown leaves, which the function may have made itself, as physics-informed networks do
+            (``x.detach().requires_grad_()``): `refuse_survivors` decides, once the graph is gone.
 
         Raises:
             InputError: There is such a tensor; the message gives its name and shape, and a fix.
@@ -59,17 +65,37 @@ class CapturedTensors:
                 strangers.append(edge)
             else:
                 edges += [_Edge(node, output) for node, output in edge.node.next_functions if node is not None]
-        if strangers:
-            found = ", ".join(sorted(map(self._describe, strangers)))
-            raise InputError(
-                self._call,
-                got=f"a function that uses {found} without receiving it as an argument",
-                expected="every tensor that needs a gradient as an argument or a parameter: otherwise it would "
-                "silently get no gradient",
-                fix="pass it as an argument if it has one entry per row; pass leaf tensors as params=[...] "
-                "(params=module.parameters()); compute non-leaf tensors inside the function; detach() tensors that "
-                "need no gradient.",
-            )
+        if any(not _is_leaf(edge.node) for edge in strangers):
+            raise self._refusal(strangers)
+        leaves: list[Any] = [edge.node for edge in strangers]
+        return [weakref.ref(leaf.variable) for leaf in leaves]
+
+    def refuse_survivors(self, leaves: Sequence[weakref.ref[Tensor]]) -> None:
+        """Refuse leaves that somebody still holds: a leaf that the function made lives only as long as the graph.
+
+        Args:
+            leaves: What `refuse` returned, for results that are gone.
+
+        Raises:
+            InputError: See `refuse`.
+        """
+        if any(leaf() is not None for leaf in leaves):
+            gc.collect()  # perhaps only a cycle holds it
+        survivors = [leaf for each in leaves if (leaf := each()) is not None]
+        if survivors:
+            raise self._refusal([_Edge(*get_gradient_edge(leaf)[:2]) for leaf in survivors])
+
+    def _refusal(self, strangers: Iterable[_Edge]) -> InputError:
+        found = ", ".join(sorted(map(self._describe, strangers)))
+        return InputError(
+            self._call,
+            got=f"a function that uses {found} without receiving it as an argument",
+            expected="every tensor that needs a gradient as an argument or a parameter: otherwise it would "
+            "silently get no gradient",
+            fix="pass it as an argument if it has one entry per row; pass leaf tensors as params=[...] "
+            "(params=module.parameters()); compute non-leaf tensors inside the function; detach() tensors that "
+            "need no gradient.",
+        )
 
     def _is_from_outside(self, node: Node, sources: set[Node]) -> bool:
         # Autocast keeps a parameter's conversion for the whole autocast block, so it may be older than this call.

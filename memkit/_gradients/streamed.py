@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, StateError
 from memkit._gradients.captured import CapturedTensors
-from memkit._torch.autocast import without_gradients
+from memkit._torch.autocast import graphs
 from memkit._torch.graph import keeps_graph
 from memkit._torch.tensors import hooks_of, set_hooks
 
@@ -100,13 +100,16 @@ def sum_of_chunks(
             value = chunk_sum(*chunk)
             if value.requires_grad:
                 leaves = [*(chunk[index] for index in cut), *params]
-                captured.refuse([value], leaves)
-                found = torch.autograd.grad(value, [leaves[index] for index in targets], allow_unused=True)
+                unknown = captured.refuse([value], leaves)
+                wanted = [leaves[index] for index in targets]
+                found = torch.autograd.grad(value, wanted, allow_unused=True) if wanted else ()
                 for index, gradient in zip(targets, found, strict=True):
                     gradients.add(index, gradient, part if index < len(cut) else ..., is_once=index < len(cut))
-            return value.detach().to(accumulator_dtype(value.dtype))
+                value = value.detach()  # its graph is gone
+                captured.refuse_survivors(unknown)
+            return value.to(accumulator_dtype(value.dtype))
 
-        with without_gradients(are_off=not is_grad_enabled), without_hooks(params):
+        with graphs(enabled=is_grad_enabled), without_hooks(params):
             sums = (add(slice(start, start + length)) for start, length in spans(num_rows, chunk_size, head))
             total = functools.reduce(operator.add, sums)
         return total, gradients.buffers

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, cloned
+from memkit._torch.script import as_written, early_stop_through_scripts
 
 
 class Replay:
@@ -24,13 +25,16 @@ class Replay:
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
         self._before: Rollback
+        self._as_written = as_written()
 
     def __enter__(self) -> None:
         self._before = Rollback(self._watch, of_torch=False)
+        self._as_written.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._as_written.__exit__(kind, error, trace)
         if error is None:
             self._before.learn()
 
@@ -52,7 +56,7 @@ class Replay:
         if attributes is not None:
             attributes.restore()
         try:
-            with self._before.random.again():
+            with self._before.random.again(), as_written(), early_stop_through_scripts():
                 yield
         finally:
             if attributes_now is not None:

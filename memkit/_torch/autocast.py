@@ -12,18 +12,15 @@ KEEPS_CASTS_WITHOUT_GRAPHS = parse(torch.__version__) < (2, 12)
 
 
 @contextlib.contextmanager
-def without_gradients(*, are_off: bool = True) -> Iterator[None]:
-    """Return a context in which no graph is built, and whose weight casts are not reused outside.
+def graphs(*, enabled: bool) -> Iterator[None]:
+    """Return a context in which graphs are built, or not; weight casts made without one are not reused outside.
 
     Older versions cache a cast made without a graph until autocast ends: a later use of that weight with gradients
     would get no gradient for it.
-
-    Args:
-        are_off: False builds graphs after all.
     """
     is_cached = torch.is_autocast_cache_enabled()
-    with torch.set_grad_enabled(mode=not are_off):
-        if not (are_off and is_cached and KEEPS_CASTS_WITHOUT_GRAPHS):
+    with torch.set_grad_enabled(mode=enabled):
+        if enabled or not (is_cached and KEEPS_CASTS_WITHOUT_GRAPHS):
             yield
             return
         torch.set_autocast_cache_enabled(False)
@@ -31,6 +28,11 @@ def without_gradients(*, are_off: bool = True) -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_cache_enabled(is_cached)
+
+
+def without_gradients() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which no graph is built: see `graphs`."""
+    return graphs(enabled=False)
 
 
 kernels_of: Callable[[str], list[str]] = torch._C._dispatch_get_registrations_for_dispatch_key

@@ -14,7 +14,9 @@ from torch._C import (
 from torch._C._autograd import (
     _get_current_graph_task_keep_graph as keeps_graph,  # whether it may run again
     _get_sequence_nr as next_sequence_number,  # of the next node in this thread
+    _top_saved_tensors_default_hooks,
 )
+from torch._C._functorch import maybe_current_level
 from torch.autograd.graph import Node, _engine_run_backward
 
 ENGINE = _engine_run_backward.__code__
@@ -25,7 +27,9 @@ __all__ = [
     "current_backward",
     "current_node",
     "fields_of",
+    "has_saving_hooks",
     "inputs_of",
+    "is_transforming",
     "keeps_graph",
     "next_sequence_number",
     "saved",
@@ -40,6 +44,16 @@ current_node: Callable[[], Node | None] = _current_autograd_node
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Returns a node's sequence number within its thread: later operations have higher numbers."""
+
+
+def has_saving_hooks() -> bool:
+    """Return whether hooks handle the tensors that are saved for a backward, such as those of a checkpoint."""
+    return _top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003 - whether to pass over a tracer's
+
+
+def is_transforming() -> bool:
+    """Return whether the code runs inside a transform of `torch.func`."""
+    return maybe_current_level() is not None
 
 
 def saved(node: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ Upstream = Callable[[int, int], list[Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ChunkResults:
     """A stream of chunk results: iterating runs one chunk after another.
 
     Attributes:
@@ -43,8 +43,8 @@ class Assembly(ABC):
     built_bytes: int = 0
 
     @abstractmethod
-    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
-        """Consume the pieces; return the outputs, and the tensors that `upstream` will need."""
+    def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
+        """Consume the chunks' results; return the outputs, and the tensors that `upstream` will need."""
 
     @abstractmethod
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:

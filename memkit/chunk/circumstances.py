@@ -18,11 +18,11 @@ class ReplayedChunk:
     """A chunk that ran with a graph.
 
     Attributes:
-        parts: The leaf tensors passed to the function.
+        rows: The leaf tensors passed to the function.
         results: The tensors of its result.
     """
 
-    parts: list[Tensor]
+    rows: list[Tensor]
     results: list[Tensor]
 
 
@@ -46,6 +46,11 @@ class Circumstances:
         ]
         self._at_start = RandomNumbers(held_generators(modules_of(fn)))
         self.kept: list[ReplayedChunk] = []
+
+    def start_over(self) -> None:
+        """Go back to the start of the forward, which runs once more."""
+        self._at_start.restore()
+        self.kept = []
 
     @contextlib.contextmanager
     def again(self) -> Iterator[list[ReplayedChunk]]:

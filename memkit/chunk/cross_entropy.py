@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
 from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
@@ -20,6 +21,25 @@ _MIN_LOGITS_BYTES = 2**20  # measured: smaller chunks are dominated by operator 
 _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gradient outweighs the product
 
 
+@guided(
+    words={
+        **dict.fromkeys(("input", "hidden_states", "hidden", "_input"), "x"),
+        **dict.fromkeys(("target", "labels", "label"), "targets"),
+        **dict.fromkeys(
+            ("lm_head", "head", "lin_weight", "classifier"),
+            "write chunked_linear_cross_entropy(x, head.weight, targets, head.bias)",
+        ),
+        **dict.fromkeys(
+            ("logits",),
+            "write chunked_linear_cross_entropy(x, head.weight, targets): logits are computed "
+            "from the hidden states, a chunk at a time",
+        ),
+        "num_chunks": "there is no num_chunks: pass the rows of a chunk, chunk_size=-(-len(x) // num_chunks)",
+        "softcap": "there is no softcap: a softcap of the logits goes through memkit.chunk.chunked_loss",
+        "smoothing": "label_smoothing",
+        "ignore_id": "ignore_index",
+    }
+)
 def chunked_linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

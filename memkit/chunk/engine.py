@@ -9,54 +9,30 @@ relies on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._gradients.captured import CapturedTensors
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._torch import pytree
-from memkit._torch.autocast import without_gradients
+from memkit._torch.autocast import graphs
 from memkit._torch.tensors import versions_of
-from memkit.chunk.assembly import Assembly, Pieces, Upstream
+from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
+from memkit.chunk.gather import Gathered
 from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
-from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.params import used_parameters
-from memkit.chunk.sizing import ChunkPlan, Measurement, Sizer, plan_of
+from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
+from memkit.chunk.trial import CallTensors, TrialCall
+from memkit.chunk.volumes import spatial_call, without_batch
 
 _TENSOR = object()  # stands for a tensor when only the structure is kept
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """An argument whose rows are gathered from a tensor, chunk by chunk: ``tensor[pick]``.
-
-    Attributes:
-        tensor: (n, ...).
-        pick: int64 or int32, one for each row of the call.
-    """
-
-    tensor: Tensor
-    pick: Tensor
-
-
-class CallTensors(NamedTuple):
-    """The tensors of a call.
-
-    Attributes:
-        inputs: Tensors that are cut into rows.
-        params: Other tensors that the function uses.
-        needs: Whether each input and parameter needs a gradient.
-    """
-
-    inputs: Sequence[Tensor]
-    params: Sequence[Tensor]
-    needs: Sequence[bool]
 
 
 @dataclass(slots=True)
@@ -86,6 +62,7 @@ class ChunkedCall:
     # Set by `run`. No tensor that needs a gradient may be stored here: autograd must be able to free those.
     _num_rows: int = field(init=False)
     _head: int = field(init=False, default=0)  # rows of a first short chunk
+    _differentiates: bool = field(init=False, default=False)  # the function takes gradients itself, which need graphs
     _arguments: list[Any] = field(init=False)  # leaves of (args, kwargs), None in place of chunk rows
     _tree: pytree.TreeSpec = field(init=False)
     _slots: list[int] = field(init=False)  # position of each input among the leaves
@@ -116,9 +93,9 @@ class ChunkedCall:
         tensors = self._prepare(inputs, params)
         outputs: Sequence[Tensor]
         if torch.is_grad_enabled():
-            outputs = _InPieces.apply(self, len(inputs), *inputs, *tensors.params)  # type: ignore[no-untyped-call]
+            outputs = _ChunkedFunction.apply(self, len(inputs), *inputs, *tensors.params)  # type: ignore[no-untyped-call]
         else:
-            outputs, _ = self.assembly.collect(self.pieces(tensors, None))
+            outputs, _ = self.assembly.collect(self.results(tensors, None))
         template, tree = self._result
         results = iter(outputs)
         return pytree.tree_unflatten([next(results) if leaf is _TENSOR else leaf for leaf in template], tree)
@@ -126,7 +103,7 @@ class ChunkedCall:
     def choose(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None) -> ChunkPlan:
         """Return how the call would be cut, without running it."""
         tensors = self._prepare(self._take_arguments(args, kwargs), params)
-        return self.plan or plan_of(CallProblem(self, tensors), self.chunk_size)
+        return self.plan or plan_of(TrialCall(self, tensors), self.chunk_size)
 
     def _prepare(self, inputs: Sequence[Tensor], params: Iterable[Tensor] | None) -> CallTensors:
         """Check the function, and choose the size if it is not given."""
@@ -135,15 +112,26 @@ class ChunkedCall:
         own = used_parameters(self.name, self.fn, params) if is_enabled else []
         tensors = CallTensors(inputs, own, [is_enabled and tensor.requires_grad for tensor in (*inputs, *own)])
         if isinstance(self.size, Sizer):
-            self.plan = self.size.plan(CallProblem(self, tensors))
+            self.plan = self.size.plan(TrialCall(self, tensors))
             self.size, self.num_kept = self.plan.chunk_size, self.plan.num_kept
+            self._warn_of_one_row(inputs)
         return tensors
+
+    def _warn_of_one_row(self, inputs: Sequence[Tensor]) -> None:
+        if self._num_rows == 1 and (where := spatial_call(self.fn, inputs)):
+            warn_user(
+                f"{self.name}: {tuple(inputs[0].shape)} is 1 row, so nothing is cut: chunks are rows of dimension 0. "
+                f"Way out: {where} cuts space, with the same result."
+            )
 
     def first_rows(self, num_rows: int, chunk_size: int, head: int) -> ChunkedCall:
         """Return this call on its first rows only, with a short chunk first; the last chunk's graph is kept."""
-        part = copy.copy(self)
-        part.size, part._num_rows, part.num_kept, part._head = chunk_size, num_rows, 1, head  # noqa: SLF001 - its own
-        return part
+        first = copy.copy(self)
+        first.size = chunk_size
+        first.num_kept = 1
+        first._num_rows = num_rows  # noqa: SLF001 - its own
+        first._head = head  # noqa: SLF001
+        return first
 
     @property
     def count(self) -> int:
@@ -168,6 +156,13 @@ class ChunkedCall:
     def _count_rows(self, tensors: Sequence[Tensor]) -> int:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         num_rows = self.num_rows
+        if not shapes and any(hasattr(each, "__array__") for each in self._arguments):
+            raise InputTypeError(
+                self.name,
+                got="NumPy arrays",
+                expected="tensors, which are cut into rows",
+                fix="pass torch.from_numpy(x).",
+            )
         if num_rows is None:
             num_rows = shapes[0][0] if shapes and shapes[0] else -1
         if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
@@ -175,7 +170,9 @@ class ChunkedCall:
                 self.name,
                 got=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensor",
                 expected=f"{'the same number of' if self.num_rows is None else num_rows} rows in dimension 0 of each",
-                fix="bind arguments that are the same for all rows with functools.partial.",
+                fix="bind arguments that are the same for all rows with functools.partial."
+                if shapes
+                else "pass tensors with the rows in dimension 0: torch.as_tensor(x) makes one.",
             )
         return num_rows
 
@@ -187,20 +184,32 @@ class ChunkedCall:
     def _spans(self) -> Iterator[tuple[int, int]]:
         return spans(self._num_rows, self.chunk_size, self._head)
 
-    def pieces(self, tensors: CallTensors, replay: Circumstances | None) -> Pieces:
+    def collect(self, tensors: CallTensors, replay: Circumstances) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the forward of a call, after which a backward may follow: see `Assembly.collect`."""
+        try:
+            return self.assembly.collect(self.results(tensors, replay))
+        except RuntimeError as error:
+            if self._differentiates or "does not require grad" not in str(error):
+                raise
+        # The function calls torch.autograd.grad, and a chunk had no graph.
+        self._differentiates = True
+        replay.start_over()
+        return self.assembly.collect(self.results(tensors, replay))
+
+    def results(self, tensors: CallTensors, replay: Circumstances | None) -> ChunkResults:
         """Run the forward of a call; with ``replay``, a backward may follow."""
         chunks = list(self._spans())
         first_kept = len(chunks) - (self.num_kept if any(tensors.needs) else 0)
 
-        def results() -> Iterator[tuple[int, list[Tensor]]]:
+        def run_chunks() -> Iterator[tuple[int, list[Tensor]]]:
             for number, (start, length) in enumerate(chunks):
                 if replay is None:
-                    yield start, self._piece(tensors, start, length).results
+                    yield start, self._run_chunk(tensors, start, length).results
                 else:
                     is_kept = number >= first_kept
                     yield start, self._recorded(tensors, replay, start, length, is_kept=is_kept, is_first=not number)
 
-        return Pieces(results(), self._num_rows, for_backward=replay is not None and any(tensors.needs))
+        return ChunkResults(run_chunks(), self._num_rows, for_backward=replay is not None and any(tensors.needs))
 
     def _recorded(
         self, tensors: CallTensors, replay: Circumstances, start: int, length: int, *, is_kept: bool, is_first: bool
@@ -208,42 +217,60 @@ class ChunkedCall:
         """Run one chunk, keeping its graph for the backward if wanted. No local outlives the chunk."""
         # The first chunk always has a graph: it reveals tensors that the function captures from outside.
         captured = CapturedTensors(self.name, self.fn) if is_first else None
-        with without_gradients(are_off=not (is_kept or is_first)):
-            piece = self._piece(tensors, start, length)
-        if captured:
-            captured.refuse(piece.results, [*piece.parts, *tensors.params])
+        with graphs(enabled=is_kept or is_first or self._differentiates):
+            chunk = self._run_chunk(tensors, start, length)
+        if captured and captured.refuse(chunk.results, [*chunk.rows, *tensors.params]):
+            self._differentiates = True
+            self._refuse_captured(captured, tensors)
         if is_kept:
-            replay.kept.append(piece)
-        return [result.detach() for result in piece.results]
+            replay.kept.append(chunk)
+        return [result.detach() for result in chunk.results]
 
-    def _piece(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
+    def _refuse_captured(self, captured: CapturedTensors, tensors: CallTensors) -> None:
+        """Refuse leaves that are not the function's own: those of a short chunk whose graph is gone."""
+
+        def unknown_leaves() -> list[weakref.ref[Tensor]]:
+            chunk = self._run_chunk(tensors, 0, min(NUM_PROBED, self._num_rows))
+            return captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
+
+        with unpacked(), undone(modules_of(self.fn)), graphs(enabled=True):
+            leaves = unknown_leaves()
+        captured.refuse_survivors(leaves)
+
+    def _run_chunk(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
         """Run the function on one chunk."""
-        parts = self._parts(tensors.inputs, start, length)
-        for part, need in zip(parts, tensors.needs, strict=False):
-            part.requires_grad_(need)
-        return ReplayedChunk(parts, self._call(parts, length))
+        rows = self._rows(tensors.inputs, start, length)
+        for each, need in zip(rows, tensors.needs, strict=False):
+            each.requires_grad_(need)
+        return ReplayedChunk(rows, self._call(rows, length))
 
-    def _parts(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+    def _rows(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
         # Detached, so that slicing records no node: a slice's gradient would be as large as the whole tensor.
         return [
-            rows.narrow(0, start, length) if pick is None else rows.index_select(0, pick.narrow(0, start, length))
-            for rows, pick in zip((tensor.detach() for tensor in inputs), self._picks, strict=True)
+            tensor.narrow(0, start, length) if pick is None else tensor.index_select(0, pick.narrow(0, start, length))
+            for tensor, pick in zip((tensor.detach() for tensor in inputs), self._picks, strict=True)
         ]
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if not self.check:
             return
         length = min(NUM_PROBED, self._num_rows, *([self.size] if isinstance(self.size, int) else []))
-        parts = [
-            part.requires_grad_(tensor.requires_grad)
-            for part, tensor in zip(self._parts(inputs, 0, length), inputs, strict=True)
+        first = [
+            rows.requires_grad_(tensor.requires_grad)
+            for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
-        check_independence(lambda *rows: self._call(rows, length), parts, call=self.name, behind=self.fn)
+        check_independence(
+            lambda *rows: self._call(rows, length),
+            first,
+            call=self.name,
+            behind=self.fn,
+            unbatched=without_batch(self.fn, first),
+        )
 
-    def _call(self, parts: Sequence[Tensor], length: int) -> list[Tensor]:
+    def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
         filled = list(self._arguments)
-        for slot, part in zip(self._slots, parts, strict=True):
-            filled[slot] = part
+        for slot, each in zip(self._slots, rows, strict=True):
+            filled[slot] = each
         args, kwargs = pytree.tree_unflatten(filled, self._tree)
         leaves, tree = pytree.tree_flatten(self.fn(*args, **kwargs))
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -253,7 +280,8 @@ class ChunkedCall:
                 self.name,
                 got=f"a function that returns {shapes or 'no tensor'} for a chunk of {length} rows",
                 expected="one row of output for each input row",
-                fix="reduce the result outside of the function, or use chunked_segment_reduce or chunked_loss.",
+                fix=without_batch(self.fn, rows)
+                or "reduce the result outside of the function, or use chunked_segment_reduce or chunked_loss.",
             )
         self._result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         return results
@@ -268,29 +296,31 @@ class ChunkedCall:
             start, length = chunks.pop()
             self._add_gradients(totals, tensors, kept.pop(), upstream(start, length), start)
         for start, length in chunks:
-            self._add_gradients(totals, tensors, self._again(tensors, start, length), upstream(start, length), start)
+            self._add_gradients(
+                totals, tensors, self._recompute(tensors, start, length), upstream(start, length), start
+            )
         return [
             None if total is None else total.to(tensor.dtype)
             for total, tensor in zip(totals, [*tensors.inputs, *tensors.params], strict=True)
         ]
 
     @torch.enable_grad()
-    def _again(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
-        return self._piece(tensors, start, length)
+    def _recompute(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
+        return self._run_chunk(tensors, start, length)
 
     def _add_gradients(
         self,
         totals: list[Tensor | None],
         tensors: CallTensors,
-        piece: ReplayedChunk,
+        chunk: ReplayedChunk,
         upstream: list[Tensor | None],
         start: int,
     ) -> None:
-        ends = [(y, g.to(y.device)) for y, g in zip(piece.results, upstream, strict=True) if g is not None]
+        ends = [(y, g.to(y.device)) for y, g in zip(chunk.results, upstream, strict=True) if g is not None]
         ends = [(y, g) for y, g in ends if y.requires_grad]
         if not ends:
             return
-        leaves = [*piece.parts, *tensors.params]
+        leaves = [*chunk.rows, *tensors.params]
         wanted = [number for number, need in enumerate(tensors.needs) if need]
         found: Sequence[Tensor | None] = torch.autograd.grad(
             [y for y, _ in ends], [leaves[number] for number in wanted], [g for _, g in ends], allow_unused=True
@@ -316,7 +346,7 @@ class ChunkedCall:
             total.index_add_(0, pick.narrow(0, start, len(gradient)), gradient.to(total.dtype))
 
 
-class _InPieces(torch.autograd.Function):
+class _ChunkedFunction(torch.autograd.Function):
     """The single autograd node of a call."""
 
     @staticmethod
@@ -325,9 +355,7 @@ class _InPieces(torch.autograd.Function):
         replay = Circumstances(inputs, call.fn)
         counted = [tensor for tensor in inputs if not tensor.is_inference()]
         versions = versions_of(counted)
-        outputs, saved = call.assembly.collect(
-            call.pieces(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
-        )
+        outputs, saved = call.collect(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
         if versions != versions_of(counted):
             raise InputError(
                 call.name,
@@ -359,89 +387,3 @@ class _InPieces(torch.autograd.Function):
             needs = ctx.needs_input_grad[2:]
             found = call.gradients(CallTensors(inputs, params, needs), upstream, kept, [None] * len(needs))
         return None, None, *found
-
-
-class CallProblem:
-    """A call whose chunk size is to be chosen: a `memkit.chunk.sizing.Problem`."""
-
-    def __init__(self, call: ChunkedCall, tensors: CallTensors) -> None:
-        self._call, self._tensors = call, tensors
-        self.name, self.num_rows = call.name, call.count
-        self.is_on_cpu = all(tensor.is_cpu for tensor in (*tensors.inputs, *tensors.params))
-
-    def kind(self) -> Hashable:
-        """See `memkit.chunk.sizing.Problem`."""
-        call, tensors = self._call, self._tensors
-        return type(call.assembly), tuple(tensors.needs), kind_of(call.fn, tensors.inputs, call.layout)
-
-    def held_bytes(self, found: Measurement) -> tuple[int, int]:
-        """See `memkit.chunk.sizing.Problem`."""
-        assembly = self._call.assembly
-        in_forward, in_backward = (assembly.built_bytes + assembly.num_segments * each for each in found.segment_bytes)
-        # The forward's random state, and in the backward the caller's too: no operator allocates them, so trials miss
-        # them.
-        random = torch.get_rng_state().nbytes if any(self._tensors.needs) else 0
-        cast = cast_bytes(self._tensors.params)
-        return in_forward + random + cast, in_backward + 2 * random + cast + self._gradient_bytes()
-
-    def _gradient_bytes(self) -> int:
-        tensors, picked = self._tensors, self._call.layout
-        num_inputs = len(tensors.inputs)
-        return sum(
-            sum_bytes(tensor) if number >= num_inputs or picked[number] else tensor.nbytes
-            for number, (tensor, need) in enumerate(zip((*tensors.inputs, *tensors.params), tensors.needs, strict=True))
-            if need
-        )
-
-    def measure(self, num_rows: int) -> Measurement:
-        """See `memkit.chunk.sizing.Problem`."""
-        length = min(num_rows, self.num_rows)
-        head = min(HEAD, self.num_rows - length)
-        part = self._call.first_rows(head + length, max(length, 1), head)
-        with unpacked(), undone(modules_of(part.fn)), without_hooks(self._tensors.params):
-            return self._measure(part, num_rows)
-
-    def _measure(self, part: ChunkedCall, num_rows: int) -> Measurement:
-        tensors, assembly = self._tensors, part.assembly
-        for_backward = any(tensors.needs)
-
-        def forward() -> tuple[Circumstances | None, list[Tensor], list[Tensor]]:
-            replay = Circumstances(tensors.inputs, part.fn) if for_backward else None
-            return replay, *assembly.collect(part.pieces(tensors, replay))
-
-        (replay, outputs, saved), forward_peak, forward_end = watched(forward)
-        output_bytes = sum(output.nbytes for output in outputs)
-        segment_bytes = assembly.segment_bytes(outputs, for_backward=for_backward)
-        in_forward, in_backward = (assembly.num_segments * each for each in segment_bytes)
-        forward_bytes = forward_peak - output_bytes - in_forward
-        if replay is None:
-            return Measurement(num_rows, forward_bytes, segment_bytes=segment_bytes)
-        kept_bytes = forward_end - sum({id(each): each.nbytes for each in (*outputs, *saved)}.values())
-        # Expanded, as in `sum().backward()`: a chunk's rows of it must be copied.
-        ones = [
-            output.new_ones(()).expand_as(output) if output.is_floating_point() or output.is_complex() else None
-            for output in outputs
-        ]
-
-        def backward() -> None:
-            with replay.again() as pieces:
-                part.gradients(tensors, assembly.upstream(ones, saved), pieces, self._totals())
-
-        _, backward_peak, _ = watched(backward)
-        held = output_bytes + in_backward + self._gradient_bytes()
-        # A recomputed chunk takes its forward memory in the backward too, before its own backward begins.
-        backward_bytes = max(forward_bytes, forward_end + backward_peak - held)
-        return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes)
-
-    def _totals(self) -> list[Tensor | None]:
-        """Return gradient buffers as they exist from the second chunk of a backward on."""
-        tensors, picked = self._tensors, self._call.layout
-        return [
-            torch.zeros_like(
-                tensor, dtype=tensor.dtype if number < len(tensors.inputs) and not picked[number] else wide
-            )
-            if need
-            else None
-            for number, (tensor, need) in enumerate(zip((*tensors.inputs, *tensors.params), tensors.needs, strict=True))
-            for wide in [accumulator_dtype(tensor.dtype)]
-        ]

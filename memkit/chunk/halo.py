@@ -53,7 +53,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
         dims: Dimensions to examine, counted from the end.
 
     Returns:
-        The reach along each dimension.
+        The reach along each dimension. Where it covers the whole volume, no more than that is found out.
 
     Raises:
         InputError: The module depends on the whole input, changes its buffers, depends on absolute position, or stops
@@ -66,11 +66,13 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     form = (x.shape[1], x.dtype, x.device, tuple(size % (2 * _PERIODS[-1]) for size in x.shape[2:]))
     key = (repr(module), modes, form, tuple(dims))
     known = _CACHE.setdefault(module, {})
-    if key not in known:
+    for_this_size = (*key, tuple(x.shape))  # what is as large as this volume may fit into a larger one
+    if key not in known and for_this_size not in known:
         with without_gradients(), undone([module]) as changed:
             probe = _Probe(module, x, changed)
-            known[key] = {dim: probe.reach(dim) for dim in dims}
-    return known[key]
+            found = {dim: probe.reach(dim) for dim in dims}
+        known[for_this_size if any(found[dim].covers(x.shape[dim]) for dim in dims) else key] = found
+    return known.get(key) or known[for_this_size]
 
 
 class _Probe:
@@ -92,7 +94,8 @@ class _Probe:
                     raise found.error
                 continue
             if (reach := found.result) is not None:
-                self._check(dim, sizes, reach)
+                if not reach.covers(self._like.shape[dim]):  # otherwise the module will run whole
+                    self._check(dim, sizes, reach)
                 return reach
             if length >= _LONGEST // 2 and self._culprit(dim, sizes):
                 break  # a longer volume would not help
@@ -144,9 +147,17 @@ class _Probe:
             )
 
     def _settle(self, dim: int, sizes: Sequence[int]) -> Reach | None:
-        """Return the reach, if NaN in the middle does not reach either end and a period is found."""
-        middle = sizes[dim] // 2
-        if not _is_inside(self._stairs(dim, sizes, [middle])[-1]):
+        """Return the reach, if NaN in the middle does not reach either end and a period is found.
+
+        Once it is clear that the reach covers the whole volume, it is not searched further.
+        """
+        middle, size = sizes[dim] // 2, self._like.shape[dim]
+        *inside, result = self._stairs(dim, sizes, [middle])
+        if _least_reach(inside, result, middle, sizes[dim]) >= size:
+            if self._culprit(dim, sizes):
+                raise self._unsettled(dim, sizes)
+            return Reach(size, size)
+        if not _is_inside(result):
             return None
         for longest in _PERIODS:
             if not longest < middle < sizes[dim] - longest - 1:
@@ -345,6 +356,18 @@ def _is_inside(stairs: _Stairs) -> bool:
         and (stairs.last >= 0).all()
         and (stairs.last < stairs.size - 1).all()
     )
+
+
+def _least_reach(inside: Sequence[_Stairs], result: _Stairs, position: int, length: int) -> float:
+    """Return a lower bound of the reach on both sides together, from one cut position.
+
+    A result's position stands for its whole period, which is not known yet: it is taken from the shortest tensor.
+    """
+    scale = length / max(result.size, 1)
+    before = (int(result.last[0]) + 1) * scale - position - 1
+    after = position - int(result.first[0]) * scale
+    period = min(-(-length // max(min(each.size for each in (*inside, result)), 1)), _PERIODS[-1])
+    return max(before, 0) + max(after, 0) - 2 * period
 
 
 def _period(stairs: Sequence[_Stairs], longest: int) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError
 from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit._torch import pytree
+from memkit._torch.graph import has_saving_hooks, is_transforming
 from memkit._torch.modules import is_compiled
 
 NUM_PROBED = 8
@@ -25,7 +26,12 @@ _PASSED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[bool]]] = weak
 
 
 def check_independence(
-    fn: Callable[..., Any], rows: Sequence[Any], *, call: str, behind: Callable[..., Any] | None = None
+    fn: Callable[..., Any],
+    rows: Sequence[Any],
+    *,
+    call: str,
+    behind: Callable[..., Any] | None = None,
+    unbatched: str | None = None,
 ) -> None:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
@@ -40,6 +46,7 @@ def check_independence(
             not checked.
         call: The user's call, for the message.
         behind: The user's function that ``fn`` calls, if different; its modules are named in the message.
+        unbatched: The way out where rows are mixed because they are the channels of one volume; None otherwise.
 
     Raises:
         InputError: A row's result depends on another row (the first module in which this happens is named), or a call
@@ -81,7 +88,8 @@ def check_independence(
             call,
             got=f"a function whose result for one row depends on other rows, first in {culprits[0]}",
             expected="a function that computes each row from that row alone",
-            fix="put a BatchNorm into eval mode or use LayerNorm or GroupNorm; move operations that mix rows (a "
+            fix=unbatched
+            or "put a BatchNorm into eval mode or use LayerNorm or GroupNorm; move operations that mix rows (a "
             "softmax, a mean, a sort over them) out of the function; or pass check=False if only NaN spreads "
             "between rows.",
         )
@@ -183,7 +191,10 @@ def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
 
 def unpacked() -> contextlib.AbstractContextManager[None]:
     """Return a block that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    if not has_saving_hooks():
+        return contextlib.nullcontext()  # hooks, even those that do nothing, would forbid torch.func inside
+    # Detached, as torch's checkpoint does: a tensor that a gradient with create_graph=True saves would hold itself.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 def _open_children(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
@@ -200,6 +211,8 @@ def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: 
     names = dict(pair for module in modules for pair in _open_children(module, ""))
 
     def watch(child: nn.Module, inputs: Any, output: Any) -> Any:
+        if is_transforming():  # inside torch.func the values are not there to be looked at; the result will show it
+            return output
         given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if given and not any(map(_may_be_nan, given)):
             output = pytree.tree_map(with_nan, output)

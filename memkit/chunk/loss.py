@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.words import guided
 from memkit._gradients.loss import Loss
 from memkit._gradients.streamed import accumulator_dtype, num_rows_of, sum_of_chunks
 from memkit._torch import pytree
 from memkit.chunk.independence import check_independence, modules_of, undone, unpacked
+from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
-from memkit.chunk.params import function_name, used_parameters
+from memkit.chunk.params import check_function, function_name, used_parameters
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
+@guided(words=WORDS | {"": BOUND, "reduce": "reduction"})
 def chunked_loss(
     fn: Callable[..., Tensor | Loss],
     *rows: Any,
@@ -79,6 +82,7 @@ def chunked_loss(
         >>> torch.allclose(loss, squared_error(x, y).mean())
         True
     """
+    check_function("chunked_loss", fn, rows)
     call = f"chunked_loss({function_name(fn)}, ..., reduction={reduction!r})"
     return loss_call(
         call,
@@ -119,6 +123,7 @@ class _Problem:
 
     def __init__(self, call: str, fn: Callable[..., Any], rows: tuple[Any, ...], params: Sequence[Tensor]) -> None:
         self.name, self._fn, self._params = call, fn, params
+        self.elsewhere = ""
         self.rows, self._tree = pytree.tree_flatten(rows)  # tensors inside containers are cut as well
         self.num_rows = num_rows_of(self.rows, call)
         self._tensors = [each for each in self.rows if isinstance(each, Tensor)]

@@ -8,12 +8,40 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from memkit.chunk.assembly import Assembly, Pieces, Upstream
+from memkit._core.errors import ConfigError
+from memkit._core.words import guided
+from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.engine import ChunkedCall
-from memkit.chunk.params import function_name
+from memkit.chunk.gather import Gather, gathered
+from memkit.chunk.params import check_function, function_name
 from memkit.chunk.sizing import ChunkSize, as_size
 
+WORDS = {  # for calls in chunks
+    **dict.fromkeys(("budget", "memory", "max_memory", "memory_limit"), "memory_budget"),
+    **dict.fromkeys(("batch_size", "sw_batch_size", "rows_per_chunk", "size", "chunks_of"), "chunk_size"),
+    **dict.fromkeys(
+        ("num_chunks", "chunks", "n_chunks"),
+        "there is no {key}: pass the rows of a chunk, chunk_size=-(-len(x) // {key})",
+    ),
+    **dict.fromkeys(
+        ("dim", "axis", "chunk_dim", "in_dims"), "rows are dimension 0: pass x.movedim(1, 0) to cut dimension 1"
+    ),
+    **dict.fromkeys(("parameters", "parameter", "weights"), "params"),
+    **dict.fromkeys(("aggr", "reduction"), "reduce"),
+    **dict.fromkeys(("dim_size", "num_nodes", "size_i"), "num_segments"),
+    **dict.fromkeys(("edge_index",), "index=edge_index[1]"),
+    "edge_weight": "weight",
+    "use_reentrant": "there is no use_reentrant: the form without reentrance is always taken",
+    "preserve_rng_state": "there is no preserve_rng_state: random numbers are always repeated",
+    "strategy": "there is no strategy: chunks are always recomputed",
+}
+BOUND = (
+    "rows go by position, rows that an index picks as gather={'{key}': (x, src)}, and what is the same for all rows "
+    "is bound: functools.partial(fn, {key}={key})"
+)
 
+
+@guided(words=WORDS | {"": BOUND, "device": "output_device"})
 def chunked_map(
     fn: Callable[..., Any],
     *rows: Any,
@@ -22,6 +50,7 @@ def chunked_map(
     params: Iterable[Tensor] | None = None,
     output_device: str | torch.device | None = None,
     check: bool = True,
+    gather: Gather | None = None,
 ) -> Any:
     """Compute ``fn(*rows)`` in chunks of rows, with the gradients of ``fn(*rows)``.
 
@@ -40,6 +69,8 @@ def chunked_map(
         output_device: Device on which the result is assembled, chunk by chunk; None for the device of the output of
             ``fn``.
         check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
+        gather: Keyword arguments of ``fn`` whose rows are gathered chunk by chunk: ``{"x_j": (x, src)}`` passes rows of
+            ``x[src]``. ``x`` (m, ...), ``src`` int64 or int32 (n,). Its gradient is summed over the rows that name it.
 
     Returns:
         The result of ``fn(*rows)``: tensors of shape (n, ...), alone or in containers. An unused tensor gets no
@@ -65,30 +96,48 @@ def chunked_map(
         >>> torch.allclose(y, mlp(x), atol=1e-6), mlp[0].weight.grad is not None
         (True, True)
     """
+    check_function("chunked_map", fn, rows)
     name = f"chunked_map({function_name(fn)}, ...)"
     call = ChunkedCall(
         name,
         fn,
-        Rows(output_device),
+        Rows(read_device(name, output_device)),
         as_size(name, chunk_size, memory_budget),
         check=check,
     )
-    return call.run(rows, {}, params=params)
+    return call.run(rows, gathered(name, gather), params=params)
+
+
+def read_device(call: str, device: str | torch.device | None) -> torch.device | None:
+    """Return the device on which a result is assembled; None for that of the function's output.
+
+    Raises:
+        ConfigError: It is not a device.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(
+            call,
+            got=f"output_device={device!r}",
+            expected="a device such as 'cpu' or 'cuda:0'",
+            fix=f"pass output_device={'cuda' if isinstance(device, str) and device.lower() == 'gpu' else 'cpu'!r}.",
+        ) from None
 
 
 class Rows(Assembly):
-    """Writes rows into outputs allocated at the first chunk: a list of pieces would double the memory."""
+    """Writes rows into outputs allocated at the first chunk: a list of them would double the memory."""
 
-    def __init__(self, device: str | torch.device | None) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._device = device
 
-    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+    def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         """See `Assembly`."""
         outputs: list[Tensor] = []
-        for start, tensors in pieces:
+        for start, tensors in chunks:
             if not outputs:
                 outputs = [
-                    tensor.new_empty((pieces.num_rows, *tensor.shape[1:]), device=self._device or tensor.device)
+                    tensor.new_empty((chunks.num_rows, *tensor.shape[1:]), device=self._device or tensor.device)
                     for tensor in tensors
                 ]
             for output, tensor in zip(outputs, tensors, strict=True):

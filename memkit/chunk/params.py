@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,22 @@ from memkit._torch import pytree
 def function_name(fn: Callable[..., Any]) -> str:
     """Return a function's name for messages."""
     return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def check_function(call: str, fn: object, rows: Sequence[object] = ()) -> None:
+    """Refuse anything that cannot be called, such as the rows in its place.
+
+    Raises:
+        InputTypeError: It cannot be called.
+    """
+    if not callable(fn):
+        is_swapped = any(callable(each) for each in rows)
+        raise InputTypeError(
+            f"{call}({type(fn).__name__}, ...)",
+            got=f"a {type(fn).__name__} in place of the function" + ", which came after it" * is_swapped,
+            expected="the function first, then its rows",
+            fix=f"write {call}(fn, x)" if call != "ChunkedProcessor" else "write ChunkedProcessor(fn)(x)",
+        )
 
 
 def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] | None) -> list[Tensor]:

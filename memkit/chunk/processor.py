@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from memkit._core.words import guided
 from memkit.chunk.engine import ChunkedCall
+from memkit.chunk.gather import Gather, gathered
 from memkit.chunk.loss import loss_call
-from memkit.chunk.map import Rows
-from memkit.chunk.params import function_name, listed
+from memkit.chunk.map import BOUND, WORDS, Rows, read_device
+from memkit.chunk.params import check_function, function_name, listed
 from memkit.chunk.segments import segment_call
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce
 from memkit.chunk.sizing import ChunkPlan, ChunkSize, Sizer, as_size
 
+_REDUCING = "write ChunkedProcessor(fn).segment_reduce(x, index=index, num_segments=num_segments)"
+_CALL_WORDS = {
+    **dict.fromkeys(("index", "ptr", "num_segments", "reduce", "weight", "aggr", "dim_size"), _REDUCING),
+    "edge_index": _REDUCING.replace("index=index", "index=edge_index[1]"),
+    "chunk_size": "write ChunkedProcessor(fn, chunk_size=chunk_size)(x)",
+    "memory_budget": "write ChunkedProcessor(fn, memory_budget=memory_budget)(x)",
+    "output_device": "write ChunkedProcessor(fn).map(x, output_device='cpu')",
+    "": BOUND,
+}
 
+
+@guided(
+    words=WORDS,
+    absent={
+        "apply": "ChunkedProcessor(fn)(x)",
+        "forward": "ChunkedProcessor(fn)(x)",
+        "process": "ChunkedProcessor(fn)(x)",
+        "run": "ChunkedProcessor(fn)(x)",
+        "scatter": "ChunkedProcessor(fn).segment_reduce(x, index=index, num_segments=n)",
+        "parameters": "fn.parameters(): a processor holds no parameters of its own",
+        "to": "fn.to(device): a processor holds no tensors of its own",
+        "train": "fn.train(): a processor has no mode of its own",
+        "eval": "fn.eval(): a processor has no mode of its own",
+    },
+    methods={"__call__": _CALL_WORDS, "map": _CALL_WORDS, "plan": _CALL_WORDS, "segment_reduce": WORDS, "loss": WORDS},
+)
 class ChunkedProcessor:
     """Run a function of rows in pieces, forward and backward, within a memory budget.
 
@@ -66,24 +93,26 @@ class ChunkedProcessor:
         params: Iterable[Tensor] | None = None,
         check: bool = True,
     ) -> None:
+        check_function("ChunkedProcessor", fn)
         self._fn, self._name = fn, f"ChunkedProcessor({function_name(fn)})"
         self._size = as_size(self._name, chunk_size, memory_budget)
         self._params = listed(self._name, params)
         self._check = check
 
-    def __call__(self, *rows: Any) -> Any:
-        """Return ``fn(*rows)``: see `map`."""
-        return self.map(*rows)
+    def __call__(self, *rows: Any, gather: Gather | None = None) -> Any:
+        """Return ``fn(*rows, **gathered)``: see `map`."""
+        return self.map(*rows, gather=gather)
 
-    def map(self, *rows: Any, output_device: str | torch.device | None = None) -> Any:
-        """Compute ``fn(*rows)``: see `memkit.chunked_map`."""
-        return self._map_call(output_device).run(rows, {}, params=self._params)
+    def map(self, *rows: Any, output_device: str | torch.device | None = None, gather: Gather | None = None) -> Any:
+        """Compute ``fn(*rows, **gathered)``: see `memkit.chunked_map`."""
+        call = self._map_call(output_device)
+        return call.run(rows, gathered(self._name, gather), params=self._params)
 
     def _map_call(self, output_device: str | torch.device | None = None) -> ChunkedCall:
         return ChunkedCall(
             self._name,
             self._fn,
-            Rows(output_device),
+            Rows(read_device(self._name, output_device)),
             self._size,
             check=self._check,
         )
@@ -96,7 +125,7 @@ class ChunkedProcessor:
         ptr: Tensor | None = None,
         num_segments: int | None = None,
         reduce: Reduce = "sum",
-        gather: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        gather: Gather | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
         """Reduce ``fn(*edge_rows, **gathered)`` over segments: see `memkit.chunked_segment_reduce`."""
@@ -130,14 +159,14 @@ class ChunkedProcessor:
             check=self._check,
         )
 
-    def plan(self, *rows: Any) -> ChunkPlan:
+    def plan(self, *rows: Any, gather: Gather | None = None) -> ChunkPlan:
         """Return how `map` would cut a call with these arguments and its memory cost, measuring if necessary.
 
         Raises:
             ConfigError: Not even one row fits into the budget.
             InputError: `map` would refuse the call.
         """
-        return self._map_call().choose(rows, {}, params=self._params)
+        return self._map_call().choose(rows, gathered(self._name, gather), params=self._params)
 
     @property
     def last_plan(self) -> ChunkPlan | None:

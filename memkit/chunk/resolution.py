@@ -12,8 +12,9 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError, StateError
 from memkit._core.settings import Checker
-from memkit._core.sparse_voxels import without_affine
+from memkit._core.sparse_voxels import SparseVoxels, without_affine
 from memkit._core.voxel_keys import MORTON_BITS, morton_encode
+from memkit._core.words import guided
 
 Downsample = Literal["area", "max", "sum", "nearest"]
 _CHOOSE = "DynamicResolutionProcessor.choose(coords)"
@@ -40,6 +41,25 @@ class ResolutionChoice:
     num_active_by_level: tuple[int, ...]
 
 
+@guided(
+    words={
+        **dict.fromkeys(("max_voxels", "max_num_voxels", "voxel_budget"), "max_active_voxels"),
+        **dict.fromkeys(("min_points", "points_per_voxel"), "min_points_per_voxel"),
+        **dict.fromkeys(("num_levels", "max_level", "max_levels"), "levels"),
+        **dict.fromkeys(("voxel_size", "grid_size", "resolution"), "the resolution is chosen: bound it by levels"),
+        "reduce": "downsample",
+        "mode": "downsample",
+    },
+    absent={
+        "()": "processor.choose(points), then processor.apply(volume); points of a volume: volume.nonzero()",
+        "forward": "apply(volume), after choose(points)",
+        "upsample": "restore(y)",
+        "downsample": "apply(volume)",
+        "resolution": "processor.choice.resolution",
+        "level": "processor.choice.level",
+    },
+    methods={"choose": {"offsets": "pass batch=, the sample of each point"}, "apply": {}, "restore": {}},
+)
 class DynamicResolutionProcessor:
     """Choose a volume's resolution from its points; downsample volumes to it and restore them.
 
@@ -103,6 +123,15 @@ class DynamicResolutionProcessor:
 
         Memory cost: temporarily ten 8-byte values per point.
         """
+        if not isinstance(coords, Tensor):
+            raise InputTypeError(
+                _CHOOSE,
+                got=f"a {type(coords).__name__}",
+                expected="a tensor (N, 3) or (N, 2) of points",
+                fix="write choose(voxels.coords[:, 1:], batch=voxels.coords[:, 0])"
+                if isinstance(coords, SparseVoxels)
+                else "write choose(torch.as_tensor(coords))",
+            )
         cells, levels = _finest_cells(coords, self._levels)
         samples = coords.new_zeros(len(coords), dtype=torch.int64) if batch is None else _samples_of(coords, batch)
         counts = _count_cells(cells, samples, levels)
@@ -210,6 +239,26 @@ class DynamicResolutionProcessor:
         return _sum(volume, factor) / _sum(torch.ones_like(volume[:1, :1]), factor)
 
 
+def _points_of(coords: Tensor) -> str:
+    """Return the call for what was given in place of points: a volume, a batch of clouds, points as columns."""
+    if coords.dim() in (4, 5):
+        return "for a volume: at = (volume != 0).any(1).nonzero(); write choose(at[:, 1:], batch=at[:, 0])"
+    if coords.dim() == 3 and coords.shape[2] in MORTON_BITS:
+        return (
+            "for a batch of clouds: write choose(coords.flatten(0, 1), "
+            "batch=torch.arange(len(coords)).repeat_interleave(coords.shape[1]))"
+        )
+    if coords.dim() == 3:
+        return "for a volume without batch and channels: write choose(volume.nonzero())"
+    if not coords.numel():
+        return "skip this sample: without points there is no resolution to choose."
+    if coords.dim() == 2 and coords.shape[0] in MORTON_BITS:
+        return "write choose(coords.T)"
+    if coords.dim() == 2 and coords.shape[1] - 1 in MORTON_BITS:
+        return "for rows that begin with the sample: write choose(coords[:, 1:], batch=coords[:, 0])"
+    return "pass points as rows, and the sample index of each point as batch=."
+
+
 def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
     """Return the cells of the finest grid, (N, A) int64, nonnegative; and the number of halvings."""
     if coords.dim() != 2 or coords.shape[1] not in MORTON_BITS or not len(coords):
@@ -217,7 +266,7 @@ def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
             _CHOOSE,
             got=f"a tensor of shape {tuple(coords.shape)}",
             expected="(N, 3) or (N, 2), one row for each point, and at least one point",
-            fix="pass points as rows, and the sample index of each point as batch=.",
+            fix=_points_of(coords),
         )
     low = coords.amin(0)
     side = (coords.amax(0) - low).max()

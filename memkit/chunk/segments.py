@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex, get_args
 
-import torch
 from torch import Tensor
 
 from memkit._core.errors import InputError
 from memkit._core.settings import Checker
-from memkit.chunk.engine import ChunkedCall, Gathered
-from memkit.chunk.params import function_name
+from memkit._core.words import guided
+from memkit.chunk.engine import ChunkedCall
+from memkit.chunk.gather import Gather, gathered
+from memkit.chunk.map import BOUND, WORDS
+from memkit.chunk.params import check_function, function_name
 from memkit.chunk.segments_index import Segments
-from memkit.chunk.segments_reductions import Reduce, like_rows, reduction
+from memkit.chunk.segments_reductions import SYNONYMS, Reduce, like_rows, reduction
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
 
+@guided(words=WORDS | {"": BOUND})
 def chunked_segment_reduce(
     fn: Callable[..., Any],
     *edge_rows: Any,
@@ -25,7 +28,7 @@ def chunked_segment_reduce(
     ptr: Tensor | None = None,
     num_segments: int | None = None,
     reduce: Reduce = "sum",
-    gather: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    gather: Gather | None = None,
     weight: Tensor | None = None,
     chunk_size: ChunkSize = "auto",
     memory_budget: SupportsIndex | str | None = None,
@@ -44,9 +47,9 @@ def chunked_segment_reduce(
         index: int64 or int32 (num_edges,), the segment of each edge, in any order: nothing is sorted.
         ptr: Instead of ``index``, for edges sorted by segment: segment i has the edges ptr[i]:ptr[i + 1].
         num_segments: Rows of the result. None: the largest index plus one (which synchronizes with the device).
-        reduce: ``"sum"``; ``"mean"`` over the edges of the segment; ``"max"`` and ``"min"``, whose gradient goes to the
-            first of tied edges; ``"softmax"`` over the edges of the segment, which keeps one row per edge. A segment
-            without edges gets 0.
+        reduce: ``"sum"`` (PyG's ``"add"``); ``"mean"`` over the edges of the segment; ``"max"`` and ``"min"`` (torch's
+            ``"amax"`` and ``"amin"``), whose gradient goes to the first of tied edges; ``"softmax"`` over the edges of
+            the segment, which keeps one row per edge. A segment without edges gets 0.
         gather: Keyword arguments of ``fn`` gathered from a smaller tensor: ``{"x_j": (x, src)}`` passes rows of
             ``x[src]``, gathered chunk by chunk. ``x`` (num_nodes, ...), ``src`` integers (num_edges,).
         weight: (num_edges,), multiplies the messages before they are reduced; ``"mean"`` still divides by the number of
@@ -86,6 +89,7 @@ def chunked_segment_reduce(
         >>> torch.allclose(out, expected, atol=1e-5)
         True
     """
+    check_function("chunked_segment_reduce", fn, edge_rows)
     name = f"chunked_segment_reduce({function_name(fn)}, ...)"
     return segment_call(
         name,
@@ -109,14 +113,16 @@ def segment_call(
     segments: Segments,
     *,
     reduce: Reduce,
-    gather: Mapping[str, tuple[Tensor, Tensor]] | None,
+    gather: Gather | None,
     weight: Tensor | None,
     params: Iterable[Tensor] | None,
     check: bool,
 ) -> Tensor:
     """Run `chunked_segment_reduce`; ``name`` is the user's call, for messages."""
-    fix = "use 'sum', and divide or normalize the result."
+    is_mean = str(reduce).lower() in ("avg", "average")
+    fix = "pass reduce='mean'." if is_mean else "use 'sum', and divide or normalize the result."
     Checker(name).choice("reduce", reduce, get_args(Reduce), fix=fix)
+    reduce = SYNONYMS.get(reduce, reduce)
     call = ChunkedCall(
         name,
         functools.partial(_message, name, fn),
@@ -125,35 +131,9 @@ def segment_call(
         num_rows=segments.num_edges,
         check=check,
     )
-    gathered = _gathered(name, gather or {}, segments.num_edges)
-    result: Tensor = call.run((weight, *edge_rows), gathered, params=params)
+    rows = gathered(name, gather, segments.num_edges)
+    result: Tensor = call.run((weight, *edge_rows), rows, params=params)
     return result
-
-
-def _gathered(name: str, gather: Mapping[str, Any], num_edges: int) -> dict[str, Gathered]:
-    """Check ``gather`` and wrap its pairs."""
-    for key, pair in gather.items():
-        is_pair = isinstance(pair, (tuple, list)) and [isinstance(each, Tensor) for each in pair] == [True, True]
-        fits = is_pair and pair[0].dim() and pair[1].shape == (num_edges,)
-        if not fits or pair[1].dtype not in (torch.int64, torch.int32):
-            shapes = [f"{tuple(each.shape)} in {each.dtype}" for each in pair] if is_pair else [type(pair).__name__]
-            raise InputError(
-                name,
-                got=f"gather[{key!r}]: {' and '.join(shapes)}",
-                expected=f"a pair (x, src): x (num_nodes, ...), src int64 or int32 ({num_edges},)",
-                fix=f"pass gather={{{key!r}: (x, src)}}, which gives fn the rows x[src].",
-            )
-        x, pick = pair
-        if pick.is_cpu and num_edges:  # elsewhere the check would synchronize
-            low, high = (int(bound) for bound in pick.aminmax())
-            if low < 0 or high >= len(x):
-                raise InputError(
-                    name,
-                    got=f"gather[{key!r}] with rows from {low} to {high}",
-                    expected=f"rows from 0 to {len(x) - 1}: x has shape {tuple(x.shape)}",
-                    fix="check how src was built: every entry must index a row of x.",
-                )
-    return {key: Gathered(*pair) for key, pair in gather.items()}
 
 
 def _message(name: str, fn: Callable[..., Any], weight: Tensor | None, *rows: Any, **gathered: Tensor) -> Tensor:

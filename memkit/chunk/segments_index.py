@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 
 _BLOCK = 1 << 16
 
@@ -101,13 +101,26 @@ class Segments:
 
     @staticmethod
     def _check(call: str, name: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise InputTypeError(
+                call,
+                got=f"{name} as a {type(tensor).__name__}",
+                expected="a 1-dimensional tensor of int64 or int32",
+                fix=f"pass {name}=torch.as_tensor({name}).",
+            )
         if tensor.dim() != 1 or tensor.dtype not in (torch.int64, torch.int32):
+            fix = None
+            if tensor.shape[:1] == (2,) and tensor.dim() == 2:
+                fix = f"pass {name}=edge_index[1], the node that each edge ends in."
+            elif tensor.dim() == 1:
+                fix = f"pass {name}={name}.long()."
             Segments._refuse(
                 call,
                 f"{name} of shape {tuple(tensor.shape)} in {tensor.dtype}",
                 "a 1-dimensional tensor of int64 or int32",
+                fix,
             )
 
     @staticmethod
-    def _refuse(call: str, got: str, expected: str) -> None:
-        raise InputError(call, got=got, expected=expected, fix="check how the edges were built.")
+    def _refuse(call: str, got: str, expected: str, fix: str | None = None) -> None:
+        raise InputError(call, got=got, expected=expected, fix=fix or "check how the edges were built.")

@@ -5,17 +5,18 @@ A segment may span many chunks, in any order: sums and extrema are carried from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from memkit._gradients.streamed import accumulator_dtype
-from memkit.chunk.assembly import Assembly, Pieces, Upstream
+from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.segments_index import Segments
 
-Reduce = Literal["sum", "mean", "max", "min", "softmax"]
+Reduce = Literal["sum", "mean", "max", "min", "softmax", "add", "amax", "amin"]
+SYNONYMS: Mapping[Reduce, Reduce] = {"add": "sum", "amax": "max", "amin": "min"}  # words of PyG and torch
 
 
 def reduction(reduce: Reduce, segments: Segments) -> Assembly:
@@ -50,9 +51,9 @@ class _Sum(_OverSegments):
         wide, (output,) = accumulator_dtype(outputs[0].dtype), outputs
         return (0 if wide == output.dtype else _row_bytes(output, wide)), 0
 
-    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+    def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         total = None
-        for start, (message,) in pieces:
+        for start, (message,) in chunks:
             if total is None:
                 dtype = message.dtype
                 total = self._new(message, 0, accumulator_dtype(dtype))
@@ -91,12 +92,12 @@ class _Extreme(_OverSegments):
         winners = _row_bytes(outputs[0], self._dtype) if for_backward else 0
         return winners, winners
 
-    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+    def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         best = winners = None
-        for start, (message,) in pieces:
+        for start, (message,) in chunks:
             if best is None:
                 best = self._new(message, float("-inf") if self._how == "amax" else float("inf"), message.dtype)
-                winners = self._new(message, self._segments.num_edges, self._dtype) if pieces.for_backward else None
+                winners = self._new(message, self._segments.num_edges, self._dtype) if chunks.for_backward else None
             self._take(best, winners, start, message)
             del message  # before the next chunk runs
         assert best is not None  # noqa: S101 - there is always a chunk
@@ -144,13 +145,13 @@ class _Softmax(_OverSegments):
         mean = _row_bytes(outputs[0], accumulator_dtype(outputs[0].dtype))
         return _row_bytes(outputs[0], outputs[0].dtype) + mean, mean
 
-    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+    def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         output = top = None
         self._spans = []
-        for start, (message,) in pieces:
+        for start, (message,) in chunks:
             self._spans.append((start, len(message)))
             if output is None or top is None:
-                output = message.new_empty((pieces.num_rows, *message.shape[1:]))
+                output = message.new_empty((chunks.num_rows, *message.shape[1:]))
                 top = self._new(message, float("-inf"), message.dtype)
             ids = self._segments.of(start, len(message))
             output.narrow(0, start, len(message)).copy_(message)
@@ -165,7 +166,7 @@ class _Softmax(_OverSegments):
         for start, length in self._spans:
             ids, rows = self._segments.of(start, length), output.narrow(0, start, length)
             rows.copy_(self._powers(rows, top, ids).div_(total.index_select(0, ids)))
-        return [output], [output] if pieces.for_backward else []
+        return [output], [output] if chunks.for_backward else []
 
     @staticmethod
     def _powers(rows: Tensor, top: Tensor, ids: Tensor) -> Tensor:

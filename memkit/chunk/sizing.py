@@ -5,15 +5,16 @@ Therefore the same call is cut the same way in every run, with the same rounding
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from math import ceil, inf, log
-from typing import Literal, Protocol, SupportsIndex
+from typing import Literal, Protocol, SupportsIndex, cast
 
-from memkit._core.errors import ConfigError
-from memkit._core.settings import as_whole
-from memkit._core.units import format_bytes, parse_bytes
+from memkit._core.errors import ConfigError, InputTypeError
+from memkit._core.settings import as_whole, nearest_word
+from memkit._core.units import MIB, format_bytes, parse_bytes
 
 ChunkSize = SupportsIndex | Literal["auto"]
 
@@ -107,9 +108,20 @@ def check_chunk_size(call: str, chunk_size: object) -> int:
             call,
             got=f"chunk_size={chunk_size!r}",
             expected="a whole number of rows, at least 1, or 'auto'",
-            fix="pass for example chunk_size=4096.",
+            fix=f"pass chunk_size={_meant(chunk_size)}.",
         )
     return size
+
+
+def _meant(chunk_size: object) -> str:
+    """Return the size that was probably meant."""
+    if isinstance(chunk_size, str) and nearest_word(chunk_size, ["auto"]):
+        return "'auto'"
+    if isinstance(chunk_size, float | str) and not isinstance(chunk_size, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            if (number := float(chunk_size)) >= 1:
+                return str(int(number))
+    return "'auto', or for example 4096"
 
 
 class Problem(Protocol):
@@ -119,11 +131,13 @@ class Problem(Protocol):
         name: The user's call, for messages.
         num_rows: Number of rows.
         is_on_cpu: Whether its tensors are in host memory.
+        elsewhere: Text before the way out where not even one row fits: what else can be done; may be empty.
     """
 
     name: str
     num_rows: int
     is_on_cpu: bool
+    elsewhere: str
 
     def kind(self) -> Hashable:
         """Return the key under which measurements are stored, independent of the number of rows."""
@@ -151,8 +165,17 @@ class Sizer:
         last: How the last call was cut.
     """
 
-    def __init__(self, budget: SupportsIndex | str | None, call: str = "ChunkedProcessor(fn)") -> None:
-        self.budget_bytes = None if budget is None else parse_bytes(budget, name=f"{call}: memory_budget")
+    def __init__(self, budget: object, call: str = "ChunkedProcessor(fn)") -> None:
+        if isinstance(budget, float) or (isinstance(budget, str) and budget.rstrip().endswith("%")):
+            is_size = isinstance(budget, float) and MIB <= budget < inf
+            raise InputTypeError(
+                call,
+                got=f"memory_budget={budget!r}",
+                expected="bytes as an int, or text with a unit; no fraction, because a call does not know its share",
+                fix=f"pass memory_budget={int(float(budget)) if is_size else repr('512MiB')}.",
+            )
+        self.budget_bytes = None if budget is None else parse_bytes(cast("str", budget), name=f"{call}: memory_budget")
+        self._bare = None if isinstance(budget, str) else self.budget_bytes
         if self.budget_bytes == 0:
             raise ConfigError(
                 call,
@@ -172,12 +195,17 @@ class Sizer:
         kind = problem.kind()
         known = self._known.pop(kind, {})  # reinserted below as the newest
         try:
-            self.last = _Choice(problem, known, self.budget_bytes).make()
+            self.last = _Choice(problem, known, self.budget_bytes, self._note()).make()
             return self.last
         finally:
             self._known[kind] = known
             if len(self._known) > _MAX_KINDS:
                 self._known.popitem(last=False)
+
+    def _note(self) -> str:
+        """Return what a budget that is a small bare number means."""
+        bare = self._bare
+        return f"{bare} means {bare} bytes, not '{bare}MiB'; " if bare is not None and bare < MIB else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +276,13 @@ class _Choice:
         known: Earlier measurements by number of rows; new ones are added.
         budget_bytes: Limit that may not be exceeded and is worth filling; None for a chunk as large as is useful for
             speed.
+        note: Text before the way out of a budget that is too small.
     """
 
-    def __init__(self, problem: Problem, known: dict[int, Measurement], budget_bytes: int | None) -> None:
+    def __init__(
+        self, problem: Problem, known: dict[int, Measurement], budget_bytes: int | None, note: str = ""
+    ) -> None:
+        self._note = note
         self._problem, self._known, self._num_rows = problem, known, max(problem.num_rows, 1)
         self._budget = budget_bytes
         self._first_size = min(_FIRST_SIZE, self._num_rows)
@@ -340,7 +372,8 @@ class _Choice:
             f"chunks, where {taken}",
             expected=f"room for the forward and backward of a chunk, besides {format_bytes(fixed)} for gradients and "
             "running sums, which do not shrink with the chunk size",
-            fix=f"pass a memory_budget of at least {_written(ceil((fixed + least.peak_bytes + 1) / _FILL))}.",
+            fix=f"{self._note}{self._problem.elsewhere}pass a memory_budget of at least "
+            f"{_written(ceil((fixed + least.peak_bytes + 1) / _FILL))}.",
         )
 
     def _try(self, size: int) -> _Chunk:

@@ -13,6 +13,7 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels
+from memkit._core.words import guided
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
@@ -53,6 +54,22 @@ class _Option(NamedTuple):
     cut: TileChoice | None = None
 
 
+@guided(
+    words={
+        **dict.fromkeys(("module", "model", "network"), "fn"),
+        **dict.fromkeys(("threshold", "sparsity_threshold", "density_threshold"), "dense_threshold"),
+        **dict.fromkeys(("chunk_size", "tile_size", "roi_size", "patch_size"), "block_size"),
+        "sparse": "mode='auto'",
+    },
+    absent={
+        "apply": "processor(volume)",
+        "forward": "processor(volume)",
+        "process": "processor(volume)",
+        "plan": "processor.last_plan, after a call",
+        "parameters": "fn.parameters(): a processor holds no parameters of its own",
+    },
+    methods={"__call__": {"mode": "write SparsityAwareProcessor(fn, mode=mode)(volume)"}},
+)
 class SparsityAwareProcessor:
     """Run a network on a mostly zero volume, skipping the empty part.
 
@@ -95,8 +112,11 @@ class SparsityAwareProcessor:
     ) -> None:
         check = Checker("SparsityAwareProcessor(fn, ...)")
         fix = "put the function into the forward of a module that holds its layers."
+        if isinstance(fn, Tensor | SparseVoxels):
+            fix = "write SparsityAwareProcessor(module)(volume)"
         check.instance(fn, nn.Module, "an nn.Module, whose layers can be looked at", fix)
-        check.choice("mode", mode, get_args(SparseMode))
+        modes = "pass mode='auto'; a model of submanifold layers is built from memkit.chunk.submanifold_conv3d."
+        check.choice("mode", mode, get_args(SparseMode), fix=modes)
         self._fn, self._mode = fn, mode
         self._block_size = check.whole("block_size", block_size, 1)
         self._threshold = check.number("dense_threshold", dense_threshold, 0, 1)
@@ -283,11 +303,24 @@ def _refusal(got: str, fix: str) -> InputError:
     return InputError(CALL, got=got, expected="a call that gives the same result when it runs in parts", fix=fix)
 
 
+def _volume_of(value: object) -> str:
+    """Return what to pass in place of something that is no volume."""
+    if not isinstance(value, Tensor):
+        return "pass torch.as_tensor(volume)."
+    if value.dim() == 2 and value.shape[1] in (3, 4):
+        batched = "coords" if value.shape[1] == 4 else "torch.nn.functional.pad(coords, (1, 0))"
+        return f"for points: write processor(SparseVoxels.from_coords({batched}, features, shape=(D, H, W)))"
+    missing = {3: "volume[None, None]", 4: "volume[None], or volume[:, None] without channels"}.get(value.dim())
+    if missing:
+        return f"add the missing dimensions: {missing}."
+    return "pass volume.float()." if value.dim() == 5 else "reshape it to (B, C, D, H, W)."
+
+
 def _check_volume(volume: object) -> None:
     if not isinstance(volume, Tensor) or volume.dim() != 5 or not volume.is_floating_point():
         raise InputTypeError(
             CALL,
             got=described(volume),
             expected="a floating point volume (B, C, D, H, W), or SparseVoxels",
-            fix="add the missing dimensions with volume[None, None]; convert with volume.float().",
+            fix=_volume_of(volume),
         )

@@ -11,11 +11,28 @@ from torch import Tensor, nn
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
+from memkit._core.words import guided
 from memkit.chunk.halo import find_reach
+from memkit.chunk.map import read_device
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
 
+@guided(
+    words={
+        **dict.fromkeys(("roi_size", "patch_size", "window_size", "chunk_size", "block_size"), "tile_size"),
+        **dict.fromkeys(("predictor", "network", "model", "fn"), "module"),
+        **dict.fromkeys(("inputs", "volume", "input", "image"), "x"),
+        **dict.fromkeys(("overlap", "halo", "padding", "pad", "context"), "the overlap is measured, and exact"),
+        **dict.fromkeys(("mode", "sigma_scale", "padding_mode", "cval"), "tiles are exact, so nothing is blended"),
+        "sw_batch_size": "one tile runs at a time",
+        "dim": "dims",
+        "spatial_dims": "dims",
+        "device": "output_device",
+        "memory_budget": "there is no budget: halve tile_size until it fits",
+    },
+    rewrite={"tiled_apply": lambda _: "tiled_apply(module, x, tile_size=32)"},
+)
 def tiled_apply(
     module: nn.Module,
     x: Tensor,
@@ -94,12 +111,14 @@ def tiled_apply(
         y: Tensor = module(x)
         y = y if online_reduce is None else online_reduce(y)
         return y if output_device is None else y.to(output_device)
-    device = None if output_device is None else torch.device(output_device)
+    device = read_device(CALL, output_device)
     return apply_tiles(TileJob(module, tuple(axes), device, online_reduce), x)
 
 
 def _check_input(module: object, x: object) -> None:
     way_out = "put the function into the forward of a module that holds its layers."
+    if isinstance(module, Tensor):
+        way_out = "write tiled_apply(module, x, tile_size=32)"
     module = Checker(CALL).instance(module, nn.Module, "an nn.Module, whose parameters are known", way_out)
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
         raise InputTypeError(
@@ -158,9 +177,12 @@ def _per_dim(x: Tensor, dims: Sequence[int] | None, tile_size: Any) -> dict[int,
 def _warn_of_no_effect(x: Tensor, axes: Sequence[ExactAxis], reaches: dict[int, Reach]) -> None:
     if any(axis.length < axis.size for axis in axes):
         return
-    halos = ", ".join(f"{reach.before} + {reach.after}" for reach in reaches.values())
+    halos = ", ".join(
+        f"{x.shape[dim]} or more" if reach.covers(x.shape[dim]) else f"{reach.before} + {reach.after}"
+        for dim, reach in reaches.items()
+    )
     warn_user(
         f"tiled_apply: a tile with its halo ({halos}) is as large as the volume {tuple(x.shape[2:])}: the module "
-        "runs on the whole volume, and no memory is saved. Way out: use a larger volume, or a module with a smaller "
-        "receptive field."
+        "runs on the whole volume, and no memory is saved. Way out: use a larger volume, a module with a smaller "
+        "receptive field, or mk.Checkpointing(module, 'auto')."
     )

@@ -33,6 +33,10 @@ class Reach:
     period: int = 1
     step: int = 1
 
+    def covers(self, size: int) -> bool:
+        """Return whether a tile of any size would read a whole dimension of this size."""
+        return self.before + self.after >= size
+
 
 @dataclass(frozen=True, slots=True)
 class TileSpan:

@@ -19,7 +19,7 @@ from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss, LossFn
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
-from memkit._torch.autocast import without_gradients
+from memkit._torch.autocast import graphs
 from memkit.memory.manager import MemoryManager
 from memkit.points.cells import Lengths
 from memkit.points.nested import single_within
@@ -273,7 +273,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         if self._mode == "cached":
             output = run_again_in_backward(self._model, batch, self._watch)
         else:
-            with without_gradients(are_off=self._is_teacher(clouds[0])):
+            with graphs(enabled=not self._is_teacher(clouds[0])):
                 output = self._model(batch)
         leaves, structure = pytree.tree_flatten(output)
         _check_rows(leaves, len(batch.coords))

@@ -30,7 +30,7 @@ from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import fastest, micro_batch_counts, search
 from memkit.predict.plan.speeds import card_speeds, host_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
-from memkit.train.checkpointing import choose_blocks
+from memkit.train.blocks import choose_blocks
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, take_rows

@@ -20,6 +20,7 @@ from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
+from memkit._torch.script import as_written
 from memkit._torch.tensors import version_of, versions_of
 from memkit.train.models import device_of
 from memkit.train.offload import offload_activations
@@ -103,7 +104,8 @@ class TreatedForward:
         return out
 
     def _offloaded(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with self._elsewhere.of(self._block):
+        # Scripted functions keep the plan of their first runs for all blocks, also for those that run again.
+        with as_written(), self._elsewhere.of(self._block):
             return forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:

@@ -22,7 +22,8 @@ from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
 from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import count_graphs
-from memkit.train.checkpointing import Checkpointing, Choice
+from memkit.train.blocks import Choice
+from memkit.train.checkpointing import Checkpointing
 from memkit.train.checks import (
     WRAPPER,
     check_loss,
@@ -176,7 +177,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         *,
         precision: PrecisionName | None = None,
         accumulation_steps: int = 1,
-        checkpoint: Choice | bool | None = None,
+        checkpoint: Choice | None = None,
         offload: Collection[str] | None = (),
         max_grad_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -193,8 +194,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         check_settings(accumulation_steps, on_oom, memory, scheduler, average, split_fn, max_grad_norm)
         check_on_gradients(on_gradients)
         offload = read_offload(offload)
-        if isinstance(checkpoint, bool):
-            checkpoint = "auto" if checkpoint else None
+        checkpoint = None if checkpoint is False else checkpoint
         self.model, self.memory, self._device = model, memory, device_of(model)
         check_owner(model, self._optimizers)
         self._accumulation_steps = accumulation_steps
@@ -210,7 +210,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._precision = Precision(model, precision, self._device, scaler)
             cleanup.callback(self._precision.close)
             # Block names are those of the user's own model.
-            self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
+            self._checkpointing = Checkpointing.of_setting(model, checkpoint) if checkpoint is not None else None
             if self._checkpointing:
                 cleanup.callback(self._checkpointing.close)
             sum_dtype = torch.float32 if self._precision.name == "bf16-true" else None

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import memkit as mk
 from memkit._core.errors import InputError
+from memkit.chunk import halo
 from memkit.chunk.halo import find_reach
 from memkit.chunk.tiles import Reach
 from tests.allocations import trace_allocations
@@ -136,3 +138,44 @@ def test_few_bytes():
     with torch.no_grad():
         whole = trace_allocations(lambda: net(x))
     assert probe.peak < whole.peak / 4
+
+
+class FarSeeing(nn.Module):
+    """Four poolings: a halo of about a hundred voxels on each side."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU()) for _ in range(5))
+        self.up = nn.ModuleList(nn.Conv2d(2, 1, 3, padding=1) for _ in range(4))
+
+    def forward(self, x):
+        skips = []
+        for number, block in enumerate(self.down):
+            x = block(nn.functional.max_pool2d(x, 2) if number else x)
+            skips.append(x)
+        skips.pop()
+        for block in self.up:
+            x = block(torch.cat([nn.functional.interpolate(x, scale_factor=2), skips.pop()], 1))
+        return x
+
+
+def test_a_search_that_leads_to_the_whole_volume_ends_early(monkeypatch):
+    net, sizes = FarSeeing(), []
+    net.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
+    small, large = torch.rand(1, 1, 48, 48), torch.rand(1, 1, 560, 560)
+    with torch.no_grad():
+        with pytest.warns(mk.MemkitWarning, match=r"\(48 or more, 48 or more\) is as large as the volume"):
+            whole = mk.tiled_apply(net, small, 16)
+        torch.testing.assert_close(whole, net(small))
+        assert len(sizes) - 1 <= 16
+        sizes.clear()
+        # The same remainders of sizes: what was found for the small volume is not taken for the large one's.
+        torch.testing.assert_close(mk.tiled_apply(net, large, 128), net(large))
+        assert sum(size < large.numel() for size in sizes) > 20
+        # The negative control: without the early end, the same search takes several times as many forwards.
+        monkeypatch.setattr(halo, "_least_reach", lambda *_: 0)
+        sizes.clear()
+        again = FarSeeing()
+        again.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
+        find_reach(again, small, [-2, -1])
+        assert len(sizes) > 60

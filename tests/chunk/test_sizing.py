@@ -17,6 +17,7 @@ class Problem:
 
     name = "chunked(fn)"
     is_on_cpu = True
+    elsewhere = ""
 
     def __init__(
         self, num_rows, *, forward=600, backward=1000, kept=500, base=0, held=(0, 0), power=1, jump_at=10**9, kind=0

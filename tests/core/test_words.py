@@ -107,3 +107,55 @@ def test_guided_objects_are_copied_pickled_and_inspected_as_before():
         assert (again.model, again.steps) == ("net", 2)
     assert str(inspect.signature(Trainer)) == "(model, *, steps=1)"
     assert pickle.loads(pickle.dumps(train)) is train
+
+
+@guided(
+    words={"n": "steps", "": "bind {key}"},
+    methods={"__call__": {"": "rows go by position, not as {key}"}},
+)
+class Runner:
+    def __init__(self, fn, *, steps=1):
+        self.fn, self.steps = fn, steps
+
+    def __call__(self, *rows, scale=1):
+        return [self.fn(each) * scale for each in rows]
+
+
+@guided(words={"n": "size", "axis": "write run(rows.T)", "": "bind {key}"})
+def run(fn, *rows, size=1):
+    return fn, rows, size
+
+
+@guided(words={"c": "{'c': 1}"}, rewrite={"pair": lambda _: "pair(a, b)"})
+def pair(a, b): ...
+
+
+@pytest.mark.parametrize(
+    ("call", "corrected"),
+    [
+        (lambda: run(len, [1], [2], n=3), "write run(fn, *rows, size=3)"),
+        (lambda: run(len, [1], mask=2), "bind mask; write run(fn, *rows)"),
+        (lambda: run(len, [1], axis=2, mask=1), "write run(rows.T)"),
+        (lambda: run(), "write run(fn)"),
+        (lambda: pair(1, 2, 3), "write pair(a, b)"),
+        (lambda: pair(1, 2, c=3), "{'c': 1}; write pair(1, 2)"),  # braces of a dictionary stay
+        (lambda: Runner(len, mask=1), "bind mask; write Runner(fn)"),
+        (lambda: Runner(len)([1], mask=1), "rows go by position, not as mask; write Runner(...)(*rows)"),
+        (lambda: Runner(len)([1], [2], scal=2), "write Runner(...)(*rows, scale=2)"),
+    ],
+)
+def test_series_of_arguments_words_of_a_method_and_whole_calls(call, corrected):
+    with pytest.raises(mk.errors.InputTypeError) as caught:
+        call()
+    assert caught.value.fix == corrected
+
+
+def test_a_class_without_public_names_says_that_it_is_called():
+    @guided(absent={"fit": "runner(x)"})
+    class Only:
+        def __call__(self): ...
+
+    with pytest.raises(
+        mk.errors.AbsentError, match=r"expected a call of the object itself. Way out: write runner\(x\)"
+    ):
+        Only().fit()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from memkit._torch.autocast import KEEPS_CASTS_WITHOUT_GRAPHS, without_gradients
+from memkit._torch.autocast import KEEPS_CASTS_WITHOUT_GRAPHS, graphs, without_gradients
 
 
 def after(context):
@@ -32,7 +32,7 @@ def test_the_cache_is_as_before_also_after_an_error(is_cached):
             1 / 0  # noqa: B018 - for the error
         assert torch.is_autocast_cache_enabled() == is_cached
         assert torch.is_grad_enabled()
-        with torch.no_grad(), without_gradients(are_off=False):
+        with torch.no_grad(), graphs(enabled=True):
             assert torch.is_grad_enabled()
     finally:
         torch.set_autocast_cache_enabled(True)

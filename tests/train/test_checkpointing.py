@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit as mk
-from memkit.train.checkpointing import Checkpointing, choose_blocks
+from memkit.train.blocks import choose_blocks
+from memkit.train.checkpointing import Checkpointing
 from tests.helpers import assert_refused, assert_same, gradients
 from tests.toys import mean_square, trainer_of
 
@@ -170,6 +171,10 @@ class TestChoice:
         with pytest.raises(mk.errors.ConfigError, match="selects no block of Linear"):
             choose_blocks(nn.Linear(2, 2), "auto")
 
+    def test_true_is_named_as_it_was_written(self):
+        with pytest.raises(mk.errors.ConfigError, match=r"^checkpoint=True: .* Way out: omit checkpoint"):
+            trainer_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), checkpoint=True)
+
     def test_through_the_wrapper(self):
         model = Net()
         trainer = trainer_of(model, checkpoint=["blocks.*"])
@@ -177,6 +182,104 @@ class TestChoice:
         assert trainer.train_step(torch.randn(4, 4), mean_square).stepped
         trainer.close()
         assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+
+
+LAYERS = ["1.layers.0", "1.layers.1", "1.layers.2"]
+LAYER = nn.TransformerEncoderLayer
+
+
+class TestForms:
+    @pytest.mark.parametrize(
+        ("choice", "chosen"),
+        [
+            (lambda _: True, dict.fromkeys(LAYERS, "full")),
+            (lambda _: False, {}),
+            (lambda _: LAYER, dict.fromkeys(LAYERS, "full")),
+            (lambda _: (LAYER,), dict.fromkeys(LAYERS, "full")),
+            (lambda _: [LAYER, "0"], dict.fromkeys([*LAYERS, "0"], "full")),
+            (lambda model: model[1], {"1": "full"}),
+            (lambda model: model[1].layers, dict.fromkeys(LAYERS, "full")),
+            (lambda model: [model[1].layers[0], model[1].layers[2]], {LAYERS[0]: "full", LAYERS[2]: "full"}),
+            (lambda _: {LAYER: "selective"}, dict.fromkeys(LAYERS, "selective")),
+            (
+                lambda model: {LAYER: "selective", model[1].layers[1]: "offload"},
+                dict.fromkeys(LAYERS, "selective") | {LAYERS[1]: "offload"},
+            ),
+            (
+                lambda _: {LAYER: "selective", LAYERS[1]: "full"},
+                dict.fromkeys(LAYERS, "selective") | {LAYERS[1]: "full"},
+            ),
+            (lambda _: lambda name, module: isinstance(module, LAYER), dict.fromkeys(LAYERS, "full")),
+        ],
+    )
+    def test_classes_modules_and_truth_values(self, choice, chosen):
+        model = encoder()
+        with Checkpointing(model, choice(model)) as blocks:
+            assert blocks.treatments == chosen
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+    def test_without_a_choice(self):
+        with Checkpointing(encoder()) as blocks:
+            assert list(blocks.blocks) == LAYERS
+
+    @pytest.mark.parametrize(("checkpoint", "chosen"), [(True, LAYERS), (False, []), (LAYER, LAYERS)])
+    def test_through_the_wrapper(self, checkpoint, chosen):
+        trainer = trainer_of(encoder(), checkpoint=checkpoint)
+        assert list(trainer.checkpointed_blocks) == chosen
+        assert trainer.train_step(torch.randn(4, 5, 8), mean_square).stepped
+
+    @pytest.mark.parametrize(
+        ("choice", "ending"),
+        [
+            (nn.Conv2d, "write Checkpointing(model, ['0', '1', '1.layers'])"),
+            ("Auto", "write Checkpointing(model, 'auto')"),
+            ("selective", f"write Checkpointing(model, {dict.fromkeys(LAYERS, 'selective')})"),
+            (None, "write Checkpointing(model, 'auto')"),
+            (4, "write Checkpointing(model, 'auto')"),
+            ([], f"write Checkpointing(model, {LAYERS})"),
+            (nn.Linear(2, 2), "write Checkpointing(model, ['0', '1', '1.layers'])"),
+            ({LAYER: "Full"}, "write Checkpointing(model, {TransformerEncoderLayer: 'full'})"),
+            ({LAYER: LAYER}, "write Checkpointing(model, {TransformerEncoderLayer: 'full'})"),
+            (lambda module: True, "write lambda name, module: ..."),
+            (lambda name, module: False, f"write Checkpointing(model, {LAYERS})"),
+            (
+                {LAYER: "full", nn.TransformerEncoder: "offload"},
+                "write Checkpointing(model, {TransformerEncoder: 'offload'})",
+            ),
+        ],
+    )
+    def test_a_misuse_ends_in_the_line_to_write(self, choice, ending):
+        with pytest.raises(mk.errors.ConfigError) as caught:
+            Checkpointing(encoder(), choice)
+        assert str(caught.value).endswith(ending), str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("call", "ending"),
+        [
+            (lambda model: Checkpointing(), "write Checkpointing(model)"),
+            (lambda model: Checkpointing("auto", model), "write Checkpointing(model, 'auto')"),
+            (lambda model: Checkpointing(model, layers=["1"]), "write Checkpointing(model, choice=['1'])"),
+            (lambda model: Checkpointing(model, use_reentrant=False), "is always taken; write Checkpointing(model)"),
+            (
+                lambda model: Checkpointing(model)(torch.ones(1, 5, 8)),
+                "write model(...): the model is treated in place",
+            ),
+        ],
+    )
+    def test_a_wrong_call_ends_in_the_line_to_write(self, call, ending):
+        with pytest.raises(mk.errors.InputTypeError) as caught:
+            call(encoder())
+        assert str(caught.value).endswith(ending), str(caught.value)
+
+    def test_the_model_itself_is_led_to_its_blocks(self):
+        model = encoder()
+        with pytest.raises(mk.errors.ConfigError, match=r"got the whole Sequential.*write checkpoint=\['1.layers.0'"):
+            trainer_of(model, checkpoint=model)
 
 
 class TestMapping:

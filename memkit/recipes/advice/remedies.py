@@ -30,7 +30,7 @@ from memkit.recipes.advice.submodules import (
     tileable,
 )
 from memkit.train.backward_steps import step_in_backward
-from memkit.train.checkpointing import Choice, choose_blocks
+from memkit.train.blocks import Choice, choose_blocks
 from memkit.train.split import count_rows
 from memkit.train.split_check import scan_modules
 from memkit.train.treatments import Treatment
