@@ -25,12 +25,13 @@ from benchmarks.timing import least_seconds
 from memkit._core.errors import MemkitError, MemkitWarning
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
-from memkit.voxel.augment_base import Augmentation, VoxelPoints
+from memkit.voxel.augment_base import Augmentation
 from memkit.voxel.compose import ComposedAugmentation
 from memkit.voxel.cutout import CutoutAugmentation
 from memkit.voxel.layout import KINDS, VoxelLayout
 from memkit.voxel.mix import MixupAugmentation
 from memkit.voxel.params import AugmentationParams, VoxelDraw, VoxelParams
+from memkit.voxel.samples import VoxelPoints
 from tests.allocations import trace_allocations
 from tests.voxel.clouds import hemisphere
 

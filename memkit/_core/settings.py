@@ -132,12 +132,6 @@ class Checker:
         x, y, z = (self.number(name, each, low) for each in self.items(name, value, 3))
         return x, y, z
 
-    def axes(self, name: str, value: Any) -> str:
-        """Return a selection of X, Y and Z without repeats."""
-        if not isinstance(value, str) or set(value) - set("XYZ") or len(set(value)) != len(value):
-            raise self.refuse(name, value, "a combination of the letters X, Y and Z, each at most once")
-        return value
-
     def record(self, cls: type[T], value: Any) -> T:
         """Build a dataclass from a mapping; its keys are checked here, its values by the class."""
         if not isinstance(value, Mapping):

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memkit._core.sparse_voxels import SparseVoxels as SparseVoxels
     from memkit.voxel.augment import VoxelAugmentation as VoxelAugmentation
-    from memkit.voxel.augment_base import VoxelPoints as VoxelPoints
     from memkit.voxel.clouds import (
         ChamferConvention as ChamferConvention,
         chamfer_distance as chamfer_distance,
@@ -15,11 +14,17 @@ if TYPE_CHECKING:
     from memkit.voxel.composite import CompositeLoss3D as CompositeLoss3D
     from memkit.voxel.cutout import CutoutAugmentation as CutoutAugmentation
     from memkit.voxel.dataset import VoxelDataset as VoxelDataset
+    from memkit.voxel.dropout import DropoutAugmentation as DropoutAugmentation
+    from memkit.voxel.flip import FlipAugmentation as FlipAugmentation
     from memkit.voxel.grids import (
         VoxelScores as VoxelScores,
         feature_mae as feature_mae,
         voxel_iou as voxel_iou,
         voxel_scores as voxel_scores,
+    )
+    from memkit.voxel.jitter import (
+        DopplerJitterAugmentation as DopplerJitterAugmentation,
+        IntensityJitterAugmentation as IntensityJitterAugmentation,
     )
     from memkit.voxel.layout import VoxelLayout as VoxelLayout
     from memkit.voxel.losses import (
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
         NearestPoints as NearestPoints,
         nearest_points as nearest_points,
     )
+    from memkit.voxel.noise import NoiseAugmentation as NoiseAugmentation
+    from memkit.voxel.operation import VoxelOperation as VoxelOperation
     from memkit.voxel.params import (
         AugmentationParams as AugmentationParams,
         VoxelDraw as VoxelDraw,
@@ -48,6 +55,8 @@ if TYPE_CHECKING:
         f_score as f_score,
         precision_recall as precision_recall,
     )
+    from memkit.voxel.rotate import RotateAugmentation as RotateAugmentation
+    from memkit.voxel.samples import VoxelPoints as VoxelPoints
 else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
@@ -57,12 +66,18 @@ else:  # hidden from type checkers, which would accept any name because of `__ge
         "ComposedAugmentation": "memkit.voxel.compose",
         "CompositeLoss3D": "memkit.voxel.composite",
         "CutoutAugmentation": "memkit.voxel.cutout",
+        "DopplerJitterAugmentation": "memkit.voxel.jitter",
+        "DropoutAugmentation": "memkit.voxel.dropout",
+        "FlipAugmentation": "memkit.voxel.flip",
+        "IntensityJitterAugmentation": "memkit.voxel.jitter",
         "MixedLabels": "memkit.voxel.mix",
         "MixupAugmentation": "memkit.voxel.mix",
         "NearestPoints": "memkit.voxel.nearest",
+        "NoiseAugmentation": "memkit.voxel.noise",
         "OccupancyAwareLoss": "memkit.voxel.losses",
         "Perceptual3DLoss": "memkit.voxel.perceptual",
         "PrecisionRecall": "memkit.voxel.recall",
+        "RotateAugmentation": "memkit.voxel.rotate",
         "SliceLoss": "memkit.voxel.perceptual",
         "SparseVoxels": "memkit._core.sparse_voxels",
         "StructurePreservingLoss": "memkit.voxel.losses",
@@ -70,8 +85,9 @@ else:  # hidden from type checkers, which would accept any name because of `__ge
         "VoxelDataset": "memkit.voxel.dataset",
         "VoxelDraw": "memkit.voxel.params",
         "VoxelLayout": "memkit.voxel.layout",
+        "VoxelOperation": "memkit.voxel.operation",
         "VoxelParams": "memkit.voxel.params",
-        "VoxelPoints": "memkit.voxel.augment_base",
+        "VoxelPoints": "memkit.voxel.samples",
         "VoxelScores": "memkit.voxel.grids",
         "chamfer_distance": "memkit.voxel.clouds",
         "f_score": "memkit.voxel.recall",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,39 +10,31 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._core.errors import InputError, InputTypeError
-from memkit._core.settings import Checker
+from memkit._core.errors import InputError, InputTypeError, MemkitError
+from memkit._core.settings import Checker, nearest_word
 from memkit._core.sparse_voxels import SparseVoxels, Triple, carries_affine
 from memkit.voxel.affine import compose, described_as
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, Box
+from memkit.voxel.samples import (
+    VoxelPoints,
+    apply_to_image,
+    entries_of,
+    is_image,
+    is_volume,
+    like,
+    refuse_unmoved,
+    shape_of,
+    with_affine,
+)
 
 BLOCK = 2**12  # voxels changed at once: fewer cost time, more cost memory
 
 
-class VoxelPoints(NamedTuple):
-    """Points of one sample, in the frame of a `VoxelLayout`.
-
-    Attributes:
-        coords: (N, 3) floating point: meters along X, Y, Z.
-        features: (N, C): the channels of the layout.
-
-    Example:
-        >>> import torch
-        >>> import memkit as mk
-        >>> aug = mk.VoxelAugmentation(layout=mk.voxel.VoxelLayout(("scalar",), origin=(-4.0, -4.0, 0.0)))
-        >>> params = mk.voxel.VoxelParams((8, 8, 4), batched=False, draws=(mk.voxel.VoxelDraw(flips="X"),))
-        >>> aug.apply(mk.voxel.VoxelPoints(torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 1)), params).coords
-        tensor([[-1.,  2.,  3.]])
-    """
-
-    coords: Tensor
-    features: Tensor
-
-
-Content: TypeAlias = Tensor | SparseVoxels | VoxelPoints
+Content: TypeAlias = Tensor | NDArray[Any] | SparseVoxels | VoxelPoints
 X = TypeVar("X", bound=Content)
 P = TypeVar("P", bound=AugmentationParams)
 
@@ -56,14 +49,89 @@ class BatchShape(NamedTuple):
 
 
 class Augmentation(ABC, Generic[P]):
-    """Draw parameters with `sample`; `apply` them; `inverse` undoes flips and turns.
+    """A call augments with fresh draws; `sample` and `apply` repeat a draw; `inverse` undoes flips and turns.
 
-    Constructor arguments are those of each augmentation. The draw depends only on seed, epoch and index: not on the
-    number of workers, other samples, or any global random state.
+    Constructor arguments are those of each augmentation. ``aug(x)`` takes its seed from torch's random generator; a
+    draw by `sample` depends only on seed, epoch and index: not on the number of workers, other samples, or any global
+    random state.
+
+    Attributes:
+        last_params: The parameters of the last call, for `apply` to other volumes, for `inverse`, or for a log; None
+            before the first one. In a DataLoader the augmentation of a worker has those of the worker. If several
+            threads share an augmentation, use `sample` and `apply`.
     """
 
     layout: VoxelLayout | None
+    last_params: P | None = None
     _params: type[P]
+
+    def __call__(
+        self,
+        *sample: Any,
+        photometric: Collection[Any] | None = None,
+        layouts: Mapping[Any, VoxelLayout] | None = None,
+    ) -> Any:
+        """Augment with fresh draws, recorded in `last_params`.
+
+        The seed is drawn from torch's default CPU generator: set it with ``torch.manual_seed``. In a DataLoader worker
+        that generator has the worker's own seed and goes on from epoch to epoch, also in persistent workers.
+
+        Args:
+            *sample: A volume in any form that `apply` takes, an image or a subject of torchio, or a mapping, list or
+                tuple of volumes, all of which undergo the same flips and turns; see `apply_joint` for its other
+                entries. Several arguments are a tuple.
+            photometric: See `apply_joint`; names are positions in a tuple.
+            layouts: See `apply_joint`.
+
+        Returns:
+            The same type; ``x`` itself is unchanged.
+
+        Raises:
+            InputTypeError: There is no volume, or an entry would not be moved with the volumes.
+            InputError: As for `sample` and `apply`.
+        """
+        call = f"{type(self).__name__}(...)(x)"
+        if not sample:
+            raise InputTypeError(call, got="no volume", expected="a volume or a sample", fix="write aug(x).")
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        with calling(call):
+            result, params = self.augment_with(
+                sample[0] if len(sample) == 1 else sample, seed=seed, photometric=photometric, layouts=layouts
+            )
+        object.__setattr__(self, "last_params", params)  # the settings of a frozen augmentation stay as they are
+        return result
+
+    def augment_with(
+        self,
+        sample: Any,
+        *,
+        seed: int,
+        epoch: int = 0,
+        index: int | Sequence[int] = 0,
+        photometric: Collection[Any] | None = None,
+        layouts: Mapping[Any, VoxelLayout] | None = None,
+    ) -> tuple[Any, P]:
+        """Draw parameters for a sample of any form, as in a call, and apply them.
+
+        Args:
+            sample: As for a call.
+            seed: As for `sample`.
+            epoch: As for `sample`.
+            index: As for `sample`.
+            photometric: See `apply_joint`.
+            layouts: See `apply_joint`.
+
+        Returns:
+            The augmented sample, and its parameters.
+
+        Raises:
+            InputTypeError: As for a call.
+            InputError: As for a call.
+        """
+        shape = shape_of(f"{type(self).__name__}(...)(x)", sample)
+        params = self.sample(shape, seed=seed, epoch=epoch, index=index)
+        entries = self.apply_joint(entries_of(sample), params, photometric=photometric, layouts=layouts)
+        return like(sample, entries), params
 
     @abstractmethod
     def sample(self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0) -> P:
@@ -85,9 +153,9 @@ class Augmentation(ABC, Generic[P]):
         """Apply drawn parameters.
 
         Args:
-            x: (C, D, H, W) or (B, C, D, H, W), matching the draw; `SparseVoxels` with the same number of samples; or
-                `VoxelPoints` of one sample. Integer or bool volumes are labels: they are moved, but their values are
-                not changed.
+            x: (C, D, H, W) or (B, C, D, H, W), a tensor or an array, matching the draw; `SparseVoxels` with the same
+                number of samples; or `VoxelPoints` of one sample. Integer or bool volumes are labels: they are moved,
+                but their values are not changed.
             params: Parameters drawn by `sample`.
             layout: The layout of this volume, if it differs from the augmentation's, such as a target's.
             inplace: Whether a tensor may be overwritten and its memory reused for the result. Otherwise ``x`` is
@@ -107,6 +175,9 @@ class Augmentation(ABC, Generic[P]):
         """
         call = f"{type(self).__name__}.apply(x, params)"
         self._refuse_other_params(call, params)
+        if isinstance(x, np.ndarray):
+            tensor = _tensor_of(call, x)
+            return cast("X", self.apply(tensor, params, layout=layout, inplace=inplace).numpy())
         if not isinstance(x, Tensor) or not carries_affine(x):
             return self._apply(x, params, layout or self.layout, inplace=inplace)
         result = self._apply(x.as_subclass(Tensor), params, layout or self.layout, inplace=inplace)
@@ -193,41 +264,100 @@ class Augmentation(ABC, Generic[P]):
         """Apply the same parameters to several volumes: input, target, labels.
 
         Args:
-            sample: Volumes by name.
+            sample: Volumes by name. Other entries (names, labels, numbers) are handed on, except that an entry
+                ``"affine"`` or ``"..._affine"``, (4, 4) or one per sample of a batch, follows the voxels, also in a
+                mapping of metadata. The values of a torchio ``LabelMap`` do not change.
             params: Parameters drawn by `sample`.
             photometric: Names of volumes whose values change (noise, jitter, dropout, holes); the others get
                 ``params.geometry()``. None means all.
             layouts: Layouts by name, for volumes whose channels differ from the augmentation's.
 
         Returns:
-            The augmented volumes under the same names.
+            The augmented volumes and the other entries under the same names, in the sample's own type of mapping.
 
         Raises:
             InputError: A name in ``photometric`` or ``layouts`` is not in the sample.
-            InputTypeError: As for `apply`.
+            InputTypeError: As for `apply`; or an entry has the size of a volume but no form that can be moved with it.
         """
+        call = f"{type(self).__name__}.apply_joint(sample, params)"
         named = layouts or {}
-        for name in (*(photometric or ()), *named):
-            if name not in sample:
-                raise InputError(
-                    f"{type(self).__name__}.apply_joint(sample, params)",
-                    got=f"the name {name!r}",
-                    expected="names of its volumes: " + ", ".join(map(str, sample)),
-                    fix="use a name as it is in the sample.",
-                )
-        geometry: Any = params.geometry()
-        return {
-            name: self.apply(
-                x, params if photometric is None or name in photometric else geometry, layout=named.get(name)
+        check_names(call, sample, photometric, named)
+        self._refuse_other_params(call, params)
+        shape, is_batch = params.shape, params.batched  # type: ignore[attr-defined]  # all records but the composed one
+        moved: dict[Any, Any] = {}
+        for name, x in sample.items():
+            if is_volume(x, batched=is_batch):
+                changed: Any = params if photometric is None or name in photometric else params.geometry()
+                moved[name] = self._apply_form(x, changed, named.get(name))
+            else:
+                if self.moves_voxels(params):
+                    refuse_unmoved(call, name, x, shape)
+                moved[name] = with_affine(self, name, x, params)
+        return like(sample, moved)  # type: ignore[no-any-return]  # a mapping for a mapping
+
+    def _apply_form(self, x: Any, params: P, layout: VoxelLayout | None) -> Any:
+        if is_image(x):
+            return apply_to_image(self, x, params, layout)
+        return self.apply(x, params, layout=layout)
+
+
+def check_names(
+    call: str, sample: Mapping[Any, Any], photometric: Collection[Any] | None, layouts: Mapping[Any, VoxelLayout]
+) -> None:
+    """Refuse names of volumes that a sample does not have."""
+    if isinstance(photometric, str):
+        raise InputError(
+            call,
+            got=f"photometric={photometric!r}",
+            expected="a list of names",
+            fix=f"write photometric=[{photometric!r}].",
+        )
+    for name in (*(photometric or ()), *layouts):
+        if name not in sample:
+            near = nearest_word(str(name), [each for each in sample if isinstance(each, str)])
+            raise InputError(
+                call,
+                got=f"the name {name!r}",
+                expected="names of its volumes: " + ", ".join(map(str, sample)),
+                fix=f"write {near!r}." if near else "use a name as it is in the sample.",
             )
-            for name, x in sample.items()
-        }
 
 
-def read_grid(call: str, shape: Sequence[int], layout: VoxelLayout | None) -> BatchShape:
+@contextlib.contextmanager
+def calling(call: str) -> Iterator[None]:
+    """Let errors name the call that the user wrote."""
+    try:
+        yield
+    except MemkitError as error:
+        error.call = call
+        raise
+
+
+def _tensor_of(call: str, array: NDArray[Any]) -> Tensor:
+    """Return an array's values as a tensor, which shares its memory if torch can."""
+    try:
+        return torch.from_numpy(array if min(array.strides, default=0) >= 0 else array.copy())
+    except TypeError as error:
+        raise InputTypeError(
+            call,
+            got=f"an array of dtype {array.dtype}",
+            expected="numbers that torch has too",
+            fix="convert it first, as in array.astype('float32').",
+        ) from error
+
+
+def read_grid(call: str, shape: object, layout: VoxelLayout | None) -> BatchShape:
     """Check a shape (C, D, H, W) or (B, C, D, H, W)."""
     check = Checker(call, InputError)
-    sizes = tuple(check.whole("shape", each, 1, 2**31) for each in check.items("shape", tuple(shape)))
+    if not isinstance(shape, (list, tuple)):  # torch.Size is a tuple
+        meant = "x.shape" if isinstance(shape, (Tensor, np.ndarray)) else "(C, D, H, W)"
+        raise InputTypeError(
+            call,
+            got=f"a {type(shape).__name__}",
+            expected="the shape of a volume",
+            fix=f"write sample({meant}, seed=seed), or aug(x) for fresh draws.",
+        )
+    sizes = tuple(check.whole("shape", each, 1, 2**31) for each in shape)
     if len(sizes) not in (4, 5):
         raise InputError(
             call,
@@ -285,11 +415,12 @@ def layout_of(call: str, x: object, grid: tuple[Triple, int, bool], layout: Voxe
         is_right = is_right and x.coords.is_floating_point() and x.features.is_floating_point()
         num_channels = sizes[1][-1] if sizes[1] else 0
     else:
+        is_joint = isinstance(x, (Mapping, list, tuple))
         raise InputTypeError(
             call,
             got=f"a {type(x).__name__}",
-            expected="a tensor, SparseVoxels or VoxelPoints",
-            fix="call apply_joint() for a mapping of volumes.",
+            expected="a tensor, an array, SparseVoxels or VoxelPoints",
+            fix="write aug.apply_joint(sample, params)." if is_joint else "write aug(x), or pass the volume itself.",
         )
     if not is_right or not num_channels:
         raise InputError(call, got=form, expected=expected, fix="draw parameters for the shape of this volume.")

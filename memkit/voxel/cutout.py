@@ -11,9 +11,9 @@ from torch import Tensor
 
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels
+from memkit._core.words import guided
 from memkit.voxel.augment_base import (
     Augmentation,
-    VoxelPoints,
     X,
     box_of,
     filled,
@@ -25,8 +25,13 @@ from memkit.voxel.augment_base import (
 )
 from memkit.voxel.layout import VoxelLayout, refuse_no_layout
 from memkit.voxel.params import Box, CutoutParams
+from memkit.voxel.samples import VoxelPoints
+from memkit.voxel.words import CALLS, WORDS
+
+_ITS_WORDS = {"holes": "num_holes", "n_holes": "num_holes", "hole_size": "size", "spatial_size": "size"}
 
 
+@guided(words=WORDS | _ITS_WORDS, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class CutoutAugmentation(Augmentation[CutoutParams]):
     """Empty random boxes of each sample: channels get their empty value; sparse voxels and points are removed.
@@ -52,7 +57,7 @@ class CutoutAugmentation(Augmentation[CutoutParams]):
         >>> import memkit as mk
         >>> x = torch.ones(1, 16, 16, 16)
         >>> aug = mk.CutoutAugmentation(prob=1.0, size=0.5)
-        >>> aug.apply(x, aug.sample(x.shape, seed=0)).mean().item()
+        >>> aug(x).mean().item()
         0.875
     """
 
@@ -99,8 +104,9 @@ class CutoutAugmentation(Augmentation[CutoutParams]):
         if isinstance(x, SparseVoxels):
             kept = _outside(x.coords[:, 0], x.coords[:, 1:], params.holes)
             return cast("X", with_rows(x, x.coords[kept], x.features[kept]))
-        kept = _outside(None, _voxels_of(x.coords, known), params.holes)
-        return cast("X", VoxelPoints(x.coords[kept], x.features[kept]))
+        points = cast("VoxelPoints", x)
+        kept = _outside(None, _voxels_of(points.coords, known), params.holes)
+        return cast("X", VoxelPoints(points.coords[kept], points.features[kept]))
 
 
 def _cut_volume(sample: Tensor, boxes: tuple[Box, ...], layout: VoxelLayout) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from memkit._core.errors import ConfigError, InputTypeError, warn_user
+from memkit._core.errors import ConfigError, warn_user
 from memkit._core.settings import Checker
-from memkit._core.sparse_voxels import SparseVoxels
-from memkit._torch import pytree
+from memkit._core.words import guided
 from memkit.voxel.augment import VoxelAugmentation
-from memkit.voxel.augment_base import Augmentation
+from memkit.voxel.augment_base import Augmentation, calling
+from memkit.voxel.compose import ComposedAugmentation
 from memkit.voxel.layout import VoxelLayout
 
 _MOST_AGAIN = 0.5  # fraction of the seen samples, repeated without a new one in between, that counts as a second pass
@@ -32,22 +30,31 @@ class Samples(Protocol[T_co]):
     def __getitem__(self, index: int, /) -> T_co: ...
 
 
+@guided(
+    words={
+        "data": "samples",
+        "dataset": "samples",
+        "transform": "augmentation",
+        "transforms": "augmentation",
+        "augment": "use_augmentation",
+        "config": "augmentation_config",
+        "cache_rate": "cache the source itself, in its __getitem__",
+    }
+)
 class VoxelDataset(Dataset[Any]):
     """Samples of any source, augmented on access.
 
-    A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping, list, tuple or named tuple of these, all
-    of which undergo the same flips and turns; other entries (labels, names) are passed through. An entry that has the
-    size of a volume but none of these types is refused, since it would not be moved. An entry ``"affine"`` or
-    ``"..._affine"``, (4, 4), follows the voxels, as does the affine of MONAI's MetaTensor. Parameters are drawn from
-    the seed, the epoch and the sample's index: 0 and N workers give the same samples, and each epoch is reproducible.
-    Therefore the epoch must be set, by `set_epoch` or by a memkit loop; a pass that repeats the previous one triggers a
-    warning. The samples of the source are never written to.
+    A data set of your own that returns ``aug(sample)`` has fresh draws in each epoch too. Use this one where draws must
+    repeat: parameters are drawn from the seed, the epoch and the sample's index, so 0 and N workers give the same
+    samples, and a run that resumes in the middle of an epoch goes on with the same ones. Therefore the epoch must be
+    set, by `set_epoch` or by a memkit loop; a pass that repeats the previous one triggers a warning. Samples are those
+    of a call: see `Augmentation.apply_joint` for mappings and tuples. The samples of the source are never written to.
 
     Args:
         samples: Anything with a length and samples by index. Workers must be able to copy it.
         use_augmentation: Whether to augment; False returns samples unchanged, for validation.
         augmentation_config: Attributes of `VoxelAugmentation`, as a mapping.
-        augmentation: An augmentation to use instead, such as a `ComposedAugmentation`.
+        augmentation: An augmentation to use instead, such as a `ComposedAugmentation`, or any other callable.
         layout: Meaning of the channels, if the configuration has no layout; not allowed with ``augmentation``.
         photometric: Names of a mapping's volumes (positions in a tuple) whose values change; the others are only
             flipped and turned. None means all. Values of integer volumes never change.
@@ -82,7 +89,7 @@ class VoxelDataset(Dataset[Any]):
         *,
         use_augmentation: bool = True,
         augmentation_config: Mapping[str, Any] | None = None,
-        augmentation: Augmentation[Any] | None = None,
+        augmentation: Augmentation[Any] | Callable[[Any], Any] | None = None,
         layout: VoxelLayout | None = None,
         photometric: Collection[Any] | None = None,
         layouts: Mapping[Any, VoxelLayout] | None = None,
@@ -98,7 +105,11 @@ class VoxelDataset(Dataset[Any]):
                 fix="pass layout and settings to the augmentation instead.",
             )
         self._samples = samples
-        self._augmentation = augmentation or VoxelAugmentation.from_config(augmentation_config or {}, layout=layout)
+        if augmentation is None:
+            augmentation = VoxelAugmentation.from_config(augmentation_config or {}, layout=layout)
+        elif not isinstance(augmentation, Augmentation):
+            augmentation = ComposedAugmentation([augmentation])
+        self._augmentation: Augmentation[Any] = augmentation
         self._use_augmentation = use_augmentation
         self._photometric = photometric
         self._layouts = layouts
@@ -139,43 +150,18 @@ class VoxelDataset(Dataset[Any]):
         sample = self._samples[index]
         if not self._use_augmentation:
             return sample
-        if isinstance(sample, Mapping):
-            return self._augmented(sample, index)
-        if isinstance(sample, (tuple, list)):
-            return _like(sample, self._augmented(dict(enumerate(sample)), index).values())
-        return self._augmented({0: sample}, index)[0]
-
-    def _augmented(self, sample: Mapping[Any, Any], index: int) -> dict[Any, Any]:
-        volumes = {name: each for name, each in sample.items() if _is_volume(each)}
-        if not volumes:
-            raise InputTypeError(
-                f"VoxelDataset[{index}]",
-                got="a sample of " + ", ".join(type(each).__name__ for each in sample.values()),
-                expected="a volume (C, D, H, W), or a mapping or tuple with such volumes",
-                fix="wrap the source so that it returns tensors with a channel dimension.",
-            )
-        first = next(iter(volumes.values()))
-        shape = first.shape if isinstance(first, Tensor) else (first.features.shape[1], *first.shape)
         place = index if index >= 0 else index + len(self)
         self._note(place)
-        drawn = self._augmentation.sample(shape, seed=self._seed, epoch=int(self._told[_EPOCH]), index=place)
-        moved = self._augmentation.apply_joint(volumes, drawn, photometric=self._photometric, layouts=self._layouts)
-        others = {name: each for name, each in sample.items() if name not in moved}
-        if self._augmentation.moves_voxels(drawn):
-            for name, each in others.items():
-                _refuse_unmoved(f"VoxelDataset[{index}]", name, each, tuple(shape[-3:]))
-            others = {name: self._with_affine(name, each, drawn) for name, each in others.items()}
-        return {name: moved[name] if name in moved else others[name] for name in sample}
-
-    def _with_affine(self, name: Any, value: Any, drawn: Any) -> Any:
-        """Update an affine next to the volumes, or in a metadata mapping, to follow their voxels."""
-        if isinstance(value, Mapping):
-            return {key: self._with_affine(key, each, drawn) for key, each in value.items()}
-        is_named = isinstance(name, str) and (name == "affine" or name.endswith("_affine"))
-        if not (is_named and isinstance(value, Tensor | np.ndarray) and tuple(value.shape) == (4, 4)):
-            return value
-        moved = self._augmentation.affine_after(torch.as_tensor(value), drawn)
-        return moved.numpy() if isinstance(value, np.ndarray) else moved
+        with calling(f"VoxelDataset[{index}]"):
+            augmented, _ = self._augmentation.augment_with(
+                sample,
+                seed=self._seed,
+                epoch=int(self._told[_EPOCH]),
+                index=place,
+                photometric=self._photometric,
+                layouts=self._layouts,
+            )
+        return augmented
 
     def _note(self, place: int) -> None:
         """Warn about a second pass with the same draws; a few repeated samples are tolerated."""
@@ -198,34 +184,3 @@ class VoxelDataset(Dataset[Any]):
                 f"(memkit's loops do); if you want the same draws, call set_epoch({epoch}); for a validation pass "
                 "use_augmentation=False."
             )
-
-
-def _like(sample: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
-    """Return a list for a list, a named tuple for a named tuple, otherwise a tuple."""
-    if isinstance(sample, list):
-        return list(values)
-    make = getattr(sample, "_make", tuple)
-    return make(values)
-
-
-def _refuse_unmoved(call: str, name: object, value: Any, shape: tuple[int, ...]) -> None:
-    """Refuse an entry that would not be moved while the volumes of its sample are flipped and turned."""
-    for leaf in pytree.tree_leaves(value):
-        is_array = isinstance(leaf, Tensor | np.ndarray)
-        if is_array and tuple(leaf.shape[-3:]) == shape:
-            got = f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
-        elif not is_array and (hasattr(leaf, "spatial_shape") or hasattr(leaf, "affine")):
-            got = f"a {type(leaf).__name__}"
-        else:
-            continue
-        raise InputTypeError(
-            call,
-            got=f"{name!r}, {got}, which would not be moved with the volumes of its sample",
-            expected="volumes as tensors (C, D, H, W), or SparseVoxels, at the top of the sample",
-            fix="add a channel dimension (mask[None]), convert it to a tensor (torch.from_numpy(mask), image.data), "
-            "or remove it from the sample.",
-        )
-
-
-def _is_volume(each: object) -> bool:
-    return isinstance(each, SparseVoxels) or (isinstance(each, Tensor) and each.dim() == 4)

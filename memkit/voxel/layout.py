@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, nearest_word
 from memkit._core.sparse_voxels import Triple
 
 KINDS = ("occupancy", "intensity", "doppler", "scalar", "count")
+_ALL_KINDS = (*KINDS, "vector:x", "vector:y", "vector:z")
 _CENTRAL = 1e-3  # of a voxel: a sensor this close to the center counts as centered
 
 
@@ -71,20 +72,31 @@ class VoxelLayout:
         check = Checker("VoxelLayout(...)")
         channels = check.items("channels", self.channels)
         if not channels:
-            raise check.refuse("channels", channels, "one kind for each channel")
+            raise check.refuse(
+                "channels", channels, "one kind for each channel", fix="pass for example VoxelLayout(('scalar',))."
+            )
         for kind in channels:
             if not (isinstance(kind, str) and (kind in KINDS or _is_component(kind))):
                 raise check.refuse(
                     "channels",
                     kind,
                     f"kinds out of {', '.join(KINDS)}, vector:x, vector:y, vector:z, vector:x:<name> and so on",
+                    fix=f"write {nearest_word(str(kind), _ALL_KINDS) or 'scalar'!r} for it.",
                 )
-        if len(check.axes("axes", self.axes)) != 3:
-            raise check.refuse("axes", self.axes, "the letters X, Y and Z in the order of D, H and W")
+        if len(read_axes(check, "axes", self.axes)) != 3:
+            raise check.refuse(
+                "axes",
+                self.axes,
+                "the letters X, Y and Z in the order of D, H and W",
+                fix="pass axes='XYZ', or axes='ZYX' if D is the height.",
+            )
         sensor = None if self.sensor_origin is None else check.triple("sensor_origin", self.sensor_origin)
         if sensor is None and "doppler" in channels:
             raise check.refuse(
-                "sensor_origin", None, "three numbers, because a Doppler channel is relative to a sensor"
+                "sensor_origin",
+                None,
+                "three numbers, because a Doppler channel is relative to a sensor",
+                fix="pass sensor_origin=(x, y, z), in meters, in the frame of the points.",
             )
         empty = self.empty_value
         is_list = isinstance(empty, (list, tuple))
@@ -94,7 +106,7 @@ class VoxelLayout:
             ranges = check.items("value_range", self.value_range, len(channels))
         voxel_size = check.triple("voxel_size", self.voxel_size)
         if min(voxel_size) <= 0:
-            raise check.refuse("voxel_size", voxel_size, "sizes above zero")
+            raise check.refuse("voxel_size", voxel_size, "sizes above zero", fix="pass voxel_size=(1.0, 1.0, 1.0).")
         values = {
             "channels": channels,
             "voxel_size": voxel_size,
@@ -126,12 +138,16 @@ class VoxelLayout:
                         "channels",
                         kind,
                         "each component of a vector once; a second vector needs a name, as in vector:x:flow",
+                        fix=f"write {kind + ':flow'!r} for the second one.",
                     )
                 fields[name][component] = channel
         for each in fields.values():
             if not {"x", "y"} <= each.keys():
                 raise check.refuse(
-                    "channels", self.channels, "a vector's x and y together, because a rotation mixes them"
+                    "channels",
+                    self.channels,
+                    "a vector's x and y together, because a rotation mixes them",
+                    fix="name both components, or write 'scalar' for a component that flips and turns must not change.",
                 )
         return tuple(VectorField(each["x"], each["y"], each.get("z")) for each in fields.values())
 
@@ -174,10 +190,22 @@ class VoxelLayout:
         return mask
 
 
+def read_axes(check: Checker, name: str, value: Any) -> str:
+    """Return a selection of X, Y and Z without repeats."""
+    if isinstance(value, str) and not set(value) - set("XYZ") and len(set(value)) == len(value):
+        return value
+    listed = value if isinstance(value, (str, list, tuple)) else (value,)
+    letters = ["XYZ"[each] if type(each) is int and each in range(3) else str(each).upper() for each in listed]
+    meant = "".join(dict.fromkeys(each for each in letters if each in {"X", "Y", "Z"})) or "XYZ"
+    raise check.refuse(
+        name, value, "a combination of the letters X, Y and Z, each at most once", fix=f"pass {name}={meant!r}."
+    )
+
+
 def refuse_no_layout(check: Checker, layout: object) -> None:
     """Refuse anything but a layout or None."""
     if not isinstance(layout, VoxelLayout | None):
-        raise check.refuse("layout", layout, "a VoxelLayout or None")
+        raise check.refuse("layout", layout, "a VoxelLayout or None", fix="pass layout=mk.voxel.VoxelLayout(channels).")
 
 
 def _is_component(kind: object) -> bool:
@@ -192,5 +220,10 @@ def _range(check: Checker, kind: str, given: object) -> tuple[float, float] | No
         return None
     low, high = (check.number("value_range", each) for each in check.items("value_range", given, 2))
     if low > high or (_is_component(kind) and low != -high):
-        raise check.refuse("value_range", given, "the lower end first, and low = -high for a vector's component")
+        raise check.refuse(
+            "value_range",
+            given,
+            "the lower end first, and low = -high for a vector's component",
+            fix=f"pass ({-max(abs(low), abs(high)):g}, {max(abs(low), abs(high)):g}) for this channel.",
+        )
     return low, high

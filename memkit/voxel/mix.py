@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch import Tensor
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels
+from memkit._core.words import guided
 from memkit.voxel.augment_base import (
     Augmentation,
-    VoxelPoints,
     X,
     blocks_of,
     generator,
@@ -25,6 +25,8 @@ from memkit.voxel.augment_base import (
 )
 from memkit.voxel.layout import VoxelLayout, refuse_no_layout
 from memkit.voxel.params import MixupParams
+from memkit.voxel.samples import VoxelPoints, is_volume
+from memkit.voxel.words import ALWAYS, CALLS, WORDS
 
 
 class MixedLabels(NamedTuple):
@@ -49,12 +51,13 @@ class MixedLabels(NamedTuple):
     weight: Tensor
 
 
+@guided(words=WORDS | ALWAYS | {"num_classes": "labels may be of any number of classes"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class MixupAugmentation(Augmentation[MixupParams]):
     """Mix each sample of a batch with another one; where one of the two is empty, the other is kept unchanged.
 
     The result contains the occupied voxels of both; a voxel occupied in both gets the weighted mean, and the larger
-    occupancy. Mix targets with the same parameters, and class labels with `labels`.
+    occupancy. Mix targets with the same parameters, and class labels with `labels`; a call does both.
 
     Attributes:
         alpha: A sample's own weight is drawn from Beta(alpha, alpha), separately for each sample.
@@ -72,8 +75,7 @@ class MixupAugmentation(Augmentation[MixupParams]):
         >>> import memkit as mk
         >>> x = torch.rand(4, 2, 8, 8, 8)
         >>> mix = mk.MixupAugmentation(alpha=0.4)
-        >>> params = mix.sample(x.shape, seed=0, epoch=0, index=5)
-        >>> y, labels = mix.apply(x, params), mix.labels(torch.arange(4), params)
+        >>> y, labels = mix(x, torch.arange(4))
         >>> y.shape, labels.weight.shape
         (torch.Size([4, 2, 8, 8, 8]), torch.Size([4]))
     """
@@ -139,6 +141,29 @@ class MixupAugmentation(Augmentation[MixupParams]):
                 fix="mix clouds by torch.cat of their points, or voxelize them first.",
             )
         return layout_of(call, x, (params.shape, len(params.partners), True), layout)
+
+    def apply_joint(
+        self,
+        sample: Mapping[Any, Any],
+        params: MixupParams,
+        *,
+        photometric: Collection[Any] | None = None,
+        layouts: Mapping[Any, VoxelLayout] | None = None,
+    ) -> Any:
+        """Mix the volumes of a batch, and its labels; see `Augmentation.apply_joint`.
+
+        Entries with one or two dimensions and a row for each sample are labels, and become `MixedLabels`.
+
+        Raises:
+            InputError: As for `Augmentation.apply_joint`.
+            InputTypeError: As for `Augmentation.apply_joint`.
+        """
+        mixed = super().apply_joint(sample, params, photometric=photometric, layouts=layouts)
+        for name, value in sample.items():
+            is_label = isinstance(value, Tensor) and value.dim() in (1, 2) and not is_volume(value)
+            if is_label and len(value) == len(params.partners):
+                mixed[name] = self.labels(value, params)
+        return mixed
 
     def _apply(self, x: X, params: MixupParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 # partners are read
         known = self._check(x, params, layout)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from memkit._core.errors import FileFormatError, InputError
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Triple
+from memkit.voxel.layout import read_axes
 
 VERSION = 1
 _AMOUNTS = "noise_std", "doppler_std", "intensity_gain"
@@ -68,7 +69,7 @@ class AugmentationParams(ABC):
 
 @dataclass(frozen=True, slots=True)
 class VoxelDraw:
-    """Parameters of `VoxelAugmentation` for one sample.
+    """Parameters of `VoxelAugmentation`, or of one of its operations, for one sample.
 
     Attributes:
         flips: The mirrored axes among X, Y and Z.
@@ -78,14 +79,17 @@ class VoxelDraw:
         intensity_gain: Factor applied to the intensities.
         dropout_prob: Probability that a voxel is emptied.
         seed: Seed of noise and dropout, which depend only on it and on the voxel's position.
+        operation: Name of the `VoxelOperation` of your own that drew ``extra``.
+        extra: The numbers that it drew, by name.
 
     Raises:
         InputError: A value is invalid.
 
     Example:
         >>> import memkit as mk
-        >>> mk.voxel.VoxelDraw(flips="XZ", turns=1, noise_std=0.02).inverse()
-        VoxelDraw(flips='XZ', turns=1, noise_std=0.0, doppler_std=0.0, intensity_gain=1.0, dropout_prob=0.0, seed=0)
+        >>> draw = mk.voxel.VoxelDraw(flips="XZ", turns=1, noise_std=0.02).inverse()
+        >>> draw.flips, draw.turns, draw.noise_std
+        ('XZ', 1, 0.0)
     """
 
     flips: str = ""
@@ -95,14 +99,21 @@ class VoxelDraw:
     intensity_gain: float = 1.0
     dropout_prob: float = 0.0
     seed: int = 0
+    operation: str = ""
+    extra: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check = _check("VoxelDraw(...)")
         checked = {name: check.number(name, getattr(self, name), 0.0) for name in _AMOUNTS}
         checked["dropout_prob"] = check.number("dropout_prob", self.dropout_prob, 0.0, 1.0)
         wholes = {"turns": check.whole("turns", self.turns, 0, 3), "seed": check.whole("seed", self.seed)}
-        check.axes("flips", self.flips)
-        for name, value in (checked | wholes).items():
+        read_axes(check, "flips", self.flips)
+        if not isinstance(self.operation, str):
+            raise check.refuse("operation", self.operation, "the name of a class", fix="pass operation=''.")
+        if not isinstance(self.extra, Mapping):
+            raise check.refuse("extra", self.extra, "numbers by name", fix="pass extra={'std': 0.1}.")
+        extra = {str(name): check.number(f"extra[{name!r}]", value) for name, value in self.extra.items()}
+        for name, value in (checked | wholes | {"extra": extra}).items():
             object.__setattr__(self, name, value)
 
     def geometry(self) -> VoxelDraw:
@@ -227,6 +238,42 @@ class MixupParams(AugmentationParams):
 
 
 @dataclass(frozen=True, slots=True)
+class CallableParams(AugmentationParams):
+    """Parameters of a function, or of another library's transform, within a `ComposedAugmentation`.
+
+    Attributes:
+        name: Its name.
+        seed: Seed of the random generators while it runs.
+    """
+
+    kind = "callable"
+    name: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        check = _check("CallableParams(...)")
+        if not isinstance(self.name, str):
+            raise check.refuse("name", self.name, "the name of the callable", fix="pass its __name__.")
+        object.__setattr__(self, "seed", check.whole("seed", self.seed))
+
+    def geometry(self) -> CallableParams:
+        """Refuse: nobody knows which part of the callable moves voxels."""
+        raise self._unknown("geometry")
+
+    def inverse(self) -> CallableParams:
+        """Refuse: nobody knows what would undo the callable."""
+        raise self._unknown("inverse")
+
+    def _unknown(self, method: str) -> InputError:
+        return InputError(
+            f"AugmentationParams.{method}()",
+            got=f"parameters of {self.name}, which is not an augmentation of memkit",
+            expected="augmentations whose flips and turns are known",
+            fix=f"call it before or after the composed augmentation: {self.name}(aug(x)).",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ComposedParams(AugmentationParams):
     """Parameters of `ComposedAugmentation`.
 
@@ -257,7 +304,7 @@ class ComposedParams(AugmentationParams):
 
 
 _KINDS: dict[str, type[AugmentationParams]] = {
-    each.kind: each for each in (VoxelParams, CutoutParams, MixupParams, ComposedParams)
+    each.kind: each for each in (VoxelParams, CutoutParams, MixupParams, CallableParams, ComposedParams)
 }
 
 

@@ -247,7 +247,7 @@ class TestDataSets:
         "other",
         [
             torch.zeros(SHAPE, dtype=torch.int64),
-            np.zeros((1, *SHAPE)),
+            np.zeros(SHAPE),
             torch.zeros(2, 1, *SHAPE),
             [torch.zeros(1, *SHAPE)],
             {"inner": np.zeros(SHAPE)},

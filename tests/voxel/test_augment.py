@@ -10,9 +10,9 @@ from hypothesis.extra import numpy as arrays
 from memkit._core.errors import InputError, InputTypeError, MemkitWarning
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
-from memkit.voxel.augment_base import VoxelPoints
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import VoxelDraw, VoxelParams
+from memkit.voxel.samples import VoxelPoints
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 from tests.voxel.volumes import RADAR, brain, centers, cortex, radar_scene, radial, sparse, velocity

@@ -5,12 +5,12 @@ import torch
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit.voxel.augment import VoxelAugmentation
-from memkit.voxel.augment_base import VoxelPoints
 from memkit.voxel.compose import ComposedAugmentation
 from memkit.voxel.cutout import CutoutAugmentation
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.mix import MixupAugmentation
 from memkit.voxel.params import CutoutParams, MixupParams
+from memkit.voxel.samples import VoxelPoints
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 from tests.voxel.volumes import cortex, sparse

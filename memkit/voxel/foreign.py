@@ -1,0 +1,140 @@
+"""Functions and other libraries' transforms as steps of a composed augmentation, with draws that can be repeated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._machine.random_state import preserved
+from memkit.voxel.augment_base import Augmentation, X, generator
+from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.params import CallableParams
+
+_LEGACY = 2**32  # NumPy's global generator takes seeds below
+
+
+class ForeignStep(Augmentation[CallableParams]):
+    """Calls anything with what the steps before returned, under a seed of its own.
+
+    Python's, NumPy's and torch's global generators are seeded for the call and restored afterwards; a transform with
+    ``set_random_state``, such as MONAI's, is seeded by that. A callable that draws from a generator of its own is not
+    repeated by `apply`.
+
+    Args:
+        function: Takes the volume or the whole sample, and returns the new one.
+    """
+
+    layout = None
+    _params = CallableParams
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.name = getattr(function, "__qualname__", type(function).__name__)
+
+    def sample(
+        self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0  # noqa: ARG002 - of any shape
+    ) -> CallableParams:
+        """Draw a seed."""
+        named = tuple(index) if isinstance(index, Sequence) else (index,)
+        check = Checker("ComposedAugmentation.sample(shape)", InputError)
+        chance = generator(check, seed=seed, epoch=epoch, index=named)
+        return CallableParams(self.name, int(chance.integers(2**63)))
+
+    def augment_with(
+        self,
+        sample: Any,
+        *,
+        seed: int,
+        epoch: int = 0,
+        index: int | Sequence[int] = 0,
+        photometric: Collection[Any] | None = None,  # noqa: ARG002 - the callable decides
+        layouts: Mapping[Any, VoxelLayout] | None = None,  # noqa: ARG002 - as above
+    ) -> tuple[Any, CallableParams]:
+        """Call the function with the sample as it is."""
+        params = self.sample((), seed=seed, epoch=epoch, index=index)
+        return self._call(sample, params), params
+
+    def apply(self, x: X, params: CallableParams, *, layout: VoxelLayout | None = None, inplace: bool = False) -> X:  # noqa: ARG002 - the callable decides
+        """Call the function with the volume."""
+        return self._call(x, params)  # type: ignore[no-any-return]  # as the callable returns it
+
+    def apply_joint(
+        self,
+        sample: Mapping[Any, Any],
+        params: CallableParams,
+        *,
+        photometric: Collection[Any] | None = None,  # noqa: ARG002 - the callable decides
+        layouts: Mapping[Any, VoxelLayout] | None = None,  # noqa: ARG002 - as above
+    ) -> Any:
+        """Call the function with the whole sample."""
+        return self._call(sample, params)
+
+    def _apply(self, x: X, params: CallableParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 - as above
+        return self._call(x, params)  # type: ignore[no-any-return]  # as above
+
+    def _moves(self, params: CallableParams, layout: VoxelLayout | None) -> list[torch.Tensor] | None:  # noqa: ARG002 - nobody knows
+        raise InputError(
+            "ComposedAugmentation.affine_after(affine, params)",
+            got=f"parameters of {self.name}, which is not an augmentation of memkit",
+            expected="augmentations whose flips and turns are known",
+            fix=f"call it before or after the composed augmentation: {self.name}(aug(x)).",
+        )
+
+    def _call(self, x: Any, params: CallableParams) -> Any:
+        if params.name != self.name:
+            raise InputTypeError(
+                "ComposedAugmentation.apply(x, params)",
+                got=f"parameters of {params.name}",
+                expected=f"parameters of {self.name}",
+                fix="pass the parameters that sample() of this augmentation returned.",
+            )
+        with preserved():
+            self._seed(params.seed)
+            result = self.function(x)
+        if result is None:
+            raise InputTypeError(
+                "ComposedAugmentation(augmentations)",
+                got=f"{self.name}, which returned None",
+                expected="a function that returns the new volume or sample",
+                fix="end the function with: return x.",
+            )
+        return result
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed % _LEGACY)  # noqa: NPY002 - what the callable may draw from
+        torch.manual_seed(seed)  # noqa: TID251 - as above; restored after the call
+        reseed = getattr(self.function, "set_random_state", None)
+        if callable(reseed):
+            reseed(seed=seed % _LEGACY)
+
+
+def as_step(each: object, call: str) -> Augmentation[Any]:
+    """Return an augmentation of memkit as it is, and a step for any other callable."""
+    if isinstance(each, Augmentation):
+        return each
+    if isinstance(each, type) or not callable(each):
+        given = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+        raise InputTypeError(
+            call,
+            got=given,
+            expected="augmentations of memkit, functions, or other libraries' transforms",
+            fix=f"write {each.__name__}()." if isinstance(each, type) else "pass for example VoxelAugmentation().",
+        )
+    return ForeignStep(each)
+
+
+def check_steps(call: str, given: object) -> tuple[Any, ...]:
+    """Return the augmentations of a list or tuple, at least one."""
+    if isinstance(given, (list, tuple)) and given:
+        return tuple(given)
+    shown = f"{type(given).__name__}(...)" if isinstance(given, Augmentation) else "VoxelAugmentation()"
+    raise Checker(call).refuse(
+        "augmentations", given, "a list of at least one augmentation", fix=f"write ComposedAugmentation([{shown}])."
+    )
