@@ -16,9 +16,12 @@ from torch_geometric import EdgeIndex, Index
 from torch_geometric.data import Batch
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit.points.packed import cut_evenly
 
 
+@guided(words={"num_parts": "n", "chunks": "n"})
 def split_graphs(batch: Any, n: int) -> list[Any]:
     """Split a `torch_geometric.data.Batch` into about n batches, between its graphs.
 
@@ -37,8 +40,8 @@ def split_graphs(batch: Any, n: int) -> list[Any]:
     Raises:
         InputTypeError: It is not such a batch. ``NeighborLoader`` yields one graph around its seed nodes: use a smaller
             ``batch_size`` there, and `GradientAccumulator`.
-        InputError: An attribute was added, or its rows changed, after the graphs were batched, so the graph of each row
-            is unknown; or it is sparse, nested, or an `EdgeIndex`.
+        InputError: ``n`` is less than 1; or an attribute was added, or its rows changed, after the graphs were batched,
+            so the graph of each row is unknown; or it is sparse, nested, or an `EdgeIndex`.
 
     Memory cost: attributes are views, except those that hold node numbers: ``edge_index``, ``batch`` and ``ptr`` of the
     parts are new. Time cost: see ``docs/packed-batches.md``.
@@ -54,6 +57,7 @@ def split_graphs(batch: Any, n: int) -> list[Any]:
         [(2, 7), (1, 9)]
     """
     call = f"split_graphs(batch, {n})"
+    Checker("split_graphs(batch, n)", InputError).whole("n", n, 1)
     if not isinstance(batch, Batch) or all("_slice_dict" not in vars(store) for store in batch.stores):
         _refuse_type(batch, call)
     borders = cut_evenly(_measure_graphs(batch), n)
@@ -174,12 +178,25 @@ class _Run:
 
 
 def _refuse_type(batch: Any, call: str) -> NoReturn:
+    if isinstance(batch, (list, tuple)):
+        raise InputTypeError(
+            call,
+            got=f"a {type(batch).__name__}",
+            expected="a Batch of several graphs",
+            fix="write split_graphs(Batch.from_data_list(graphs), n)",
+        )
+    if isinstance(batch, Mapping) and not hasattr(batch, "stores"):
+        raise InputTypeError(
+            call,
+            got="a dict",
+            expected="a Batch of several graphs",
+            fix="write memkit.points.split_packed(batch, n)",
+        )
     seeds = [store["batch_size"] for store in getattr(batch, "stores", ()) if "batch_size" in store]
     raise InputTypeError(
         call,
         got=f"a {type(batch).__name__}" + (f" sampled around {sum(seeds)} seed nodes" if seeds else ""),
         expected="a Batch of several graphs, made by Batch.from_data_list or PyG's DataLoader",
         fix="a single graph cannot be split: use a smaller NeighborLoader(batch_size=...), and accumulate several "
-        "of its batches per step with GradientAccumulator(optimizer, accumulation_steps=n) and "
-        "count=batch.batch_size.",
+        "of its batches per step: GradientAccumulator(optimizer, accumulation_steps=...), count=batch.batch_size.",
     )

@@ -10,11 +10,13 @@ from typing import SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from memkit._core.epochs import EpochOrder
-from memkit._core.errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
+from memkit._core.words import guided
 from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
 from memkit.points.philox import Stream, draw_key, random_bits
@@ -23,6 +25,26 @@ _CALL = "BudgetBatchSampler(sizes)"
 _MOST_OPEN = 64  # batches that may still take samples: more would not fill better, and cost time
 
 
+_ONE_BUDGET = "the budget says how many samples fit: max_points=100_000"
+
+
+@guided(
+    words={
+        "max_num": "max_points",
+        "max_nodes": "max_points",
+        "max_tokens": "max_points",
+        "max_num_points": "max_points",
+        "batch_size": _ONE_BUDGET,
+        "mode": "the budget is named: max_points=, max_edges= or max_bytes=",
+        "shuffle": "samples are reshuffled every epoch, by seed and epoch",
+        "drop_last": "no sample is dropped",
+        "skip_too_big": "a sample above the budget is an error: take it out of the data set",
+        "num_steps": "an epoch has every sample once",
+        "world_size": "num_replicas",
+        "dataset": "sizes=[len(sample) for sample in dataset]",
+    },
+    absent={"batch_size": "len(batch), for each of its batches"},
+)
 @final
 # The text on seed, ranks and epochs is repeated in `ResumableBatchSampler`: help() shows one class at a time.
 class BudgetBatchSampler(EpochOrder):
@@ -87,6 +109,14 @@ class BudgetBatchSampler(EpochOrder):
         most_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         given = {"points": max_points, "edges": max_edges, "bytes": most_bytes}
         check = Checker(_CALL)
+        data: object = sizes
+        if isinstance(data, Dataset):
+            raise InputTypeError(
+                _CALL,
+                got=f"a {type(data).__name__}",
+                expected="the size of each sample",
+                fix="write BudgetBatchSampler([len(sample) for sample in dataset], max_points=...)",
+            )
         self._budgets = {
             name: check.whole(f"max_{name}", budget, 1) for name, budget in given.items() if budget is not None
         }

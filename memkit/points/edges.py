@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from memkit._core.words import guided
 from memkit.points.cells import Points
 from memkit.points.draw import Rounding
 from memkit.points.grid import GridIndex
@@ -38,6 +39,16 @@ def sample_edges(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@guided(
+    words={
+        "p": "ratio=0.5, the fraction that is kept (dropout_edge's p is the fraction that is dropped)",
+        "edge_index": "dst",
+        "index": "dst",
+        "min_sample_ratio": "ratio=(0.3, 0.7)",
+        "max_sample_ratio": "ratio=(0.3, 0.7)",
+        "aggr": "sample first, then aggregate: multiply a sum by the weights of return_weight=True",
+    }
+)
 def sample_edges(
     dst: Points,
     ratio: float | tuple[float, float] = (0.3, 0.7),

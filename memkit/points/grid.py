@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.words import guided
 from memkit.points import passes as in_numpy
 from memkit.points.backends import HostBackend, host_passes
 from memkit.points.cells import (
@@ -48,6 +50,19 @@ class Scene(NamedTuple):
     first_cell: int
 
 
+@guided(
+    words={
+        "offset": "offsets",
+        "ptr": "offsets",
+        "voxel_size": "grid_size",
+        "size": "grid_size",
+        "resolution": "grid_size",
+        "points": "coords",
+        "pos": "coords",
+        "coord": "coords",
+    },
+    methods=("from_coords", "from_cells"),
+)
 @final
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class GridIndex:
@@ -61,8 +76,9 @@ class GridIndex:
         cells: int64; from coordinates (C, A), the grid coordinates of each cell, possibly negative; from cell ids (C,),
             the ids.
         counts: (C,) int64, points in each cell, at least 1.
-        offsets: (B,) int64, end of each scene's points; ``[N]`` for one scene of N points.
-        cell_offsets: (B,) int64, end of each scene's cells.
+        offsets: (B,) int64, end of each scene's points; ``[N]`` for one scene of N points. Built from offsets that
+            begin with 0, as PyG's ``ptr``, it begins with 0 too, as do those of its samples.
+        cell_offsets: (B,) int64, end of each scene's cells, in the same form.
         scenes: Per-scene data read by samplers.
 
     Memory cost: 9 bytes per point and about 50 per cell, on the host; `nbytes` gives the total.
@@ -93,6 +109,7 @@ class GridIndex:
         grid_size: Lengths = 0.05,
         offsets: Points | None = None,
         *,
+        batch: Points | None = None,
         origin: Lengths = 0.0,
         backend: HostBackend = "numpy",
     ) -> GridIndex:
@@ -106,7 +123,10 @@ class GridIndex:
             coords: (N, A) floats or integers, any number of axes; NumPy or torch. A tensor on an accelerator is
                 copied to the host.
             grid_size: Side of a cell in the unit of the coordinates; one number, or one per axis.
-            offsets: (B,) ints, end of each scene's points in a batch (cumulative, the last is N).
+            offsets: (B,) ints, end of each scene's points in a batch (cumulative, the last is N); or PyG's ``ptr``,
+                which begins with 0: the same scenes.
+            batch: Instead of offsets, (N,) ints, the scene of each point, never decreasing: PyG's ``batch``. A number
+                that is missing is an empty scene.
             origin: Corner of the cell (0, 0, ...); one number, or one per axis.
             backend: ``"numba"`` builds the same index faster, see `GridAwareSampler`.
 
@@ -130,24 +150,30 @@ class GridIndex:
             )
         size = grid_lengths(grid_size, points.shape[1], "GridIndex.from_coords(grid_size=...)", positive=True)
         corner = grid_lengths(origin, points.shape[1], "GridIndex.from_coords(origin=...)", positive=False)
-        ends = _scene_ends(offsets, len(points), _FROM_COORDS)
+        ends, is_ptr = _scene_ends(offsets, batch, len(points), _FROM_COORDS)
         passes = host_passes(backend, _FROM_COORDS)
         groups, firsts = [], [points[:0]]
         for part, end in zip(_cut(points, ends), ends.tolist(), strict=True):
             groups.append(group_coords(part, size, corner, passes, _FROM_COORDS, first_row=end - len(part)))
             firsts.append(part[groups[-1].order[groups[-1].starts]])
         cells = grid_coords(np.concatenate(firsts), size, corner)
-        return _assemble(groups, cells.T.astype(np.int64, order="C"), passes)
+        return _assemble(groups, cells.T.astype(np.int64, order="C"), passes, is_ptr=is_ptr)
 
     @classmethod
     def from_cells(
-        cls, cell_ids: Points, offsets: Points | None = None, *, backend: HostBackend = "numpy"
+        cls,
+        cell_ids: Points,
+        offsets: Points | None = None,
+        *,
+        batch: Points | None = None,
+        backend: HostBackend = "numpy",
     ) -> GridIndex:
         """Build an index from known cell ids.
 
         Args:
             cell_ids: (N,) integers, any int64 values: gaps and negative ids are allowed.
             offsets: See `from_coords`. Equal ids in two scenes are two cells.
+            batch: See `from_coords`.
             backend: See `from_coords`.
 
         Raises:
@@ -155,13 +181,13 @@ class GridIndex:
             InputTypeError: The ids are not integers.
         """
         ids = _integers(cell_ids, _FROM_CELLS, "cell_ids")
-        ends = _scene_ends(offsets, len(ids), _FROM_CELLS)
+        ends, is_ptr = _scene_ends(offsets, batch, len(ids), _FROM_CELLS)
         passes = host_passes(backend, _FROM_CELLS)
         groups, cells = [], [ids[:0]]
         for part in _cut(ids, ends):
             groups.append(group_ids(part, passes, _FROM_CELLS))
             cells.append(part[groups[-1].order[groups[-1].starts]])
-        return _assemble(groups, np.concatenate(cells), passes)
+        return _assemble(groups, np.concatenate(cells), passes, is_ptr=is_ptr)
 
     @property
     def num_points(self) -> int:
@@ -194,10 +220,13 @@ class GridIndex:
     def __reduce__(self) -> tuple[Any, ...]:
         # The layout is rebuilt on arrival, which is faster than sending it; plain pickling would also lose read-only
         # flags.
-        return _assemble, ([scene.groups for scene in self.scenes], self.cells)
+        is_ptr = len(self.offsets) > len(self.scenes)
+        return functools.partial(_assemble, is_ptr=is_ptr), ([scene.groups for scene in self.scenes], self.cells)
 
 
-def _assemble(groups: Sequence[Groups], cells: NDArray[np.int64], passes: Passes = in_numpy) -> GridIndex:
+def _assemble(
+    groups: Sequence[Groups], cells: NDArray[np.int64], passes: Passes = in_numpy, *, is_ptr: bool = False
+) -> GridIndex:
     offsets = np.cumsum([0, *(len(each.order) for each in groups)])
     cell_offsets = np.cumsum([0, *(len(each.counts) for each in groups)])
     counts = np.concatenate([np.zeros(0, np.int64), *(each.counts for each in groups)])
@@ -207,7 +236,8 @@ def _assemble(groups: Sequence[Groups], cells: NDArray[np.int64], passes: Passes
         shared = each._replace(counts=counts[cell:last])
         read_only(*shared)
         scenes.append(Scene(shared, lay_out(shared, passes), point, cell))
-    return GridIndex(cells, counts, offsets[1:], cell_offsets[1:], tuple(scenes))
+    first = 0 if is_ptr else 1
+    return GridIndex(cells, counts, offsets[first:], cell_offsets[first:], tuple(scenes))
 
 
 def _cut(rows: NDArray[Any], ends: NDArray[np.int64]) -> list[NDArray[Any]]:
@@ -221,18 +251,42 @@ def _are_ends(ends: NDArray[Any], num_rows: int) -> bool:
     return num_rows == (ends[-1] if len(ends) else 0)
 
 
-def _scene_ends(offsets: Points | None, num_points: int, call: str) -> NDArray[np.int64]:
+def _scene_ends(
+    offsets: Points | None, batch: Points | None, num_points: int, call: str
+) -> tuple[NDArray[np.int64], bool]:
+    """Return the end of each scene, and whether the offsets began with 0."""
+    if offsets is not None and batch is not None:
+        raise InputError(
+            call, got="offsets and batch", expected="one of them", fix="write offsets=offsets, without batch."
+        )
+    if batch is not None:
+        return _ends_of_batch(_integers(batch, call, "batch"), num_points, call), False
     if offsets is None:
-        return np.array([num_points])
+        return np.array([num_points]), False
     ends = _integers(offsets, call, "offsets")
     if not _are_ends(ends, num_points):
+        is_batch = len(ends) == num_points and not (np.diff(ends, prepend=0) < 0).any()
         raise InputError(
             call,
             got=f"offsets {ends[:5].tolist()}{'...' if len(ends) > 5 else ''} for {num_points} points",
             expected="the end of each scene's points, not decreasing, with the number of points last",
-            fix="pass offsets=torch.tensor([len(scene) for scene in scenes]).cumsum(0).",
+            fix="write batch= instead of offsets=, if this is the scene of each point."
+            if is_batch
+            else "pass offsets=torch.tensor([len(scene) for scene in scenes]).cumsum(0).",
         )
-    return ends
+    is_ptr = len(ends) > 1 and not ends[0]
+    return (ends[1:] if is_ptr else ends), is_ptr
+
+
+def _ends_of_batch(scenes: NDArray[np.int64], num_points: int, call: str) -> NDArray[np.int64]:
+    if len(scenes) != num_points or (np.diff(scenes, prepend=0) < 0).any():
+        raise InputError(
+            call,
+            got=f"batch {scenes[:5].tolist()}{'...' if len(scenes) > 5 else ''} for {num_points} points",
+            expected="the scene of each point, from 0, never decreasing",
+            fix="sort the points by scene first: order = batch.argsort(stable=True).",
+        )
+    return np.searchsorted(scenes, np.arange(1, scenes.max(initial=-1) + 2))
 
 
 def _integers(values: Points, call: str, name: str) -> NDArray[np.int64]:

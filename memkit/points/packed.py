@@ -13,29 +13,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError, MemkitError
+from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit.points.cells import host_array
 
 Ends = dict[str, list[int]]  # for each offset, the end of each scene's rows
+Starts = frozenset[str]  # the offsets that begin with 0, as PyG's ptr
 
 _POINTS, _SCENES, _ALL = "points", "scenes", "all"
 _PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows: to every part
 
 
+@guided(words={"num_parts": "n", "num_splits": "n", "chunks": "n"})
 def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = None) -> list[Any]:
     """Split a packed batch into up to n parts between scenes: a ``split_fn`` for Pointcept-style batches.
 
-    The batch is a mapping. ``offset`` gives the end of each scene's points; without it ``batch`` gives the scene of
-    each point. Entries are assigned by their number of rows: an entry with a row per point is cut with the points, one
-    with a row per scene with the scenes, and a plain value goes to every part. Further offsets are recognized by name:
-    entries ``origin_*`` are cut by ``origin_offset`` if they have its number of rows. (In a batch with ``batch``, an
-    entry of such a name is an offset only if it has an integer per scene, rising to another entry's number of rows.)
+    The batch is a mapping. ``offset`` gives the end of each scene's points, or ``ptr``, which begins with 0 as PyG's;
+    without both ``batch`` gives the scene of each point. An ``offset`` that begins with 0 is read as a ``ptr`` too,
+    unless an entry has as many rows as it: then its first scene is empty. Entries are assigned by their number of rows:
+    an entry with a row per point is cut with the points, one with a row per scene with the scenes, and a plain value
+    goes to every part. Further offsets are recognized by name: entries ``origin_*`` are cut by ``origin_offset`` if
+    they have its number of rows. (In a batch with ``batch``, an entry of such a name is an offset only if it has an
+    integer per scene, rising to another entry's number of rows.)
 
     Scenes stay whole and in order. The split minimizes the points of the largest part among all splits into n parts; if
     one scene outweighs the others, there are fewer parts.
 
     Args:
-        batch: A mapping with ``offset``, (B,) integers, cumulative, or ``batch``, (N,) integers, ascending from 0;
-            tensors and arrays with N or B rows, lists of N or B things, plain values.
+        batch: A mapping with ``offset``, (B,) integers, cumulative, ``ptr``, (B + 1,), or ``batch``, (N,) integers,
+            ascending from 0; tensors and arrays with N or B rows, lists of N or B things, plain values.
         n: Maximum number of parts.
         belongs_to: Assignment of entries that the number of rows does not determine: ``"points"``, ``"scenes"``,
             ``"all"`` (the whole entry goes to every part), or the name of an offset, such as
@@ -43,8 +49,8 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
             ``functools.partial(mk.points.split_packed, belongs_to=...)``.
 
     Returns:
-        Parts of the batch's own type, in order, with offsets and scene numbers starting at zero again. A single part is
-        the batch itself.
+        Parts of the batch's own type, in order, with offsets and scene numbers starting at zero again, in the form that
+        they had. A single part is the batch itself.
 
     Raises:
         InputError: There are no offsets, they do not match, or an entry could belong to both points and scenes, or to
@@ -65,13 +71,14 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
     """
     call = f"split_packed(batch, {n})"
     belongs_to = belongs_to or {}
-    ends = _read_ends(batch, belongs_to, call)
+    Checker("split_packed(batch, n)", InputError).whole("n", n, 1)
+    ends, starts = _read_ends(batch, belongs_to, call)
     homes = {key: _find_home(key, value, ends, belongs_to, call) for key, value in batch.items()}
     main = next(iter(ends.values()))
     borders = cut_evenly([stop - start for start, stop in pairwise([0, *main])], n)
     if len(borders) <= 2:
         return [batch]
-    return [_take_scenes(batch, homes, ends, first, last) for first, last in pairwise(borders)]
+    return [_take_scenes(batch, homes, ends, starts, first, last) for first, last in pairwise(borders)]
 
 
 def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
@@ -96,25 +103,33 @@ def _fill(ends: Sequence[int], limit: int) -> list[int]:
     return borders
 
 
-def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
+def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> tuple[Ends, Starts]:
     """Read the offsets of a batch, all with the same number of scenes; the first is that of its points."""
     if not isinstance(batch, Mapping):
+        is_graph = type(batch).__module__.startswith("torch_geometric.")
         raise InputTypeError(
             call,
             got=f"a {type(batch).__name__}",
             expected='a mapping with "offset" or "batch" besides the points',
-            fix="collate into a dict, use memkit.integrations.torch_geometric for graphs, or write your own split_fn.",
+            fix="write memkit.integrations.torch_geometric.split_graphs(batch, n)"
+            if is_graph
+            else "collate into a dict, or write your own split_fn.",
         )
-    if "offset" in batch:
-        ends = {"offset": _read_rising(batch["offset"], call, "offset")}
+    given = {name: _read_rising(batch[name], call, name) for name in ("offset", "ptr") if name in batch}
+    if given:
+        starts = frozenset(
+            name for name, values in given.items() if _begins_with_start(name, values, batch, belongs_to)
+        )
+        ends = {name: values[1:] if name in starts else values for name, values in given.items()}
     elif "batch" in batch:
+        starts = frozenset()
         scenes = _read_rising(batch["batch"], call, "batch")
         ends = {"batch": np.searchsorted(scenes, np.arange(1, scenes.max(initial=-1) + 2))}
     else:
         raise InputError(
             call,
             got=f"entries {list(batch)}",
-            expected='"offset", the end of the points of each scene, or "batch", the scene of each point',
+            expected='"offset", the end of the points of each scene, "ptr", or "batch", the scene of each point',
             fix='add batch["offset"] = torch.tensor([len(scene) for scene in scenes]).cumsum(0).',
         )
     more = [key for key in batch if isinstance(key, str) and key.endswith("_offset") and key not in belongs_to]
@@ -129,7 +144,22 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
             expected="one end per scene in every offset",
             fix="use one common end for several views of a scene, or write your own split_fn.",
         )
-    return {name: values.tolist() for name, values in ends.items()}
+    return {name: values.tolist() for name, values in ends.items()}, starts
+
+
+def _begins_with_start(
+    name: str, values: NDArray[np.int64], batch: Mapping[Any, Any], belongs_to: Mapping[str, str]
+) -> bool:
+    """Return whether offsets begin with the start of the first scene, not with the end of an empty one."""
+    if len(values) < 2 or values[0]:
+        return False
+    num_points = values[-1]
+    of_scenes = {
+        _count_rows(value)
+        for key, value in batch.items()
+        if key not in {"offset", "ptr"} and (belongs_to.get(key) == _SCENES or _count_rows(value) != num_points)
+    }
+    return name == "ptr" or len(values) not in of_scenes
 
 
 def _is_offset(name: str, batch: Mapping[Any, Any], num_scenes: int) -> bool:
@@ -193,14 +223,14 @@ def _count_rows(value: Any) -> int | None:
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
-def _take_scenes(batch: Any, homes: Mapping[Any, str], ends: Ends, first: int, last: int) -> Any:
+def _take_scenes(batch: Any, homes: Mapping[Any, str], ends: Ends, starts: Starts, first: int, last: int) -> Any:
     """Return the scenes from ``first`` up to, but not including, ``last``."""
     part = copy.copy(batch)
     for key, home in homes.items():
         if home == _ALL:
             continue
         start, stop = (first, last) if home == _SCENES else ([0, *ends[home]][first], ends[home][last - 1])
-        part[key] = batch[key][start:stop]
+        part[key] = batch[key][start : stop + (key in starts)]
         if key == "batch" and home != _SCENES:
             part[key] = part[key] - first
         elif key in ends:

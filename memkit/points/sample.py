@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from memkit._core.errors import InputError
+from memkit._core.words import guided
 
 Scenario = Literal["dense", "half", "single"]
 
 
+def _count_rows(value: Any) -> int | None:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.shape[0] if value.ndim else None
+    return len(value) if isinstance(value, (list, tuple)) else None
+
+
+@guided(
+    absent={
+        "rows": "sample.indices",
+        "idx": "sample.indices",
+        "weights": "1 / sample.ratios",
+        "()": "sample.take(coords, feats)",
+    }
+)
 @final
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GridSample:
@@ -35,6 +54,9 @@ class GridSample:
         >>> sample = GridAwareSampler(ratio=0.5).sample_half_density(index)
         >>> sample
         GridSample('half', 3 of 5 points, 2 cells)
+        >>> coords, labels = sample.take(torch.rand(5, 3), torch.arange(5))
+        >>> len(coords), len(labels)
+        (3, 3)
         >>> sample.counts.tolist(), sample.ratios.tolist(), sample.ratio
         ([2, 1], [0.5, 1.0], 0.6)
     """
@@ -66,6 +88,57 @@ class GridSample:
     def ratio(self) -> float:
         """Fraction of all points that was kept; 1.0 if there are no points."""
         return self.num_kept / self.num_points if self.num_points else 1.0
+
+    def take(self, *values: Any) -> Any:
+        """Cut what belongs to the points: coordinates, features, labels.
+
+        Args:
+            *values: Tensors on any device, arrays or lists with a row per point; or one mapping, such as Pointcept's:
+                its entries with a row per point are cut, ``"offset"`` and ``"ptr"`` become those of the sample, and all
+                others are handed on.
+
+        Returns:
+            The kept rows: one for one value, a tuple for several, a dict for a mapping. If all points were kept, the
+            values themselves. Gradients flow through.
+
+        Raises:
+            InputError: A value does not have one row per point.
+
+        Example:
+            >>> import torch
+            >>> from memkit import GridAwareSampler, GridIndex
+            >>> scene = {"coord": torch.rand(4, 3), "segment": torch.arange(4), "name": "hall"}
+            >>> sample = GridAwareSampler().sample_single_per_grid(GridIndex.from_cells([7, 7, 7, 9]))
+            >>> {name: len(value) for name, value in sample.take(scene).items()}
+            {'coord': 2, 'segment': 2, 'name': 4}
+        """
+        if len(values) == 1 and isinstance(values[0], Mapping):
+            return {name: self._take_entry(name, value) for name, value in values[0].items()}
+        for value in values:
+            if _count_rows(value) != self.num_points:
+                shown = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else f"type {type(value).__name__}"
+                raise InputError(
+                    "GridSample.take(...)",
+                    got=f"a value of {shown} for an index of {self.num_points} points",
+                    expected="tensors, arrays or lists with one row for each point",
+                    fix="pass what has the points' rows, as in coords, feats = sample.take(coords, feats)",
+                )
+        taken = tuple(self._take_rows(value) for value in values)
+        return taken[0] if len(taken) == 1 else taken
+
+    def _take_entry(self, name: Any, value: Any) -> Any:
+        if name in {"offset", "ptr"} and isinstance(value, (Tensor, np.ndarray)):
+            ends = self.offsets if name == "offset" or not self.offsets[0] else F.pad(self.offsets, (1, 0))
+            return ends.to(value.device, value.dtype) if isinstance(value, Tensor) else ends.numpy().astype(value.dtype)
+        return self._take_rows(value) if _count_rows(value) == self.num_points else value
+
+    def _take_rows(self, value: Any) -> Any:
+        if self.chosen is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.index_select(0, self.chosen.to(value.device))
+        rows = self.chosen.cpu().numpy()
+        return value[rows] if isinstance(value, np.ndarray) else type(value)(value[row] for row in rows.tolist())
 
     def __repr__(self) -> str:
         return f"GridSample({self.scenario!r}, {self.num_kept} of {self.num_points} points, {len(self.counts)} cells)"

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from memkit._core.errors import FileFormatError, InputError
-from memkit._core.settings import Checker
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import MIB, parse_bytes
+from memkit._core.words import guided
 from memkit.points.backends import GridBackend, HostBackend, host_passes, resolved
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Lengths, Points, host_array
@@ -42,6 +43,40 @@ _FROM_SEED, _FROM_GENERATOR = 0, 1  # the two kinds of keys never collide
 _NUMBER = 2  # position of the call number in a key
 
 
+_IN_INDEX = "the cells are those of an index: sampler.index(coords, grid_size=0.05)"
+
+
+@guided(
+    words={
+        "min_sample_ratio": "ratio=(0.3, 0.7)",
+        "max_sample_ratio": "ratio=(0.3, 0.7)",
+        "min_ratio": "ratio=(0.3, 0.7)",
+        "max_ratio": "ratio=(0.3, 0.7)",
+        "sample_ratio": "ratio",
+        "ratios": "ratio",
+        "p": "ratio",
+        "keep": "ratio",
+        "grid_size": _IN_INDEX,
+        "voxel_size": _IN_INDEX,
+        "offset": "offsets",
+        "ptr": "offsets",
+        "coord": "coords",
+        "pos": "coords",
+        "points": "coords",
+        "random_state": "seed",
+    },
+    absent={
+        "sample": "sampler.sample_half_density(index)",
+        "sample_half": "sampler.sample_half_density(index)",
+        "sample_dense": "sampler.sample_scenarios(index, ('dense',))",
+        "sample_single": "sampler.sample_single_per_grid(index)",
+        "build_index": "sampler.index(coords, grid_size=0.05)",
+        "fit": "sampler.index(coords, grid_size=0.05)",
+        "set_epoch": "nothing: each call is a new draw",
+        "()": "sampler.sample_half_density(sampler.index(coords, grid_size=0.05))",
+    },
+    methods=("sample_half_density", "sample_single_per_grid", "sample_scenarios", "draw_ahead", "index"),
+)
 @final
 class GridAwareSampler:
     """Thins out every grid cell without leaving one empty, for training that does not depend on density.
@@ -105,14 +140,17 @@ class GridAwareSampler:
         low, high = (check.number("ratio", each) for each in ends)
         if not 0 < low <= high <= 1:
             raise check.refuse(
-                "ratio", ratio, "a fraction such as 0.5, or (least, greatest) with 0 < least <= greatest <= 1"
+                "ratio",
+                ratio,
+                "a fraction such as 0.5, or (least, greatest) with 0 < least <= greatest <= 1",
+                fix=f"pass ratio={_ratio_meant(low, high)}.",
             )
-        check.choice("rounding", rounding, get_args(Rounding))
+        check.choice("rounding", rounding, get_args(Rounding), fix="pass rounding='nearest'.")
         self.ratio = (low, high)
         self.seed = check.whole("seed", seed)
         self.rounding: Rounding = rounding
         self.cache = IndexCache(parse_bytes(cache_bytes, name="cache_bytes"))
-        self.device = torch.device(device)
+        self.device = _device(device)
         call = f"GridAwareSampler(backend={backend!r}, device={str(self.device)!r})"
         self.backend: GridBackend = resolved(backend, self.device, call)
         self._host_backend: HostBackend = "numba" if self.backend == "numba" else "numpy"
@@ -176,9 +214,26 @@ class GridAwareSampler:
             depth: Maximum number of waiting draws; their memory is held.
 
         Raises:
-            InputError: A scenario is unknown.
+            InputError: A scenario is unknown, or the depth is negative. Arguments are checked in this call, not at the
+                first draw.
+            InputTypeError: ``indexes`` cannot be iterated over.
         """
+        call = "GridAwareSampler.draw_ahead(indexes)"
         wanted = _checked_scenarios(scenarios, "GridAwareSampler.draw_ahead(scenarios=...)")
+        Checker(call, InputError).whole("depth", depth)
+        given: object = indexes
+        if not isinstance(given, Iterable):
+            raise InputTypeError(
+                call,
+                got=f"a {type(given).__name__}",
+                expected="an iterable of indexes",
+                fix="write draw_ahead([index])",
+            )
+        return self._drawn_ahead(indexes, wanted, depth)
+
+    def _drawn_ahead(
+        self, indexes: Iterable[GridIndex], wanted: list[Scenario], depth: int
+    ) -> Iterator[dict[Scenario, GridSample]]:
         waiting: deque[Ahead] = deque()
         with ThreadPoolExecutor(1, "memkit-sampler") as pool:
             try:
@@ -208,6 +263,7 @@ class GridAwareSampler:
         *,
         key: Hashable | None = None,
         offsets: Points | None = None,
+        batch: Points | None = None,
         origin: Lengths = 0.0,
     ) -> GridIndex:
         """Build the index of some coordinates, or return the cached one.
@@ -219,6 +275,7 @@ class GridAwareSampler:
                 (10 ms for a million points). With it only shape, dtype and 64 rows are compared, so use another key for
                 modified coordinates.
             offsets: See `GridIndex.from_coords`.
+            batch: See `GridIndex.from_coords`.
             origin: See `GridIndex.from_coords`.
 
         The parameters are part of the key: the same scene with a different ``grid_size`` gives a different index.
@@ -226,11 +283,16 @@ class GridAwareSampler:
         call = "GridAwareSampler.index(coords)"
         array = host_array(coords, call, "coords")
         content = fingerprint(array) if key is None else (key, spot_check(array))
-        ends = None if offsets is None else fingerprint(host_array(offsets, call, "offsets"))
+        scenes = {"offsets": offsets, "batch": batch}
+        ends = tuple(
+            None if each is None else fingerprint(host_array(each, call, name)) for name, each in scenes.items()
+        )
         lengths = tuple(tuple(np.ravel(each).tolist()) for each in (grid_size, origin))
         return self.cache.get(
             (content, ends, lengths),
-            lambda: GridIndex.from_coords(array, grid_size, offsets, origin=origin, backend=self._host_backend),
+            lambda: GridIndex.from_coords(
+                array, grid_size, offsets, batch=batch, origin=origin, backend=self._host_backend
+            ),
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -248,18 +310,36 @@ class GridAwareSampler:
         Raises:
             FileFormatError: The state comes from a memkit version that draws differently, or is not a state.
         """
+        call = "GridAwareSampler.load_state_dict(state)"
+        if not isinstance(state, Mapping):
+            raise FileFormatError(
+                call,
+                got=f"a {type(state).__name__}",
+                expected="the dict that state_dict() returned",
+                fix="write sampler.load_state_dict(saved['sampler']), with the name under which it was saved.",
+            )
         versions = (state.get("version"), state.get("algo_version"))
         if versions != (_VERSION, _ALGO_VERSION):
             raise FileFormatError(
-                "GridAwareSampler.load_state_dict(state)",
+                call,
                 got=f"version {versions[0]!r} and algo_version {versions[1]!r}",
                 expected=f"version {_VERSION} and algo_version {_ALGO_VERSION}",
                 fix="continue with the version of memkit that saved the state, or start a new sampler.",
             )
-        self.seed, self._num_draws = int(state["seed"]), int(state["num_draws"])
+        check = Checker(call, FileFormatError)
+        fix = "load the state as state_dict() returned it."
+        seed, num_draws = (check.whole(name, state.get(name), fix=fix) for name in ("seed", "num_draws"))
+        self.seed, self._num_draws = seed, num_draws
 
     def _key(self, generator: torch.Generator | None) -> tuple[int, ...]:
         if generator is not None:
+            if not isinstance(generator, torch.Generator):
+                raise InputTypeError(
+                    "GridAwareSampler.sample_...(index, generator)",
+                    got=f"generator={generator!r}"[:80],
+                    expected="a torch.Generator, or None",
+                    fix="pass generator=torch.Generator().manual_seed(seed).",
+                )
             drawn = torch.randint(2**63 - 1, (), generator=generator, device=generator.device)
             return _FROM_GENERATOR, int(drawn), 0, 0
         with self._lock:
@@ -272,6 +352,15 @@ class GridAwareSampler:
         return {each: self._sample(index, each, key) for each in wanted}
 
     def _sample(self, index: GridIndex, scenario: Scenario, key: tuple[int, ...]) -> GridSample:
+        given: object = index
+        if not isinstance(given, GridIndex):
+            method = {"half": "sample_half_density", "single": "sample_single_per_grid"}.get(scenario, "...")
+            raise InputTypeError(
+                f"GridAwareSampler.{method}(index)",
+                got=f"a {type(given).__name__}",
+                expected="a GridIndex",
+                fix=f"write {method}(sampler.index(coords, grid_size=0.05))",
+            )
         if scenario == "dense":
             return self._sample_of(index, scenario, index.counts.copy(), index.offsets.copy(), None)
         drawn, kept = [], []
@@ -281,7 +370,8 @@ class GridAwareSampler:
                 rows += scene.first_point
             drawn.append(rows)
             kept.append(counts)
-        ends = np.cumsum([len(rows) for rows in drawn], dtype=np.int64)
+        leading = [0] * (len(index.offsets) - len(index.scenes))  # the form of the index: PyG's ptr begins with 0
+        ends = np.cumsum([*leading, *(len(rows) for rows in drawn)], dtype=np.int64)
         chosen = drawn[0] if len(drawn) == 1 else torch.cat([torch.arange(0, device=self.device), *drawn])
         return self._sample_of(index, scenario, _joined(kept), ends, chosen)
 
@@ -325,10 +415,36 @@ class _HostDraws:
         return _HostDraws, (self._backend, "GridAwareSampler")  # modules cannot be pickled
 
 
+def _ratio_meant(low: float, high: float) -> float | tuple[float, float]:
+    """Return the fraction that was probably meant: an ordered pair, and no percentages."""
+    low, high = (each / 100 if 1 < each <= 100 else each for each in sorted((low, high)))
+    if not 0 < low <= high <= 1:
+        return 0.3, 0.7
+    return low if low == high else (low, high)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        text = str(device)
+        meant = "cuda" if "gpu" in text.lower() else nearest_word(text, ("cpu", "cuda", "mps", "xpu")) or "cpu"
+        raise ConfigError(
+            f"GridAwareSampler(device={device!r})",
+            got=repr(device),
+            expected="a device of torch",
+            fix=f"pass device={meant!r}.",
+        ) from error
+
+
 def _joined(parts: list[Ints]) -> Ints:
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _checked_scenarios(scenarios: Iterable[Scenario], call: str) -> list[Scenario]:
     check = Checker(call, InputError)
-    return [check.choice("scenarios", each, _CODES, fix="pass only these.") for each in scenarios]
+    if isinstance(scenarios, str) or not isinstance(scenarios, Iterable):
+        meant = nearest_word(str(scenarios), _CODES) or "half"
+        raise check.refuse("scenarios", scenarios, "a tuple of names", fix=f"write scenarios=({meant!r},)")
+    fix = "pass scenarios=('dense', 'half', 'single'), or some of these."
+    return [check.choice("scenarios", each, _CODES, fix=fix) for each in scenarios]

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import InputError
+from memkit._core.words import guided
 from memkit._gradients.streamed import accumulator_dtype
 from memkit.points.grid import GridIndex
 
 
+@guided(words={"aggr": "it is the mean", "reduce": "it is the mean", "x": "values", "feats": "values"})
 def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
     """Average values over the points of each cell: coordinates, colors, features.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.printable import described
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
@@ -42,6 +44,12 @@ from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 ConsistencyMode = Literal["joint", "cached", "stopgrad"]
 Distance = Callable[[Any, Any], Tensor]
 
+_ENTRIES = {  # of Pointcept's and PyG's scenes, by our name for it
+    "coords": ("coord", "coords", "pos", "xyz", "points"),
+    "features": ("feat", "feats", "features", "x"),
+    "targets": ("segment", "targets", "target", "labels", "label", "y"),
+}
+_MODEL_NAMES = {"model", "net", "network", "module", "m"}  # first parameter of the wrapper's form of a loss function
 _CALL = "DensityInvariantTrainer.train_step(scene)"
 
 
@@ -52,6 +60,26 @@ def _kl(student: Tensor, teacher: Tensor) -> Tensor:
 _CONSISTENCIES: dict[str, Distance] = {"mse": F.mse_loss, "kl": _kl}
 
 
+@guided(
+    words={
+        "model": "trainer_or_model",
+        "trainer": "trainer_or_model",
+        "criterion": "loss_fn",
+        "loss": "loss_fn",
+        "voxel_size": "grid_size",
+        "consistency_weight": "weight",
+        "lambda_consistency": "weight",
+        "consistency_loss": "consistency",
+        "densities": "scenarios",
+        "min_sample_ratio": "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))",
+        "max_sample_ratio": "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))",
+        "ratio": "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))",
+        "accumulation_steps": "give it to the wrapper: MemoryEfficientTrainingWrapper(accumulation_steps=...)",
+        "precision": "give it to the wrapper: MemoryEfficientTrainingWrapper(precision=...)",
+    },
+    methods=("train_step",),
+    absent={"fit": "trainer.train_step(scene), for each scene", "step": "trainer.train_step(scene)"},
+)
 class DensityInvariantTrainer(Uncopied, Closing):
     """Trains on several densities of each scene at once, so that predictions do not depend on the scan density.
 
@@ -128,9 +156,10 @@ class DensityInvariantTrainer(Uncopied, Closing):
         grid_size: Lengths = 0.05,
         memory: MemoryManager | None = None,
     ) -> None:
-        self._scenarios = _by_density(list(scenarios))
         check = Checker("DensityInvariantTrainer(...)")
-        self._mode: ConsistencyMode = check.choice("mode", mode, get_args(ConsistencyMode))
+        self._scenarios = _by_density(check, scenarios)
+        _check_pieces(check, sampler, loss_fn)
+        self._mode: ConsistencyMode = _mode(check, mode)
         if not callable(consistency):
             check.choice(
                 "consistency", consistency, tuple(_CONSISTENCIES), fix="pass one of these names, or a function."
@@ -143,11 +172,21 @@ class DensityInvariantTrainer(Uncopied, Closing):
         if isinstance(trainer_or_model, MemoryEfficientTrainingWrapper):
             if optimizer is not None:
                 name = type(optimizer).__name__
-                raise check.refuse("optimizer", name, "no optimizer together with a wrapper, which has its own")
+                raise check.refuse(
+                    "optimizer",
+                    name,
+                    "no optimizer together with a wrapper, which has its own",
+                    fix="write DensityInvariantTrainer(trainer, sampler, loss_fn)",
+                )
             self._trainer = trainer_or_model
         else:
             if optimizer is None:
-                raise check.refuse("optimizer", None, "an optimizer, because the model is a plain module without one")
+                raise check.refuse(
+                    "optimizer",
+                    None,
+                    "an optimizer, because the model is a plain module without one",
+                    fix="write DensityInvariantTrainer(model, sampler, loss_fn, optimizer=optimizer)",
+                )
             self._trainer = self._cleanup.enter_context(MemoryEfficientTrainingWrapper(trainer_or_model, optimizer))
         self._model = self._trainer.model
         self._device = device_of(self._model)
@@ -166,7 +205,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
             ConfigError: ``mode="cached"`` with a BatchNorm in training mode, which would see each scenario alone.
             MemkitOutOfMemoryError: One scene does not fit.
         """
-        scenes = [scenes] if isinstance(scenes, PointScene) else list(scenes)
+        scenes = _as_list(scenes)
         self._check(scenes)
         clock = Clock(self._memory)
         losses: dict[int, SceneLosses] = {}
@@ -303,12 +342,67 @@ class DensityInvariantTrainer(Uncopied, Closing):
             )
 
 
-def _by_density(scenarios: list[Scenario]) -> list[Scenario]:
+def _by_density(check: Checker, given: Iterable[Scenario]) -> list[Scenario]:
+    scenarios = [given] if isinstance(given, str) else list(given)
     ordered = [each for each in get_args(Scenario) if each in scenarios]
     if len(ordered) != len(scenarios) or len(ordered) < 2:
         rule = f"two or three of {', '.join(map(repr, get_args(Scenario)))}"
-        raise Checker("DensityInvariantTrainer(...)").refuse("scenarios", scenarios, rule)
+        fix = "pass scenarios=('dense', 'half', 'single')."
+        raise check.refuse("scenarios", scenarios, rule, fix=fix)
     return ordered
+
+
+def _mode(check: Checker, mode: ConsistencyMode) -> ConsistencyMode:
+    given: object = mode
+    if isinstance(given, str) and given.lower().startswith("batch"):  # the nearest letters would say "cached"
+        raise check.refuse(
+            "mode", given, f"one of {', '.join(map(repr, get_args(ConsistencyMode)))}", fix="pass mode='joint'."
+        )
+    return check.choice("mode", mode, get_args(ConsistencyMode), fix="pass mode='joint'.")
+
+
+def _check_pieces(check: Checker, sampler: object, loss_fn: object) -> None:
+    if not isinstance(sampler, GridAwareSampler):
+        raise InputTypeError(
+            check.call,
+            got=f"sampler: a {type(sampler).__name__}",
+            expected="a GridAwareSampler",
+            fix="write DensityInvariantTrainer(trainer, GridAwareSampler(), loss_fn)",
+        )
+    check.function("loss_fn", loss_fn)
+    try:
+        names = list(inspect.signature(loss_fn).parameters)  # type: ignore[arg-type]  # it can be called
+    except (TypeError, ValueError):
+        return
+    if len(names) == 2 and names[0] in _MODEL_NAMES:
+        raise InputTypeError(
+            check.call,
+            got=f"loss_fn({', '.join(names)})",
+            expected="loss_fn(output, targets): this trainer calls the model itself",
+            fix="write loss_fn=lambda output, targets: criterion(output, targets)",
+        )
+
+
+def _as_list(scenes: object) -> list[PointScene]:
+    """Return the scenes of a step, at least in form."""
+    found: list[Any] = list(scenes) if isinstance(scenes, (list, tuple)) else [scenes]
+    for each in found:
+        if isinstance(each, PointScene):
+            continue
+        names = [name for name in each if isinstance(name, str)] if isinstance(each, Mapping) else []
+        words = [
+            f"{argument}=scene[{next((name for name in names if name in known), known[0])!r}]"
+            for argument, known in _ENTRIES.items()
+        ]
+        raise InputTypeError(
+            _CALL,
+            got=f"a {type(each).__name__}" + (f" with {', '.join(names)}" if names else ""),
+            expected="a PointScene, or a list of them",
+            fix=f"write train_step(mk.recipes.PointScene({', '.join(words)}))"
+            if isinstance(each, Mapping)
+            else "write train_step(mk.recipes.PointScene(coords, features, targets))",
+        )
+    return found
 
 
 def _take(output: Any, rows: Tensor) -> Any:

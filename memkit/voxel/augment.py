@@ -99,6 +99,8 @@ class VoxelAugmentation(VoxelOperation):
     doppler_jitter: float = 0.0
     flip_axes: str = "XYZ"
     on_nonsquare: OnNonsquare = "half_turns"
+    same_on_batch: bool = False
+    layout: VoxelLayout | None = None
 
     _keeps_axes = "remove these axes from flip_axes, and set rotate_prob=0 for X or Y"
 

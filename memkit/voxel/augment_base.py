@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._core.errors import InputError, InputTypeError, MemkitError
+from memkit._core.errors import InputError, InputTypeError, NotSimulatedError
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.sparse_voxels import SparseVoxels, Triple, carries_affine
 from memkit.voxel.affine import compose, described_as
@@ -290,9 +290,10 @@ class Augmentation(ABC, Generic[P]):
                 changed: Any = params if photometric is None or name in photometric else params.geometry()
                 moved[name] = self._apply_form(x, changed, named.get(name))
             else:
+                moved[name] = x
                 if self.moves_voxels(params):
                     refuse_unmoved(call, name, x, shape)
-                moved[name] = with_affine(self, name, x, params)
+                    moved[name] = with_affine(self, name, x, params)
         return like(sample, moved)  # type: ignore[no-any-return]  # a mapping for a mapping
 
     def _apply_form(self, x: Any, params: P, layout: VoxelLayout | None) -> Any:
@@ -328,8 +329,9 @@ def calling(call: str) -> Iterator[None]:
     """Let errors name the call that the user wrote."""
     try:
         yield
-    except MemkitError as error:
-        error.call = call
+    except (InputError, InputTypeError) as error:
+        if not isinstance(error, NotSimulatedError):  # its call is that of the simulation
+            error.call = call
         raise
 
 

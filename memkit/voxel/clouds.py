@@ -11,9 +11,21 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError
 from memkit._core.printable import described
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, nearest_word
+from memkit._core.words import guided
 from memkit.voxel.nearest import NearestBackend, NearestPoints, nearest_points
 
+_REDUCTIONS = {
+    "point_reduction": "each direction is the mean over its points",
+    "batch_reduction": "the mean over the batch is taken; for single values, call it for each cloud",
+    "reduction": "the mean over the batch is taken; for single values, call it for each cloud",
+    "x": "a",
+    "y": "b",
+    "pred": "a",
+    "prediction": "a",
+    "gt": "b",
+    "target": "b",
+}
 Cloud: TypeAlias = Tensor | Sequence[Tensor]
 ConventionName = Literal["pytorch3d", "kaolin", "open3d", "lidm", "occnet"]
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -51,6 +63,7 @@ CHAMFER_CONVENTIONS: dict[ConventionName, ChamferConvention] = {
 }
 
 
+@guided(words=_REDUCTIONS | {"norm": "convention='pytorch3d'", "squared": "convention='pytorch3d'"})
 def chamfer_distance(
     a: Cloud | NearestPoints,
     b: Cloud | None = None,
@@ -103,6 +116,7 @@ def chamfer_distance(
     return mean_of_clouds("chamfer_distance(a, b)", distance, a, b, backend, memory_budget)
 
 
+@guided(words=_REDUCTIONS | {"percentile": "quantile=0.95", "q": "quantile"})
 def hausdorff_distance(
     a: Cloud | NearestPoints,
     b: Cloud | None = None,
@@ -171,7 +185,23 @@ def paired(
     if len(clouds[0]) != len(clouds[1]) or not len(clouds[0]):
         _refuse_batches(call, a, b)
     for pair in zip(*clouds, strict=True):
+        _refuse_columns(call, *pair)
         yield nearest_points(*pair, backend=backend, memory_budget=memory_budget)
+
+
+def _refuse_columns(call: str, a: object, b: object) -> None:
+    """Refuse two clouds (3, N), as Open3D's and PointNet's code transposes them: they would be 3 points."""
+    shapes = [tuple(each.shape) if isinstance(each, Tensor) else () for each in (a, b)]
+    if all(len(each) == 2 and each[0] in (2, 3) and each[1] > 3 for each in shapes):
+        name, arguments = call.partition("(")[::2]
+        first, second = arguments.rstrip(")").split(", ")
+        raise InputError(
+            call,
+            got=f"clouds {shapes[0]} and {shapes[1]}",
+            expected="one row for each point, (N, 3)",
+            fix=f"write {name}({first}.T, {second}.T); for {shapes[0][0]} points of {shapes[0][1]} coordinates "
+            f"{name}(mk.voxel.nearest_points({first}, {second}))",
+        )
 
 
 def mean_of_clouds(call: str, metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:
@@ -199,11 +229,14 @@ def _quantile(values: Tensor, quantile: float) -> Tensor:
 def _convention(convention: ConventionName | ChamferConvention) -> ChamferConvention:
     found = CHAMFER_CONVENTIONS.get(convention) if isinstance(convention, str) else convention
     if not isinstance(found, ChamferConvention) or found.combine not in _COMBINE:
+        meant = nearest_word(convention, CHAMFER_CONVENTIONS) if isinstance(convention, str) else None
         raise ConfigError(
             f"chamfer_distance(..., convention={convention!r})",
             got=repr(convention),
             expected=f"one of {', '.join(map(repr, CHAMFER_CONVENTIONS))}, or a ChamferConvention(squared, combine)",
-            fix="pass for example ChamferConvention(squared=False, combine='max').",
+            fix=f"pass convention={meant!r}."
+            if meant
+            else "pass for example ChamferConvention(squared=False, combine='max').",
         )
     return found
 

@@ -52,9 +52,9 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
     layout = None  # each step has its own
     _params = ComposedParams
 
-    def __init__(self, augmentations: Sequence[Augmentation[Any] | Callable[[Any], Any]]) -> None:
+    def __init__(self, augmentations: Sequence[Augmentation[Any] | Callable[[Any], Any]], *more: object) -> None:
         call = "ComposedAugmentation(augmentations)"
-        self.augmentations = check_steps(call, augmentations)
+        self.augmentations = check_steps(call, augmentations, more)
         self._steps = tuple(as_step(each, call) for each in self.augmentations)
 
     def sample(

@@ -22,6 +22,7 @@ class DropoutAugmentation(VoxelOperation):
 
     Attributes:
         prob: Probability that a voxel is emptied.
+        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -37,6 +38,7 @@ class DropoutAugmentation(VoxelOperation):
     """
 
     prob: float = 0.1
+    layout: VoxelLayout | None = None
 
     fields = ("dropout_prob",)
 

@@ -23,6 +23,8 @@ class FlipAugmentation(VoxelOperation):
     Attributes:
         prob: Flip probability of each axis.
         axes: The axes that may be flipped, out of X, Y and Z.
+        same_on_batch: Whether all samples of a batch share the draw.
+        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -37,6 +39,8 @@ class FlipAugmentation(VoxelOperation):
 
     prob: float = 0.5
     axes: str = "XYZ"
+    same_on_batch: bool = False
+    layout: VoxelLayout | None = None
 
     fields = ("flips",)
     _keeps_axes = "remove these letters from axes"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memkit._core.errors import InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._machine.random_state import preserved
 from memkit.voxel.augment_base import Augmentation, X, generator
@@ -38,7 +38,12 @@ class ForeignStep(Augmentation[CallableParams]):
         self.name = getattr(function, "__qualname__", type(function).__name__)
 
     def sample(
-        self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0  # noqa: ARG002 - of any shape
+        self,
+        shape: Sequence[int],  # noqa: ARG002 - of any shape
+        *,
+        seed: int,
+        epoch: int = 0,
+        index: int | Sequence[int] = 0,
     ) -> CallableParams:
         """Draw a seed."""
         named = tuple(index) if isinstance(index, Sequence) else (index,)
@@ -130,11 +135,15 @@ def as_step(each: object, call: str) -> Augmentation[Any]:
     return ForeignStep(each)
 
 
-def check_steps(call: str, given: object) -> tuple[Any, ...]:
-    """Return the augmentations of a list or tuple, at least one."""
-    if isinstance(given, (list, tuple)) and given:
+def check_steps(call: str, given: object, more: Sequence[object]) -> tuple[Any, ...]:
+    """Return the augmentations of a list or tuple, at least one; refuse any that were passed one by one."""
+    if isinstance(given, (list, tuple)) and given and not more:
         return tuple(given)
-    shown = f"{type(given).__name__}(...)" if isinstance(given, Augmentation) else "VoxelAugmentation()"
-    raise Checker(call).refuse(
-        "augmentations", given, "a list of at least one augmentation", fix=f"write ComposedAugmentation([{shown}])."
+    first = given if isinstance(given, (list, tuple)) else [given]
+    shown = [f"{type(each).__name__}(...)" for each in (*first, *more) if callable(each)] or ["VoxelAugmentation()"]
+    raise ConfigError(
+        call,
+        got=f"{1 + len(more)} arguments" if more else f"a {type(given).__name__}" + ("" if given else " without any"),
+        expected="one list of at least one augmentation",
+        fix=f"write ComposedAugmentation([{', '.join(shown)}])",
     )

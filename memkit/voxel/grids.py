@@ -239,6 +239,9 @@ def _both_dense(a: Grid, b: Grid, call: str) -> tuple[Tensor, Tensor]:
         _refuse_types(call, a, b)
     if a.shape != b.shape or a.dim() != 5 or a.is_complex() or b.is_complex():
         forms = f"{described(a)} and {described(b)}"
+        if a.shape == b.shape and a.dim() == 4:
+            fix = f"add the batch dimension: {call.partition('(')[0]}(prediction[None], target[None])"
+            _refuse(call, forms, "two volumes (B, C, D, H, W)", fix)
         _refuse(call, forms, "two volumes (B, C, D, H, W) of the same shape, with real numbers", _RESIZE)
     return a, b
 

@@ -39,6 +39,8 @@ class IntensityJitterAugmentation(VoxelOperation):
 
     Attributes:
         amount: The factor is drawn from [1 - this, 1 + this].
+        same_on_batch: Whether all samples of a batch share the factor.
+        layout: The layout, with an intensity channel.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -56,6 +58,8 @@ class IntensityJitterAugmentation(VoxelOperation):
     """
 
     amount: float = 0.1
+    same_on_batch: bool = False
+    layout: VoxelLayout | None = None
 
     fields = ("intensity_gain",)
     kinds = ("intensity",)
@@ -86,6 +90,7 @@ class DopplerJitterAugmentation(VoxelOperation):
 
     Attributes:
         std: Standard deviation of the noise, in the unit of the Doppler channels.
+        layout: The layout, with a Doppler channel.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -104,6 +109,7 @@ class DopplerJitterAugmentation(VoxelOperation):
     """
 
     std: float = 0.1
+    layout: VoxelLayout | None = None
 
     fields = ("doppler_std",)
     kinds = ("doppler",)

@@ -25,6 +25,7 @@ class NoiseAugmentation(VoxelOperation):
 
     Attributes:
         std: Standard deviation of the noise, in the unit of the channels.
+        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -40,6 +41,7 @@ class NoiseAugmentation(VoxelOperation):
     """
 
     std: float = 0.02
+    layout: VoxelLayout | None = None
 
     fields = ("noise_std",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -26,7 +26,6 @@ _UNCHANGED = VoxelDraw()
 _FIELDS = ("flips", "turns", "noise_std", "doppler_std", "intensity_gain", "dropout_prob")
 
 
-@dataclass(frozen=True, kw_only=True)
 class VoxelOperation(Augmentation[VoxelParams]):
     """One random change of volumes, sparse voxels and points. Subclass it for a noise of your own.
 
@@ -36,12 +35,12 @@ class VoxelOperation(Augmentation[VoxelParams]):
     layout's ``value_range``.
 
     Attributes:
-        same_on_batch: Whether all samples of a batch share their draw; noise differs in any case.
+        same_on_batch: Whether all samples of a batch share their draw; noise differs in any case. False, unless a
+            subclass makes it a field of its own.
         layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
-
-    Class attributes, which a subclass may set: ``kinds``, the kinds of channels whose values `change` changes; and
-    ``fields``, the attributes of `VoxelDraw` that `draw` returns besides its own numbers, such as
-    ``("dropout_prob",)``.
+        kinds: The kinds of channels whose values `change` changes; a class attribute.
+        fields: The attributes of `VoxelDraw` that `draw` returns besides its own numbers, such as
+            ``("dropout_prob",)``; a class attribute.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -56,6 +55,7 @@ class VoxelOperation(Augmentation[VoxelParams]):
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
         ... class Speckle(mk.voxel.VoxelOperation):
         ...     std: float = 0.1
+        ...     layout: mk.voxel.VoxelLayout | None = None
         ...     def draw(self, chance, shape, layout):
         ...         return {"std": chance.uniform(0, self.std)}
         ...     def change(self, values, noise, channel, draw):

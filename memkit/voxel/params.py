@@ -220,7 +220,12 @@ class MixupParams(AugmentationParams):
         object.__setattr__(self, "shape", _triple(check, "shape", self.shape, 1))
         given = check.items("partners", self.partners)
         if not given:
-            raise check.refuse("partners", given, "one partner for each sample, and at least one sample")
+            raise check.refuse(
+                "partners",
+                given,
+                "one partner for each sample, and at least one sample",
+                fix="pass partners=(0,), weights=(1.0,).",
+            )
         partners = tuple(check.whole("partners", each, 0, len(given) - 1) for each in given)
         object.__setattr__(self, "partners", partners)
         weights = check.items("weights", self.weights, len(self.partners))
@@ -337,7 +342,7 @@ def _triple(check: Checker, name: str, value: object, low: int, high: Triple | N
 def _box(check: Checker, name: str, value: object, shape: Triple) -> Box:
     start, stop = (_triple(check, name, each, 0, shape) for each in check.items(name, value, 2))
     if any(first > last for first, last in zip(start, stop, strict=True)):
-        raise check.refuse(name, value, "a box that ends after its start")
+        raise check.refuse(name, value, "a box that ends after its start", fix=f"pass {(stop, start)}.")
     return start, stop
 
 
@@ -345,4 +350,9 @@ def _set_grid(params: VoxelParams | CutoutParams, check: Checker, num_samples: i
     object.__setattr__(params, "shape", _triple(check, "shape", params.shape, 1))
     is_batch = check.flag("batched", params.batched)
     if num_samples < 1 or (num_samples > 1 and not is_batch):
-        raise check.refuse("samples", num_samples, "at least one, and exactly one for a volume (C, D, H, W)")
+        raise check.refuse(
+            "samples",
+            num_samples,
+            "at least one, and exactly one for a volume (C, D, H, W)",
+            fix="pass batched=True, and one draw for each sample.",
+        )

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit.voxel.clouds import Cloud, mean_of_clouds
 from memkit.voxel.nearest import NearestBackend, NearestPoints
+
+_WORDS = {
+    "pred": "prediction",
+    "gt": "target",
+    "tau": "threshold",
+    "th": "threshold",
+    "radius": "threshold",
+    "distance_threshold": "threshold",
+}
 
 
 class PrecisionRecall(NamedTuple):
@@ -34,6 +44,7 @@ class PrecisionRecall(NamedTuple):
     f_score: Tensor
 
 
+@guided(words=_WORDS)
 def precision_recall(
     prediction: Cloud | NearestPoints,
     target: Cloud | None = None,
@@ -75,6 +86,7 @@ def precision_recall(
     return _precision_recall("precision_recall", prediction, target, threshold, backend, memory_budget)
 
 
+@guided(words=_WORDS)
 def f_score(
     prediction: Cloud | NearestPoints,
     target: Cloud | None = None,

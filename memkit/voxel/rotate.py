@@ -29,6 +29,8 @@ class RotateAugmentation(VoxelOperation):
         prob: Probability of a turn.
         on_nonsquare: Whether a grid whose X and Y differ in size or voxel size is turned by half turns only, refused,
             or not turned.
+        same_on_batch: Whether all samples of a batch share the draw.
+        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -44,6 +46,8 @@ class RotateAugmentation(VoxelOperation):
 
     prob: float = 0.3
     on_nonsquare: OnNonsquare = "half_turns"
+    same_on_batch: bool = False
+    layout: VoxelLayout | None = None
 
     fields = ("turns",)
 

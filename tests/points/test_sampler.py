@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from memkit._core.errors import ConfigError, FileFormatError, InputError
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 from tests.allocations import trace_allocations
@@ -299,9 +299,16 @@ def test_a_loop_that_is_left_early_gives_back_no_number_that_was_drawn():
 
 
 def test_an_error_while_drawing_ahead_reaches_the_caller():
-    with pytest.raises(AttributeError):
-        next(GridAwareSampler().draw_ahead([None], ("half",)))
-    assert_refused(lambda: next(GridAwareSampler().draw_ahead([], ("sparse",))), InputError, "draw_ahead")
+    assert_refused(lambda: next(GridAwareSampler().draw_ahead([None], ("half",))), InputTypeError, "GridIndex")
+
+
+def test_drawing_ahead_checks_its_arguments_in_the_call():
+    sampler = GridAwareSampler()
+    assert_refused(lambda: sampler.draw_ahead([], ("sparse",)), InputError, "draw_ahead")
+    assert_refused(lambda: sampler.draw_ahead([], depth="2"), InputError, "pass depth=2")
+    assert_refused(lambda: sampler.draw_ahead([], depth=-3), InputError, "pass depth=0")
+    assert_refused(lambda: sampler.draw_ahead(scene()), InputTypeError, r"draw_ahead\(\[index\]\)")
+    assert sampler.state_dict()["num_draws"] == 0
 
 
 def test_threads_share_a_sampler():

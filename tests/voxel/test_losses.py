@@ -189,7 +189,7 @@ def test_a_composite_refuses_what_is_no_loss():
         ({}, "at least one loss"),
         ({"total": (F.l1_loss, 1.0)}, "'total'"),
         ({"keys": (F.l1_loss, 1.0)}, "nn.ModuleDict"),
-        ({"a": F.l1_loss}, "a list of 2"),
+        ({"a": F.l1_loss}, "a pair (loss, weight)"),
         ({"a": (3, 1.0)}, "a function or module"),
         ({"a": (F.l1_loss, math.nan)}, "a finite number"),
     ]:

@@ -132,7 +132,7 @@ def test_a_composition_applies_in_order_and_comes_back_in_reverse():
     first, _, third = params.steps
     assert first.draws[0].seed != third.draws[0].seed  # two of a kind draw their own
     assert_refused(lambda: ComposedAugmentation([]), ConfigError, "at least one augmentation")
-    assert_refused(lambda: ComposedAugmentation([torch.flip]), InputTypeError, "function")
+    assert_refused(lambda: ComposedAugmentation(["flip"]), InputTypeError, "functions")
 
 
 def test_peaks_are_the_result_and_little_beside_it():
