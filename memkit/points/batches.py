@@ -25,7 +25,7 @@ _CALL = "BudgetBatchSampler(sizes)"
 _MOST_OPEN = 64  # batches that may still take samples: more would not fill better, and cost time
 
 
-_ONE_BUDGET = "the budget says how many samples fit: max_points=100_000"
+_ONE_BUDGET = "max_points=100_000"  # the budget says how many samples fit
 
 
 @guided(

@@ -41,7 +41,7 @@ def sample_edges(
 
 @guided(
     words={
-        "p": "ratio=0.5, the fraction that is kept (dropout_edge's p is the fraction that is dropped)",
+        "p": "p of dropout_edge is the fraction that is dropped: give the fraction that is kept, ratio=1 - p",
         "edge_index": "dst",
         "index": "dst",
         "min_sample_ratio": "ratio=(0.3, 0.7)",

@@ -106,7 +106,7 @@ def _fill(ends: Sequence[int], limit: int) -> list[int]:
 def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> tuple[Ends, Starts]:
     """Read the offsets of a batch, all with the same number of scenes; the first is that of its points."""
     if not isinstance(batch, Mapping):
-        is_graph = type(batch).__module__.startswith("torch_geometric.")
+        is_graph = any(each.__module__.startswith("torch_geometric.") for each in type(batch).__mro__)
         raise InputTypeError(
             call,
             got=f"a {type(batch).__name__}",
