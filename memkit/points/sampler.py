@@ -240,20 +240,22 @@ class GridAwareSampler:
                 for index in indexes:
                     key = self._key(None)
                     waiting.append((key, pool.submit(self._scenarios, index, wanted, key)))
-                    self._num_waiting += 1
+                    with self._lock:
+                        self._num_waiting += 1
                     if len(waiting) > depth:
                         yield self._handed_out(waiting)
                 while waiting:
                     yield self._handed_out(waiting)
             finally:  # the loop exited early: these numbers were not used
-                self._num_waiting -= len(waiting)
                 with self._lock:  # but other calls may have used later ones: none is issued twice
+                    self._num_waiting -= len(waiting)
                     while waiting and waiting.pop()[0][_NUMBER] == self._num_draws - 1:
                         self._num_draws -= 1
 
     def _handed_out(self, waiting: deque[Ahead]) -> dict[Scenario, GridSample]:
         drawn = waiting.popleft()[1].result()
-        self._num_waiting -= 1
+        with self._lock:
+            self._num_waiting -= 1
         return drawn
 
     def index(

@@ -30,8 +30,6 @@ class DropoutAugmentation(VoxelOperation):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> torch.manual_seed(0)
-        <torch...
         >>> drop = mk.voxel.DropoutAugmentation(prob=0.25)
         >>> round(drop(torch.ones(1, 32, 32, 32)).mean().item(), 2)
         0.75

@@ -29,11 +29,11 @@ class ValueChange(Protocol):
         """Return the changed values."""
 
 
-Operations = Sequence[ValueChange]
+ValueChanges = Sequence[ValueChange]
 
 
 def run_on_volume(
-    x: Tensor, params: VoxelParams, layout: VoxelLayout, operations: Operations, *, inplace: bool
+    x: Tensor, params: VoxelParams, layout: VoxelLayout, operations: ValueChanges, *, inplace: bool
 ) -> Tensor:
     """Return the changed and moved volume: (C, D, H, W) or (B, C, D, H, W)."""
     out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -45,7 +45,7 @@ def run_on_volume(
 
 
 def _run_on_sample(
-    source: Tensor, target: Tensor, draw: VoxelDraw, shape: Triple, layout: VoxelLayout, operations: Operations
+    source: Tensor, target: Tensor, draw: VoxelDraw, shape: Triple, layout: VoxelLayout, operations: ValueChanges
 ) -> None:
     """Write a moved sample (C, D, H, W) into the result, block by block."""
     move = Move.of(draw)
@@ -66,7 +66,7 @@ def _run_on_sample(
 
 
 def _change_block(
-    part: Tensor, first: int, draw: VoxelDraw, move: Move, layout: VoxelLayout, operations: Operations
+    part: Tensor, first: int, draw: VoxelDraw, move: Move, layout: VoxelLayout, operations: ValueChanges
 ) -> Tensor:
     """Change the occupied voxels of a block (C, d, h, W) whose first voxel is number ``first``."""
     place = layout.occupied(part).flatten().nonzero().squeeze(1)
@@ -81,7 +81,7 @@ def _change_block(
 
 
 def run_on_sparse(
-    voxels: SparseVoxels, params: VoxelParams, layout: VoxelLayout, operations: Operations
+    voxels: SparseVoxels, params: VoxelParams, layout: VoxelLayout, operations: ValueChanges
 ) -> SparseVoxels:
     """Return new sparse voxels with the same bits as the dense volume."""
     kept = None
@@ -111,7 +111,7 @@ def _rows_of(samples: Tensor, draws: Sequence[VoxelDraw]) -> Iterator[tuple[Tens
 
 
 def run_on_points(
-    points: VoxelPoints, draw: VoxelDraw, shape: Triple, layout: VoxelLayout, operations: Operations
+    points: VoxelPoints, draw: VoxelDraw, shape: Triple, layout: VoxelLayout, operations: ValueChanges
 ) -> VoxelPoints:
     """Return the changed and moved points."""
     move = Move.of(draw)
@@ -129,18 +129,18 @@ def _noise(numbers: Tensor, draw: VoxelDraw, layout: VoxelLayout) -> PlacedNoise
     return PlacedNoise(numbers, draw.seed, len(layout.channels))
 
 
-def _active(kind: str, draw: VoxelDraw, operations: Operations) -> list[ValueChange]:
+def _active(kind: str, draw: VoxelDraw, operations: ValueChanges) -> list[ValueChange]:
     return [each for each in operations if kind in each.kinds and each.is_active(draw)]
 
 
-def _changes(draw: VoxelDraw, move: Move, layout: VoxelLayout, operations: Operations) -> bool:
+def _changes(draw: VoxelDraw, move: Move, layout: VoxelLayout, operations: ValueChanges) -> bool:
     """Return whether values change, not only positions."""
     is_valued = any(_active(kind, draw, operations) for kind in layout.channels)
     return is_valued or draw.dropout_prob > 0 or bool(move and layout.vectors)
 
 
 def _change(
-    rows: Tensor, noise: PlacedNoise, draw: VoxelDraw, move: Move, layout: VoxelLayout, operations: Operations
+    rows: Tensor, noise: PlacedNoise, draw: VoxelDraw, move: Move, layout: VoxelLayout, operations: ValueChanges
 ) -> Tensor:
     """Change the values of occupied voxels, identically for every form of a volume.
 
