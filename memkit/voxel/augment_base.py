@@ -17,7 +17,7 @@ from memkit._core.errors import InputError, InputTypeError, NotSimulatedError
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.sparse_voxels import SparseVoxels, Triple, carries_affine
 from memkit.voxel.affine import compose, described_as
-from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.layout import VoxelLayout, scalars
 from memkit.voxel.params import AugmentationParams, Box
 from memkit.voxel.samples import (
     VoxelPoints,
@@ -427,7 +427,7 @@ def layout_of(call: str, x: object, grid: tuple[Triple, int, bool], layout: Voxe
     if not is_right or not num_channels:
         raise InputError(call, got=form, expected=expected, fix="draw parameters for the shape of this volume.")
     if isinstance(x, Tensor) and not x.is_floating_point():
-        return VoxelLayout(("scalar",) * num_channels, axes=layout.axes if layout else "XYZ")  # labels
+        return scalars(num_channels, layout.axes if layout else "XYZ")  # labels
     if layout is None and isinstance(x, VoxelPoints):
         raise InputError(
             call,
@@ -436,7 +436,7 @@ def layout_of(call: str, x: object, grid: tuple[Triple, int, bool], layout: Voxe
             fix="create the augmentation with layout=VoxelLayout(channels, voxel_size=..., origin=...).",
         )
     if layout is None:
-        return VoxelLayout(("scalar",) * max(num_channels, 1))
+        return scalars(num_channels)
     if len(layout.channels) != num_channels:
         raise _other_channels(call, num_channels, layout)
     return layout

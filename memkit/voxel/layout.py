@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -188,6 +189,12 @@ class VoxelLayout:
         for values, empty in zip(volume, self.empties, strict=True):
             mask |= values != empty
         return mask
+
+
+@functools.lru_cache(maxsize=64)  # a volume without a layout would check this one at each sample
+def scalars(num_channels: int, axes: str = "XYZ") -> VoxelLayout:
+    """Return the layout of a volume whose channels are all scalars."""
+    return VoxelLayout(("scalar",) * num_channels, axes=axes)
 
 
 def read_axes(check: Checker, name: str, value: Any) -> str:

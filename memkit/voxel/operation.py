@@ -16,7 +16,7 @@ from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels, Triple
 from memkit.voxel.augment_base import Augmentation, X, generators, layout_of, read_grid
 from memkit.voxel.augment_moves import Move
-from memkit.voxel.layout import VoxelLayout, refuse_no_layout
+from memkit.voxel.layout import VoxelLayout, refuse_no_layout, scalars
 from memkit.voxel.operate import run_on_points, run_on_sparse, run_on_volume
 from memkit.voxel.params import VoxelDraw, VoxelParams
 from memkit.voxel.placed_noise import PlacedNoise
@@ -136,7 +136,7 @@ class VoxelOperation(Augmentation[VoxelParams]):
         """
         call = f"{type(self).__name__}.sample(shape)"
         grid = read_grid(call, shape, self.layout)
-        layout = self.layout or VoxelLayout(("scalar",))
+        layout = self.layout or scalars(1)
         for each in self.operations:
             each.check_grid(call, grid.shape, layout)
         self._warn_of_the_sensor(layout, grid.shape)
@@ -188,20 +188,20 @@ class VoxelOperation(Augmentation[VoxelParams]):
     def _moves(self, params: VoxelParams, layout: VoxelLayout | None) -> list[Tensor] | None:
         if not self.moves_voxels(params):
             return None
-        known = layout or VoxelLayout(("scalar",))
+        known = layout or scalars(1)
         return [Move.of(draw).matrix(params.shape, known) for draw in params.draws]
 
     def _refuse_other_params(self, call: str, params: object) -> None:
         super()._refuse_other_params(call, params)
         known = {name for each in self.operations for name in each.fields}
-        names = {type(each).__name__ for each in self.operations}
+        unknown = [name for name in _FIELDS if name not in known]  # none for VoxelAugmentation
         for draw in cast("VoxelParams", params).draws:
             others = [
                 f"{name}={getattr(draw, name)!r}"
-                for name in _FIELDS
-                if name not in known and getattr(draw, name) != getattr(_UNCHANGED, name)
+                for name in unknown
+                if getattr(draw, name) != getattr(_UNCHANGED, name)
             ]
-            if draw.operation and draw.operation not in names:
+            if draw.operation and all(draw.operation != type(each).__name__ for each in self.operations):
                 others.append(f"operation={draw.operation!r}")
             if others:
                 raise InputTypeError(

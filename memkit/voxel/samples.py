@@ -16,7 +16,7 @@ from torch import Tensor
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._torch import pytree
-from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.layout import VoxelLayout, scalars
 
 _OF_THE_FILE = "original_affine"  # MONAI's record of the file, which does not move with the voxels
 
@@ -130,7 +130,8 @@ def apply_to_image(augmentation: Any, image: Any, params: Any, layout: VoxelLayo
     """Return a new image with moved voxels and its affine; the values of a label map are moved only."""
     data = image.data
     if getattr(image, "type", None) == "label":
-        params, layout = params.geometry(), VoxelLayout(("scalar",) * data.shape[0])
+        known = layout or augmentation.layout
+        params, layout = params.geometry(), scalars(data.shape[0], known.axes if known else "XYZ")
     new = copy.copy(image)
     new.set_data(augmentation.apply(data, params, layout=layout))
     new.affine = augmentation.affine_after(torch.as_tensor(image.affine), params, layout=layout).numpy()

@@ -250,6 +250,16 @@ class TestSamples:
         alone = self.aug(subject.image)
         assert isinstance(alone, Image)
 
+    def test_a_label_map_moves_along_the_axes_of_the_layout(self):
+        layout = mk.voxel.VoxelLayout(("scalar",), axes="ZYX")
+        aug = mk.VoxelAugmentation(flip_prob=1.0, flip_axes="Z", rotate_prob=0.0, noise_std=0.0, layout=layout)
+        x = torch.rand(1, *SHAPE)
+        subject = Subject(image=Image(x, np.eye(4)), seg=Image(x, np.eye(4), "label"))
+        moved = aug(subject)
+        assert torch.equal(moved.seg.data, x.flip(1))
+        assert torch.equal(moved.image.data, moved.seg.data)
+        assert np.array_equal(moved.image.affine, moved.seg.affine)
+
     def test_metatensors_keep_class_and_affine(self):
         y = self.aug({"image": numbered(), "seg": numbered()})
         for each in y.values():
