@@ -62,7 +62,7 @@ class Scene(NamedTuple):
         "coord": "coords",
     },
     methods=("from_coords", "from_cells"),
-    made_by="GridIndex.from_coords(coords, grid_size=0.05)",
+    rewrite={"__init__": lambda _: "GridIndex.from_coords(coords, grid_size=0.05)"},
 )
 @final
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)

@@ -11,13 +11,17 @@ from memkit._core.errors import InputError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit.voxel.augment_base import Augmentation, X, generator
-from memkit.voxel.foreign import ForeignStep, as_step, check_steps
+from memkit.voxel.foreign import ForeignStep, as_step, check_steps, composed_call
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, ComposedParams
 from memkit.voxel.words import CALLS, WORDS
 
 
-@guided(words=WORDS | {"transforms": "augmentations", "p": "each augmentation has its own probability"}, **CALLS)
+@guided(
+    words=WORDS | {"transforms": "augmentations", "p": "each augmentation has its own probability"},
+    rewrite={"__init__": composed_call},
+    **CALLS,
+)
 class ComposedAugmentation(Augmentation[ComposedParams]):
     """Apply augmentations in sequence; each draws its own parameters from the seed and its position.
 
@@ -52,9 +56,9 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
     layout = None  # each step has its own
     _params = ComposedParams
 
-    def __init__(self, augmentations: Sequence[Augmentation[Any] | Callable[[Any], Any]], *more: object) -> None:
+    def __init__(self, augmentations: Sequence[Augmentation[Any] | Callable[[Any], Any]]) -> None:
         call = "ComposedAugmentation(augmentations)"
-        self.augmentations = check_steps(call, augmentations, more)
+        self.augmentations = check_steps(call, augmentations)
         self._steps = tuple(as_step(each, call) for each in self.augmentations)
 
     def sample(

@@ -135,15 +135,19 @@ def as_step(each: object, call: str) -> Augmentation[Any]:
     return ForeignStep(each)
 
 
-def check_steps(call: str, given: object, more: Sequence[object]) -> tuple[Any, ...]:
-    """Return the augmentations of a list or tuple, at least one; refuse any that were passed one by one."""
-    if isinstance(given, (list, tuple)) and given and not more:
+def check_steps(call: str, given: object) -> tuple[Any, ...]:
+    """Return the augmentations of a list or tuple, at least one."""
+    if isinstance(given, (list, tuple)) and given:
         return tuple(given)
-    first = given if isinstance(given, (list, tuple)) else [given]
-    shown = [f"{type(each).__name__}(...)" for each in (*first, *more) if callable(each)] or ["VoxelAugmentation()"]
     raise ConfigError(
         call,
-        got=f"{1 + len(more)} arguments" if more else f"a {type(given).__name__}" + ("" if given else " without any"),
+        got=f"a {type(given).__name__}" + ("" if given else " without any"),
         expected="one list of at least one augmentation",
-        fix=f"write ComposedAugmentation([{', '.join(shown)}])",
+        fix=f"write {composed_call([given])}",
     )
+
+
+def composed_call(given: Sequence[object]) -> str:
+    """Return the call that composes augmentations that were passed one by one."""
+    shown = [f"{type(each).__name__}(...)" for each in given if callable(each)] or ["VoxelAugmentation()"]
+    return f"ComposedAugmentation([{', '.join(shown)}])"

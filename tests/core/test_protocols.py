@@ -23,7 +23,7 @@ MAKERS = {
     "MemoryManager": lambda folder: mk.MemoryManager("cpu", log=folder / "log.jsonl"),
     "TrainingStateManager": lambda folder: mk.TrainingStateManager(folder),
     "DensityInvariantTrainer": lambda _: mk.DensityInvariantTrainer(
-        mk.MemoryEfficientTrainingWrapper(*make()), mk.GridAwareSampler(1.0), lambda model, batch: model(batch).mean()
+        mk.MemoryEfficientTrainingWrapper(*make()), mk.GridAwareSampler(1.0), torch.nn.functional.mse_loss
     ),
     "Tracker": lambda _: mk.Tracker(device="cpu"),
     "VirtualGPU": lambda _: mk.VirtualGPU("RTX 4090"),

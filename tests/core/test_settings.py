@@ -37,7 +37,6 @@ class Options:
         (lambda: CHECK.items("sizes", [1, 2], 2), (1, 2)),
         (lambda: CHECK.series("sizes", range(2)), (0, 1)),
         (lambda: CHECK.triple("origin", (0, 1, 2)), (0.0, 1.0, 2.0)),
-        (lambda: CHECK.axes("axes", "XZ"), "XZ"),
         (lambda: CHECK.record(Options, {"size": 3}), Options(3)),
     ],
 )
@@ -65,7 +64,6 @@ REFUSALS: list[tuple[Callable[[], Any], type[MemkitError], str, str, str]] = [
     (lambda: CHECK.items("sizes", 3), ConfigError, "sizes=3", "a list", "change sizes."),
     (lambda: CHECK.items("sizes", [3], 2), ConfigError, "sizes=[3]", "a list of 2", "change sizes."),
     (lambda: CHECK.series("sizes", {3}), ConfigError, "sizes={3}", "a list", "change sizes."),
-    (lambda: CHECK.axes("axes", "XX"), ConfigError, "axes='XX'", "each at most once", "change axes."),
     (lambda: CHECK.record(Options, {"sise": 3}), ConfigError, "the key 'sise'", "size, mode", "write 'size'."),
     (lambda: CHECK.record(Options, {}), ConfigError, "size=None", "no default", "change size."),
     (lambda: CHECK.record(Options, 3), ConfigError, "Options=3", "a mapping", "change Options."),

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from memkit._core.errors import ConfigError
-from memkit.voxel.layout import VectorField, VoxelLayout
+from memkit._core.settings import Checker
+from memkit.voxel.layout import VectorField, VoxelLayout, read_axes
 from tests.helpers import assert_refused
 
 
@@ -75,3 +76,13 @@ def test_vectors_are_found_by_name():
 def test_a_wrong_key_is_named(settings, key):
     error = assert_refused(lambda: VoxelLayout(**{"channels": ("scalar",)} | settings), ConfigError)
     assert key in f"{error.got} {error.expected}"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("XX", "X"), ("xz", "XZ"), ((0, 2), "XZ"), (1, "Y"), ("W", "XYZ"), (None, "XYZ"), (True, "XYZ")],
+)
+def test_axes_in_other_forms_are_refused_with_the_letters(given, meant):
+    check = Checker("read(x)")
+    assert read_axes(check, "axes", "XZ") == "XZ"
+    assert_refused(lambda: read_axes(check, "axes", given), ConfigError, "each at most once", f"pass axes='{meant}'.")

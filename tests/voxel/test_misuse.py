@@ -64,7 +64,7 @@ CALLS = [
     (lambda: mk.ComposedAugmentation(VOXEL()), ConfigError, "write ComposedAugmentation([VoxelAugmentation(...)])"),
     (
         lambda: mk.ComposedAugmentation(VOXEL(), mk.CutoutAugmentation()),
-        ConfigError,
+        InputTypeError,
         "write ComposedAugmentation([VoxelAugmentation(...), CutoutAugmentation(...)])",
     ),
     (lambda: mk.ComposedAugmentation([VOXEL]), InputTypeError, "write VoxelAugmentation()."),
