@@ -5,13 +5,17 @@ from __future__ import annotations
 import html
 import importlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import Any, Literal
 
 from memkit._charts.axes import shown_levels, x_axis, y_axis
 from memkit._charts.charts import Curve, Figure, Lines
+from memkit._core.errors import ConfigError
+from memkit._machine.files import write_bytes, write_text
 from memkit._version import __version__
 
 COLORS = ("#0072b2", "#c2500a", "#007a5a", "#a5417f", "#6b5b00", "#3b3b8f")
@@ -63,6 +67,45 @@ def to_svg(figure: Figure) -> str:
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
     ]
     return "\n".join([*parts, *map(_svg_mark, _marks(figure)), "</g></svg>"]) + "\n"
+
+
+class Picture(str):
+    """SVG text that a notebook shows as the picture that it is."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def save_picture(figure: Figure, path: str | os.PathLike[str] | None, call: str) -> Picture:
+    """Write a figure as SVG or PNG, by the suffix of the path, and return it as a picture.
+
+    Args:
+        figure: The figure.
+        path: The file; None writes nothing.
+        call: The user's call without its arguments, for messages.
+
+    Raises:
+        ConfigError: The path is a PNG and matplotlib is not installed, or the suffix is unknown.
+        OSError: The file cannot be written.
+    """
+    if path is not None:
+        suffix = Path(path).suffix.lower()
+        png = to_png(figure) if suffix == ".png" else None
+        if png is not None:
+            write_bytes(path, png)
+        elif suffix == ".svg":
+            write_text(path, to_svg(figure))
+        else:
+            raise ConfigError(
+                f"{call}({str(path)!r})",
+                got=f"the suffix {suffix!r}" + (", but matplotlib is not installed" if suffix == ".png" else ""),
+                expected=".svg, or .png where matplotlib is installed",
+                fix=f"write {call}({str(Path(path).with_suffix('.svg'))!r}), "
+                "or run `pip install memkit[plots]` for .png.",
+            )
+    return Picture(to_svg(figure))
 
 
 def _svg_mark(mark: _Mark) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.protocols import SimulatedGpu
@@ -32,6 +33,7 @@ from memkit._simulation.cuda.answers import answer_patches
 from memkit._simulation.cuda.history import History
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CudaTensors, on_cuda
+from memkit._simulation.failures import noting_failures, without_fake_log
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
@@ -57,12 +59,16 @@ class AllocatorFigures(NamedTuple):
         reserved_bytes: Peak of reserved bytes, where memory is plenty.
         find_least: Finds the least that it must be able to reserve: short of memory, it frees what it caches.
         context_bytes: Bytes outside the allocator.
+        gpu: Name of the GPU.
+        total_bytes: Memory of the GPU.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     find_least: Callable[[], int]
     context_bytes: int
+    gpu: str
+    total_bytes: int
 
 
 class Place(Protocol):
@@ -188,6 +194,8 @@ class Gpu:
             allocator.peak_reserved_bytes,
             self.memory.least_reserved(),
             self._card.context_bytes,
+            self._card.name,
+            self._card.total_bytes,
         )
 
 
@@ -232,6 +240,7 @@ class Simulation:
             self.place.active(self.tensors),
             set_stance("force_eager"),
             _fake_check_disabled(),
+            without_fake_log(),
             self.tensors.standing_in(*values) as stand_ins,
             self.tensors,
         ):
@@ -458,11 +467,11 @@ class TrainingStep:
             spread: How the step is distributed over ranks: `alone`, or `memkit._simulation.ranks.as_first_rank`.
             call: The user's call, for errors.
         """
-        check_model(call, self.model)
+        check_model(call, self.model, self.batch, self.optimizer)
         simulation = Simulation(place, selected_fraction=self.selected_fraction)
 
         def run(model: nn.Module, optimizer: Any, loss_fn: LossFn, batch: Any) -> Record:
-            with spread(model, optimizer, place.device_type) as part:
+            with noting_failures(call, model, batch), spread(model, optimizer, place.device_type) as part:
                 for watch in simulation.passes():
                     with watch:
                         watch.hold(part.model, batch, part.buckets)
@@ -495,15 +504,51 @@ def loss_of(
     return loss.average(), None if loss.outputs is None else detached(loss.outputs)
 
 
-def check_model(call: str, model: object) -> None:
-    """Raise an error unless ``model`` is a module; ``call`` is the name of the user's call."""
+def check_model(call: str, model: object, batch: object = None, optimizer: object = None) -> None:
+    """Refuse what is no model, and a loader instead of a batch.
+
+    Args:
+        call: Name of the user's call.
+        model: What came as the model.
+        batch: What came as the sample batch.
+        optimizer: What came as the optimizer, for the message.
+
+    Raises:
+        InputTypeError: ``model`` is not a module, or ``batch`` is a loader.
+    """
     if not isinstance(model, nn.Module):
         raise InputTypeError(
             f"{call}({type(model).__name__}, ...)",
             got=f"a {type(model).__name__}",
-            expected="a torch.nn.Module",
-            fix="pass the model; wrap several models in torch.nn.ModuleList([...]).",
+            expected="a torch.nn.Module as the model",
+            fix=_instead_of_a_model(call, model, batch, optimizer),
         )
+    if isinstance(batch, DataLoader):
+        raise InputTypeError(
+            f"{call}(model, sample_batch)",
+            got=f"a {type(batch).__name__}",
+            expected="one batch of it",
+            fix=f"write {call}(model, next(iter(loader)), loss_fn, ...).",
+        )
+
+
+def _instead_of_a_model(call: str, model: object, batch: object, optimizer: object) -> str:
+    """Return the way out for something that is no model."""
+    right = f"write {call}(model, "
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f"write model = {model.__name__}(...) first, and {call}(model, ...)."
+    if isinstance(model, Optimizer) or any(isinstance(each, nn.Module) for each in (batch, optimizer)):
+        return f"{right}optimizer, sample_batch, loss_fn, ...)." if call == "prepare" else f"{right}sample_batch, ...)."
+    if isinstance(model, (list, tuple)) and any(isinstance(each, nn.Module) for each in model):
+        return f"write {call}(torch.nn.ModuleList(models), ...)."
+    libraries = {each.__module__.partition(".")[0] for each in type(model).__mro__}
+    if libraries & {"lightning", "pytorch_lightning"}:
+        return f"write {call}(module, ...), with the LightningModule that trainer.fit(module) gets."
+    if isinstance(getattr(model, "model", None), nn.Module):  # a trainer of Hugging Face, of memkit, of one's own
+        return f"write {call}(trainer.model, ...)."
+    if isinstance(model, Mapping):
+        return f"load it into a model, model.load_state_dict(state), and write {call}(model, ...)."
+    return f"write {call}(model, ...); several models go into torch.nn.ModuleList([...])."
 
 
 # ---------------------------------------------------------------------------------------------- optimizers

@@ -248,9 +248,19 @@ class Ledger:
         step.begin()
         return step
 
-    def note_watched(self, peak_bytes: int) -> None:
-        """Record the peak of a tracker that has ended."""
+    def note_watched(self, tracker: Tracker, path: str | None) -> None:
+        """Record the peak of a tracker that has ended, also as an event: a log may have no other one."""
+        peak_bytes = tracker.peak_since(0)
         self.watched_bytes = larger(self.watched_bytes, peak_bytes)
+        counters = self.read()
+        values: dict[str, Any] = {"event": "track", "phase": path}
+        if counters.peak_bytes is None:
+            values["peak_bytes"] = peak_bytes
+        else:  # the counter sees more than this block
+            values["note"] = {"tracked_peak_bytes": peak_bytes}
+        self._journal.add(
+            [self._text(values, time.monotonic_ns(), counters, tracker.live_bytes, devices.resident_bytes())]
+        )
 
     def begin_peaks(self, block: Interval) -> None:
         """Reset the peak counters for a block."""

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from memkit._advice.suggest import Facts, Tip, suggest
+from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import ConfigError, MemkitWarning, warn_user
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.records import MemorySnapshot
 from memkit._core.settings import Checker
-from memkit._core.units import parse_budget
+from memkit._core.units import format_bytes, parse_budget
+from memkit._core.words import guided
 from memkit._machine import devices
 from memkit._recovery.attempt import telling_errors
 from memkit.memory.advice import find_tips
@@ -30,7 +32,7 @@ from memkit.memory.ledger import Ledger, Phase
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.postmortem import write_post_mortem
 from memkit.memory.sharing import DeviceClaim
-from memkit.memory.summary import summarize, summarize_line
+from memkit.memory.summary import rows_of, summarize, summarize_line
 from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
@@ -38,7 +40,54 @@ _RELEASE_INTERVAL_S = 10.0
 _RESERVE_BYTES = 2**20  # held in reserve for writing a post-mortem, and freed first
 
 
-class MemoryManager(Uncopied, Closing):
+_SNAPSHOT = (
+    "memory.snapshot().{0} (None on a device that does not count it, such as a CPU; print(memory) shows what is known)"
+)
+_ABSENT = {
+    **dict.fromkeys(
+        ("allocated", "allocated_bytes", "memory_allocated", "used", "used_bytes", "current"),
+        _SNAPSHOT.format("allocated_bytes"),
+    ),
+    **dict.fromkeys(("reserved", "reserved_bytes", "memory_reserved", "cached"), _SNAPSHOT.format("reserved_bytes")),
+    **dict.fromkeys(("peak", "peak_bytes", "max_memory_allocated", "peak_memory"), _SNAPSHOT.format("peak_bytes")),
+    **dict.fromkeys(("free", "free_bytes"), "memory.snapshot().free_bytes"),
+    **dict.fromkeys(("total", "total_bytes"), "memory.snapshot().total_bytes"),
+    **dict.fromkeys(("available", "get_available_memory"), "memory.available_bytes()"),
+    **dict.fromkeys(
+        ("empty_cache", "clear_cache", "clear", "cleanup", "clean", "free_memory", "optimize_memory", "collect"),
+        "memory.release()",
+    ),
+    **dict.fromkeys(
+        ("reset_peak_memory_stats", "reset_peak", "reset_peaks", "reset"),
+        "MemoryManager(reset_peaks=True), which makes the peak of every phase exact",
+    ),
+    **dict.fromkeys(
+        ("memory_summary", "memory_stats", "get_memory_info", "get_memory_stats", "report", "print", "stats"),
+        "memory.summary()",
+    ),
+    **dict.fromkeys(("log", "log_memory", "log_memory_usage", "record", "checkpoint"), "memory.mark('name')"),
+    **dict.fromkeys(("profile", "profiler", "monitor", "trace"), "with memory.track() as tracker: ..."),
+    **dict.fromkeys(("start", "stop", "begin", "end"), "with memory.phase('name'): ..."),
+    **dict.fromkeys(("check_leaks", "find_leaks", "detect_leaks"), "memory.leaks()"),
+    **dict.fromkeys(("save", "export", "dump"), "memory.events.save('memory_events.jsonl')"),
+    "limit": "memory.budget_bytes",
+}
+
+
+@guided(
+    words={
+        **dict.fromkeys(
+            ("limit", "max_memory", "memory", "memory_limit", "memory_fraction", "fraction", "max_memory_gb"), "budget"
+        ),
+        **dict.fromkeys(("gpu", "cuda", "target"), "device"),
+        **dict.fromkeys(("log_file", "log_path", "path", "output"), "log"),
+        **dict.fromkeys(("log_every", "interval", "log_interval", "report_every"), "line_every"),
+        "reset_peak": "reset_peaks",
+    },
+    absent=_ABSENT,
+    methods=("phase", "mark", "track", "release", "step", "post_mortem"),
+)
+class MemoryManager(Uncopied, Closing, Overviewed):
     """Report device and host memory (now, per phase, per step), find leaks and write the event log.
 
     It reads counters that exist anyway, and starts no thread. Each thread has its own phases. A forked process, such
@@ -161,6 +210,15 @@ class MemoryManager(Uncopied, Closing):
             available = free + reserved - used
         return available if self.budget_bytes is None else max(0, min(available, self.budget_bytes - used))
 
+    def _overview(self) -> Overview:
+        snapshot, available = self.snapshot(), format_bytes(self.available_bytes())
+        headline = f"{self.device}: {available} available"
+        if self.budget_bytes is not None:
+            headline += f" within a budget of {format_bytes(self.budget_bytes)}"
+        rows = rows_of(snapshot, self._ledger.watched_bytes, is_cpu=self.device.type == "cpu")
+        phases = [(f"phase {path}", _phase_cell(totals)) for path, totals in self.phases.items() if totals.num_calls]
+        return Overview(headline, [*rows, ("steps", str(self.num_steps)), *phases], [str(tip) for tip in self.advice()])
+
     def line(self) -> str:
         """Return a human-readable line: device and host memory now."""
         return summarize_line(self.snapshot(), str(self.device), self._ledger.watched_bytes)
@@ -245,7 +303,7 @@ class MemoryManager(Uncopied, Closing):
                 raise
             finally:
                 here.trackers.remove(tracker)
-                self._ledger.note_watched(tracker.peak_since(0))
+                self._ledger.note_watched(tracker, here.path)
 
     def leaks(self) -> Leaks:
         """Return what has grown since the last call and what holds it; call it every step, or every few steps.
@@ -340,6 +398,13 @@ class MemoryManager(Uncopied, Closing):
         others = self._claim.others() if self._claim else ()
         for tip in suggest(Facts(others=others)):
             warn_user(f"MemoryManager({str(self.device)!r}): {tip}")
+
+
+def _phase_cell(totals: PhaseTotals) -> str:
+    peak = totals.peak_bytes if totals.peak_bytes is not None else totals.host_peak_bytes
+    whose = "tensors" if totals.peak_bytes is not None else "process"
+    times = "1 time" if totals.num_calls == 1 else f"{totals.num_calls} times"
+    return times if peak is None else f"{times}, peak of {whose} {format_bytes(peak)}"
 
 
 def _finish(ledger: Ledger, journal: EventJournal) -> None:

@@ -35,6 +35,25 @@ def summarize_line(snapshot: MemorySnapshot, where: str, watched_bytes: int | No
     return f"{where}: {', '.join(device) or f'tensors {_UNKNOWN}'}{total} | {summarize_host(snapshot)}"
 
 
+def rows_of(snapshot: MemorySnapshot, watched_bytes: int | None, *, is_cpu: bool) -> list[tuple[str, str]]:
+    """Return the figures of a snapshot by name, and why a counter has none."""
+    unknown = "not counted on a CPU outside of track()" if is_cpu else _UNKNOWN
+    device = {
+        "allocated": snapshot.allocated_bytes,
+        "reserved": snapshot.reserved_bytes,
+        "peak of tensors": snapshot.peak_bytes if snapshot.peak_bytes is not None else watched_bytes,
+        "free": snapshot.free_bytes,
+        "total": snapshot.total_bytes,
+    }
+    if is_cpu:  # it reserves nothing, and its free memory is the host's
+        device = {name: device[name] for name in ("allocated", "peak of tensors")}
+    rows = [(name, unknown if size is None else format_bytes(size)) for name, size in device.items()]
+    process = f"{format_bytes(snapshot.host_rss_bytes)}, peak {format_bytes(snapshot.host_peak_bytes)}"
+    available = format_bytes(snapshot.host_available_bytes)
+    total = f"of {format_bytes(snapshot.host_total_bytes)}, limited by {snapshot.host_limited_by}"
+    return [*rows, ("process", process), ("available on the host", f"{available} {total}")]
+
+
 def summarize_host(snapshot: MemorySnapshot) -> str:
     """Return the part of that line about host memory."""
     return (

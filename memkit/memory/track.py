@@ -7,14 +7,17 @@ from typing import NamedTuple, Self
 
 import torch
 
+from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import StateError
 from memkit._core.protocols import Uncopied
 from memkit._core.units import format_bytes
+from memkit._core.words import guided
 from memkit._machine.devices import resolve_device
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import IntArray, Label, Moment, Recording, StepPhase, StorageRecord
 
 _ROWS = 8  # per table of a summary
+_SHOWN = 8  # of each split, when printed
 
 
 class PeakPlace(NamedTuple):
@@ -37,7 +40,19 @@ class PeakPlace(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
-class Tracker(Uncopied):
+_ABSENT = {
+    **dict.fromkeys(("peak", "peak_memory", "max_memory_allocated", "peak_memory_bytes"), "tracker.peak_bytes"),
+    **dict.fromkeys(("allocated", "current", "allocated_bytes", "live"), "tracker.live_bytes"),
+    **dict.fromkeys(("by_category", "categories", "breakdown"), "tracker.peak_by_category"),
+    **dict.fromkeys(("by_module", "modules", "layers"), "tracker.peak_by_module"),
+    **dict.fromkeys(("report", "table", "key_averages", "explain"), "tracker.summary()"),
+    **dict.fromkeys(("start", "stop", "begin", "end"), "with memory.track() as tracker: ..."),
+    **dict.fromkeys(("events", "history"), "tracker.timeline"),
+}
+
+
+@guided(absent=_ABSENT, methods=("peak_since", "live_by", "top"))
+class Tracker(Uncopied, Overviewed):
     """Track a block of code: its peak of live bytes and the breakdown of that peak.
 
     It sees every tensor that an operator creates or touches in this thread and in the threads that run autograd's
@@ -220,6 +235,18 @@ class Tracker(Uncopied):
         """Return the largest storages that were live at the peak, or at the end, largest first."""
         recording, device = self._asked
         return recording.top(count, device, at=at)
+
+    def _overview(self) -> Overview:
+        where = self._device or "all devices"
+        if self._recorder is None:
+            return Overview(f"tracks {where}, once its `with` block has begun")
+        peak_bytes = self.peak_bytes
+        rows = [("reached by", str(self.peak_where or "nothing"))]
+        rows += [(f"live {'at the end' if self._is_over else 'now'}", format_bytes(self.live_bytes))]
+        for title, split in (("", self.peak_by_category), ("module ", self.peak_by_module)):
+            shown = [each for each in split.items() if each[1]][:_SHOWN]
+            rows += [(f"{title}{name or '(none)'}", f"{format_bytes(n)}, {n / peak_bytes:.0%}") for name, n in shown]
+        return Overview(f"peak {format_bytes(peak_bytes)} of live tensors on {where}", rows)
 
     def summary(self) -> str:
         """Return a human-readable table: the peak, and its split by category, module and line."""

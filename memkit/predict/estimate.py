@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
+from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import warn_user
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
+from memkit._core.words import guided
 from memkit.predict.gpus import CapacityLike, capacity_bytes
 
 if TYPE_CHECKING:  # a config's estimate needs no torch
@@ -17,6 +19,12 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 
 _NUM_HOLDERS = 8
 Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
+_SENTENCES = {
+    "fits": "fits {}",
+    "does not fit": "does not fit {}",
+    "too close": "too close to say whether it fits {}",
+    "not known": "not known whether it fits {}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +88,32 @@ class Verdict(str):
         return type(self), (str(self), self.reason)
 
 
+# What other programs call the figures, and GB where bytes are meant.
+_ABSENT = {
+    **dict.fromkeys(("peak", "max_memory", "peak_memory", "peak_gb", "peak_mb"), "estimate.peak_bytes"),
+    **dict.fromkeys(("total", "total_gb", "total_mb", "memory", "total_memory", "size"), "estimate.total_bytes"),
+    **dict.fromkeys(("reserved", "reserved_gb"), "estimate.reserved_bytes"),
+    **dict.fromkeys(("params", "parameters", "params_bytes"), "estimate.parameters_bytes"),
+    **dict.fromkeys(("grads", "gradients"), "estimate.gradients_bytes"),
+    **dict.fromkeys(("activations", "activation_bytes"), "estimate.activations_bytes"),
+    **dict.fromkeys(("optimizer", "optimizer_states", "optimizer_states_bytes"), "estimate.optimizer_bytes"),
+    **dict.fromkeys(("summary", "report", "table"), "print(estimate), or estimate.explain() for every part"),
+    **dict.fromkeys(("breakdown", "to_dict", "dict", "model_dump"), "estimate.as_dict()"),
+    "headroom": "estimate.headroom_bytes('RTX 4090')",
+}
+
+
+@guided(
+    words={**dict.fromkeys(("gpu", "budget", "target", "memory", "device", "card"), "capacity")},
+    absent=_ABSENT,
+    methods=("fits", "verdict", "headroom_bytes"),
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(Overviewed):
     """Estimated memory of the second (warm) optimizer step of a training run.
 
-    The parts are the bytes live at the moment of the peak; `peak_bytes` is their sum. None means "unknown".
+    The parts are the bytes live at the moment of the peak; `peak_bytes` is their sum. None means "unknown". It prints
+    as its verdict for the target, and the parts; a notebook shows the same as a table.
 
     Attributes:
         parameters_bytes: Model parameters.
@@ -110,11 +139,15 @@ class MemoryEstimate:
             went where it could not be followed; no gradient was seen. If there are any, `fits` is False.
         assumptions: Conditions assumed to hold, each with its line: checks that raise an error unless they pass.
         holders: The largest blocks at the peak, largest first.
+        target: Name of the GPU that the step was run on; ``"cpu"``; or, for a preset, the size on the box.
+        target_bytes: Memory of that GPU; None for the CPU, and for a preset without a size.
 
     Example:
         >>> from memkit import estimate_memory_usage
         >>> from memkit.predict import TrainingConfig
-        >>> estimate = estimate_memory_usage(TrainingConfig())
+        >>> estimate = estimate_memory_usage(TrainingConfig(gpu_memory_gb=24))
+        >>> print(estimate)  # doctest: +ELLIPSIS
+        fits a GPU of 24 GB: it needs at most ...
         >>> estimate.total_bytes == estimate.reserved_bytes + estimate.context_bytes
         True
         >>> estimate.headroom_bytes("8GiB") == 8 * 2**30 - estimate.total_bytes
@@ -137,6 +170,8 @@ class MemoryEstimate:
     doubts: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     holders: tuple[Holder, ...] = ()
+    target: str = "cpu"
+    target_bytes: int | None = None
     _find_least: Callable[[], int] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -239,8 +274,27 @@ class MemoryEstimate:
         """
         return capacity_bytes(capacity, context_counted=self.total_bytes is not None) - self.required_bytes
 
+    def _overview(self) -> Overview:
+        """The verdict for the target, and the parts without those that are zero."""
+        # The least that the allocator needs takes long to find.
+        rows = [(name, format_bytes(size)) for name, size in self._parts(least_bytes=None).items() if size]
+        rows += [("peak in", self.peak_where)] * bool(self.peak_where)
+        return Overview(self._headline(), [*rows, ("confidence", self.confidence)])
+
+    def _headline(self) -> str:
+        if self.target_bytes is not None:
+            verdict = self.verdict(self.target_bytes)
+            return f"{_SENTENCES[verdict].format(self.target)}: {verdict.reason}"
+        if self.doubts:
+            return f"not known: {'; '.join(self.doubts)}"
+        where = " of live tensors on the CPU" if self.total_bytes is None else ""
+        return f"needs at most {format_bytes(self.required_bytes)}{where}"
+
     def parts(self) -> dict[str, int | None]:
         """Return the figures by their display names, the parts of the peak first; None where unknown."""
+        return self._parts(least_bytes=self.least_reserved_bytes)
+
+    def _parts(self, least_bytes: int | None) -> dict[str, int | None]:
         return {
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
@@ -252,7 +306,7 @@ class MemoryEstimate:
             "peak of live tensors": self.peak_bytes,
             "inside kernels, at most": self.workspace_bytes,
             "reserved by the allocator": self.reserved_bytes,
-            "of which it needs": self.least_reserved_bytes,
+            "of which it needs": least_bytes,
             "driver and libraries": self.context_bytes,
             "total": self.total_bytes,
         }
@@ -306,6 +360,8 @@ class MemoryEstimate:
             workspace_bytes=record.workspace_bytes,
             reserved_bytes=None if figures is None else figures.reserved_bytes,
             context_bytes=None if figures is None else figures.context_bytes,
+            target="cpu" if figures is None else figures.gpu,
+            target_bytes=None if figures is None else figures.total_bytes,
             peak_where=", ".join(part for part in where if part),
             confidence="guessed" if record.guesses else "workspace" if record.workspace_bytes else "exact",
             guesses=record.guesses,

@@ -67,6 +67,8 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
         context_bytes=max(card.context_bytes for card in cards),
         peak_where=peak.where,
         confidence="guessed",
+        target="a GPU" if config.gpu_memory_gb is None else f"a GPU of {config.gpu_memory_gb:g} GB",
+        target_bytes=None if config.gpu_memory_gb is None else int(config.gpu_memory_gb * GIB),
     )
     numerator, denominator = RESERVED_PER_PEAK
     return replace(estimate, reserved_bytes=estimate.peak_bytes * numerator // denominator + peak.workspace_bytes)

@@ -34,6 +34,13 @@ _COLUMNS = {  # of the table, where they are not named as the fields
     "num_multiprocessors": "multiprocessors",
 }
 _NUM_SUGGESTIONS = 6
+# Words in a name that tell who makes the card, in front of those that `_WORDS` and `_FAMILY` leave out.
+_MAKERS = {
+    "NVIDIA": re.compile(r"nvidia|geforce|quadro|tesla|\bgtx|\brtx|titan"),
+    "AMD": re.compile(r"\bamd|radeon|instinct|\brx|\bmi\d"),
+    "Intel": re.compile(r"intel|\barc"),
+    "Apple": re.compile(r"apple|\bm\d\b"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,15 +166,15 @@ def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = Non
         ...
         memkit.errors.InputError: find_gpu('A100'): got a name that matches several GPUs; expected the name ...
     """
+    return look_up(name, f"find_gpu({_shown(name)})", calibrated=calibrated)
+
+
+def look_up(name: str | GPU, call: str, *, calibrated: str | os.PathLike[str] | None = None) -> GPU:
+    """Look up a GPU as `find_gpu` does, for another entry point; ``call`` is the user's own call."""
     if isinstance(name, GPU):
         return name
     if not isinstance(name, str):
-        raise InputTypeError(
-            f"find_gpu({name!r})",
-            got=f"a {type(name).__name__}",
-            expected="the name of a GPU as a string, or a GPU object",
-            fix="pass for example 'RTX 4090', or 'cuda' for the GPU of this machine.",
-        )
+        raise _refuse_type(name, call)
     gpus = all_gpus(calibrated)
     if _LIVE.fullmatch(name):
         return _live(name, gpus)
@@ -175,15 +182,70 @@ def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = Non
     wanted = _key(name)
     if wanted in by_key:
         return by_key[wanted]
+    if is_size_text(name):
+        raise InputError(
+            call, got="a size instead of a card", expected="the name of a GPU", fix=_size_fix(name.strip())
+        )
     beginnings = [key for key in by_key if wanted and key.startswith(wanted)]
-    near = beginnings or difflib.get_close_matches(wanted, by_key, n=_NUM_SUGGESTIONS)
-    names = list(dict.fromkeys(by_key[key].name for key in near))[:_NUM_SUGGESTIONS]
+    if beginnings:
+        names = list(dict.fromkeys(by_key[key].name for key in beginnings))[:_NUM_SUGGESTIONS]
+        raise InputError(
+            call,
+            got="a name that matches several GPUs",
+            expected=f"the name of one GPU: {', '.join(names)}",
+            fix=f"write for example {names[0]!r}.",
+        )
+    names = _similar(name, wanted, gpus)
     raise InputError(
-        f"find_gpu({name!r})",
-        got="a name that matches several GPUs" if beginnings else "an unknown GPU",
-        expected=f"the name of one GPU: {', '.join(names)}" if names else "a GPU that memkit knows",
-        fix="write the name as `memkit gpus` lists it, or 'cuda' for the GPU of this machine.",
+        call,
+        got=f"{name!r}, which is not in the table of GPUs",
+        expected=f"a GPU that `memkit gpus` lists, such as {', '.join(names)}"
+        if names
+        else "a GPU that `memkit gpus` lists",
+        fix="write the name of a listed card of the same generation and size, or 'cuda' for the GPU of this machine; "
+        "whether a size is enough, estimate.fits('8GiB') says.",
     )
+
+
+def _refuse_type(value: Any, call: str) -> InputTypeError:
+    is_size = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return InputTypeError(
+        call,
+        got=f"{value!r}, a size instead of a card" if is_size else f"a {type(value).__name__}",
+        expected="the name of a GPU as a string, or a GPU object",
+        fix=_size_fix(f"{value:g}GiB") if is_size else "write 'RTX 4090', or 'cuda' for the GPU of this machine.",
+    )
+
+
+def _similar(name: str, wanted: str, gpus: Iterable[GPU]) -> list[str]:
+    """Return similar names of cards by the same maker; of any maker, if the name does not tell."""
+    makers = [maker for maker, words in _MAKERS.items() if words.search(name.lower())]
+    by_key = {key: gpu.name for gpu in gpus if not makers or gpu.vendor in makers for key in _keys(gpu)}
+    near = difflib.get_close_matches(wanted, by_key, n=_NUM_SUGGESTIONS)
+    family = _FAMILY.match(_WORDS.sub("", name.lower()))
+    if not near and family:  # the number tells nothing, but the series does
+        near = [key for key in by_key if by_key[key].lower().startswith(family[0])]
+    return list(dict.fromkeys(by_key[key] for key in near))[:_NUM_SUGGESTIONS]
+
+
+def is_size_text(text: str) -> bool:
+    """Return whether a text is a size such as ``"24GiB"``, instead of the name of a card."""
+    try:
+        parse_bytes(text)
+    except InputError:
+        return False
+    return True
+
+
+def _size_fix(size: str) -> str:
+    return (
+        f"name a card, such as 'RTX 4090'; a size is asked of the estimate, estimate.fits({size!r}), or is a budget, "
+        f"plan_training(..., budget={size!r})."
+    )
+
+
+def _shown(name: object) -> str:
+    return name.name if isinstance(name, GPU) else repr(name)
 
 
 def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False, is_large: bool = True) -> int:
@@ -223,7 +285,7 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False, is_
                 no_size.call,
                 got=no_size.got,
                 expected=f"{no_size.expected}; or {no_gpu.expected}",
-                fix="pass for example '24GiB' or 'RTX 4090'; `memkit gpus` lists the known GPUs.",
+                fix="write its memory as a size, such as '24GiB', or the name of a card that `memkit gpus` lists.",
             ) from None
 
 
@@ -243,11 +305,13 @@ def write_gpus(path: str | os.PathLike[str], gpus: Iterable[GPU]) -> None:
 def capability_of(gpu: GPU) -> tuple[int, int]:
     """Return the compute capability; raise ConfigError for a GPU whose operators are unknown."""
     if gpu.compute_capability is None:
+        others = [each for each in all_gpus() if each.vendor == "NVIDIA"]
+        nearest = min(others, key=lambda each: abs(each.box_bytes - gpu.box_bytes))
         raise ConfigError(
             f"a dry run on {gpu.name!r}",
             got=f"a GPU from {gpu.vendor}",
             expected="an NVIDIA GPU: the memory of operators on other GPUs is not known",
-            fix="pass an NVIDIA GPU of the same size; `memkit gpus` lists them.",
+            fix=f"write an NVIDIA GPU of about the same size, such as {nearest.name!r}.",
         )
     return gpu.compute_capability
 

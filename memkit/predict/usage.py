@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from memkit._core.errors import ConfigError, InputTypeError, MemkitError
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit.predict.config import TrainingConfig
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.formula import estimate_by_formula
-from memkit.predict.gpus import GPU, capability_of, find_gpu
+from memkit.predict.gpus import GPU, capability_of, look_up
+from memkit.predict.words import ESTIMATE_WORDS
 
 if TYPE_CHECKING:  # a config's estimate needs no torch
     from torch import nn
@@ -22,6 +24,11 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 
 
 _CALL = "estimate_memory_usage(...)"
+_AS_IT_IS = ("fp32", "float32", "32", "32-true", "no", "none")
+_MEANT = {
+    **dict.fromkeys(("bf16", "bfloat16", "amp", "16"), "bf16-mixed"),
+    **dict.fromkeys(("fp16", "float16", "16-mixed", "half"), "fp16-mixed"),
+}
 
 
 # The signature for a model is repeated in full here and below: an overload cannot be shortened.
@@ -44,6 +51,7 @@ def estimate_memory_usage(
 ) -> MemoryEstimate: ...
 
 
+@guided(words=ESTIMATE_WORDS)
 def estimate_memory_usage(
     model: TrainingConfig | nn.Module,
     sample_batch: Any = None,
@@ -135,12 +143,16 @@ def estimate_memory_usage(
             "estimate_memory_usage(model, sample_batch)",
             got="no loss_fn",
             expected="a function loss_fn(model, sample_batch) that returns the loss",
-            fix="pass for example loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]).",
+            fix="write estimate_memory_usage(model, sample_batch, loss_fn=lambda model, batch: "
+            "criterion(model(batch[0]), batch[1])).",
         )
-    gpu = None if target == "cpu" else find_gpu(target)
+    gpu = None
+    if target != "cpu":
+        shown = target.name if isinstance(target, GPU) else repr(target)
+        gpu = look_up(target, f"estimate_memory_usage(..., target={shown})")
     precisions = (None, "bf16-mixed") if gpu is None else (None, "bf16-mixed", "fp16-mixed")
     if precision not in precisions:
-        raise _refusal("precision", precision, f"one of {precisions} on {gpu.name if gpu else target}")
+        raise _refuse_precision(precision, precisions, gpu.name if gpu else target)
     if accumulation_steps != 1:
         accumulation_steps = Checker(_CALL).whole("accumulation_steps", accumulation_steps, 1)
     spread = alone
@@ -148,8 +160,8 @@ def estimate_memory_usage(
         from memkit._simulation.ranks import as_first_rank
         from memkit._simulation.shard import Shard
 
-        if not isinstance(shard, Shard):
-            raise _refusal("shard", shard, "None, or a Shard such as Shard('fsdp2', 8)")
+        fix = "write shard=mk.predict.Shard('fsdp2', ranks=2)."
+        Checker(_CALL).instance(shard, Shard, "None, or a Shard", fix)
         spread = partial(as_first_rank, shard)
     if gpu is not None:
         capability_of(gpu)  # rejects GPUs whose operators are not known
@@ -157,8 +169,19 @@ def estimate_memory_usage(
     return MemoryEstimate.of(step.record(Host() if gpu is None else Gpu(gpu), spread=spread))
 
 
-def _refusal(name: str, value: object, expected: str) -> MemkitError:
-    return Checker(_CALL).refuse(name, value, expected)
+def _refuse_precision(precision: object, known: tuple[str | None, ...], where: object) -> MemkitError:
+    """Return the error for another precision, with the word of this one that was meant."""
+    word = str(precision).lower()
+    meant = _MEANT.get(word)
+    if word in _AS_IT_IS:
+        fix = "write precision=None, which keeps the model as it is; for float32 of another model call model.float()."
+    elif meant is None:
+        fix = "write precision=None, which keeps the model's own dtypes, or precision='bf16-mixed'."
+    elif meant in known:
+        fix = f"write precision={meant!r}, or precision=None for a model that is in {word} itself."
+    else:
+        fix = "write precision='bf16-mixed', or a GPU as target: a CPU has no fp16 autocast here."
+    return Checker(_CALL).refuse("precision", precision, f"one of {known} on {where}", fix=fix)
 
 
 def _refuse_beside_a_config(**is_given: bool) -> None:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 
 from memkit._core.errors import StateError
 from memkit._core.protocols import Uncopied
+from memkit._core.words import guided
 from memkit._machine.files import write_bytes
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Category
@@ -30,9 +31,21 @@ from memkit._simulation.simulation import Gpu, Record, Simulation
 from memkit._torch.cuda import rules_of
 from memkit._torch.modules import APPLY, buffers_of, parameters_of
 from memkit.predict.estimate import MemoryEstimate
-from memkit.predict.gpus import GPU, capability_of, find_gpu
+from memkit.predict.gpus import GPU, capability_of, look_up
+from memkit.predict.words import GPU_WORDS
+
+_ABSENT = {
+    **dict.fromkeys(("peak", "max_memory_allocated", "peak_memory"), "gpu.peak_bytes"),
+    **dict.fromkeys(("allocated", "memory_allocated", "current"), "gpu.allocated_bytes"),
+    **dict.fromkeys(("reserved", "reserved_peak", "max_memory_reserved", "reserved_bytes"), "gpu.reserved_peak_bytes"),
+    **dict.fromkeys(("summary", "explain", "report", "memory_summary"), "print(gpu.estimate())"),
+    **dict.fromkeys(("start", "run", "__call__"), "with mk.VirtualGPU('RTX 4090') as gpu: ..."),
+    "snapshot": "gpu.save_snapshot('run.pickle')",
+    "fits": "gpu.estimate().fits('RTX 4090')",
+}
 
 
+@guided(words=GPU_WORDS, absent=_ABSENT, methods=("save_snapshot",))
 class VirtualGPU(Uncopied):
     """A context in which ``cuda`` is a simulated GPU.
 
@@ -101,7 +114,7 @@ class VirtualGPU(Uncopied):
         torch: str | None = None,
         cudnn: str | None = None,
     ) -> None:
-        self.gpu = find_gpu(gpu)
+        self.gpu = look_up(gpu, f"VirtualGPU({gpu.name if isinstance(gpu, GPU) else repr(gpu)})")
         capability_of(self.gpu)
         rules = rules_of(torch, cudnn)
         rules.refuse_unknown_options(_options_of(allocator_settings))

@@ -17,19 +17,21 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.protocols import Scheduler
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_bytes
+from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit.predict.estimate import warn_of_doubts
-from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
+from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import fastest, micro_batch_counts, search
 from memkit.predict.plan.speeds import card_speeds, host_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
+from memkit.predict.words import PLAN_WORDS
 from memkit.train.blocks import choose_blocks
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.samples import mark_samples, unmark_samples
@@ -47,13 +49,14 @@ PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
 RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
 
 
+@guided(words=PLAN_WORDS)
 def plan_training(
     model: nn.Module,
     sample_batch: Any,
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
     *,
-    budget: CapacityLike,
+    budget: CapacityLike | None = None,
     target: str | GPU | None = None,
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
@@ -72,7 +75,8 @@ def plan_training(
         sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
-        budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``.
+        budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all of the
+            card that is the ``target``.
         target: Device for a budget in bytes: a card, or ``"cpu"``, where live bytes are counted. None: the model's
             device.
         precisions: The precisions to choose from. None is the model's own; bf16 changes the numbers, so it is used only
@@ -114,13 +118,43 @@ def plan_training(
         >>> plan.estimate.fits("RTX 3060 12GB"), plan.accumulation_steps > 1
         (True, True)
     """
-    check_model("plan_training", model)
-    _check_precisions(precisions)
-    gpu, budget_bytes = _find_place(model, budget, target)
+    return _plan(
+        "plan_training",
+        model,
+        sample_batch,
+        loss_fn,
+        optimizer,
+        budget=budget,
+        target=target,
+        precisions=precisions,
+        micro_batch_size=micro_batch_size,
+        measure=measure,
+        selected_fraction=selected_fraction,
+    )
+
+
+def _plan(
+    call: str,
+    model: nn.Module,
+    sample_batch: Any,
+    loss_fn: LossFn,
+    optimizer: str | MakeOptimizer | Optimizer,
+    *,
+    budget: CapacityLike | None,
+    target: str | GPU | None,
+    precisions: Sequence[PlannedPrecision | None],
+    micro_batch_size: int | None,
+    measure: bool,
+    selected_fraction: float | None,
+) -> TrainingPlan:
+    """Plan for `plan_training` or for `prepare`: ``call`` is the one that the user made."""
+    check_model(call, model, sample_batch, optimizer)
+    precisions = _check_precisions(call, precisions)
+    gpu, budget, budget_bytes = _find_place(call, model, budget, target)
     if measure:
-        _check_measurable(model, gpu)
-    num_rows = _rows_to_plan(sample_batch)
-    counts, notes, is_exact = _allowed_counts(model, sample_batch, loss_fn, num_rows, micro_batch_size)
+        _check_measurable(call, model, gpu)
+    num_rows = _rows_to_plan(call, sample_batch)
+    counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, micro_batch_size)
     speeds = host_speeds() if gpu is None else card_speeds(gpu)
     rehearsal = StepTrials(
         model=model,
@@ -134,6 +168,7 @@ def plan_training(
         blocks=_blocks(model),
         kept_operators=KEPT_OPERATORS,
         num_rows=num_rows,
+        call=call,
     )
     trials = search(rehearsal.run, num_rows, counts, precisions, budget_bytes, slack=_SLACK if measure else 1.0)
     run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer)
@@ -141,10 +176,10 @@ def plan_training(
         trials = [_settled(each, budget_bytes, run_for_real) for each in trials]
     finalists = fastest(trials, budget_bytes)[:_NUM_FINALISTS]
     if not finalists:
-        _refuse(budget, budget_bytes, min(trials, key=lambda each: each.required_bytes), notes)
+        _refuse(call, budget, budget_bytes, min(trials, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
-    warn_of_doubts("plan_training", best.estimate)
+    warn_of_doubts(call, best.estimate)
     return TrainingPlan.of(
         best,
         trials,
@@ -176,13 +211,14 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
 
 
 # The options of plan_training are repeated in full so that help() and completion show them here too.
+@guided(words=PLAN_WORDS)
 def prepare(
     model: nn.Module,
     optimizer: Optimizer,
     sample_batch: Any,
     loss_fn: LossFn,
     *,
-    budget: CapacityLike,
+    budget: CapacityLike | None = None,
     target: str | GPU | None = None,
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
@@ -228,7 +264,8 @@ def prepare(
         >>> trainer.train_step(batch, loss_fn).num_microbatches == trainer.plan.accumulation_steps
         True
     """
-    plan = plan_training(
+    plan = _plan(
+        "prepare",
         model,
         sample_batch,
         loss_fn,
@@ -254,46 +291,72 @@ def prepare(
     return trainer
 
 
-def _check_precisions(precisions: Any) -> None:
-    """Refuse anything that is not a list of precisions."""
-    check, known = Checker("plan_training(...)"), (None, *get_args(PlannedPrecision))
-    if not check.items("precisions", precisions) or any(each not in known for each in precisions):
-        raise check.refuse("precisions", precisions, f"a list of at least one of {known}")
+def _check_precisions(call: str, precisions: Any) -> Sequence[PlannedPrecision | None]:
+    """Return a list of precisions; refuse anything else."""
+    known = (None, *get_args(PlannedPrecision))
+    is_list = isinstance(precisions, (list, tuple)) and len(precisions) > 0
+    if not is_list or any(each not in known for each in precisions):
+        given = precisions if is_list else [precisions]
+        meant = tuple(nearest_word(str(each), known[1:]) for each in given)
+        raise Checker(f"{call}(...)").refuse(
+            "precisions",
+            precisions,
+            f"a list of at least one of {known}",
+            fix=f"write precisions={meant if any(meant) else (None, 'bf16-mixed')}.",
+        )
+    chosen: Sequence[PlannedPrecision | None] = precisions
+    return chosen
 
 
-def _find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None) -> tuple[GPU | None, int]:
-    """Return the card, None for the CPU, and its budget in bytes."""
+def _find_place(
+    call: str, model: nn.Module, budget: CapacityLike | None, target: str | GPU | None
+) -> tuple[GPU | None, CapacityLike, int]:
+    """Return the card, None for the CPU; the budget; and the budget in bytes."""
+    if budget is None:
+        if target is None or target == "cpu":
+            raise ConfigError(
+                f"{call}(...)",
+                got="no budget",
+                expected="a budget: the memory that a step may take",
+                fix=f"write {call}(..., budget='24GiB'), or budget='RTX 4090' for all of a card.",
+            )
+        card = look_up(target, f"{call}(..., target={_shown(target)})")
+        return card, card, card.total_bytes
     try:
         num_bytes = parse_bytes(budget, name="budget", is_large=True)  # type: ignore[arg-type]  # refuses a card as not a size
     except (InputError, InputTypeError):
         if not isinstance(budget, (str, GPU)):
             raise
         capacity_bytes(budget)  # refuses anything that is neither a size nor a card, with a message on both
-        gpu = find_gpu(budget)
+        gpu = look_up(budget, f"{call}(..., budget={_shown(budget)})")
         if target is not None:
             raise ConfigError(
-                f"plan_training(..., budget={_shown(budget)}, target={_shown(target)})",
+                f"{call}(..., budget={_shown(budget)}, target={_shown(target)})",
                 got="a budget and a target that each name a device",
                 expected="a budget in bytes when target is given",
-                fix="omit target, or pass the budget as a size such as '20GiB'.",
+                fix=f"write budget={_shown(budget)} without target, or a size such as budget='20GiB'.",
             ) from None
-        return gpu, gpu.total_bytes
+        return gpu, budget, gpu.total_bytes
     where = target or device_of(model).type
-    return (None if where in ("cpu", "meta") else find_gpu(where)), num_bytes
+    return (
+        (None if where in ("cpu", "meta") else look_up(where, f"{call}(..., target={_shown(where)})")),
+        budget,
+        num_bytes,
+    )
 
 
-def _check_measurable(model: nn.Module, gpu: GPU | None) -> None:
+def _check_measurable(call: str, model: nn.Module, gpu: GPU | None) -> None:
     """Refuse to measure steps that cannot run here."""
     if gpu is not None or device_of(model).type != "cpu":
         raise ConfigError(
-            "plan_training(..., measure=True)",
+            f"{call}(..., measure=True)",
             got=f"a model on {device_of(model)}" + (f" and a budget on {gpu.name}" if gpu else ""),
             expected="a model with data on the CPU and a budget for the CPU, because steps are run",
-            fix="omit measure: the plan then uses the known speeds of the device.",
+            fix="write measure=False: the plan then uses the known speeds of the device.",
         )
 
 
-def _rows_to_plan(batch: Any) -> int:
+def _rows_to_plan(call: str, batch: Any) -> int:
     """Rows of a batch, at least one."""
     try:
         num_rows, got = count_rows(batch), "a batch without rows"
@@ -301,7 +364,7 @@ def _rows_to_plan(batch: Any) -> int:
         num_rows, got = 0, error.got
     if not num_rows:
         raise InputError(
-            "plan_training(model, sample_batch)",
+            f"{call}(..., sample_batch, ...)",
             got=got,
             expected="tensors that all have the rows of one optimizer step in dimension 0",
             fix="cut a packed batch yourself with MemoryEfficientTrainingWrapper(..., split_fn=...); "
@@ -311,13 +374,13 @@ def _rows_to_plan(batch: Any) -> int:
 
 
 def _allowed_counts(
-    model: nn.Module, batch: Any, loss_fn: LossFn, num_rows: int, micro_batch_size: int | None
+    call: str, model: nn.Module, batch: Any, loss_fn: LossFn, num_rows: int, micro_batch_size: int | None
 ) -> tuple[list[int], list[str], bool | None]:
     """Numbers of micro-batches to try, notes on them, and whether they have the gradient of the whole batch."""
     if micro_batch_size is None:
         counts = micro_batch_counts(num_rows)
     else:
-        check = Checker(f"plan_training(...) of a batch of {num_rows} rows")
+        check = Checker(f"{call}(...) of a batch of {num_rows} rows")
         counts = [-(-num_rows // check.whole("micro_batch_size", micro_batch_size, 1, num_rows))]
     if counts == [1]:
         return counts, [], None
@@ -421,12 +484,12 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
         return {}
 
 
-def _refuse(budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequence[str]) -> NoReturn:
+def _refuse(call: str, budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequence[str]) -> NoReturn:
     holders = "; ".join(f"{format_bytes(each.nbytes)} {each}" for each in nearest.estimate.holders[:3])
     arrangement = nearest.arrangement
     treated = f", {len(arrangement.treatments)} blocks treated" if arrangement.treatments else ""
     raise ConfigError(
-        f"plan_training(..., budget={_shown(budget)})",
+        f"{call}(..., budget={_shown(budget)})",
         got=f"a step that needs at least {format_bytes(nearest.required_bytes)}, with micro-batches of "
         f"{arrangement.micro_batch_size} rows{treated}; its largest holders are {holders}",
         expected=f"a plan that needs at most {format_bytes(budget_bytes)}",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import InputError, MemkitError, StateError, warn_user
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit._core.words import guided, taking_settings_of
@@ -106,7 +107,7 @@ class StepResult:
     methods=("from_config", "train_step", "microbatches", "backward", "step", "evaluation", "trust_split"),
     rewrite=WRAPPER_REWRITE,
 )
-class MemoryEfficientTrainingWrapper(Uncopied, Closing):
+class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     """Makes the training step of your own loop fit in memory, with the gradient of the whole batch.
 
     A batch is split into micro-batches whose gradients add up exactly. A micro-batch that runs out of memory is rolled
@@ -361,6 +362,22 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         parts = {"model": self.model, "trainer": self, **dict(zip(names, self._optimizers, strict=True))}
         own = {"scheduler": self._scheduler, "average": self._average}
         return parts | {name: part for name, part in own.items() if part is not None}
+
+    def _overview(self) -> Overview:
+        optimizers = " and ".join(type(each).__name__ for each in self._optimizers)
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        blocks = self.checkpointed_blocks
+        rows = [
+            ("precision", self._precision.name or "as the model is"),
+            ("micro-batches", f"{self._accumulation_steps} or more for each batch"),
+            (
+                "recomputed blocks",
+                f"{len(blocks)}: {', '.join(blocks[:3])}{', ...' * (len(blocks) > 3)}" if blocks else "none",
+            ),
+        ]
+        rows += [("ranks", str(self.num_ranks))] * (self.num_ranks > 1)
+        steps += ", closed" * self._is_closed
+        return Overview(f"trains {type(self.model).__name__} with {optimizers} on {self._device}: {steps}", rows)
 
     @property
     def checkpointed_blocks(self) -> tuple[str, ...]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, overload
 
-from memkit._charts.charts import Curve, Lines, unit_of
+from memkit._charts.charts import Curve, Figure, Lines, unit_of
+from memkit._charts.overview import Overview, Overviewed
+from memkit._charts.pictures import save_picture
 from memkit._charts.text import align, chart_lines
 from memkit._core.units import format_bytes
+from memkit._core.words import guided
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.trial import Arrangement, PlannedTreatment, Trial
 
@@ -68,9 +72,92 @@ class PlanCandidate:
         return ", ".join(f"{count} {treatment}" for treatment, count in counts.items()) or "-"
 
 
+@dataclass(frozen=True, slots=True)
+class ParetoFront(Sequence[PlanCandidate]):
+    """The candidates of a plan than which no other is both faster and smaller, fastest first.
+
+    Attributes:
+        plan: The plan.
+        candidates: The candidates.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "123"))
+        >>> plan = mk.plan_training(model, torch.ones(512, 64), lambda m, x: m(x).square().mean(), budget="1MiB")
+        >>> front = plan.pareto
+        >>> [each.required_bytes for each in front] == sorted((each.required_bytes for each in front), reverse=True)
+        True
+        >>> front.plot().startswith("<svg")
+        True
+    """
+
+    plan: TrainingPlan = field(repr=False)
+    candidates: tuple[PlanCandidate, ...]
+
+    @classmethod
+    def of(cls, plan: TrainingPlan) -> ParetoFront:
+        """Choose from the candidates of a plan."""
+        chosen: list[PlanCandidate] = []
+        for each in sorted(plan.candidates, key=lambda each: (each.seconds, each.required_bytes)):
+            if not chosen or each.required_bytes < chosen[-1].required_bytes:
+                chosen.append(each)
+        return cls(plan, tuple(chosen))
+
+    @overload
+    def __getitem__(self, place: int) -> PlanCandidate: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[PlanCandidate]: ...
+
+    def __getitem__(self, place: int | slice) -> PlanCandidate | Sequence[PlanCandidate]:
+        return self.candidates[place]
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw the memory of every candidate by its time, the front as a line, and the budget.
+
+        Args:
+            path: File to write, ``.svg`` or ``.png`` (which needs matplotlib); None writes nothing.
+
+        Returns:
+            The picture as SVG text; as the last line of a notebook's cell it is shown.
+
+        Raises:
+            ConfigError: The path is a PNG and matplotlib is not installed, or the suffix is unknown.
+            OSError: The file cannot be written.
+        """
+        chart = self.plan.chart(front=self.candidates)
+        notes = [f"Time: over that of the largest micro-batches, untreated, by {self.plan.speeds}."]
+        return save_picture(Figure("Time against memory of a step", [chart], notes), path, "plan.pareto.plot")
+
+
+_ABSENT = {
+    **dict.fromkeys(("batch_size", "micro_batch", "per_device_train_batch_size"), "plan.micro_batch_size"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "num_micro_batches"), "plan.accumulation_steps"
+    ),
+    **dict.fromkeys(("peak", "peak_bytes", "memory", "predicted_peak"), "plan.predicted_peak_bytes"),
+    **dict.fromkeys(("slowdown", "cost"), "plan.predicted_slowdown"),
+    **dict.fromkeys(("checkpointing", "gradient_checkpointing"), "plan.checkpoint"),
+    **dict.fromkeys(("plot", "show"), "plan.pareto.plot()"),
+    **dict.fromkeys(("summary", "report"), "print(plan), or plan.explain() for every candidate"),
+    **dict.fromkeys(
+        ("apply", "run", "train_step", "fit"),
+        "MemoryEfficientTrainingWrapper(model, optimizer, **plan.wrapper_settings())",
+    ),
+    **dict.fromkeys(("to_dict", "dict", "model_dump"), "plan.as_dict()"),
+}
+
+
+@guided(absent=_ABSENT)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
+class TrainingPlan(Overviewed):
     """A plan for running a step on the whole batch within a budget, with the gradient of the whole batch.
+
+    It prints as a short table; `explain` lists every candidate and `pareto` those worth choosing.
 
     Attributes:
         micro_batch_size: Rows of the largest micro-batch.
@@ -161,13 +248,39 @@ class TrainingPlan:
             "checkpoint": self.checkpoint,
         }
 
+    @property
+    def pareto(self) -> ParetoFront:
+        """The candidates that no other one beats in both time and memory; ``plan.pareto.plot()`` draws them."""
+        return ParetoFront.of(self)
+
+    def _overview(self) -> Overview:
+        needs, budget = format_bytes(self.required_bytes), format_bytes(self.budget_bytes)
+        num_fitting = sum(each.fits for each in self.candidates)
+        treated = Counter((self.checkpoint or {}).values())
+        blocks = ", ".join(f"{count} {treatment}" for treatment, count in treated.items()) or "kept as they are"
+        rows = [
+            ("micro-batches", f"{self.accumulation_steps} of at most {self.micro_batch_size} rows"),
+            ("precision", self.precision or "as the model is"),
+            ("blocks", blocks),
+            ("needs", needs),
+            ("budget", budget),
+            ("peak of live tensors", format_bytes(self.predicted_peak_bytes)),
+            ("peak in", self.estimate.peak_where),
+            ("time", f"{self.predicted_slowdown:.2f} times that of the largest micro-batches, untreated"),
+            ("candidates", f"{len(self.candidates)} tried, {num_fitting} fit"),
+        ]
+        headline = f"fits into {budget}: it needs at most {needs}"
+        if self.estimate.doubts:
+            headline = f"not known whether it fits into {budget}: {'; '.join(self.estimate.doubts)}"
+        return Overview(headline, rows, self.notes)
+
     def explain(self) -> str:
         """Return a readable report: every candidate and why it lost, and a plot of time against memory."""
         columns = ["rows x steps", "precision", "blocks", "needs", "time", ""]
         rows = [columns, *map(self._row, sorted(self.candidates, key=lambda each: each.seconds))]
         where = f"budget {format_bytes(self.budget_bytes)}; peak in {self.estimate.peak_where}"
         notes = [where, f"time: over that of the largest micro-batches, untreated, by {self.speeds}", *self.notes]
-        return "\n".join([*align(rows, [False] * len(columns)), "", *chart_lines(self._chart()), "", *notes])
+        return "\n".join([*align(rows, [False] * len(columns)), "", *chart_lines(self.chart()), "", *notes])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, ready for JSON."""
@@ -196,10 +309,11 @@ class TrainingPlan:
         if self._is_chosen(candidate):
             return f"<- chosen{measured}"
         if not candidate.fits:
-            return f"{format_bytes(candidate.required_bytes - self.budget_bytes)} too much"
+            return f"{format_bytes(candidate.required_bytes - self.budget_bytes)} more than the budget"
         return f"{candidate.seconds / self.predicted_seconds:.2f} times the time of the chosen one{measured}"
 
-    def _chart(self) -> Lines:
+    def chart(self, front: Sequence[PlanCandidate] = ()) -> Lines:
+        """Return memory by time of all candidates as data, with a line through those of a front."""
         kinds: dict[str, list[PlanCandidate]] = {"chosen": [], "fits": [], "too large": []}
         for each in self.candidates:
             kinds["chosen" if self._is_chosen(each) else "fits" if each.fits else "too large"].append(each)
@@ -213,5 +327,8 @@ class TrainingPlan:
             for name, kind in kinds.items()
             if kind
         ]
+        if len(front) > 1:
+            times, sizes = [self._slowdown(each) for each in front], [each.required_bytes for each in front]
+            curves.insert(0, Curve("no other is faster and smaller", times, sizes, style="dashed"))
         budget = (f"budget {format_bytes(self.budget_bytes)}", self.budget_bytes)
         return Lines(curves, "time", "Memory by time", "memory", unit_of(self.budget_bytes), [budget])

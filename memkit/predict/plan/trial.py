@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from memkit._gradients.loss import LossFn, call_loss_fn
 from memkit._recorder.recording import Recording
+from memkit._simulation.failures import noting_failures
 from memkit._simulation.simulation import MakeOptimizer, Place, Record, Simulation, optimizer_maker, simulate
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
@@ -102,6 +103,7 @@ class StepTrials:
     """Tries arrangements of the user's step in a simulation.
 
     Attributes:
+        call: Name of the user's call, for messages.
         blocks: Modules that can be treated, by name.
         kept_operators: Operators whose results a "selective" block keeps.
         num_rows: Rows of the batch.
@@ -118,6 +120,7 @@ class StepTrials:
     blocks: Mapping[str, nn.Module]
     kept_operators: frozenset[Any]
     num_rows: int
+    call: str = "plan_training"
 
     def run(self, arrangement: Arrangement, plain: Trial | None = None) -> Trial:
         """Run two steps of an arrangement on fake tensors and record the second.
@@ -146,7 +149,7 @@ class StepTrials:
 
         def run(model: nn.Module, given: Any, loss_fn: LossFn, batch: Any) -> _Recorded:
             optimizer = optimizer_maker(given)(model.parameters())
-            with self.arrange(model, optimizer, arrangement) as train_step:
+            with noting_failures(self.call, model, batch), self.arrange(model, optimizer, arrangement) as train_step:
                 for watch in simulation.passes():
                     trace = StepTimes(self.speeds, names, self.kept_operators)
                     with trace if watch.is_recording else nullcontext(), watch:
@@ -154,7 +157,7 @@ class StepTrials:
                         left_bytes = train_step(batch, _announced(loss_fn, trace))
             return _Recorded(watch.record(), trace, left_bytes, place.device_type)
 
-        return simulate("plan_training", simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
+        return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
     def _seconds(self, parts: Sequence[float], arrangement: Arrangement) -> float:
         before, *micro_batches, after = parts

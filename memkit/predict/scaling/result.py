@@ -9,16 +9,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from memkit._charts.charts import Figure, Lines, unit_of
-from memkit._charts.pictures import to_png, to_svg
+from memkit._charts.pictures import save_picture
 from memkit._charts.text import align
-from memkit._core.errors import ConfigError
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
-from memkit._machine.files import write_bytes, write_text
+from memkit._machine.files import write_text
 from memkit.predict.scaling.figures import peak_curves
 from memkit.predict.scaling.law import Law, predicted
 from memkit.predict.scaling.points import MODES, ScalingPoint, StepMode
@@ -95,8 +93,11 @@ class ScalingResult:
         points = [asdict(point) for point in self.points]
         return {"points": points, "law": laws, "guesses": list(self.guesses), "doubts": list(self.doubts)}
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one row per point, atomically; empty fields mean unknown.
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return one row per point as CSV; empty fields mean unknown.
+
+        Args:
+            path: File to write as well, atomically; None writes nothing.
 
         Raises:
             OSError: The file cannot be written.
@@ -105,7 +106,9 @@ class ScalingResult:
         writer = csv.DictWriter(text, [field.name for field in fields(ScalingPoint)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(point) for point in self.points)
-        write_text(path, text.getvalue())
+        if path is not None:
+            write_text(path, text.getvalue())
+        return text.getvalue()
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write `as_dict` as one JSON object, atomically; null means unknown.
@@ -122,28 +125,13 @@ class ScalingResult:
             path: File to write, ``.svg`` or ``.png`` (which needs matplotlib); None writes nothing.
 
         Returns:
-            The picture as SVG text.
+            The picture as SVG text; as the last line of a notebook's cell it is shown.
 
         Raises:
             ConfigError: The path is a PNG and matplotlib is not installed, or the suffix is unknown.
             OSError: The file cannot be written.
         """
-        figure = self._figure()
-        if path is not None:
-            suffix = Path(path).suffix.lower()
-            png = to_png(figure) if suffix == ".png" else None
-            if png is not None:
-                write_bytes(path, png)
-            elif suffix == ".svg":
-                write_text(path, to_svg(figure))
-            else:
-                raise ConfigError(
-                    f"result.plot({str(path)!r})",
-                    got=f"the suffix {suffix!r}" + (", but matplotlib is not installed" if suffix == ".png" else ""),
-                    expected=".svg, or .png where matplotlib is installed",
-                    fix="pass a path such as 'laws.svg', or run `pip install memkit[plots]` for .png.",
-                )
-        return to_svg(figure)
+        return save_picture(self._figure(), path, "result.plot")
 
     def _figure(self) -> Figure:
         modes = {mode: [point for point in self.points if point.mode == mode] for mode in MODES}

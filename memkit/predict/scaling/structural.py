@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -15,7 +13,6 @@ import numpy as np
 
 from memkit._core.errors import InputError
 from memkit._recorder.recording import IntArray
-from memkit._torch.fake import FAKE_LOGGER
 from memkit.predict.gpus import CapacityLike, capacity_bytes
 from memkit.predict.scaling.law import Tier, checked_size
 from memkit.predict.scaling.polynomials import (
@@ -155,8 +152,7 @@ def structural_law(trace: Callable[[int], StepTrace], sizes: Sequence[int]) -> S
         traces = {}
         for size in (*traced, *checked):
             try:
-                with _quietly():
-                    traces[size] = trace(size)
+                traces[size] = trace(size)
             except Exception as error:  # noqa: BLE001 - user code may raise anything at a size it was not given
                 return f"the step does not run at n={size}: {type(error).__name__}: {error}"
             if traces[size].events != first.events:
@@ -231,22 +227,10 @@ def _above(traced: Sequence[int], traces: Mapping[int, StepTrace], grain: int) -
 def _holds_between(trace: Callable[[int], StepTrace], size: int, first: StepTrace, curves: _Curves) -> bool:
     """Whether the polynomials hold at a size that shares no divisor with the sizes they go through."""
     try:
-        with _quietly():
-            other = trace(size)
+        other = trace(size)
     except Exception:  # noqa: BLE001 - a model that accepts only certain sizes may raise anything
         return False
     return other.events == first.events and curves.first_miss(size, other.live) is None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep torch from logging the errors of a model at a size that it does not accept."""
-    log = logging.getLogger(FAKE_LOGGER)
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled
 
 
 def _difference(first: StepTrace, other: StepTrace) -> str:

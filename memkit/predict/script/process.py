@@ -206,6 +206,8 @@ def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
         memory.allocator.highest_reserved_bytes,
         memory.least_reserved(),
         gpu.gpu.context_bytes,
+        gpu.gpu.name,
+        gpu.gpu.total_bytes,
     )
     return MemoryEstimate.of(replace(record, figures=figures))
 

@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from memkit._advice.suggest import Standing, rank
 from memkit._core.errors import ConfigError, MemkitError
 from memkit._core.units import format_bytes
+from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine.devices import host_memory
 from memkit._recovery.attempt import Done, OutOfMemory, attempt
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, Place, check_model
 from memkit.predict.estimate import warn_of_doubts
-from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
+from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
+from memkit.predict.words import ADVICE_WORDS
 from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.recipes.advice.remedies import AppliedRemedy, Case, both, find_remedies, nothing, takes_foreach
 from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, StepChange, Training, observe_step
@@ -34,6 +36,7 @@ _LONGEST_REASON = 200  # characters
 _SHARE_OF_HOST = 0.8  # of the available memory, for a run and what is kept from it
 
 
+@guided(words=ADVICE_WORDS)
 def advise(
     model: nn.Module,
     sample_batch: Any,
@@ -95,13 +98,14 @@ def advise(
         >>> best.name, best.status, best.predicted_saved_bytes == best.measured_saved_bytes
         ('4 micro-batches', 'verified', True)
     """
-    check_model("advise", model)
+    check_model("advise", model, sample_batch, optimizer)
     if precision not in (None, "bf16-mixed"):
+        is_mixed = "16" in str(precision)
         raise ConfigError(
             f"advise(..., precision={precision!r})",
             got=repr(precision),
             expected="None or 'bf16-mixed'",
-            fix="omit precision if the step uses no autocast.",
+            fix="write precision='bf16-mixed'." if is_mixed else "write precision=None: the step uses no autocast.",
         )
     training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction)
     trial = _Trial(training, target, budget)
@@ -132,7 +136,10 @@ class _Trial:
         self._budget = target if self.on_card and budget is None else budget
         if self._budget is not None:
             capacity_bytes(self._budget)  # refuses an invalid budget before any step runs
-        self._make_place: Callable[[], Place] = partial(Gpu, find_gpu(target)) if self.on_card else Host
+        self._make_place: Callable[[], Place] = Host
+        if self.on_card:
+            shown = target.name if isinstance(target, GPU) else repr(target)
+            self._make_place = partial(Gpu, look_up(target, f"advise(..., target={shown})"))
         self.plain = observe_step(training, nothing, self._make_place)
         # On a card torch's optimizers process all parameters at once by default; on the CPU they must be told to.
         settings = self.plain.optimizer[1]

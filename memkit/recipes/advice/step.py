@@ -20,6 +20,7 @@ from memkit._gradients.loss import LossFn
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
 from memkit._recorder.workspace import WorkspaceMarks
+from memkit._simulation.failures import noting_failures
 from memkit._simulation.guesses import Guesses
 from memkit._simulation.leftovers import Patches
 from memkit._simulation.simulation import MakeOptimizer, Place, Simulation, loss_of, optimizer_maker, simulate
@@ -138,7 +139,8 @@ def observe_step(training: Training, change: StepChange, make_place: Callable[[]
     """
     simulation = Simulation(make_place(), selected_fraction=training.selected_fraction)
     values = training.model, training.optimizer, training.loss_fn, training.batch
-    return simulate("advise", simulation, values, partial(_observe, training, change, simulation))
+    with noting_failures("advise", training.model, training.batch):
+        return simulate("advise", simulation, values, partial(_observe, training, change, simulation))
 
 
 def _observe(
