@@ -76,7 +76,8 @@ class Checker:
     def flag(self, name: str, value: Any) -> bool:
         """Return a bool."""
         if not isinstance(value, bool):
-            raise self.refuse(name, value, "True or False")
+            meant = str(value).lower() in ("yes", "true", "on", "1", "y")
+            raise self.refuse(name, value, "True or False", fix=f"pass {name}={meant}.")
         return value
 
     def choice(self, name: str, value: Any, known: Collection[T], *, fix: str | None = None) -> T:

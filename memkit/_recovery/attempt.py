@@ -194,6 +194,7 @@ def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterabl
         >>> mk.recover_from_oom(step, [200, 96, 32])
         96
     """
+    _check_function(fn, sizes)
     tried: list[str] = []
     error: BaseException | None = None
     for size in tuple(_falling(sizes)):  # all checked before the first call: a late error could come hours into the run
@@ -210,6 +211,18 @@ def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterabl
         expected="at least one size that fits into memory",
         fix="allow smaller sizes, or free memory outside fn: checkpointing, a smaller model, a lower precision.",
     ) from error
+
+
+def _check_function(fn: object, sizes: object) -> None:
+    """Refuse what is no function, and the two arguments swapped."""
+    if not callable(fn):
+        is_swapped = callable(sizes)
+        raise InputTypeError(
+            "recover_from_oom(fn, sizes)",
+            got="the sizes first and the function second" if is_swapped else f"a {type(fn).__name__} as fn",
+            expected="a function of a size, then the sizes",
+            fix=f"write recover_from_oom({'fn' if is_swapped else 'lambda size: step(size)'}, sizes).",
+        )
 
 
 def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:
@@ -240,5 +253,6 @@ def _halved(size: int) -> Iterator[int]:
 
 def _as_size(size: object, call: str) -> int:
     if isinstance(size, bool) or not isinstance(size, SupportsIndex):
-        raise InputTypeError(call, got=f"a {type(size).__name__}", expected="int sizes", fix="pass ints, or one int.")
+        fix = "write recover_from_oom(fn, [256, 128, 64]), or recover_from_oom(fn, 256)."
+        raise InputTypeError(call, got=f"a {type(size).__name__}", expected="int sizes", fix=fix)
     return operator.index(size)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from memkit._charts.overview import Overview, Overviewed
+from memkit._core.calls import by_word
 from memkit._core.errors import warn_user
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
@@ -89,22 +90,28 @@ class Verdict(str):
 
 
 # What other programs call the figures, and GB where bytes are meant.
-_ABSENT = {
-    **dict.fromkeys(("peak", "max_memory", "peak_memory", "peak_gb", "peak_mb"), "estimate.peak_bytes"),
-    **dict.fromkeys(("total", "total_gb", "total_mb", "memory", "total_memory", "size"), "estimate.total_bytes"),
-    **dict.fromkeys(("reserved", "reserved_gb"), "estimate.reserved_bytes"),
-    **dict.fromkeys(("params", "parameters", "params_bytes"), "estimate.parameters_bytes"),
-    **dict.fromkeys(("grads", "gradients"), "estimate.gradients_bytes"),
-    **dict.fromkeys(("activations", "activation_bytes"), "estimate.activations_bytes"),
-    **dict.fromkeys(("optimizer", "optimizer_states", "optimizer_states_bytes"), "estimate.optimizer_bytes"),
-    **dict.fromkeys(("summary", "report", "table"), "print(estimate), or estimate.explain() for every part"),
-    **dict.fromkeys(("breakdown", "to_dict", "dict", "model_dump"), "estimate.as_dict()"),
-    "headroom": "estimate.headroom_bytes('RTX 4090')",
-}
+_ABSENT = by_word(
+    {
+        "estimate.peak_bytes": "peak max_memory peak_memory peak_gb peak_mb",
+        "estimate.total_bytes": "total total_gb total_mb memory total_memory size",
+        "estimate.reserved_bytes": "reserved reserved_gb",
+        "estimate.parameters_bytes": "params parameters params_bytes",
+        "estimate.gradients_bytes": "grads gradients",
+        "estimate.activations_bytes": "activations activation_bytes",
+        "estimate.optimizer_bytes": "optimizer optimizer_states optimizer_states_bytes",
+        "print(estimate), or estimate.explain() for every part": "summary report table",
+        "estimate.as_dict()": "breakdown to_dict dict model_dump",
+        "estimate.headroom_bytes('RTX 4090')": "headroom",
+    }
+)
 
 
 @guided(
-    words={**dict.fromkeys(("gpu", "budget", "target", "memory", "device", "card"), "capacity")},
+    words=by_word(
+        {
+            "capacity": "gpu budget target memory device card",
+        }
+    ),
     absent=_ABSENT,
     methods=("fits", "verdict", "headroom_bytes"),
 )

@@ -8,8 +8,10 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from memkit._core.calls import by_word
 from memkit._core.errors import ConfigError, MemkitWarning
 from memkit._core.units import GIB, format_gib
+from memkit._core.words import guided
 from memkit.predict.config import TrainingConfig
 from memkit.predict.formula import RANGES_GB, estimate_by_formula
 
@@ -43,6 +45,13 @@ PRESETS = {
 }
 
 
+@guided(
+    words=by_word(
+        {
+            "name": "preset size preset_name",
+        }
+    )
+)
 def get_preset_config(name: str, gpu_memory_gb: float | None = None, **overrides: Any) -> TrainingConfig:
     """Return the settings of a named preset.
 
@@ -72,7 +81,7 @@ def get_preset_config(name: str, gpu_memory_gb: float | None = None, **overrides
     shown = "".join(f", {field}={value!r}" for field, value in overrides.items())
     call = f"get_preset_config({name!r}, {gpu_memory_gb!r}{shown})"
     if name not in list(PRESETS):  # by equality: a name of the wrong type, such as a list, is unknown too
-        raise _unknown_name(call, name)
+        raise _unknown_name(call, name, gpu_memory_gb)
     if "preset" in overrides:
         raise ConfigError(
             call,
@@ -96,13 +105,16 @@ def get_preset_config(name: str, gpu_memory_gb: float | None = None, **overrides
     return config
 
 
-def _unknown_name(call: str, name: object) -> ConfigError:
+def _unknown_name(call: str, name: object, gpu_memory_gb: object) -> ConfigError:
     near = difflib.get_close_matches(str(name).lower(), PRESETS, n=1)
+    meant, size = near[0] if near else "medium", "" if gpu_memory_gb is None else f", {gpu_memory_gb!r}"
+    if gpu_memory_gb in list(PRESETS):  # the two swapped
+        meant, size = str(gpu_memory_gb), f", {name!r}"
     return ConfigError(
         call,
         got=f"the preset {name!r}",
         expected=f"one of {', '.join(map(repr, PRESETS))}",
-        fix=f"did you mean {near[0]!r}?" if near else "pass one of these names.",
+        fix=f"write get_preset_config({meant!r}{size}).",
     )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
-from typing import TYPE_CHECKING, Any, Self
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memkit._core.errors import ConfigError, FileFormatError
+from memkit._core.settings import nearest_word
 from memkit._machine.regular_file import read_regular
 
 if TYPE_CHECKING:
@@ -21,6 +25,9 @@ class Settings(BaseModel):
 
     `replace` gives a changed, validated copy (pydantic's own ``model_copy(update=...)`` does not validate).
     """
+
+    foreign_words: ClassVar[Mapping[str, str]] = {}
+    """By a word of another library: the field, or the argument as it is written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -120,8 +127,35 @@ def _rule(settings: type[Settings], detail: ErrorDetails) -> str:
 
 
 def _way_out(settings: type[Settings], detail: ErrorDetails) -> str:
-    name = _field(detail)
+    name, value = _field(detail), detail["input"]
     if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, settings.model_fields, n=1)
-        return f"did you mean {near[0]}?" if near else f"leave {name} out."
-    return f"{detail['msg'].replace('Input', name)}."
+        word = settings.foreign_words.get(name) or next(
+            iter(difflib.get_close_matches(name, settings.model_fields, 1)), ""
+        )
+        if not word:
+            return f"there is no field {name}; write {settings.__name__}(...) with fields of the list."
+        return f"write {word}={value!r}." if word in settings.model_fields else f"write {word}."
+    meant = _meant(detail)
+    return f"{detail['msg'].replace('Input', name)}." if meant is None else f"write {name}={meant!r}."
+
+
+def _meant(detail: ErrorDetails) -> Any:
+    """Return the value that was probably meant; None if that cannot be told."""
+    kind, value, limits = detail["type"], detail["input"], detail.get("ctx", {})
+    number = re.match(r"\s*-?\d+(?:\.\d+)?", value) if isinstance(value, str) else None
+    if kind in ("int_type", "float_type"):
+        meant = float(number[0]) if number else value
+        if isinstance(meant, (int, float)) and not isinstance(meant, bool) and math.isfinite(meant):
+            return round(meant) if kind == "int_type" or meant == int(meant) else meant
+        return None
+    if kind == "literal_error":
+        known = re.findall(r"'([^']+)'", limits["expected"])
+        return nearest_word(value, known) if isinstance(value, str) else None
+    if kind == "bool_type":
+        return {"yes": True, "true": True, "1": True, "on": True}.get(str(value).lower(), False)
+    if kind == "tuple_type":
+        return (value,) if isinstance(value, (int, float)) else None
+    if kind == "multiple_of":
+        step = limits["multiple_of"]
+        return max(step, step * round(value / step))
+    return limits.get("ge") if kind == "greater_than_equal" else limits.get("meant")

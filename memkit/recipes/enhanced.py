@@ -14,6 +14,7 @@ from torch import nn
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
+from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch.autocast import without_gradients
@@ -24,6 +25,7 @@ from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, validate
+from memkit.recipes.words import ENHANCED_ABSENT, ENHANCED_WORDS
 from memkit.train.evaluation import Evaluation
 from memkit.train.models import device_of, eval_mode
 
@@ -36,6 +38,7 @@ class _Ended(BaseException):
     """Leaves a foreign loop between two steps; no ``except Exception`` inside it can stop this."""
 
 
+@guided(absent=ENHANCED_ABSENT)
 @final
 class EnhancedTrainLoop:
     """A training loop with extra work after each step; created by `create_enhanced_train_loop`.
@@ -68,7 +71,8 @@ class EnhancedTrainLoop:
         if monitor is not None:
             self._objects["early_stopping"] = monitor
         self._stop = stop
-        self._saved_at = self._validated_at = 0  # steps
+        self._saved_at: int | None = None  # the step that was saved last
+        self._validated_at: int | None = None
         self._draws = random_state.capture()  # every validation draws the same noise, so its figures can be compared
         self.memory = memory
         self.num_steps = 0
@@ -88,13 +92,13 @@ class EnhancedTrainLoop:
             self._state.restore(**self._objects)
         if self._look is not None:
             self._look()
-        ended_by, is_early = self._must_end(), False
+        ended_by, is_early = self._end_reason(), False
         if ended_by is None:
             result = None
             with self._stop, self._hooked(), contextlib.suppress(_Ended):
                 result = self._run()
             # Our own loop handles the signals itself while it runs.
-            ended_by = result.ended_by if isinstance(result, LoopResult) else self._must_end()
+            ended_by = result.ended_by if isinstance(result, LoopResult) else self._end_reason()
             is_early = ended_by is not None
         self._save_once()
         if is_early and callable(getattr(self._base, "save", None)):
@@ -139,7 +143,7 @@ class EnhancedTrainLoop:
                 self._validate()
             finally:  # a failing validation must not cost the run its state
                 self._save_once()
-        if self._must_end() is not None:
+        if self._end_reason() is not None:
             raise _Ended
 
     def _validate(self) -> None:
@@ -153,7 +157,7 @@ class EnhancedTrainLoop:
             self._validated_at = self.num_steps
             _LOGGER.info("step %d, validation: %s", self.num_steps, figures)
             if self._monitor is not None:
-                self._monitor.update(metric)
+                self._monitor.update(metric, self.num_steps)
         self.figures = figures
         if self.memory.available_bytes() == 0:
             given_back = self.memory.release()
@@ -164,13 +168,13 @@ class EnhancedTrainLoop:
                 self.memory.line(),
             )
 
-    def _must_end(self) -> EndedBy | None:
+    def _end_reason(self) -> EndedBy | None:
         if self._stop.is_set():
             return "SIGTERM"
         return "early stopping" if self._monitor is not None and self._monitor.should_stop else None
 
     def _save_once(self) -> None:
-        if self._state is None or self._saved_at == self.num_steps:
+        if self._state is None or self.num_steps in (0, self._saved_at):
             return
         metric = {}
         if self._monitor and self.figures and self._validated_at == self.num_steps:
@@ -179,6 +183,7 @@ class EnhancedTrainLoop:
         self._saved_at = self.num_steps
 
 
+@guided(words=ENHANCED_WORDS)
 def create_enhanced_train_loop(
     base_train_loop: Any,
     val_dataloader: Iterable[Any] | None = None,
@@ -255,7 +260,11 @@ def create_enhanced_train_loop(
     else:  # a number is a share, even 1
         budget = check.number("memory_fraction", memory_fraction, 0, 1)
     if not budget:
-        raise check.refuse("memory_fraction", memory_fraction, "a fraction or a size above zero")
+        raise check.refuse(
+            "memory_fraction", memory_fraction, "a fraction or a size above zero", fix="write memory_fraction=0.9."
+        )
+    check.flag("enable_validation", enable_validation)
+    check.whole("num_epochs", num_epochs)
     base, run = base_train_loop, _runner(base_train_loop, num_epochs)
     is_own = isinstance(base, MemoryEfficientTrainLoop)
     model = base.trainer.model if is_own else getattr(base, "model", None)

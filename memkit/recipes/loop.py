@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, NoReturn, Protocol, final
 
-from memkit._core.errors import ConfigError, InputError, warn_user
-from memkit._core.settings import Checker
+from torch import nn
+
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, warn_user
+from memkit._core.settings import Checker, as_whole
+from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_figures, memory_line
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
+from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
@@ -69,6 +74,7 @@ class LoopResult:
     validation: dict[str, Any] | None
 
 
+@guided(words=LOOP_WORDS, absent=LOOP_ABSENT, methods=("run", "run_step", "validate"))
 @final
 class MemoryEfficientTrainLoop:
     """Trains with `MemoryEfficientTrainingWrapper`: one step per batch of the loader, whatever the micro-batch size.
@@ -94,8 +100,9 @@ class MemoryEfficientTrainLoop:
         save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. If the step was
             validated, the state's metric is the monitor's figure; when both are due, validation runs first, and a
             failing validation does not lose the state.
-        report_every: Steps between two reports: a line with loss, learning rate, times and memory, at level INFO of the
-            logger ``"memkit"``, and the same figures for ``writer``. Only a report synchronizes with the device.
+        report_every: Steps between two reports: a line with the share that is done, the time left (if the loader has a
+            length), loss, learning rate, times and memory, at level INFO of the logger ``"memkit"``, and the same
+            figures for ``writer``. Only a report synchronizes with the device.
         writer: A TensorBoard ``SummaryWriter``, or any object with the same ``add_scalar``.
         progress: Show a progress bar if tqdm is installed; otherwise only the log lines.
 
@@ -104,6 +111,7 @@ class MemoryEfficientTrainLoop:
 
     Raises:
         ConfigError: A setting is invalid, or two settings conflict.
+        InputTypeError: ``trainer`` is no wrapper, ``train_loader`` cannot be iterated, or ``loss_fn`` is no function.
 
     Example:
         >>> import torch, memkit as mk
@@ -136,6 +144,8 @@ class MemoryEfficientTrainLoop:
         writer: Writer | None = None,
         progress: bool = True,
     ) -> None:
+        _check_parts(trainer, train_loader, loss_fn)
+        Checker(_CALL).flag("progress", progress)
         every = {"validate_every": validate_every, "save_every": save_every, "report_every": report_every}
         for name, steps in every.items():
             if steps is not None:
@@ -169,8 +179,11 @@ class MemoryEfficientTrainLoop:
         self._position = Position(train_loader)
         self._timeline = Timeline()
         self._stop = StopSignal()
-        self._saved_at = self._validated_at = 0  # steps
+        self._saved_at: int | None = None  # the step that was saved last
+        self._validated_at: int | None = None
         self._num_skipped = 0
+        self._num_epochs = 0
+        self._began = (0.0, 0)  # this run: its time, and the steps done before it
         self._figures: dict[str, Any] | None = None
         self._last: StepResult | None = None
 
@@ -178,20 +191,23 @@ class MemoryEfficientTrainLoop:
         """Train until ``num_epochs`` epochs are done, including those of a resumed run.
 
         Raises:
+            ConfigError: ``num_epochs`` is not a whole number.
             MemkitOutOfMemoryError: Not even one row fits.
             InputError: An epoch had no batches.
         """
+        self._num_epochs = Checker(f"{_CALL}.run(...)").whole("num_epochs", num_epochs)
         self._num_skipped, self._figures = 0, None
         if self._state is not None:
             self._state.restore(**self.objects())
         self._timeline.restart()
+        self._began = time.monotonic(), self.num_steps
         with self._stop, self._make_bar(num_epochs) as bar:
-            while self._position.epoch < num_epochs and not self._must_end():
+            while self._position.epoch < num_epochs and self._end_reason() is None:
                 self._run_epoch(bar)
         self._save_once()
         self._last = None
         return LoopResult(
-            ended_by=self._must_end() or "epochs",
+            ended_by=self._end_reason() or "epochs",
             num_epochs=self._position.epoch,
             num_steps=self.num_steps,
             num_skipped=self._num_skipped,
@@ -242,19 +258,27 @@ class MemoryEfficientTrainLoop:
         """Restore `state_dict`.
 
         Raises:
-            FileFormatError: The state is of another version.
+            FileFormatError: The state is of another version, or of another object.
         """
+        given: Any = state  # anything, from a user who mixes up states
+        is_own = isinstance(given, Mapping) and {"num_steps", "validated_at", "position"}.issubset(given)
+        if not is_own or as_whole(given["num_steps"]) is None:
+            raise FileFormatError(
+                "loop.load_state_dict(state)",
+                got=_keys_of(given),
+                expected="what loop.state_dict() returned: num_steps, validated_at and position",
+                fix="write loop.load_state_dict(state['loop']) for a state of all objects, or pass "
+                "state=mk.TrainingStateManager(...) to the loop, which resumes by itself.",
+            )
         self._position.load_state_dict(state["position"])
         self.num_steps = self._saved_at = state["num_steps"]
         self._validated_at = state["validated_at"]
-
-    # ----------------------------------------------------------------------------------------------- inside
 
     def _run_epoch(self, bar: Any) -> None:
         batches = self._position.batches()
         self._validate_if_due(at_end=False)  # where the last run was stopped before it could validate
         while True:
-            if self._must_end():
+            if self._end_reason() is not None:
                 return
             with self._timeline.phase("data"):
                 batch = next(batches, _END)
@@ -265,7 +289,7 @@ class MemoryEfficientTrainLoop:
             self._validate_if_due(at_end=False)
             self._save_if_due(at_end=False)
         if self.trainer.flush():  # under DDP other ranks had more batches: validate and save their steps too
-            self._validated_at = self._saved_at = -1
+            self._validated_at = self._saved_at = None
         elif self._position.num_batches == 0:
             self._save_once()
             raise InputError(
@@ -281,14 +305,14 @@ class MemoryEfficientTrainLoop:
         self._position.end_epoch()
         self._save_if_due(at_end=True)
 
-    def _must_end(self) -> EndedBy | None:
+    def _end_reason(self) -> EndedBy | None:
         if self._stop.is_set():
             return "SIGTERM"
         return "early stopping" if self._monitor and self._monitor.should_stop else None
 
     def _validate_if_due(self, *, at_end: bool) -> None:
         is_time = self.num_steps % self._validate_every == 0 if self._validate_every else at_end
-        if self._val_loader is None or not is_time or self._validated_at == self.num_steps:
+        if self._val_loader is None or not is_time or self.num_steps in (0, self._validated_at):
             return
         try:
             figures = self.validate(self._val_loader)
@@ -300,10 +324,10 @@ class MemoryEfficientTrainLoop:
             return
         self._figures, self._validated_at = figures, self.num_steps
         if self._monitor:
-            self._monitor.update(metric)
+            self._monitor.update(metric, self.num_steps)
             if self._saved_at == self.num_steps:  # saved without this metric: save again when due
-                self._saved_at = -1
-        _LOGGER.info("step %d, validation: %s", self.num_steps, _text(figures))
+                self._saved_at = None
+        _LOGGER.info("step %d, validation: %s", self.num_steps, _format_figures(figures))
         self._write("validation", figures)
 
     def _save_if_due(self, *, at_end: bool) -> None:
@@ -311,7 +335,7 @@ class MemoryEfficientTrainLoop:
             self._save_once()
 
     def _save_once(self) -> None:
-        if self._state is None or self._saved_at == self.num_steps:
+        if self._state is None or self.num_steps in (0, self._saved_at):
             return
         metric = {}
         if self._monitor and self._figures and self._validated_at == self.num_steps:
@@ -331,15 +355,16 @@ class MemoryEfficientTrainLoop:
         figures = {"loss": self._last.loss.item(), "lr": self._parts["optimizer"].param_groups[0]["lr"]}
         memory, seconds = memory_figures(self._device), self._timeline.seconds
         _LOGGER.info(
-            "epoch %d, step %d: %s; %s; %s",
+            "epoch %d, step %d%s: %s; %s; %s",
             self._position.epoch + 1,
             self.num_steps,
-            _text(figures),
+            self._progress_text(),
+            _format_figures(figures),
             self._timeline.line(),
             memory_line(memory),
         )
         if bar is not None:
-            bar.set_postfix_str(_text(figures))
+            bar.set_postfix_str(_format_figures(figures))
         self._write("train", figures)
         self._write("memory", memory)
         self._write("seconds_per_step", {name: value / self._timeline.num_steps for name, value in seconds.items()})
@@ -350,6 +375,15 @@ class MemoryEfficientTrainLoop:
             for name, value in figures.items():
                 if isinstance(value, int | float):  # a confusion matrix is not a curve
                     self._writer.add_scalar(f"{group}/{name}", value, self.num_steps)
+
+    def _progress_text(self) -> str:
+        """Say how far the run is and how long it still takes, by its own speed; empty for a loader without a length."""
+        if not isinstance(self._loader, Sized):
+            return ""
+        total = max(self.num_steps, self._num_epochs * len(self._loader))
+        began, num_before = self._began
+        seconds = (time.monotonic() - began) / max(1, self.num_steps - num_before) * (total - self.num_steps)
+        return f" of {total} ({self.num_steps / total:.0%}, {_format_seconds(seconds)} left)"
 
     def _make_bar(self, num_epochs: int) -> AbstractContextManager[Any]:
         try:
@@ -363,5 +397,47 @@ class MemoryEfficientTrainLoop:
         return bar
 
 
-def _text(figures: Mapping[str, Any]) -> str:
+def _check_parts(trainer: object, train_loader: object, loss_fn: object) -> None:
+    """Refuse parts that are not what the loop needs, and parts in another order."""
+    right = f"{_CALL}(trainer, train_loader, loss_fn)"
+    if isinstance(trainer, nn.Module):
+        _refuse_part(
+            f"a model ({type(trainer).__name__})",
+            "a MemoryEfficientTrainingWrapper, which runs the steps",
+            f"write trainer = MemoryEfficientTrainingWrapper(model, optimizer), and {right}.",
+        )
+    if not isinstance(trainer, MemoryEfficientTrainingWrapper):
+        _refuse_part(
+            f"a {type(trainer).__name__}", "a MemoryEfficientTrainingWrapper, which runs the steps", f"write {right}."
+        )
+    if callable(train_loader) and not isinstance(train_loader, Iterable) and isinstance(loss_fn, Iterable):
+        _refuse_part("the function second and the batches third", "the batches, then the function", f"write {right}.")
+    if not isinstance(train_loader, Iterable) and not hasattr(train_loader, "__getitem__"):
+        _refuse_part(f"a {type(train_loader).__name__} as train_loader", "batches to iterate over", f"write {right}.")
+    if not callable(loss_fn):
+        _refuse_part(
+            f"a {type(loss_fn).__name__} as loss_fn",
+            "a function loss_fn(model, batch)",
+            f"write {_CALL}(trainer, train_loader, lambda model, batch: criterion(model(batch[0]), batch[1])).",
+        )
+
+
+def _refuse_part(got: str, expected: str, fix: str) -> NoReturn:
+    raise InputTypeError(f"{_CALL}(...)", got=got, expected=expected, fix=fix)
+
+
+def _keys_of(state: object) -> str:
+    if not isinstance(state, Mapping):
+        return f"a {type(state).__name__}"
+    return f"a mapping with the keys {', '.join(map(str, state))}" if state else "an empty mapping"
+
+
+def _format_seconds(seconds: float) -> str:
+    """Return a duration with its two largest units, such as ``"2 h 05 min"``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def _format_figures(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, int | float))

@@ -11,10 +11,12 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from memkit._core.errors import ConfigError, InputError
-from memkit._core.settings import Checker, check_version
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._core.settings import Checker, as_whole, check_version
+from memkit._core.words import guided
 from memkit._torch.modules import BatchNorm
 from memkit.recipes.order import tell_epoch
+from memkit.recipes.words import PROGRESSIVE_ABSENT, PROGRESSIVE_WORDS, STAGE_WORDS
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.samples import mark_samples, unmark_samples
@@ -25,6 +27,7 @@ _VERSION = 1
 _BATCH_NORMS = (BatchNorm,)
 
 
+@guided(words=STAGE_WORDS)
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of `ProgressiveTrainer`.
@@ -52,6 +55,7 @@ class Stage:
             Checker(f"Stage({name}={getattr(self, name)!r})").whole(name, getattr(self, name), 1)
 
 
+@guided(words=PROGRESSIVE_WORDS, absent=PROGRESSIVE_ABSENT, methods=("run",))
 @final
 class ProgressiveTrainer:
     """Trains at growing resolutions; weights, optimizer state and schedule carry over from stage to stage.
@@ -64,7 +68,7 @@ class ProgressiveTrainer:
     Args:
         step_fn: ``step_fn(batch, micro_batch_size)`` trains one step on a resized batch on the model's device, such as
             ``lambda batch, rows: trainer.train_step(batch, loss_fn)``: a wrapper finds by itself how many rows fit.
-        stages: In order.
+        stages: In order; a dict with the fields of a `Stage` is one too.
         resize: ``resize(batch, resolution)`` returns the batch at another resolution. It runs on the host batch, or
             wherever the loader left it.
         plan: ``plan(stage)`` returns how many rows fit in a micro-batch; None uses the stage's batch size.
@@ -75,7 +79,8 @@ class ProgressiveTrainer:
         bn_batches: Batches for that estimate; 0 turns it off.
 
     Raises:
-        ConfigError: There are no stages.
+        ConfigError: There are no stages, or one of them has no batch size.
+        InputTypeError: ``step_fn``, ``resize``, ``plan`` or ``fits`` is no function.
 
     Example:
         >>> import torch, memkit as mk
@@ -96,7 +101,7 @@ class ProgressiveTrainer:
     def __init__(
         self,
         step_fn: Callable[[Any, int], Any],
-        stages: Sequence[Stage],
+        stages: Sequence[Stage | Mapping[str, Any]],
         *,
         resize: Callable[[Any, int], Any],
         plan: Callable[[Stage], int] | None = None,
@@ -111,8 +116,13 @@ class ProgressiveTrainer:
                 expected="at least one stage",
                 fix="pass at least one stage in stages=[...].",
             )
+        check = Checker("ProgressiveTrainer")
+        _check_step_fn(step_fn)
+        for name, function in (("resize", resize), ("plan", plan), ("fits", fits)):
+            if function is not None or name == "resize":
+                check.function(name, function)
         self._step_fn, self._resize, self._plan, self._fits = step_fn, resize, plan, fits
-        self._stages = tuple(stages)
+        self._stages = tuple(_as_stage(each, number) for number, each in enumerate(_listed(stages)))
         self._model, self._bn_batches = model, Checker("ProgressiveTrainer(...)").whole("bn_batches", bn_batches)
         self._device = None if model is None else device_of(model)
         self._done = (0, 0)  # stages done, and epochs done of the next one
@@ -170,8 +180,16 @@ class ProgressiveTrainer:
             FileFormatError: The state is of another version.
         """
         check_version("ProgressiveTrainer.load_state_dict(state)", state, _VERSION)
-        stage, epoch = state["done"]
-        self._done = (stage, epoch)
+        done = state.get("done")
+        numbers = [as_whole(each) for each in done] if isinstance(done, (list, tuple)) else []
+        if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+            raise FileFormatError(
+                "ProgressiveTrainer.load_state_dict(state)",
+                got=f"done={done!r}",
+                expected="what state_dict() returned",
+                fix="write progressive.load_state_dict(saved), with saved = progressive.state_dict().",
+            )
+        self._done = (numbers[0], numbers[1])
 
     def _checked_size(self, stage: Stage, number: int) -> int:
         size = stage.batch_size if self._plan is None else self._plan(stage)
@@ -200,6 +218,39 @@ class ProgressiveTrainer:
     def _estimate_batch_norm(self, loader: Iterable[Any], stage: Stage) -> None:
         if self._model is not None and self._bn_batches:
             estimate_batch_norm(itertools.islice(self._batches(loader, stage), self._bn_batches), self._model)
+
+
+def _check_step_fn(step_fn: object) -> None:
+    """Refuse what is no function of a batch and a number of rows; a model and a wrapper are callable or close to it."""
+    if isinstance(step_fn, nn.Module) or not callable(step_fn):
+        raise InputTypeError(
+            "ProgressiveTrainer(step_fn, ...)",
+            got=f"a {type(step_fn).__name__}",
+            expected="a function step_fn(batch, micro_batch_size) that trains one step",
+            fix="write step_fn=lambda batch, rows: trainer.train_step(batch, loss_fn), with "
+            "trainer = MemoryEfficientTrainingWrapper(model, optimizer).",
+        )
+
+
+def _listed(stages: Any) -> Sequence[Any]:
+    return [stages] if isinstance(stages, (Stage, Mapping)) else stages
+
+
+def _as_stage(value: Any, number: int) -> Stage:
+    """Return a stage that may have come as a dict of its fields."""
+    if isinstance(value, Stage):
+        return value
+    if isinstance(value, Mapping):
+        return Stage(**value)
+    fields = value if isinstance(value, (list, tuple)) and 2 <= len(value) <= 3 else (value, "...")
+    names = ("resolution", "batch_size", "epochs")
+    written = ", ".join(f"{name}={each}" for name, each in zip(names, fields, strict=False))
+    raise ConfigError(
+        f"ProgressiveTrainer(stages=...): stage {number}",
+        got=repr(value),
+        expected="a Stage, with its resolution and batch size",
+        fix=f"write mk.recipes.Stage({written}).",
+    )
 
 
 @torch.no_grad()

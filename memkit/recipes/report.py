@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from memkit._core.errors import InputTypeError
+from memkit._core.words import guided
 from memkit._events.reader import EventLog
 from memkit.predict.gpus import all_gpus, find_gpu
+from memkit.recipes.words import REPORT_WORDS
 from memkit.report.build import build_report
 from memkit.report.cards import CatalogueRow
 from memkit.report.nodes import Report, SectionMaker
 from memkit.report.write import check_target, save_report
 
 
+@guided(words=REPORT_WORDS)
 def write_report(
     log: EventLog,
     path: str | os.PathLike[str],
@@ -56,8 +60,23 @@ def write_report(
         >>> "| t5 | 10.58 GiB (11,362,869,248 B) |" in (folder / "report.md").read_text("utf-8")
         True
     """
+    _check_order(log, path)
     check_target(path)  # before the work
     save_report(make_report(log, baseline=baseline, gpu=gpu, language=language, sections=sections), path)
+
+
+def _check_order(log: object, path: object) -> None:
+    """Refuse a path in place of the log, and anything but a path in its own place."""
+    is_path = isinstance(path, (str, os.PathLike))
+    if not is_path or isinstance(log, (str, os.PathLike)):
+        read = "log" if isinstance(path, EventLog) else f"mk.report.read_memory_events({str(log)!r})"
+        target = repr(str(path)) if is_path else repr(str(log)) if isinstance(path, EventLog) else "'report.html'"
+        raise InputTypeError(
+            "write_report(log, path)",
+            got=f"a {type(log).__name__} and a {type(path).__name__}",
+            expected="a log that was read, then the path to write",
+            fix=f"write write_report({read}, {target}).",
+        )
 
 
 def make_report(

@@ -10,19 +10,22 @@ from typing import Any, Literal, NoReturn, final
 import torch
 from torch import Tensor, nn
 
+from memkit._core.calls import refuse_called_property
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._core.printable import described
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, check_version
+from memkit._core.words import guided
 from memkit._gradients.loss import call_loss_fn
 from memkit._machine import random_state
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Mean, Reducer, WeightedMean
+from memkit.recipes.words import MONITOR_ABSENT, MONITOR_WORDS
 from memkit.train.checks import read_count
 from memkit.train.evaluation import Evaluation
 from memkit.train.loader import to_device
 from memkit.train.split import count_rows
 
-_VERSION = 1
+_VERSION = 2
 _CALL = "ValidationMonitor"
 _CALL_COUNT = "count of loss_fn of a validation"
 _HOST = torch.device("cpu")
@@ -36,6 +39,7 @@ _LOWER_IS_BETTER = frozenset(
 ValidationFn = Callable[[nn.Module, Any], Mapping[str, Any]]
 
 
+@guided(words=MONITOR_WORDS, absent=MONITOR_ABSENT, methods=("update",))
 @final
 class ValidationMonitor:
     """Tells after each validation whether it is the best so far and whether to stop.
@@ -50,6 +54,8 @@ class ValidationMonitor:
 
     Attributes:
         best: The best value; None before there is one.
+        best_step: The step of the best value; None before there is one.
+        history: Step and value of every validation, in order.
         plateau: Validations since the best one. A NaN is never the best and counts as no improvement.
 
     Raises:
@@ -60,6 +66,8 @@ class ValidationMonitor:
         >>> monitor = mk.ValidationMonitor(patience=2)
         >>> [monitor.update(value) for value in (0.9, 0.7, float("nan"), 0.8)], monitor.should_stop
         ([True, True, False, False], True)
+        >>> monitor.best, monitor.best_step, monitor.history[0]
+        (0.7, 2, (1, 0.9))
     """
 
     def __init__(
@@ -70,6 +78,8 @@ class ValidationMonitor:
         metric: str = "loss",
         min_delta: float = 0.0,
     ) -> None:
+        if not isinstance(metric, str):
+            raise Checker(_CALL).refuse("metric", metric, "the name of a figure", fix="write metric='loss'.")
         if mode is None and not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower())):
             mode = "min"
         check = Checker(_CALL)
@@ -77,29 +87,35 @@ class ValidationMonitor:
             "mode", mode, ("min", "max"), fix=f"pass mode='min' or mode='max', whichever is better for {metric!r}."
         )
         if patience is not None:
-            check.whole("patience", patience, 1, fix="pass patience=None to watch without stopping.")
+            check.whole("patience", patience, 1, fix=_patience_fix(patience))
         check.number("min_delta", min_delta, 0)
         self.patience, self.mode, self.metric, self.min_delta = patience, mode, metric, min_delta
         self.best: float | None = None
+        self.best_step: int | None = None
+        self.history: list[tuple[int, float]] = []
         self.plateau = 0
 
     @property
     def should_stop(self) -> bool:
-        """Whether there has been no new best for ``patience`` validations."""
+        """Whether there has been no new best for ``patience`` validations; a property, so without parentheses."""
+        refuse_called_property("monitor.should_stop()", "monitor.should_stop, without parentheses")
         return self.patience is not None and self.plateau >= self.patience
 
-    def update(self, value: float | Tensor) -> bool:
+    def update(self, value: float | Tensor, step: int | None = None) -> bool:
         """Record the value of a validation.
 
         Args:
             value: A number, or a one-element tensor, which is read back to the host.
+            step: The training step, for `best_step` and `history`. None counts validations, from 1.
 
         Returns:
             True if it is the best so far.
 
         Raises:
             InputTypeError: The value is not a number: None, as from a mean over nothing, or a matrix.
+            ConfigError: The step is not a whole number, 0 or more.
         """
+        at = len(self.history) + 1 if step is None else Checker(f"{_CALL}.update(value, step)").whole("step", step)
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -107,11 +123,12 @@ class ValidationMonitor:
                 f"{_CALL}.update(value)",
                 got=described(value) if isinstance(value, Tensor) else repr(value),
                 expected=f"a number, the figure {self.metric!r} of a validation",
-                fix="let val_fn return rows with a weight above zero, or watch another figure with metric=...",
+                fix=_value_fix(value, self.metric),
             ) from error
+        self.history.append((at, number))
         is_best = not math.isnan(number) and (self.best is None or self._gain(number, self.best) > self.min_delta)
         if is_best:
-            self.best, self.plateau = number, 0
+            self.best, self.best_step, self.plateau = number, at, 0
         else:
             self.plateau += 1
         return is_best
@@ -120,8 +137,15 @@ class ValidationMonitor:
         return 0.0 if value == best else best - value if self.mode == "min" else value - best  # inf - inf is NaN
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long ago it was reached."""
-        return {"version": _VERSION, "mode": self.mode, "best": self.best, "plateau": self.plateau}
+        """Return the best value, how long ago it was reached, and the history."""
+        return {
+            "version": _VERSION,
+            "mode": self.mode,
+            "best": self.best,
+            "best_step": self.best_step,
+            "plateau": self.plateau,
+            "history": [list(each) for each in self.history],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`.
@@ -129,14 +153,35 @@ class ValidationMonitor:
         Raises:
             FileFormatError: The state is of another version, or has the other mode.
         """
-        if (state.get("version"), state.get("mode")) != (_VERSION, self.mode):
+        check_version("ValidationMonitor.load_state_dict(state)", state, _VERSION)
+        if state.get("mode") != self.mode:
             raise FileFormatError(
                 "ValidationMonitor.load_state_dict(state)",
-                got=f"version {state.get('version')!r}, mode {state.get('mode')!r}",
-                expected=f"version {_VERSION}, mode {self.mode!r}",
-                fix="create the monitor with the same arguments as before, or start with a new one.",
+                got=f"mode {state.get('mode')!r}",
+                expected=f"mode {self.mode!r}",
+                fix=f"write ValidationMonitor(mode={state.get('mode')!r}), as before, or start with a new one.",
             )
-        self.best, self.plateau = state["best"], state["plateau"]
+        self.best, self.best_step, self.plateau = state["best"], state["best_step"], state["plateau"]
+        self.history = [(step, value) for step, value in state["history"]]
+
+
+def _patience_fix(patience: object) -> str:
+    try:
+        meant = int(str(patience))
+    except ValueError:
+        meant = 0
+    return f"write patience={meant}." if meant > 0 else "write patience=None to watch without stopping."
+
+
+def _value_fix(value: object, metric: str) -> str:
+    """Return the way out for a value that is no number."""
+    if isinstance(value, Mapping) and value:
+        return f"write monitor.update(value[{(metric if metric in value else next(iter(value)))!r}])."
+    if isinstance(value, (list, tuple)) and value:
+        return "write monitor.update(sum(values) / len(values)), or monitor.update(values[-1])."
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return "write monitor.update(value.mean())."
+    return "let val_fn return rows with a weight above zero, or watch another figure with metric=..."
 
 
 def validate(

@@ -54,7 +54,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[MemkitError], str, str, str]] = [
     (lambda: CHECK.whole("steps", 0, 1), ConfigError, "steps=0", "a whole number, 1 or more", "pass steps=1."),
     (lambda: CHECK.whole("steps", 2.5, 1), ConfigError, "steps=2.5", "a whole number, 1 or more", "pass steps=2."),
     (lambda: CHECK.whole("bits", 9, 1, 8), ConfigError, "bits=9", "a whole number from 1 to 8", "pass bits=8."),
-    (lambda: CHECK.flag("flip", 1), ConfigError, "flip=1", "True or False", "change flip."),
+    (lambda: CHECK.flag("flip", 1), ConfigError, "flip=1", "True or False", "pass flip=True."),
     (lambda: CHECK.choice("mode", "fats", ("fast",)), ConfigError, "mode='fats'", "'fast'", "pass mode='fast'."),
     (lambda: CHECK.choice("p", "bf16", ("bf16-mixed", "bf16-true"), fix="which?"), ConfigError, "p=", "one", "which?"),
     (lambda: CHECK.choice("n", True, (1, 2), fix="leave it out."), ConfigError, "n=True", "1, 2", "leave it out."),

@@ -77,7 +77,7 @@ def test_others_on_the_card():
 
 @pytest.mark.parametrize(
     ("budget", "expected"),
-    [(1.0, 1000), (0.5, 500), ("22GB", 22 * 10**9), ("1.5 GiB", 3 * 2**29), (7, 7), (10**15, 10**15)],
+    [(1.0, 1000), (0.5, 500), ("22GB", 22 * 10**9), ("1.5 GiB", 3 * 2**29), ("7B", 7), (10**15, 10**15)],
 )
 def test_budget_forms(budget, expected):
     assert parse_budget(budget, 1000) == expected

@@ -49,8 +49,10 @@ def test_it_learns_digits_and_says_so(caplog):
     expected = (model(images).argmax(1) == classes).double().mean().item()
     assert result.validation["accuracy"] == pytest.approx(expected)
     assert result.validation["accuracy"] > 0.8
-    (report,) = [line for line in caplog.messages if line.startswith("epoch 1, step 50:")]
-    measured = r"loss [\d.]+, lr [\d.]+; [\d.]+ ms a step: data \d+%, .*step \d+%; host resident .* [MG]iB"
+    (report,) = [line for line in caplog.messages if line.startswith("epoch 1, step 50 of 94 (53%, ")]
+    measured = (
+        r"\d+ s left\): loss [\d.]+, lr [\d.]+; [\d.]+ ms a step: data \d+%, .*step \d+%; host resident .* [MG]iB"
+    )
     assert re.search(measured, report)
 
 

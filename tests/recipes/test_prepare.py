@@ -289,7 +289,7 @@ def test_it_explains_itself():
     plan = plan_training(make_model(), digits(), loss_fn, budget="2500KiB")
     lines = plan.explain().splitlines()
     assert sum("<- chosen" in line for line in lines) == 1
-    assert sum("too much" in line for line in lines) == sum(not each.fits for each in plan.candidates)
+    assert sum("more than the budget" in line for line in lines) == sum(not each.fits for each in plan.candidates)
     (field, key) = ([line.partition("|")[2] for line in lines if "|" in line], lines[-len(plan.notes) - 4])
     assert sum(line.count("*") for line in field) == 1
     assert key.split("   ")[-1] == "- budget 2.44 MiB"

@@ -62,7 +62,7 @@ def test_state_goes_on_where_it_was():
     again.update(3.0)
     assert again.should_stop
     assert again.best == 1.0
-    with pytest.raises(mk.errors.FileFormatError, match="mode 'min'; expected version 1, mode 'max'"):
+    with pytest.raises(mk.errors.FileFormatError, match="mode 'min'; expected mode 'max'"):
         ValidationMonitor(mode="max").load_state_dict(monitor.state_dict())
 
 

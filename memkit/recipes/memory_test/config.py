@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
+from memkit._core.calls import by_word
 from memkit.predict.scaling.points import StepMode
 from memkit.predict.settings import Settings
 
@@ -37,7 +41,18 @@ class MemoryTestConfig(Settings):
         ('train', 'inference')
     """
 
-    device: str = Field(default="cuda:0", pattern=r"^(cpu|cuda|xpu|mps)(:\d+)?$")
+    foreign_words: ClassVar[Mapping[str, str]] = by_word(
+        {
+            "num_test_points": "num_points num_steps test_points",
+            "mlp": "hidden_dims hidden_sizes mlp_dims mlp_layers",
+            "core_num_edges": "edges num_edges edge_counts",
+            "test_training_mode": "training train",
+            "test_inference_mode": "inference eval",
+            "source='measured'": "measured real",
+        }
+    )
+
+    device: str = "cuda:0"
     """what a measured run runs on: 'cpu', 'cuda', 'xpu' or 'mps', with or without an index such as 'cuda:0'"""
     num_physical_nodes: int = Field(default=5_000, ge=1)
     """nodes of the physical domain, 1 or more"""
@@ -84,8 +99,17 @@ class MemoryTestConfig(Settings):
     @classmethod
     def _is_not_below_min_edges(cls, max_edges: int, info: ValidationInfo) -> int:
         if max_edges < info.data.get("min_edges", 1):
-            raise ValueError(f"max_edges must be at least min_edges, which is {info.data['min_edges']}")
+            least = info.data["min_edges"]
+            raise PydanticCustomError("below_min_edges", "max_edges must be {meant} or more", {"meant": least})
         return max_edges
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if not re.fullmatch(r"(cpu|cuda|xpu|mps)(:\d+)?", device):
+            meant = "cuda" if device.startswith("gpu") else "cpu"
+            raise PydanticCustomError("device", "device must be 'cpu', 'cuda', 'xpu' or 'mps'", {"meant": meant})
+        return device
 
     @property
     def num_edges(self) -> tuple[int, ...]:

@@ -10,13 +10,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.settings import Checker, as_whole
+from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit.recipes.state.files import (
     LARGEST_STEP,
@@ -43,8 +44,15 @@ from memkit.recipes.state.plain import Flattener, has_placeholders
 from memkit.recipes.state.ranks import Crew
 from memkit.recipes.state.restore import RANDOM, Restoration
 from memkit.recipes.state.shards import write_shards
+from memkit.recipes.words import STATE_ABSENT, STATE_WORDS
 
 
+@guided(
+    words=STATE_WORDS,
+    absent=STATE_ABSENT,
+    methods=("save", "restore"),
+    rewrite={"save": lambda _: "save(step, model=model, optimizer=optimizer)"},
+)
 @final
 class TrainingStateManager(Uncopied, Closing):
     """Saves everything the next training step depends on, so that a run can be stopped at any moment.
@@ -103,7 +111,7 @@ class TrainingStateManager(Uncopied, Closing):
             check.choice("mode", mode, ("min", "max"))
         self.directory = Path(directory)
         self.mode = mode
-        self._keep, self._background = check.whole("keep", keep, 1), background
+        self._keep, self._background = check.whole("keep", keep, 1), check.flag("background", background)
         self._busy = threading.Lock()
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -141,7 +149,8 @@ class TrainingStateManager(Uncopied, Closing):
                 rank failed.
             ConfigError: ``background=True`` on several ranks.
         """
-        with self._alone():
+        call = f"TrainingStateManager.save({as_whole(step) if as_whole(step) is not None else 'step'}, ...)"
+        with self._alone(call):
             self._save(_as_step(step), _as_metric(step, metric), objects)
 
     def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
@@ -168,7 +177,7 @@ class TrainingStateManager(Uncopied, Closing):
             OSError: The directory cannot be read.
         """
         _check_which(which)
-        with self._alone(), contextlib.ExitStack() as stack:
+        with self._alone(f"TrainingStateManager.restore({which!r}, ...)"), contextlib.ExitStack() as stack:
             crew = Crew()
             if not crew.first(self.directory.exists):
                 return None
@@ -189,7 +198,7 @@ class TrainingStateManager(Uncopied, Closing):
 
     def wait(self) -> None:
         """Wait until a state being written in the background is on disk; raise its error, if any."""
-        with self._alone():
+        with self._alone("TrainingStateManager.wait()"):
             pass
 
     def close(self) -> None:
@@ -199,6 +208,8 @@ class TrainingStateManager(Uncopied, Closing):
     def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
         _check_given(step, objects)
         crew = Crew()
+        if self._background and crew.size > 1:
+            _refuse_background(f"{crew.size} ranks")
         flattener = Flattener(copy=self._background)
         replicated = find_replicated(objects) if crew.rank else set()  # rank 0 has them
         state: dict[str, Any] = {"step": step, RANDOM: random_state.capture().state_dict()}
@@ -224,14 +235,8 @@ class TrainingStateManager(Uncopied, Closing):
         if not self._background:
             write()
             return
-        if crew.size > 1 or sharded:
-            raise ConfigError(
-                "TrainingStateManager(background=True)",
-                got=f"{crew.size} ranks",
-                expected="one process without sharded tensors: communication of a background thread would mix with "
-                "that of the training",
-                fix="omit background=True.",
-            )
+        if sharded:
+            _refuse_background("sharded tensors")
         self._writer = threading.Thread(target=self._write_guarded, args=(write,), name="memkit-state")
         self._writer.start()
 
@@ -243,11 +248,11 @@ class TrainingStateManager(Uncopied, Closing):
             self._untold.append(str(error))
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, call: str) -> Iterator[None]:
         """Wait for the writer thread, raise its error, and lock out other calls."""
         if not self._busy.acquire(blocking=False):
             raise StateError(
-                "TrainingStateManager.save(step)",
+                call,
                 got="a call while this manager saves or restores",
                 expected="one call at a time, from one thread",
                 fix="only set a flag in a signal handler, and save after the step.",
@@ -357,6 +362,16 @@ class TrainingStateManager(Uncopied, Closing):
             expected="at least one state whose files are unchanged since they were saved",
             fix="see the warnings for the reasons; to start from the beginning, move the folders elsewhere.",
         )
+
+
+def _refuse_background(got: str) -> NoReturn:
+    raise ConfigError(
+        "TrainingStateManager(background=True)",
+        got=got,
+        expected="one process without sharded tensors: communication of a background thread would mix with that of the "
+        "training",
+        fix="write TrainingStateManager(directory, background=False).",
+    )
 
 
 def _check_given(step: int, objects: Collection[str]) -> None:

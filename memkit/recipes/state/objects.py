@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from memkit._core.errors import FileFormatError, InputTypeError
 from memkit._core.printable import list_some
@@ -52,9 +53,20 @@ def check_objects(call: str, objects: Mapping[str, Any]) -> dict[str, Stateful]:
                 f"TrainingStateManager.{call}({name}=...)",
                 got=type(value).__name__,
                 expected="objects with state_dict() and load_state_dict(state)",
-                fix=f"omit {name}, or give its class these two methods.",
+                fix=_way_out(call, name, value),
             )
     return {name: unwrap_model(each) if isinstance(each, nn.Module) else each for name, each in objects.items()}
+
+
+def _way_out(call: str, name: str, value: object) -> str:
+    """Return the way out for an object without a state."""
+    if isinstance(value, Mapping):
+        return f"write {call}(..., {name}={name}), the object itself instead of its state_dict()."
+    if isinstance(value, DataLoader):
+        return f"write {call}(..., {name}=loader), with loader = mk.recipes.ResumableLoader(...) around the DataLoader."
+    if isinstance(value, (int, float)):
+        return "write save(step, ...) for a step, save(step, metric=value, ...) for a figure of the model."
+    return f"write a class for {name} with state_dict() and load_state_dict(state)."
 
 
 def find_replicated(objects: Mapping[str, Any]) -> set[str]:
