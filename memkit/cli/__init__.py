@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memkit._core.printable import printable
+from memkit._core.settings import nearest_word
 from memkit._version import __version__
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
@@ -29,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"memkit {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     given = sys.argv[1:] if argv is None else argv
+    if given and given[0] not in _COMMANDS and not given[0].startswith("-"):
+        meant = nearest_word(given[0], _COMMANDS)
+        parser.error(
+            f"no command {given[0]!r}; "
+            + (f"write `{' '.join(['memkit', meant, *given[1:]])}`" if meant else f"one of {', '.join(_COMMANDS)}")
+        )
     # Only the requested command is loaded; without one, all are, for the help and the errors.
     for name in given[:1] if given and given[0] in _COMMANDS else _COMMANDS:
         importlib.import_module(f"memkit.cli.{name}").add_parser(commands)

@@ -12,7 +12,7 @@ from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
 from memkit.cli._terminal import say, say_all
 from memkit.predict.estimate import MemoryEstimate, Verdict
-from memkit.predict.gpus import GPU, find_gpu
+from memkit.predict.gpus import GPU, find_gpu, is_size_text
 from memkit.predict.presets import PRESETS, get_preset_config
 from memkit.predict.usage import estimate_memory_usage
 
@@ -48,6 +48,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.gpu is not None and is_size_text(arguments.gpu):
+        arguments.parser.error(f"--gpu names a card; for a size write --budget {arguments.gpu}")
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capacity = gpu if arguments.budget is None else _budget(arguments.budget, arguments.calibrated)
     if arguments.calibrated is not None and gpu is None and not isinstance(capacity, GPU):
@@ -105,7 +107,7 @@ def _estimate(arguments: argparse.Namespace, gpu: GPU | None) -> MemoryEstimate:
 
 def _step(text: str) -> dict[str, Any]:
     """Call the user's function."""
-    made = load_function("estimate", text, instead="a preset")()
+    made = load_function("estimate", text, instead="a preset", words=PRESETS)()
     step = dict(zip(_NAMES, made, strict=False)) if isinstance(made, tuple) else made
     if not isinstance(step, dict) or len(step) < len(made) or not set(_NAMES[:3]) <= step.keys() <= set(_NAMES):
         got = type(made).__name__

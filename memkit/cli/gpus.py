@@ -44,12 +44,22 @@ def _run(arguments: argparse.Namespace) -> int:
         return YES
     gpus = list(all_gpus(arguments.calibrated))
     if arguments.need is not None:
-        need_bytes = parse_bytes(arguments.need, name="--need")
+        need_bytes = _need(arguments.need)
         gpus = sorted((gpu for gpu in gpus if gpu.usable_bytes >= need_bytes), key=lambda gpu: gpu.usable_bytes)
     if not gpus:
-        say(f"memkit: no card of the table holds {arguments.need}", is_error=True)
+        largest = max(all_gpus(arguments.calibrated), key=lambda gpu: gpu.usable_bytes)
+        room = f"the largest, {largest.name}, leaves {format_gib(largest.usable_bytes)}"
+        say(f"memkit: no card of the table holds {arguments.need}: {room}", is_error=True)
+        if arguments.json:
+            _show_table(gpus, as_json=True)
+        return NO
     _show_table(gpus, as_json=arguments.json)
-    return YES if gpus else NO
+    return YES
+
+
+def _need(text: str) -> int:
+    """Return a size; a bare number is refused as in Python, because 24 means 24 GiB."""
+    return parse_bytes(int(text) if text.strip().isdecimal() else text, name="--need", is_large=True)
 
 
 def _show_one(gpu: GPU, *, as_json: bool) -> None:

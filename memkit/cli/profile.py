@@ -114,7 +114,7 @@ def _results(arguments: argparse.Namespace, config: MemoryTestConfig) -> list[Me
         "on_point": on_point,
     }
     if arguments.step is not None:
-        build_step = load_function("profile", arguments.step)
+        build_step = load_function("profile", arguments.step, arguments=("n",))
         return [sweep("script", [(arguments.step, None, build_step)], _sizes(arguments.sizes), config, **options)]
     both: tuple[Literal["full", "core"], ...] = ("full", "core")
     analyses = [name for name in both if getattr(arguments, name)] or both

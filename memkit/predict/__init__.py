@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from memkit.predict.summary import print_config_summary as print_config_summary
     from memkit.predict.usage import estimate_memory_usage as estimate_memory_usage
     from memkit.predict.virtual_gpu import VirtualGPU as VirtualGPU
+    from memkit.predict.worst_batch import (
+        WorstBatch as WorstBatch,
+        find_worst_batch as find_worst_batch,
+    )
 else:  # a type checker would assume that `__getattr__` may provide any name
     from memkit._core.lazy import load_lazily
 
@@ -43,9 +47,11 @@ else:  # a type checker would assume that `__getattr__` may provide any name
         "TrainingConfig": "memkit.predict.config",
         "TrainingPlan": "memkit.predict.plan.plan",
         "VirtualGPU": "memkit.predict.virtual_gpu",
+        "WorstBatch": "memkit.predict.worst_batch",
         "all_gpus": "memkit.predict.gpus",
         "estimate_memory_usage": "memkit.predict.usage",
         "find_gpu": "memkit.predict.gpus",
+        "find_worst_batch": "memkit.predict.worst_batch",
         "fit_points": "memkit.predict.scaling.deterministic",
         "get_preset_config": "memkit.predict.presets",
         "measure_scaling": "memkit.predict.scaling.measured",

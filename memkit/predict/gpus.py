@@ -198,7 +198,7 @@ def look_up(name: str | GPU, call: str, *, calibrated: str | os.PathLike[str] | 
     names = _similar(name, wanted, gpus)
     raise InputError(
         call,
-        got=f"{name!r}, which is not in the table of GPUs",
+        got="an unknown GPU",
         expected=f"a GPU that `memkit gpus` lists, such as {', '.join(names)}"
         if names
         else "a GPU that `memkit gpus` lists",
@@ -248,7 +248,9 @@ def _shown(name: object) -> str:
     return name.name if isinstance(name, GPU) else repr(name)
 
 
-def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False, is_large: bool = True) -> int:
+def capacity_bytes(
+    capacity: CapacityLike, *, context_counted: bool = False, is_large: bool = True, name: str = "capacity"
+) -> int:
     """Return the bytes of a device capacity.
 
     Args:
@@ -257,6 +259,7 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False, is_
         context_counted: Whether the figure to compare includes the driver's context. If so, a GPU counts with its
             `GPU.total_bytes`, otherwise with its `GPU.usable_bytes`. Has no effect on a size.
         is_large: As for `memkit.memory.parse_bytes`.
+        name: Name of the argument, for the error message.
 
     Returns:
         The capacity in bytes.
@@ -274,7 +277,7 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False, is_
     if isinstance(capacity, GPU):
         return capacity.total_bytes if context_counted else capacity.usable_bytes
     try:
-        return parse_bytes(capacity, name="capacity", is_large=is_large)
+        return parse_bytes(capacity, name=name, is_large=is_large)
     except InputError as no_size:
         if not isinstance(capacity, str):
             raise
@@ -305,7 +308,7 @@ def write_gpus(path: str | os.PathLike[str], gpus: Iterable[GPU]) -> None:
 def capability_of(gpu: GPU) -> tuple[int, int]:
     """Return the compute capability; raise ConfigError for a GPU whose operators are unknown."""
     if gpu.compute_capability is None:
-        others = [each for each in all_gpus() if each.vendor == "NVIDIA"]
+        others = [each for each in reversed(all_gpus()) if each.vendor == "NVIDIA"]  # the newest one of a size
         nearest = min(others, key=lambda each: abs(each.box_bytes - gpu.box_bytes))
         raise ConfigError(
             f"a dry run on {gpu.name!r}",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from memkit._core.calls import by_word
-from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._core.errors import ConfigError, warn_user
 from memkit._core.units import GIB, format_gib
 from memkit._core.words import guided
 from memkit.predict.config import TrainingConfig
@@ -101,7 +100,7 @@ def get_preset_config(name: str, gpu_memory_gb: float | None = None, **overrides
     if config.gpu_memory_gb is not None:
         advice = _advice(config, config.gpu_memory_gb, overridden=bool(overrides))
         if advice:
-            warnings.warn(advice, MemkitWarning, stacklevel=2)
+            warn_user(advice)
     return config
 
 

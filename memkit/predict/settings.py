@@ -133,7 +133,7 @@ def _way_out(settings: type[Settings], detail: ErrorDetails) -> str:
             iter(difflib.get_close_matches(name, settings.model_fields, 1)), ""
         )
         if not word:
-            return f"there is no field {name}; write {settings.__name__}(...) with fields of the list."
+            return f"write {settings.__name__}(...) without {name}."
         return f"write {word}={value!r}." if word in settings.model_fields else f"write {word}."
     meant = _meant(detail)
     return f"{detail['msg'].replace('Input', name)}." if meant is None else f"write {name}={meant!r}."
@@ -150,7 +150,8 @@ def _meant(detail: ErrorDetails) -> Any:
         return None
     if kind == "literal_error":
         known = re.findall(r"'([^']+)'", limits["expected"])
-        return nearest_word(value, known) if isinstance(value, str) else None
+        begun = [each for each in known if isinstance(value, str) and value and each.startswith(value.lower())]
+        return begun[0] if begun else nearest_word(str(value), known)
     if kind == "bool_type":
         return {"yes": True, "true": True, "1": True, "on": True}.get(str(value).lower(), False)
     if kind == "tuple_type":

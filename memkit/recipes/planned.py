@@ -297,7 +297,7 @@ def _check_precisions(call: str, precisions: Any) -> Sequence[PlannedPrecision |
     is_list = isinstance(precisions, (list, tuple)) and len(precisions) > 0
     if not is_list or any(each not in known for each in precisions):
         given = precisions if is_list else [precisions]
-        meant = tuple(nearest_word(str(each), known[1:]) for each in given)
+        meant = tuple(_precision_meant(each) for each in given)
         raise Checker(f"{call}(...)").refuse(
             "precisions",
             precisions,
@@ -306,6 +306,12 @@ def _check_precisions(call: str, precisions: Any) -> Sequence[PlannedPrecision |
         )
     chosen: Sequence[PlannedPrecision | None] = precisions
     return chosen
+
+
+def _precision_meant(value: object) -> str | None:
+    known = get_args(PlannedPrecision)
+    begun = [each for each in known if str(value) and each.startswith(str(value).lower())]
+    return begun[0] if begun else nearest_word(str(value), known)
 
 
 def _find_place(
@@ -327,7 +333,7 @@ def _find_place(
     except (InputError, InputTypeError):
         if not isinstance(budget, (str, GPU)):
             raise
-        capacity_bytes(budget)  # refuses anything that is neither a size nor a card, with a message on both
+        capacity_bytes(budget, name="budget")  # refuses what is neither a size nor a card, with a message on both
         gpu = look_up(budget, f"{call}(..., budget={_shown(budget)})")
         if target is not None:
             raise ConfigError(

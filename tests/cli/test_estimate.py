@@ -138,7 +138,7 @@ def test_a_calibrated_card(script, tmp_path, capsys):
     ("step", "message"),
     [
         ("huge", "neither a preset nor FILE.py:FUNCTION"),
-        ("train.py:build", "not a Python file"),
+        ("train.py:build", "which does not exist in"),
         ("{script}:no_such", "a missing function"),
         ("{script}:nothing", "a function that returned NoneType"),
         ("{script}:too_few", "a function that returned tuple of 2"),

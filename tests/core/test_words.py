@@ -15,7 +15,21 @@ def train(model, steps=1, *, precision=None):
     return model, steps, precision
 
 
-@guided(absent={"fit": "loop.run()", "()": "trainer.model(x)"}, methods=("step",))
+@guided()
+def takes_two(first, second):
+    return first, second
+
+
+@guided()
+def takes_any(step, /, **objects):
+    return step, objects
+
+
+@guided(
+    words={"run.epochs": "number", "epochs": "it goes into run(number=3)"},
+    absent={"fit": "loop.run()", "()": "trainer.model(x)"},
+    methods=("step", "run"),
+)
 class Trainer:
     """A class whose constructor and method are guided."""
 
@@ -29,6 +43,9 @@ class Trainer:
 
     def step(self, batch, *, count=None):
         return batch, count
+
+    def run(self, number=1):
+        return number
 
     def fails_inside(self):
         raise TypeError("the user's own")
@@ -50,6 +67,13 @@ class Trainer:
             "grad_accum=2, amp=1, no model",
             "write train(model, steps=2, precision='bf16')",
         ),
+        (lambda: train(steps=4), "no model", "write train(model, steps=4)"),
+        (lambda: takes_two(first=1), "no second", "write takes_two(first=1, second=second)"),
+        (lambda: takes_any(1, 2), "one argument too many", "write takes_any(1)"),
+        (lambda: takes_any(name=1), "no step", "write takes_any(step, name=1)"),
+        (lambda: takes_any(step=1, name=2), "step by name", "write takes_any(1, name=2)"),
+        (lambda: Trainer("net").run(epochs=3), "epochs=3", "write run(number=3)"),
+        (lambda: Trainer("net", epochs=3), "epochs=3", "it goes into run(number=3); write Trainer('net')"),
         (lambda: Trainer(), "no model", "write Trainer(model)"),
         (lambda: Trainer("net", 4), "one argument too many", "write Trainer('net', steps=4)"),
         (lambda: Trainer("net").step(), "no batch", "write step(batch)"),

@@ -57,9 +57,9 @@ def test_a_wrong_value_is_a_config_error_that_names_it(field, value):
 
 
 def test_an_unknown_field_suggests_the_known_one():
-    words = "batch_siz=2 (int); expected one of the fields preset, ", "did you mean"
+    words = "batch_siz=2 (int); expected one of the fields preset, ", "write batch_size=2"
     assert_refused(lambda: TrainingConfig(batch_siz=2), ConfigError, *words)
-    assert_refused(lambda: TrainingConfig(zzz=2), ConfigError, "Way out: leave zzz out.")
+    assert_refused(lambda: TrainingConfig(zzz=2), ConfigError, "Way out: write TrainingConfig(...) without zzz.")
 
 
 def test_all_faults_are_said_at_once():
@@ -70,7 +70,7 @@ def test_all_faults_are_said_at_once():
 def test_pydantics_own_entry_points_raise_pydantics_error_with_our_text():
     for build in (TrainingConfig.model_validate, lambda data: TrainingConfig.model_validate_json(json.dumps(data))):
         with pytest.raises(
-            ValidationError, match=r"TrainingConfig\(batch_size='2'\): got .* Way out: batch_size should"
+            ValidationError, match=r"TrainingConfig\(batch_size='2'\): got .* Way out: write batch_size=2"
         ):
             build({"batch_size": "2"})
 

@@ -78,8 +78,8 @@ def test_names_as_people_and_drivers_write_them(name, expected):
         ("RTX 4060 Ti", "matches several GPUs", "RTX 4060 Ti 8GB, RTX 4060 Ti 16GB"),
         ("RTX 4091", "an unknown GPU", "RTX 4090"),
         ("H10O", "an unknown GPU", "H100 80GB"),
-        ("abacus", "an unknown GPU", "a GPU that memkit knows"),
-        ("", "an unknown GPU", "a GPU that memkit knows"),
+        ("abacus", "an unknown GPU", "a GPU that `memkit gpus` lists"),
+        ("", "an unknown GPU", "a GPU that `memkit gpus` lists"),
     ],
 )
 def test_a_name_that_is_not_one_card(name, got, names):

@@ -135,7 +135,7 @@ class _Trial:
         self._training, self.on_card = training, target != "cpu"
         self._budget = target if self.on_card and budget is None else budget
         if self._budget is not None:
-            capacity_bytes(self._budget)  # refuses an invalid budget before any step runs
+            capacity_bytes(self._budget, name="budget")  # refuses an invalid budget before any step runs
         self._make_place: Callable[[], Place] = Host
         if self.on_card:
             shown = target.name if isinstance(target, GPU) else repr(target)

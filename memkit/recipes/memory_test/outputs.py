@@ -20,6 +20,7 @@ from memkit._machine.files import write_bytes, write_text
 from memkit.predict.scaling.points import StepMode
 from memkit.recipes.memory_test.curves import Capacity, ScalingCurve
 from memkit.recipes.memory_test.plots import Analysis, charts
+from memkit.recipes.memory_test.suggestions import explain_ratio, suggest_room
 
 _TITLES = {
     "full": "Memory of a neural operator by its number of edges",
@@ -147,8 +148,9 @@ class MemoryTestResult:
         return paths
 
     def explain(self) -> str:
-        """Return a readable summary: laws, ratios, theory against actual, and what fits which cards."""
+        """Return a readable summary: laws, ratios, theory against actual, what fits which cards, what makes room."""
         parts = [[f"{_TITLES[self.analysis]}. {self.how}"], self._laws(), self._advice()]
+        parts += filter(None, [explain_ratio(self.curves), suggest_room(self.curves)])
         for title, rows in (("NOT KNOWN, because", self.doubts), ("Answered without data:", self.guesses)):
             parts += [[title, *map(printable, rows)]] if rows else []
         return "\n\n".join("\n".join(part) for part in parts)

@@ -1,0 +1,231 @@
+"""Predictions called in other libraries' words, or with parts swapped: the way out is the right call."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import memkit as mk
+
+MODEL = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
+X = torch.randn(8, 4)
+BATCH = (X,)
+
+
+def loss_fn(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def estimate(*args, **kwargs):
+    return mk.estimate_memory_usage(*args, **kwargs)
+
+
+def plan(*args, **kwargs):
+    return mk.plan_training(*args, **kwargs)
+
+
+def prepare(*args, **kwargs):
+    return mk.prepare(*args, **kwargs)
+
+
+def advise(*args, **kwargs):
+    return mk.advise(*args, **kwargs)
+
+
+class Trainer:
+    """As Hugging Face's: it has the model, and is none."""
+
+    def __init__(self):
+        self.model = MODEL
+
+
+TABLE = [
+    # words of other libraries
+    (lambda: estimate(MODEL, BATCH, loss_fn=loss_fn, gpu="T4"), "InputTypeError", "loss_fn=loss_fn, target='T4')"),
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn, budget="24GiB"),
+        "InputTypeError",
+        "estimate.fits('24GiB'); write estimate_memory_usage(model, sample_batch, loss_fn)",
+    ),
+    (lambda: estimate(MODEL, input_size=(8, 4)), "InputTypeError", "sample_batch=torch.empty(shape))"),
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn, mixed_precision="bf16-mixed"),
+        "InputTypeError",
+        "loss_fn, precision='bf16-mixed')",
+    ),
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn, gradient_accumulation_steps=4),
+        "InputTypeError",
+        "loss_fn, accumulation_steps=4)",
+    ),
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn, zero_stage=2),
+        "InputTypeError",
+        "Shard('fsdp2', ranks=2))",
+    ),
+    (lambda: estimate(MODEL, BATCH, loss_fn, batch_size=64), "InputTypeError", "(model, sample_batch, loss_fn)"),
+    (lambda: estimate(MODEL, BATCH), "InputTypeError", "criterion(model(batch[0]), batch[1]))."),
+    (lambda: estimate(MODEL, BATCH, loss_fn, precision="fp32"), "ConfigError", "of another model call model.float()."),
+    (lambda: estimate(MODEL, BATCH, loss_fn, precision="bf16"), "ConfigError", "a model that is in bf16 itself."),
+    (lambda: estimate(MODEL, BATCH, loss_fn, precision="fp16"), "ConfigError", "a CPU has no fp16 autocast here."),
+    (lambda: plan(MODEL, BATCH, loss_fn), "ConfigError", "or budget='RTX 4090' for all of a card."),
+    (lambda: plan(MODEL, BATCH, loss_fn, memory="24GiB"), "InputTypeError", "loss_fn, budget='24GiB')"),
+    (lambda: plan(MODEL, BATCH, loss_fn, budget=24), "InputError", "write '24GiB', or '24B' if bytes are meant."),
+    (
+        lambda: plan(MODEL, BATCH, loss_fn, budget="T4", precision="bf16-mixed"),
+        "InputTypeError",
+        "budget='T4', precisions=(None, 'bf16-mixed'))",
+    ),
+    (lambda: plan(MODEL, BATCH, loss_fn, budget="T4", precisions="bf16"), "ConfigError", "precisions=('bf16-mixed',)."),
+    (lambda: plan(MODEL, BATCH, loss_fn, budget="T4", target="T4"), "ConfigError", "a size such as budget='20GiB'."),
+    (lambda: plan(MODEL, BATCH, loss_fn, budget="T4").batch_size, "AbsentError", "write plan.micro_batch_size"),
+    (lambda: plan(MODEL, BATCH, loss_fn, budget="T4").plot(), "AbsentError", "write plan.pareto.plot()"),
+    (
+        lambda: prepare(MODEL, OPTIMIZER, BATCH, loss_fn, memory="24GB"),
+        "InputTypeError",
+        "write prepare(model, optimizer, sample_batch, loss_fn, budget='24GB')",
+    ),
+    (lambda: advise(MODEL, BATCH), "InputTypeError", "write advise(model, sample_batch, loss_fn)"),
+    (lambda: advise(MODEL, BATCH, loss_fn, gpu="T4"), "InputTypeError", "loss_fn, target='T4')"),
+    (lambda: advise(MODEL, BATCH, loss_fn, precision="fp16"), "ConfigError", "write precision='bf16-mixed'."),
+    (lambda: mk.VirtualGPU("T4", memory="12GB"), "InputTypeError", "name a smaller card; write VirtualGPU('T4')"),
+    (lambda: mk.VirtualGPU(target="T4"), "InputTypeError", "write VirtualGPU(gpu='T4')"),
+    (lambda: mk.VirtualGPU("T4").max_memory_allocated(), "AbsentError", "write gpu.peak_bytes"),
+    # parts swapped, or of another kind
+    (
+        lambda: estimate(OPTIMIZER, MODEL, loss_fn),
+        "InputTypeError",
+        "estimate_memory_usage(model, sample_batch, ...).",
+    ),
+    (lambda: estimate(Trainer(), BATCH, loss_fn), "InputTypeError", "write estimate_memory_usage(trainer.model, ...)."),
+    (
+        lambda: plan(Trainer(), BATCH, loss_fn, budget="T4"),
+        "InputTypeError",
+        "plan_training(trainer.model, ...).",
+    ),
+    (lambda: advise(Trainer(), BATCH, loss_fn), "InputTypeError", "write advise(trainer.model, ...)."),
+    (lambda: estimate(nn.Linear, BATCH, loss_fn), "InputTypeError", "and estimate_memory_usage(model, ...)."),
+    (
+        lambda: estimate(MODEL.state_dict(), BATCH, loss_fn),
+        "InputTypeError",
+        "write estimate_memory_usage(model, ...).",
+    ),
+    (lambda: estimate([MODEL], BATCH, loss_fn), "InputTypeError", "(torch.nn.ModuleList(models), ...)."),
+    (
+        lambda: estimate(MODEL, DataLoader(TensorDataset(X)), loss_fn),
+        "InputTypeError",
+        "write estimate_memory_usage(model, next(iter(loader)), loss_fn, ...).",
+    ),
+    (
+        lambda: prepare(MODEL, OPTIMIZER, DataLoader(TensorDataset(X)), loss_fn, budget="T4"),
+        "InputTypeError",
+        "write prepare(model, optimizer, next(iter(loader)), loss_fn, ...).",
+    ),
+    (
+        lambda: prepare(OPTIMIZER, MODEL, BATCH, loss_fn, budget="T4"),
+        "InputTypeError",
+        "write prepare(model, optimizer, sample_batch, loss_fn, ...).",
+    ),
+    (lambda: estimate(MODEL, (8, 4), loss_fn), "InputTypeError", "on the meta device it takes no memory."),
+    (lambda: estimate(MODEL, BATCH, loss_fn, shard=2), "InputTypeError", "shard=mk.predict.Shard('fsdp2', ranks=2)."),
+    # cards
+    (lambda: estimate(MODEL, BATCH, loss_fn, target=24), "InputTypeError", "plan_training(..., budget='24GiB')."),
+    (lambda: estimate(MODEL, BATCH, loss_fn, target="24GB"), "InputError", "plan_training(..., budget='24GB')."),
+    (lambda: mk.VirtualGPU(24), "InputTypeError", "plan_training(..., budget='24GiB')."),
+    (lambda: mk.find_gpu("A100"), "InputError", "write for example 'A100 40GB'."),
+    (lambda: mk.find_gpu("GTX 970"), "InputError", "whether a size is enough, estimate.fits('8GiB') says."),
+    (lambda: estimate(MODEL, BATCH, loss_fn, target="RX 7900 XTX"), "ConfigError", "such as 'L4'."),
+    # figures
+    (lambda: estimate(MODEL, BATCH, loss_fn).total_gb, "AbsentError", "write estimate.total_bytes"),
+    (lambda: estimate(MODEL, BATCH, loss_fn).peak, "AbsentError", "write estimate.peak_bytes"),
+    (lambda: estimate(MODEL, BATCH, loss_fn).fits(), "InputTypeError", "write fits(capacity)"),
+    (lambda: estimate(MODEL, BATCH, loss_fn).fits(gpu="T4"), "InputTypeError", "write fits(capacity='T4')"),
+    (lambda: estimate(MODEL, BATCH, loss_fn).fits(24), "InputError", "write '24GiB', or '24B' if bytes are meant."),
+    # presets
+    (lambda: mk.get_preset_config(24, "medium"), "ConfigError", "write get_preset_config('medium', 24)."),
+    (lambda: mk.get_preset_config("medium", "24GB"), "ConfigError", "write gpu_memory_gb=24."),
+    (lambda: mk.get_preset_config(), "InputTypeError", "write get_preset_config(name)"),
+    (
+        lambda: mk.get_preset_config("medium", accumulation_steps=8),
+        "ConfigError",
+        "gradient_accumulation_steps=8.",
+    ),
+    (lambda: mk.get_preset_config("medium", precision="fp16"), "ConfigError", "write precision='fp16-mixed'."),
+    (lambda: mk.get_preset_config("medium", bf16=True), "ConfigError", "write precision='bf16-mixed'."),
+    (lambda: mk.get_preset_config("medium", batch_size=0), "ConfigError", "write batch_size=1."),
+    (lambda: mk.get_preset_config("medium", resolution=100), "ConfigError", "write resolution=96."),
+    (lambda: mk.get_preset_config("medium", checkpointing="yes"), "ConfigError", "write checkpointing=True."),
+    (lambda: mk.MemoryTestConfig(min_edges=1000, max_edges=10), "ConfigError", "write max_edges=1000."),
+    (lambda: mk.MemoryTestConfig(device="gpu"), "ConfigError", "write device='cuda'."),
+    (lambda: mk.MemoryTestConfig(mlp=128), "ConfigError", "write mlp=(128,)."),
+    (lambda: mk.MemoryTestConfig(num_points=5), "ConfigError", "write num_test_points=5."),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "end"), TABLE, ids=range(len(TABLE)))
+def test_the_way_out_is_the_right_call(call, kind, end):
+    with pytest.raises(mk.MemkitError) as caught:
+        call()
+    assert type(caught.value).__name__ == kind
+    assert str(caught.value).endswith(end)
+
+
+def test_a_card_of_another_maker_is_not_suggested():
+    with pytest.raises(mk.errors.InputError) as caught:
+        mk.find_gpu("GTX 970")
+    assert "RX" not in caught.value.expected
+    assert "GTX 1060" in caught.value.expected
+
+
+def test_the_budget_may_be_the_target_alone():
+    assert plan(MODEL, BATCH, loss_fn, target="T4").budget_bytes == mk.find_gpu("T4").total_bytes
+
+
+# ---------------------------------------------------------------------------------- the user's code fails
+
+
+@pytest.mark.parametrize("call", [estimate, lambda *args, target: plan(*args, budget=target), advise])
+def test_a_shape_mismatch_says_where_and_logs_nothing(call, caplog):
+    with caplog.at_level(logging.DEBUG), pytest.raises(RuntimeError, match=r"8.*5") as caught:
+        call(MODEL, (torch.randn(8, 5),), loss_fn, target="T4")
+    assert not [each for each in caplog.records if each.name.startswith("torch")]
+    (note,) = set(caught.value.__notes__)
+    assert "module '0', Linear(in_features=4, out_features=16, bias=True), given a tensor of shape (8, 5)" in note
+    assert note.endswith("which fails in the same line.")
+
+
+def test_the_log_of_torch_is_as_before_afterwards():
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    estimate(MODEL, BATCH, loss_fn)
+    assert log.disabled is before
+
+
+def test_numpy_of_a_gpu_tensor_says_what_to_write():
+    def loss(model, batch):
+        return loss_fn(model, batch) + float(model(batch[0]).detach().numpy().mean())
+
+    with pytest.raises(TypeError, match=r"to numpy") as caught:
+        estimate(MODEL, BATCH, loss, target="T4")
+    assert caught.value.__notes__[0].endswith("or write .detach().cpu().numpy().")
+    assert estimate(
+        MODEL, BATCH, lambda m, b: loss_fn(m, b) + float(m(b[0]).detach().cpu().numpy().mean()), target="T4"
+    )
+
+
+def test_a_dataclass_is_a_batch():
+    @dataclasses.dataclass
+    class Graph:
+        x: torch.Tensor
+        name: str = "a"
+
+    graph = Graph(X)
+    for target in ("cpu", "T4"):
+        of_graph = estimate(MODEL, graph, lambda model, g: model(g.x).square().mean(), target=target)
+        of_tuple = estimate(MODEL, BATCH, loss_fn, target=target)
+        assert of_graph.peak_bytes == of_tuple.peak_bytes
+    assert graph.x is X
