@@ -144,7 +144,7 @@ def _refuse(
     words: Mapping[str, str],
     rewrite: Rewrite | None,
 ) -> NoReturn:
-    free = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    free = [each.name for each in _named(parameters)]
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     series = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
     written: dict[str, str] = {}  # by parameter, as it stands in the corrected call
@@ -160,11 +160,16 @@ def _refuse(
             keyword = next((each for each in free[position:] if each not in kwargs), None)
             if keyword is not None:
                 written[keyword] = f"{keyword}={_shown(keyword, value)}"
+    kinds = {each.name: each.kind for each in parameters}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
     for key, value in kwargs.items():
-        if key in free and key not in written:
-            written[key] = f"{key}={_shown(key, value)}"
-        elif key in free:
+        if key in written:
             wrong.append(f"{key} twice")
+        elif kinds.get(key) is inspect.Parameter.POSITIONAL_ONLY:
+            wrong.append(f"{key} by name")
+            written[key] = _shown(key, value)
+        elif key in free or (takes_any and key not in words):
+            written[key] = f"{key}={_shown(key, value)}"
         else:
             wrong.append(f"{key}={_shown(key, value)}")
             _translate(key, value, free, words, written, notes)
@@ -182,15 +187,27 @@ def _refuse(
 
 def _missing(parameters: list[inspect.Parameter], written: Mapping[str, str]) -> list[str]:
     """Return the names of the arguments that a call must have, and has not."""
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    return [each.name for each in named if each.default is each.empty and each.name not in written]
+    return [each.name for each in _named(parameters) if each.default is each.empty and each.name not in written]
+
+
+def _named(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 def _in_order(written: Mapping[str, str], names: list[str]) -> str:
-    """Return the arguments of a call: the known ones in the order of the signature, then the others."""
+    """Return the arguments of a call: the known ones in the order of the signature, then the others.
+
+    After the first one by name, all are by name.
+    """
     known = [name for name in dict.fromkeys(names) if name in written]
-    order = dict.fromkeys([*known, *written])
-    return ", ".join(written[name] for name in order)
+    texts: list[str] = []
+    is_named = False
+    for name in dict.fromkeys([*known, *written]):
+        text = written[name]
+        needs_name = is_named and not text.startswith(("*", f"{name}="))
+        is_named = is_named or text.startswith(f"{name}=")
+        texts.append(f"{name}={text}" if needs_name else text)
+    return ", ".join(texts)
 
 
 def _fix(corrected: str, notes: list[str]) -> str:

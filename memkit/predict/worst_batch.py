@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +18,7 @@ from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit._simulation.simulation import check_model
-from memkit._simulation.tensors import content_of, has_content
-from memkit._torch.pytree import tree_flatten
+from memkit._torch.pytree import children_of
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU
 from memkit.predict.usage import estimate_memory_usage
@@ -198,14 +197,11 @@ def _check_loader(loader: Any, model: object) -> None:
 
 def _kind_of(batch: Any) -> Hashable:
     """Return what batches of the same memory have in common: structure, shapes, strides and dtypes."""
-    leaves, structure = tree_flatten(batch)
-    described: list[Hashable] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            strides = leaf.stride() if leaf.layout is torch.strided else ()
-            described.append((leaf.shape, strides, leaf.dtype, leaf.layout, leaf.requires_grad))
-        elif has_content(leaf):
-            described.append((type(leaf), _kind_of(content_of(leaf))))
-        else:
-            described.append((type(leaf), repr(leaf) if isinstance(leaf, (bool, int, float, str)) else ""))
-    return str(structure), tuple(described)
+    if isinstance(batch, Tensor):
+        strides = batch.stride() if batch.layout is torch.strided else ()
+        return batch.shape, strides, batch.dtype, batch.layout, batch.requires_grad
+    children = children_of(batch)
+    if children is None:
+        return type(batch), repr(batch) if isinstance(batch, (bool, int, float, str)) else ""
+    names = tuple(batch) if isinstance(batch, Mapping) else ()
+    return type(batch), names, tuple(map(_kind_of, children))

@@ -13,7 +13,6 @@ LOOP_WORDS = by_word(
         "the number of epochs goes into loop.run(num_epochs=10)": (
             "max_epochs num_epochs epochs num_train_epochs n_epochs"
         ),
-        "num_epochs": "run.max_epochs run.epochs run.num_train_epochs run.n_epochs",
         "validate_every": "val_interval val_check_interval eval_steps eval_every validation_interval",
         "report_every": "log_every log_every_n_steps logging_steps log_interval",
         "save_every": "save_steps save_interval checkpoint_every checkpoint_interval",
@@ -27,6 +26,8 @@ LOOP_WORDS = by_word(
         "the number of epochs is what ends a run, loop.run(num_epochs=10)": "max_steps num_steps total_steps",
     }
 )
+
+RUN_WORDS = by_word({"num_epochs": "epochs max_epochs num_train_epochs n_epochs"})
 
 LOOP_ABSENT = by_word(
     {

@@ -26,9 +26,9 @@ def takes_any(step, /, **objects):
 
 
 @guided(
-    words={"run.epochs": "number", "epochs": "it goes into run(number=3)"},
+    words={"epochs": "it goes into run(number=3)"},
     absent={"fit": "loop.run()", "()": "trainer.model(x)"},
-    methods=("step", "run"),
+    methods={"step": {}, "run": {"epochs": "number"}},
 )
 class Trainer:
     """A class whose constructor and method are guided."""
