@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
+from memkit._core.calls import by_word
 from memkit._core.errors import ConfigError
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 
 ShardKind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 REPLICATED = ("ddp", "zero1")
 
 
+def _corrected(args: tuple[Any, ...]) -> str | None:
+    """Return the call that was meant by ``Shard(2)``."""
+    return f"Shard('fsdp2', ranks={args[0]})" if args and type(args[0]) is int else None
+
+
+@guided(
+    words=by_word(
+        {
+            "ranks": "world_size num_gpus devices num_ranks nproc gpus",
+            "kind": "strategy type mode",
+            "param_dtype": "mixed_precision mp_policy dtype",
+            "units": "wrap auto_wrap_policy blocks layers",
+            "kind='zero2'": "zero_stage stage",
+        }
+    ),
+    rewrite={"__init__": _corrected},
+)
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Distribution of a step over ranks: the ``shard=`` of `memkit.estimate_memory_usage`.

@@ -132,6 +132,8 @@ TABLE = [
     ),
     (lambda: estimate(MODEL, (8, 4), loss_fn), "InputTypeError", "on the meta device it takes no memory."),
     (lambda: estimate(MODEL, BATCH, loss_fn, shard=2), "InputTypeError", "shard=mk.predict.Shard('fsdp2', ranks=2)."),
+    (lambda: mk.predict.Shard(2), "InputTypeError", "write Shard('fsdp2', ranks=2)"),
+    (lambda: mk.predict.Shard("ddp", world_size=2), "InputTypeError", "write Shard('ddp', ranks=2)"),
     # cards
     (lambda: estimate(MODEL, BATCH, loss_fn, target=24), "InputTypeError", "plan_training(..., budget='24GiB')."),
     (lambda: estimate(MODEL, BATCH, loss_fn, target="24GB"), "InputError", "plan_training(..., budget='24GB')."),
