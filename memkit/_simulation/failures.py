@@ -1,64 +1,46 @@
-"""What the user's own code failed at, while it ran on tensors without data: a note on its error, and no log of torch's.
+"""What the user's own code failed at, while it ran on tensors without data: a note on its error.
 
 The error itself stays what it is, with its traceback: real data would end in the same one, or in one much like it.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputTypeError, MemkitError
-from memkit._recovery.errors import is_out_of_memory
-from memkit._torch.fake import FAKE_LOGGER
 from memkit._torch.pytree import tree_leaves
 
 _LONGEST = 80  # characters of a module's own description
 
 
-@contextmanager
-def without_fake_log() -> Iterator[None]:
-    """Keep torch from logging a traceback of its own for each operator that fails on tensors without data."""
-    log = logging.getLogger(FAKE_LOGGER)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-@contextmanager
-def noting_failures(call: str, model: object, batch: object) -> Iterator[None]:
+def note_failure(call: str, error: Exception, model: object, batch: object) -> None:
     """Add to an error of the user's code where it arose, in the model's terms, and what to try.
 
     Args:
         call: Name of the user's call.
+        error: The error.
         model: The model, whose modules are named.
         batch: The batch.
 
     Raises:
         InputTypeError: The batch is a shape instead of tensors, and the code could not use it.
     """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, MemkitError) or is_out_of_memory(error):
-            raise
-        shape = _as_shape(batch)
-        if shape is not None and isinstance(error, TypeError):
-            raise InputTypeError(
-                f"{call}(model, sample_batch)",
-                got=f"the shape {shape} as batch",
-                expected="a batch of tensors, as the training step gets it",
-                fix=f"write sample_batch=torch.empty{shape}; on the meta device it takes no memory.",
-            ) from error
-        error.add_note(_note(call, error, model))
-        raise
+    if isinstance(error, (MemkitError, MemoryError, torch.OutOfMemoryError)):
+        return
+    shape = _as_shape(batch)
+    if shape is not None and isinstance(error, TypeError):
+        raise InputTypeError(
+            f"{call}(model, sample_batch)",
+            got=f"the shape {shape} as batch",
+            expected="a batch of tensors, as the training step gets it",
+            fix=f"write sample_batch=torch.empty{shape}; on the meta device it takes no memory.",
+        ) from error
+    error.add_note(_note(call, error, model))
 
 
 def _note(call: str, error: Exception, model: object) -> str:

@@ -33,13 +33,13 @@ from memkit._simulation.cuda.answers import answer_patches
 from memkit._simulation.cuda.history import History
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CudaTensors, on_cuda
-from memkit._simulation.failures import noting_failures, without_fake_log
+from memkit._simulation.failures import note_failure
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors
 from memkit._torch.cuda import Rules, rules_of
-from memkit._torch.fake import FakeTensor
+from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.pytree import children_of, tree_leaves
 
 T = TypeVar("T")
@@ -397,6 +397,16 @@ def simulate(
             return run(*stand_ins)
 
     return leaving_nothing(call, values if roots is None else roots, simulation.tensors, simulated)
+
+
+@contextmanager
+def noting_failures(call: str, model: object, batch: object) -> Iterator[None]:
+    """Add a note to an error of the user's code; see `memkit._simulation.failures.note_failure`."""
+    try:
+        yield
+    except Exception as error:
+        note_failure(call, error, model, batch)
+        raise
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,10 +51,20 @@ RUN_FALLBACK = "run_fallback_kernel"
 """Name of the function in `fake_tensor` that runs an operator without a shape function on zeros."""
 
 PARSE_TO = "_parse_to"
-FAKE_LOGGER = fake_tensor.__name__  # logs the operators that torch could not run on fake tensors
+
+
+@contextmanager
+def without_fake_log() -> Iterator[None]:
+    """Keep torch from logging a traceback of its own for each operator that fails on fake tensors."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
 
 __all__ = [
-    "FAKE_LOGGER",
     "IS_MADE_WITH_DEVICE",
     "NORMALIZE_DEVICE",
     "PARSE_TO",
@@ -73,6 +85,7 @@ __all__ = [
     "guard_data_pointer",
     "set_default_device",
     "to_owner",
+    "without_fake_log",
 ]
 
 

@@ -33,7 +33,7 @@ from memkit.memory.ledger import Ledger, Phase
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.postmortem import write_post_mortem
 from memkit.memory.sharing import DeviceClaim
-from memkit.memory.summary import rows_of, summarize, summarize_line
+from memkit.memory.summary import snapshot_rows, summarize, summarize_line
 from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
@@ -208,7 +208,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         headline = f"{self.device}: {available} available"
         if self.budget_bytes is not None:
             headline += f" within a budget of {format_bytes(self.budget_bytes)}"
-        rows = rows_of(snapshot, self._ledger.watched_bytes, is_cpu=self.device.type == "cpu")
+        rows = snapshot_rows(snapshot, self._ledger.watched_bytes, is_cpu=self.device.type == "cpu")
         phases = [(f"phase {path}", _phase_cell(totals)) for path, totals in self.phases.items() if totals.num_calls]
         return Overview(headline, [*rows, ("steps", str(self.num_steps)), *phases], [str(tip) for tip in self.advice()])
 

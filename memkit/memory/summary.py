@@ -35,7 +35,7 @@ def summarize_line(snapshot: MemorySnapshot, where: str, watched_bytes: int | No
     return f"{where}: {', '.join(device) or f'tensors {_UNKNOWN}'}{total} | {summarize_host(snapshot)}"
 
 
-def rows_of(snapshot: MemorySnapshot, watched_bytes: int | None, *, is_cpu: bool) -> list[tuple[str, str]]:
+def snapshot_rows(snapshot: MemorySnapshot, watched_bytes: int | None, *, is_cpu: bool) -> list[tuple[str, str]]:
     """Return the figures of a snapshot by name, and why a counter has none."""
     unknown = "not counted on a CPU outside of track()" if is_cpu else _UNKNOWN
     device = {

@@ -288,7 +288,7 @@ def capacity_bytes(
                 no_size.call,
                 got=no_size.got,
                 expected=f"{no_size.expected}; or {no_gpu.expected}",
-                fix="write its memory as a size, such as '24GiB', or the name of a card that `memkit gpus` lists.",
+                fix="write its memory as a size, such as '24GiB', or a card of `memkit gpus`, such as 'RTX 4090'.",
             ) from None
 
 

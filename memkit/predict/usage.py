@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 
 
 _CALL = "estimate_memory_usage(...)"
+_SHARD_FIX = "write shard=mk.predict.Shard('fsdp2', 8)."
 _AS_IT_IS = ("fp32", "float32", "32", "32-true", "no", "none")
 _MEANT = {
     **dict.fromkeys(("bf16", "bfloat16", "amp", "16"), "bf16-mixed"),
@@ -160,8 +161,8 @@ def estimate_memory_usage(
         from memkit._simulation.ranks import as_first_rank
         from memkit._simulation.shard import Shard
 
-        fix = "write shard=mk.predict.Shard('fsdp2', ranks=2)."
-        Checker(_CALL).instance(shard, Shard, "None, or a Shard", fix)
+        if not isinstance(shard, Shard):
+            raise Checker(_CALL).refuse("shard", shard, "None, or a Shard", fix=_SHARD_FIX)
         spread = partial(as_first_rank, shard)
     if gpu is not None:
         capability_of(gpu)  # rejects GPUs whose operators are not known

@@ -30,7 +30,7 @@ TABLE = [
     ("estimate steps.py:three", "define `def three():` at the top level of steps.py."),
     ("estimate steps.py:build_step", "write `def build_step():`."),
     ("estimate medium --gpu 24G", "for a size write --budget 24G"),
-    ("estimate steps.py:build --budget 24", "or the name of a card that `memkit gpus` lists."),
+    ("estimate steps.py:build --budget 24", "or a card of `memkit gpus`, such as 'RTX 4090'."),
     ("estimate steps.py:build --accumulation-steps 0", "pass accumulation_steps=1."),
     ("profile steps.py:build --sizes 1k", "write `def build(n):`."),
     ("gpus --need 24", "write '24GiB', or '24B' if bytes are meant."),

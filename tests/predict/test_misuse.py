@@ -131,7 +131,7 @@ TABLE = [
         "write prepare(model, optimizer, sample_batch, loss_fn, ...).",
     ),
     (lambda: estimate(MODEL, (8, 4), loss_fn), "InputTypeError", "on the meta device it takes no memory."),
-    (lambda: estimate(MODEL, BATCH, loss_fn, shard=2), "InputTypeError", "shard=mk.predict.Shard('fsdp2', ranks=2)."),
+    (lambda: estimate(MODEL, BATCH, loss_fn, shard=2), "ConfigError", "shard=mk.predict.Shard('fsdp2', 8)."),
     (lambda: mk.predict.Shard(2), "InputTypeError", "write Shard('fsdp2', ranks=2)"),
     (lambda: mk.predict.Shard("ddp", world_size=2), "InputTypeError", "write Shard('ddp', ranks=2)"),
     # cards

@@ -13,8 +13,15 @@ from torch.optim import Optimizer
 
 from memkit._gradients.loss import LossFn, call_loss_fn
 from memkit._recorder.recording import Recording
-from memkit._simulation.failures import noting_failures
-from memkit._simulation.simulation import MakeOptimizer, Place, Record, Simulation, optimizer_maker, simulate
+from memkit._simulation.simulation import (
+    MakeOptimizer,
+    Place,
+    Record,
+    Simulation,
+    noting_failures,
+    optimizer_maker,
+    simulate,
+)
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
 from memkit.predict.plan.speeds import Speeds

@@ -20,10 +20,17 @@ from memkit._gradients.loss import LossFn
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
 from memkit._recorder.workspace import WorkspaceMarks
-from memkit._simulation.failures import noting_failures
 from memkit._simulation.guesses import Guesses
 from memkit._simulation.leftovers import Patches
-from memkit._simulation.simulation import MakeOptimizer, Place, Simulation, loss_of, optimizer_maker, simulate
+from memkit._simulation.simulation import (
+    MakeOptimizer,
+    Place,
+    Simulation,
+    loss_of,
+    noting_failures,
+    optimizer_maker,
+    simulate,
+)
 from memkit._simulation.tensors import StandIns, StorageCopies
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.predict.estimate import MemoryEstimate

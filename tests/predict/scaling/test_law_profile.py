@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit.predict.scaling import result as result_module
+from memkit._charts import pictures
 from memkit.predict.scaling.points import ScalingPoint
 from memkit.predict.scaling.profile import profile_scaling
 from memkit.predict.scaling.result import ScalingResult
@@ -249,7 +249,7 @@ def test_plots(result, tmp_path, monkeypatch):
     assert (tmp_path / "law.svg").read_text() == svg
     assert svg.count("<circle") >= 4  # a dot per point
     assert "structural law" in svg
-    monkeypatch.setattr(result_module, "to_png", lambda figure: None)  # as where matplotlib is not installed
+    monkeypatch.setattr(pictures, "to_png", lambda figure: None)  # as where matplotlib is not installed
     with pytest.raises(mk.errors.ConfigError, match=r"matplotlib is not installed.*pip install memkit\[plots\]"):
         result.plot(tmp_path / "law.png")
     assert_refused(lambda: result.plot(tmp_path / "law.jpeg"), mk.errors.ConfigError, r"got the suffix '.jpeg'")

@@ -73,7 +73,7 @@ def test_edge_counts_rise_by_one_ratio_and_end_where_they_should():
     [
         ({"max_edges": 10}, "not below min_edges"),
         ({"device": "tpu"}, "cuda:0"),
-        ({"max_edge": 5}, "did you mean max_edges?"),
+        ({"max_edge": 5}, "write max_edges=5."),
         ({"core_mlps": [[64, 0]]}, "hidden widths"),
         ({"mlp": []}, "at least one"),
     ],
