@@ -28,14 +28,14 @@ class Checker:
         self.call = call
         self._error = error
 
-    def refuse(self, name: str, value: object, expected: str, *, fix: str | None = None) -> MemkitError:
+    def refusal(self, name: str, value: object, expected: str, *, fix: str) -> MemkitError:
         """Return an error that names the argument, for the caller to raise."""
         shown = repr(value)
         return self._error(
             self.call,
             got=f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}",
             expected=expected,
-            fix=fix or f"change {name}.",
+            fix=fix,
         )
 
     def number(
@@ -61,8 +61,8 @@ class Checker:
             nearest = high if found > high else low
             if (low, high) == (0, 1) and 2 <= found <= 100:
                 nearest = found / 100  # a percentage
-            suggested = f"pass {name}={nearest:g}." if math.isfinite(nearest) else None
-            raise self.refuse(name, value, f"a finite number {rule}".rstrip(), fix=fix or suggested)
+            suggested = f"pass {name}={nearest if math.isfinite(nearest) else 1.0:g}."
+            raise self.refusal(name, value, f"a finite number {rule}".rstrip(), fix=fix or suggested)
         return found
 
     def whole(self, name: str, value: Any, low: int = 0, high: int = LARGEST_WHOLE, *, fix: str | None = None) -> int:
@@ -70,14 +70,14 @@ class Checker:
         found = as_whole(value)
         if found is None or not low <= found <= high:
             rule = f"a whole number, {low} or more" if high == LARGEST_WHOLE else f"a whole number from {low} to {high}"
-            raise self.refuse(name, value, rule, fix=fix or f"pass {name}={_nearest_whole(value, low, high)}.")
+            raise self.refusal(name, value, rule, fix=fix or f"pass {name}={_nearest_whole(value, low, high)}.")
         return found
 
     def flag(self, name: str, value: Any) -> bool:
         """Return a bool."""
         if not isinstance(value, bool):
             meant = str(value).lower() in ("yes", "true", "on", "1", "y")
-            raise self.refuse(name, value, "True or False", fix=f"pass {name}={meant}.")
+            raise self.refusal(name, value, "True or False", fix=f"pass {name}={meant}.")
         return value
 
     def choice(self, name: str, value: Any, known: Collection[T], *, fix: str | None = None) -> T:
@@ -88,8 +88,8 @@ class Checker:
         words = [each for each in known if isinstance(each, str)]
         meant = nearest_word(value, words) if isinstance(value, str) else None
         is_open = isinstance(value, str) and sum(word.startswith(value) for word in words) > 1
-        suggested = f"pass {name}={meant!r}." if meant and not is_open else fix
-        raise self.refuse(name, value, "one of " + ", ".join(map(repr, known)), fix=suggested)
+        suggested = f"pass {name}={meant!r}." if meant and not is_open else fix or f"pass {name}={next(iter(known))!r}."
+        raise self.refusal(name, value, "one of " + ", ".join(map(repr, known)), fix=suggested)
 
     def instance(self, value: Any, kind: type[T], expected: str, fix: str) -> T:
         """Return an object of the type, or of a subclass.
@@ -119,7 +119,10 @@ class Checker:
     def items(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
         """Return a list or tuple as a tuple, of the given length if any."""
         if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
-            raise self.refuse(name, value, "a list" if length is None else f"a list of {length}")
+            rule = "a list" if length is None else f"a list of {length}"
+            raise self.refusal(
+                name, value, rule, fix=f"pass {name}=[...]{'' if length is None else f' with {length} entries'}."
+            )
         return tuple(value)
 
     def series(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
@@ -136,7 +139,12 @@ class Checker:
     def record(self, cls: type[T], value: Any) -> T:
         """Build a dataclass from a mapping; its keys are checked here, its values by the class."""
         if not isinstance(value, Mapping):
-            raise self.refuse(cls.__name__, value, "a mapping from names to values")
+            raise self.refusal(
+                cls.__name__,
+                value,
+                "a mapping from names to values",
+                fix=f"pass the keywords of {cls.__name__} as a dict.",
+            )
         fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type] # a dataclass
         known = [each.name for each in fields]
         for key in value:
@@ -151,7 +159,9 @@ class Checker:
         for each in fields:
             is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
             if is_needed and each.name not in value:
-                raise self.refuse(each.name, None, "a value, because it has no default")
+                raise self.refusal(
+                    each.name, None, "a value, because it has no default", fix=f"add {each.name!r} to the dict."
+                )
         return cls(**value)
 
 

@@ -100,7 +100,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if selected_fraction is not None:
             check = Checker(CALL)
             if check.number("selected_fraction", selected_fraction, 0, 1) == 0:
-                raise check.refuse("selected_fraction", selected_fraction, "None, or a fraction in (0, 1]")
+                fix = "pass selected_fraction=0.5 if masks select half of the elements."
+                raise check.refusal("selected_fraction", selected_fraction, "None, or a fraction in (0, 1]", fix=fix)
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
         self.is_open = True

@@ -139,7 +139,7 @@ class GridAwareSampler:
         ends = check.series("ratio", ratio, 2) if isinstance(ratio, Iterable) else (ratio, ratio)
         low, high = (check.number("ratio", each) for each in ends)
         if not 0 < low <= high <= 1:
-            raise check.refuse(
+            raise check.refusal(
                 "ratio",
                 ratio,
                 "a fraction such as 0.5, or (least, greatest) with 0 < least <= greatest <= 1",
@@ -447,6 +447,6 @@ def _checked_scenarios(scenarios: Iterable[Scenario], call: str) -> list[Scenari
     check = Checker(call, InputError)
     if isinstance(scenarios, str) or not isinstance(scenarios, Iterable):
         meant = nearest_word(str(scenarios), _CODES) or "half"
-        raise check.refuse("scenarios", scenarios, "a tuple of names", fix=f"write scenarios=({meant!r},)")
+        raise check.refusal("scenarios", scenarios, "a tuple of names", fix=f"write scenarios=({meant!r},)")
     fix = "pass scenarios=('dense', 'half', 'single'), or some of these."
     return [check.choice("scenarios", each, _CODES, fix=fix) for each in scenarios]

@@ -162,7 +162,7 @@ def estimate_memory_usage(
         from memkit._simulation.shard import Shard
 
         if not isinstance(shard, Shard):
-            raise Checker(_CALL).refuse("shard", shard, "None, or a Shard", fix=_SHARD_FIX)
+            raise Checker(_CALL).refusal("shard", shard, "None, or a Shard", fix=_SHARD_FIX)
         spread = partial(as_first_rank, shard)
     if gpu is not None:
         capability_of(gpu)  # rejects GPUs whose operators are not known
@@ -182,7 +182,7 @@ def _refuse_precision(precision: object, known: tuple[str | None, ...], where: o
         fix = f"write precision={meant!r}, or precision=None for a model that is in {word} itself."
     else:
         fix = "write precision='bf16-mixed', or a GPU as target: a CPU has no fp16 autocast here."
-    return Checker(_CALL).refuse("precision", precision, f"one of {known} on {where}", fix=fix)
+    return Checker(_CALL).refusal("precision", precision, f"one of {known} on {where}", fix=fix)
 
 
 def _refuse_beside_a_config(**is_given: bool) -> None:

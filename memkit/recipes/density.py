@@ -172,7 +172,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         if isinstance(trainer_or_model, MemoryEfficientTrainingWrapper):
             if optimizer is not None:
                 name = type(optimizer).__name__
-                raise check.refuse(
+                raise check.refusal(
                     "optimizer",
                     name,
                     "no optimizer together with a wrapper, which has its own",
@@ -181,7 +181,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
             self._trainer = trainer_or_model
         else:
             if optimizer is None:
-                raise check.refuse(
+                raise check.refusal(
                     "optimizer",
                     None,
                     "an optimizer, because the model is a plain module without one",
@@ -348,14 +348,14 @@ def _by_density(check: Checker, given: Iterable[Scenario]) -> list[Scenario]:
     if len(ordered) != len(scenarios) or len(ordered) < 2:
         rule = f"two or three of {', '.join(map(repr, get_args(Scenario)))}"
         fix = "pass scenarios=('dense', 'half', 'single')."
-        raise check.refuse("scenarios", scenarios, rule, fix=fix)
+        raise check.refusal("scenarios", scenarios, rule, fix=fix)
     return ordered
 
 
 def _mode(check: Checker, mode: ConsistencyMode) -> ConsistencyMode:
     given: object = mode
     if isinstance(given, str) and given.lower().startswith("batch"):  # the nearest letters would say "cached"
-        raise check.refuse(
+        raise check.refusal(
             "mode", given, f"one of {', '.join(map(repr, get_args(ConsistencyMode)))}", fix="pass mode='joint'."
         )
     return check.choice("mode", mode, get_args(ConsistencyMode), fix="pass mode='joint'.")

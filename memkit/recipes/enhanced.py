@@ -260,7 +260,7 @@ def create_enhanced_train_loop(
     else:  # a number is a share, even 1
         budget = check.number("memory_fraction", memory_fraction, 0, 1)
     if not budget:
-        raise check.refuse(
+        raise check.refusal(
             "memory_fraction", memory_fraction, "a fraction or a size above zero", fix="write memory_fraction=0.9."
         )
     check.flag("enable_validation", enable_validation)

@@ -298,7 +298,7 @@ def _check_precisions(call: str, precisions: Any) -> Sequence[PlannedPrecision |
     if not is_list or any(each not in known for each in precisions):
         given = precisions if is_list else [precisions]
         meant = tuple(_precision_meant(each) for each in given)
-        raise Checker(f"{call}(...)").refuse(
+        raise Checker(f"{call}(...)").refusal(
             "precisions",
             precisions,
             f"a list of at least one of {known}",

@@ -79,7 +79,7 @@ class ValidationMonitor:
         min_delta: float = 0.0,
     ) -> None:
         if not isinstance(metric, str):
-            raise Checker(_CALL).refuse("metric", metric, "the name of a figure", fix="write metric='loss'.")
+            raise Checker(_CALL).refusal("metric", metric, "the name of a figure", fix="write metric='loss'.")
         if mode is None and not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower())):
             mode = "min"
         check = Checker(_CALL)

@@ -198,7 +198,7 @@ def read_offload(offload: object) -> frozenset[str]:
     words = [offload] if isinstance(offload, str) else list(offload) if isinstance(offload, Collection) else []
     meant = sorted({nearest_word(each, _OFFLOADS) or "" for each in words if isinstance(each, str)} - {""})
     shown = ", ".join(map(repr, meant or _OFFLOADS[:1]))
-    raise Checker(WRAPPER.kind).refuse(
+    raise Checker(WRAPPER.kind).refusal(
         "offload",
         offload,
         "a set of 'activations' and 'optimizer', or an empty one",

@@ -54,7 +54,7 @@ def check_settings(
     is_size = isinstance(memory, int | str | float) and not isinstance(memory, bool)
     is_watch = callable(getattr(memory, "available_bytes", None)) and not isinstance(memory, type)
     if memory is not None and not is_size and not is_watch:
-        raise check.refuse(
+        raise check.refusal(
             "memory",
             memory,
             "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]",

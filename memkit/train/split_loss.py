@@ -197,7 +197,9 @@ class SplitLoss(Uncopied):
         check_loss_fn(loss_fn, batch, call=f"{_CALL}(model)")
         self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
         if not isinstance(self._scale, torch.Tensor) and not self._scale > 0:
-            raise Checker(f"{_CALL}(model)").refuse("scale", scale, "the loss scaler's factor, above 0")
+            raise Checker(f"{_CALL}(model)").refusal(
+                "scale", scale, "the loss scaler's factor, above 0", fix="pass scale=scaler.get_scale()."
+            )
         if not torch.is_grad_enabled():
             whole, count = self._evaluate(batch, loss_fn)
             self.outputs = (detached(whole.outputs),)

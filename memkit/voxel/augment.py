@@ -151,13 +151,13 @@ class VoxelAugmentation(VoxelOperation):
         """
         check = Checker("VoxelAugmentation.from_config(config)")
         if not isinstance(config, Mapping):
-            raise check.refuse(
+            raise check.refusal(
                 "config", config, "a mapping of names to values", fix="pass for example {'flip_prob': 0.5}."
             )
         for key in config:
             word = _ITS_WORDS.get(key, key)
             if word != key and not word.isidentifier():
-                raise check.refuse(key, config[key], "the attributes of VoxelAugmentation", fix=f"{word}.")
+                raise check.refusal(key, config[key], "the attributes of VoxelAugmentation", fix=f"{word}.")
         given = dict(config)
         if isinstance(given.get("layout"), Mapping):
             given["layout"] = check.record(VoxelLayout, given["layout"])

@@ -61,7 +61,7 @@ class CompositeLoss3D(nn.Module):
         check = Checker("CompositeLoss3D({...})")
         given: Any = losses
         if not isinstance(given, Mapping) or not given:
-            raise check.refuse(
+            raise check.refusal(
                 "losses",
                 losses,
                 "{name: (loss, weight)}, with at least one loss",
@@ -71,7 +71,7 @@ class CompositeLoss3D(nn.Module):
         self._weights: dict[str, LossWeight] = {}
         for name, pair in given.items():
             if not isinstance(name, str) or not name.isidentifier() or name == _TOTAL or hasattr(nn.ModuleDict, name):
-                raise check.refuse(
+                raise check.refusal(
                     "losses",
                     name,
                     f"names like 'edges'; not {_TOTAL!r}, nor a method of nn.ModuleDict",
@@ -79,13 +79,13 @@ class CompositeLoss3D(nn.Module):
                 )
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 shown = type(pair).__name__ + "()" if isinstance(pair, nn.Module) else "loss"
-                raise check.refuse(name, pair, "a pair (loss, weight)", fix=f"write {{{name!r}: ({shown}, 1.0)}}")
+                raise check.refusal(name, pair, "a pair (loss, weight)", fix=f"write {{{name!r}: ({shown}, 1.0)}}")
             loss, weight = pair
             if not callable(loss):
                 is_swapped = isinstance(weight, nn.Module)
                 shown = f"({type(weight).__name__}(), {loss!r})" if is_swapped else "(loss, weight)"
                 fix = f"write {{{name!r}: {shown}}}"
-                raise check.refuse(name, loss, "a function or module of (prediction, target)", fix=fix)
+                raise check.refusal(name, loss, "a function or module of (prediction, target)", fix=fix)
             self.losses[name] = loss
             self._weights[name] = weight if callable(weight) else check.number(name, weight)
         # Losses that are modules move with this one, and are saved with it.

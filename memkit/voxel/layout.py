@@ -73,19 +73,19 @@ class VoxelLayout:
         check = Checker("VoxelLayout(...)")
         channels = check.items("channels", self.channels)
         if not channels:
-            raise check.refuse(
+            raise check.refusal(
                 "channels", channels, "one kind for each channel", fix="pass for example VoxelLayout(('scalar',))."
             )
         for kind in channels:
             if not (isinstance(kind, str) and (kind in KINDS or _is_component(kind))):
-                raise check.refuse(
+                raise check.refusal(
                     "channels",
                     kind,
                     f"kinds out of {', '.join(KINDS)}, vector:x, vector:y, vector:z, vector:x:<name> and so on",
                     fix=f"write {nearest_word(str(kind), _ALL_KINDS) or 'scalar'!r} for it.",
                 )
         if len(read_axes(check, "axes", self.axes)) != 3:
-            raise check.refuse(
+            raise check.refusal(
                 "axes",
                 self.axes,
                 "the letters X, Y and Z in the order of D, H and W",
@@ -93,7 +93,7 @@ class VoxelLayout:
             )
         sensor = None if self.sensor_origin is None else check.triple("sensor_origin", self.sensor_origin)
         if sensor is None and "doppler" in channels:
-            raise check.refuse(
+            raise check.refusal(
                 "sensor_origin",
                 None,
                 "three numbers, because a Doppler channel is relative to a sensor",
@@ -107,7 +107,7 @@ class VoxelLayout:
             ranges = check.items("value_range", self.value_range, len(channels))
         voxel_size = check.triple("voxel_size", self.voxel_size)
         if min(voxel_size) <= 0:
-            raise check.refuse("voxel_size", voxel_size, "sizes above zero", fix="pass voxel_size=(1.0, 1.0, 1.0).")
+            raise check.refusal("voxel_size", voxel_size, "sizes above zero", fix="pass voxel_size=(1.0, 1.0, 1.0).")
         values = {
             "channels": channels,
             "voxel_size": voxel_size,
@@ -135,7 +135,7 @@ class VoxelLayout:
             if _is_component(kind):
                 component, _, name = kind.removeprefix("vector:").partition(":")
                 if component in fields.setdefault(name, {}):
-                    raise check.refuse(
+                    raise check.refusal(
                         "channels",
                         kind,
                         "each component of a vector once; a second vector needs a name, as in vector:x:flow",
@@ -144,7 +144,7 @@ class VoxelLayout:
                 fields[name][component] = channel
         for each in fields.values():
             if not {"x", "y"} <= each.keys():
-                raise check.refuse(
+                raise check.refusal(
                     "channels",
                     self.channels,
                     "a vector's x and y together, because a rotation mixes them",
@@ -204,7 +204,7 @@ def read_axes(check: Checker, name: str, value: Any) -> str:
     listed = value if isinstance(value, (str, list, tuple)) else (value,)
     letters = ["XYZ"[each] if type(each) is int and each in range(3) else str(each).upper() for each in listed]
     meant = "".join(dict.fromkeys(each for each in letters if each in {"X", "Y", "Z"})) or "XYZ"
-    raise check.refuse(
+    raise check.refusal(
         name, value, "a combination of the letters X, Y and Z, each at most once", fix=f"pass {name}={meant!r}."
     )
 
@@ -212,7 +212,9 @@ def read_axes(check: Checker, name: str, value: Any) -> str:
 def refuse_no_layout(check: Checker, layout: object) -> None:
     """Refuse anything but a layout or None."""
     if not isinstance(layout, VoxelLayout | None):
-        raise check.refuse("layout", layout, "a VoxelLayout or None", fix="pass layout=mk.voxel.VoxelLayout(channels).")
+        raise check.refusal(
+            "layout", layout, "a VoxelLayout or None", fix="pass layout=mk.voxel.VoxelLayout(channels)."
+        )
 
 
 def _is_component(kind: object) -> bool:
@@ -227,7 +229,7 @@ def _range(check: Checker, kind: str, given: object) -> tuple[float, float] | No
         return None
     low, high = (check.number("value_range", each) for each in check.items("value_range", given, 2))
     if low > high or (_is_component(kind) and low != -high):
-        raise check.refuse(
+        raise check.refusal(
             "value_range",
             given,
             "the lower end first, and low = -high for a vector's component",

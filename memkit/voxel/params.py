@@ -109,9 +109,9 @@ class VoxelDraw:
         wholes = {"turns": check.whole("turns", self.turns, 0, 3), "seed": check.whole("seed", self.seed)}
         read_axes(check, "flips", self.flips)
         if not isinstance(self.operation, str):
-            raise check.refuse("operation", self.operation, "the name of a class", fix="pass operation=''.")
+            raise check.refusal("operation", self.operation, "the name of a class", fix="pass operation=''.")
         if not isinstance(self.extra, Mapping):
-            raise check.refuse("extra", self.extra, "numbers by name", fix="pass extra={'std': 0.1}.")
+            raise check.refusal("extra", self.extra, "numbers by name", fix="pass extra={'std': 0.1}.")
         extra = {str(name): check.number(f"extra[{name!r}]", value) for name, value in self.extra.items()}
         for name, value in (checked | wholes | {"extra": extra}).items():
             object.__setattr__(self, name, value)
@@ -220,7 +220,7 @@ class MixupParams(AugmentationParams):
         object.__setattr__(self, "shape", _triple(check, "shape", self.shape, 1))
         given = check.items("partners", self.partners)
         if not given:
-            raise check.refuse(
+            raise check.refusal(
                 "partners",
                 given,
                 "one partner for each sample, and at least one sample",
@@ -258,7 +258,7 @@ class CallableParams(AugmentationParams):
     def __post_init__(self) -> None:
         check = _check("CallableParams(...)")
         if not isinstance(self.name, str):
-            raise check.refuse("name", self.name, "the name of the callable", fix="pass its __name__.")
+            raise check.refusal("name", self.name, "the name of the callable", fix="pass its __name__.")
         object.__setattr__(self, "seed", check.whole("seed", self.seed))
 
     def geometry(self) -> CallableParams:
@@ -342,7 +342,7 @@ def _triple(check: Checker, name: str, value: object, low: int, high: Triple | N
 def _box(check: Checker, name: str, value: object, shape: Triple) -> Box:
     start, stop = (_triple(check, name, each, 0, shape) for each in check.items(name, value, 2))
     if any(first > last for first, last in zip(start, stop, strict=True)):
-        raise check.refuse(name, value, "a box that ends after its start", fix=f"pass {(stop, start)}.")
+        raise check.refusal(name, value, "a box that ends after its start", fix=f"pass {(stop, start)}.")
     return start, stop
 
 
@@ -350,7 +350,7 @@ def _set_grid(params: VoxelParams | CutoutParams, check: Checker, num_samples: i
     object.__setattr__(params, "shape", _triple(check, "shape", params.shape, 1))
     is_batch = check.flag("batched", params.batched)
     if num_samples < 1 or (num_samples > 1 and not is_batch):
-        raise check.refuse(
+        raise check.refusal(
             "samples",
             num_samples,
             "at least one, and exactly one for a volume (C, D, H, W)",

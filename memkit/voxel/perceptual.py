@@ -144,7 +144,7 @@ class SliceLoss(FrozenNetworkLoss):
         check = Checker("SliceLoss(...)")
         given: Any = axes
         if not isinstance(given, str) or not axes or len(set(axes)) < len(axes) or set(axes) - _AXES.keys():
-            raise check.refuse(
+            raise check.refusal(
                 "axes", axes, "a combination of the letters D, H and W, each at most once", fix="pass axes='DHW'."
             )
         super().__init__(distance)

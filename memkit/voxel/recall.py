@@ -133,7 +133,7 @@ def _limits(name: str, threshold: float | Sequence[float]) -> list[float]:
     check, fix = Checker(f"{name}(...)"), "pass for example threshold=0.1, in the unit of the coordinates."
     given = threshold if isinstance(threshold, list | tuple) else [threshold]
     if not given:
-        raise check.refuse("threshold", threshold, "one or several distances above 0", fix=fix)
+        raise check.refusal("threshold", threshold, "one or several distances above 0", fix=fix)
     return [check.number("threshold", each, above=0, fix=fix) for each in given]
 
 

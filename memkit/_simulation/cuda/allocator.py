@@ -693,10 +693,16 @@ class AllocatorSettings:
         check.number("memory_fraction", self.memory_fraction, 0, 1)
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < check.number("garbage_collection_threshold", threshold) < 1:
-            raise check.refuse("garbage_collection_threshold", threshold, "a number above 0 and below 1")
+            raise check.refusal(
+                "garbage_collection_threshold",
+                threshold,
+                "a number above 0 and below 1",
+                fix="pass garbage_collection_threshold=0.8.",
+            )
         for each in check.items("roundup_power2_divisions", self.roundup_power2_divisions, _NUM_INTERVALS):
             if check.whole("roundup_power2_divisions", each) & (each - 1):
-                raise check.refuse("roundup_power2_divisions", each, "0 or a power of two for each size")
+                fix = "pass for example 8 where blocks are to be rounded up, and 0 elsewhere."
+                raise check.refusal("roundup_power2_divisions", each, "0 or a power of two for each size", fix=fix)
 
     @classmethod
     def of(cls, settings: AllocatorSettings | str | None) -> AllocatorSettings:
@@ -706,7 +712,12 @@ class AllocatorSettings:
         if not settings and (settings is None or isinstance(settings, str)):
             return _DEFAULTS
         if not isinstance(settings, str):
-            raise Checker("CachingAllocator(...)").refuse("settings", settings, "an AllocatorSettings, text, or None")
+            raise Checker("CachingAllocator(...)").refusal(
+                "settings",
+                settings,
+                "text, an AllocatorSettings, or None",
+                fix="pass the value of PYTORCH_ALLOC_CONF, such as 'expandable_segments:True'.",
+            )
         return cls.parse(settings)
 
     @classmethod
