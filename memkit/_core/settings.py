@@ -61,7 +61,9 @@ class Checker:
             nearest = high if found > high else low
             if (low, high) == (0, 1) and 2 <= found <= 100:
                 nearest = found / 100  # a percentage
-            suggested = f"pass {name}={nearest if math.isfinite(nearest) else 1.0:g}."
+            suggested = (
+                f"pass {name}={nearest if math.isfinite(nearest) else _example(max(low, above), min(high, below)):g}."
+            )
             raise self.refusal(name, value, f"a finite number {rule}".rstrip(), fix=fix or suggested)
         return found
 
@@ -170,6 +172,13 @@ def nearest_word(value: str, words: Iterable[str]) -> str | None:
     by_lower = {word.lower(): word for word in words}
     near = difflib.get_close_matches(value.lower(), by_lower, 1)
     return by_lower[near[0]] if near else None
+
+
+def _example(low: float, high: float) -> float:
+    """Return a number between two ends, either of which may be infinite."""
+    if math.isfinite(low) and math.isfinite(high):
+        return (low + high) / 2
+    return low + 1 if math.isfinite(low) else high - 1 if math.isfinite(high) else 1.0
 
 
 def _nearest_whole(value: Any, low: int, high: int) -> int:

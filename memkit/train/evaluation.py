@@ -24,6 +24,7 @@ from memkit.train.split import count_rows, shape_key, split_batch
     words={"loss_fn": "fn", "function": "fn", "rows": "batch", "inputs": "batch"},
     absent={"train_step": "trainer.train_step(batch, loss_fn) outside of the block"},
     methods=("__call__",),
+    rewrite={"__call__": lambda _: "evaluate(batch, fn)"},
 )
 class Evaluation:
     """Evaluation function yielded by ``with trainer.evaluation() as evaluate:``.
