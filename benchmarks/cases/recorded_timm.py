@@ -37,7 +37,7 @@ from benchmarks.recorded import (
     shuffled_error,
     verdict,
 )
-from benchmarks.result import write_result
+from benchmarks.result import environment, read_result, write_result
 from memkit._core.units import MIB
 
 LAYOUTS = ("nchw", "nhwc")
@@ -193,37 +193,43 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", type=int, default=8, help="take each n-th row")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="the others stay as they are")
     given = parser.parse_args(arguments)
     let_torchvision_be_imported()
     torch.set_num_threads(1)
-    growth: list[dict[str, Any]] = []
-    brackets: list[dict[str, Any]] = []
-    failed: list[str] = []
+    figures = read_result("recorded_timm")["figures"]
+    for part in given.parts:
+        failed: list[str] = []
+        found = PARTS[part](given.folder, given.every, failed)
+        figures[part] = {"commit": environment(())["commit"], **found, "failed": failed}
+    print(write_result("recorded_timm", figures, peers=("timm", "torchvision")))
+
+
+def score_brackets(folder: Path, every: int, failed: list[str]) -> dict[str, Any]:
+    rows = []
     set_fused_attention(enable=False)  # as in 2022: PyTorch 1.12 had none
     for layout in LAYOUTS:
-        with (given.folder / TABLE.format(layout=layout)).open() as file:
+        with (folder / TABLE.format(layout=layout)).open() as file:
             known = [row for row in csv.DictReader(file) if int(row["train_batch_size"]) < FIRST_BATCH]
-        for row in known[:: given.every]:
+        for row in known[::every]:
             ran = int(row["train_batch_size"])
             for batch in (ran, next_batch(ran)):
                 with noting(failed, row["model"]):
-                    brackets.append(run_of(row, layout, batch))
+                    rows.append(run_of(row, layout, batch))
     set_fused_attention(enable=True)
-    for row in read_rows(given.folder, "GPUMemNet")[:: given.every]:
+    summary = {layout: bracket_summary(row for row in rows if row["layout"] == layout) for layout in LAYOUTS}
+    return {"summary": summary, "rows": rows}
+
+
+def score_growth(folder: Path, every: int, failed: list[str]) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for row in read_rows(folder, "GPUMemNet")[::every]:
         with noting(failed, row["model"]):
-            growth.extend(growth_of(row))
-    figures = {
-        "growth": {"summary": {"all": growth_summary(growth)}, "rows": growth},
-        "brackets": {
-            "summary": {
-                layout: bracket_summary(row for row in brackets if row["layout"] == layout)
-                for layout in ("nchw", "nhwc")
-            },
-            "rows": brackets,
-        },
-        "failed": failed,
-    }
-    print(write_result("recorded_timm", figures, peers=("timm", "torchvision")))
+            rows.extend(growth_of(row))
+    return {"summary": {"all": growth_summary(rows)}, "rows": rows}
+
+
+PARTS = {"brackets": score_brackets, "growth": score_growth}
 
 
 if __name__ == "__main__":

@@ -11,18 +11,20 @@ from memkit._simulation.cuda.memory import Convolution, tuned_workspaces
 
 
 def peak_of_convolution(
-    gpu, *, benchmark, dtype=torch.float32, layout=torch.contiguous_format, backward=True, **options
+    gpu, *, benchmark, dtype=torch.float32, layout=torch.contiguous_format, backward=True, size=3, **options
 ):
-    """The most that is allocated in a 3x3 convolution of 2 images, 8 to 16 channels, 32 x 32 pixels."""
+    """The most that is allocated in a convolution of 2 images, 8 to 16 channels, 32 x 32 pixels."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark), mk.VirtualGPU(gpu):
-        conv = torch.nn.Conv2d(8, 16, 3, padding=1, bias=False, **options).to("cuda", dtype, memory_format=layout)
+        conv = torch.nn.Conv2d(8, 16, size, padding=size // 2, bias=False, **options).to(
+            "cuda", dtype, memory_format=layout
+        )
         x = torch.zeros(2, 8, 32, 32, dtype=dtype, device="cuda").to(memory_format=layout).requires_grad_()
         y = conv(x)
         if backward:
             grad = torch.empty_like(y)
             torch.cuda.reset_peak_memory_stats()
             torch.ops.aten.convolution_backward(
-                grad, x.detach(), conv.weight.detach(), None, [1, 1], [1, 1], [1, 1], False, [0, 0], conv.groups,
+                grad, x.detach(), conv.weight.detach(), None, [1, 1], [size // 2] * 2, [1, 1], False, [0, 0], conv.groups,
                 [True, True, False],
             )  # fmt: skip
         return torch.cuda.max_memory_allocated()
@@ -39,6 +41,7 @@ X, W, Y = 2 * 8 * 32 * 32, 16 * 8 * 3 * 3, 2 * 16 * 32 * 32
         ("V100 32GB", {"dtype": torch.float16}, X + W + Y),
         ("RTX 3090", {"layout": torch.channels_last}, 0),  # they lie so already
         ("RTX 3090", {"backward": False}, 0),
+        ("RTX 3090", {"size": 1}, 0),  # a plain matrix product
         ("RTX 3090", {"groups": 8}, 0),
         ("V100 32GB", {}, 36 * (2 * 8 * 8 * (8 + 16) + 8 * 16)),  # Winograd: tiles of 4 x 4
         ("V100 32GB", {"backward": False}, 36 * (2 * 8 * 8 * (8 + 16) + 8 * 16)),

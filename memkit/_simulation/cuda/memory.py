@@ -633,7 +633,8 @@ def tuned_workspaces(convolution: Convolution, capability: tuple[int, int]) -> t
     if has_tensor_cores:
         is_last = convolution_format(x, weight) is not torch.contiguous_format
         backward = [each for each in convolution.passes if each != "output"]
-        return () if is_last else (convolution.copies_bytes,) * len(backward)
+        is_point = math.prod(weight.shape[2:]) == 1  # a plain matrix product
+        return () if is_last or is_point else (convolution.copies_bytes,) * len(backward)
     if x.dtype is not torch.float32 or weight.shape[2:] != (3, 3):
         return ()
     if not convolution.suits_winograd or set(convolution.stride) != {1}:
