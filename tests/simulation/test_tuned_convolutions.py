@@ -23,10 +23,9 @@ def peak_of_convolution(
         if backward:
             grad = torch.empty_like(y)
             torch.cuda.reset_peak_memory_stats()
-            torch.ops.aten.convolution_backward(
-                grad, x.detach(), conv.weight.detach(), None, [1, 1], [size // 2] * 2, [1, 1], False, [0, 0], conv.groups,
-                [True, True, False],
-            )  # fmt: skip
+            tensors = grad, x.detach(), conv.weight.detach(), None
+            sizes = [1, 1], [size // 2] * 2, [1, 1], False, [0, 0], conv.groups
+            torch.ops.aten.convolution_backward(*tensors, *sizes, [True, True, False])
         return torch.cuda.max_memory_allocated()
 
 

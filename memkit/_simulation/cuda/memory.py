@@ -621,9 +621,9 @@ class Convolution(NamedTuple):
 def tuned_workspaces(convolution: Convolution, capability: tuple[int, int]) -> tuple[int, ...]:
     """Return the workspace of the algorithm that ``cudnn.benchmark`` finds to be the fastest, one for each pass.
 
-    Tensor cores work in channels-last order: what lies otherwise is copied, in the backward passes (in the forward, no
-    record shows it). Without tensor cores, non-fused Winograd of 3x3 kernels takes the most. Both follow from recorded
-    runs with ``cudnn.benchmark``: `docs/virtual-gpu-proof.md`.
+    Tensor cores work in channels-last order: what lies otherwise is copied, in the backward passes of kernels larger
+    than 1x1 (of the others, and in the forward, no record shows it). Without tensor cores, non-fused Winograd of 3x3
+    kernels takes the most. Both follow from recorded runs with ``cudnn.benchmark``: `docs/virtual-gpu-proof.md`.
     """
     x, weight, y = convolution.x, convolution.weight, convolution.y
     if convolution.groups != 1 or convolution.is_transposed:
