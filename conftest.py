@@ -1,22 +1,29 @@
 """Collects the code blocks of README.md and docs/ as tests: what a reader copies must run."""
 
 import gc
+import importlib.util
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 
-def set_aside(_: dict[str, Any]) -> None:
-    """Hide what the test session itself holds: pages about leaks look at every object of a reader's process.
+def prepare(namespace: dict[str, Any]) -> None:
+    """Let a page ask for a library, and hide what the test session holds: pages about leaks look at every object.
 
     For good: shown again, it would be looked at by each of the hundreds of collections that recoveries run.
     """
+    namespace["is_missing"] = is_missing  # for comments such as <!-- skip: start if(is_missing("monai")) -->
     gc.collect()  # what is garbage now would never be found again
     gc.freeze()
+
+
+def is_missing(library: str) -> bool:
+    """Whether a library that a page is about, and that the tests do not bring, is not installed."""
+    return importlib.util.find_spec(library) is None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,4 +52,4 @@ def skipping_what_torch_lacks(item: pytest.Item) -> Generator[None]:
         raise
 
 
-pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"], setup=set_aside).pytest()
+pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"], setup=prepare).pytest()

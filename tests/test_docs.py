@@ -1,6 +1,8 @@
 """Tables in the docs are made from committed result files."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,16 @@ def test_every_result_has_environment_and_commit():
         environment = json.loads(path.read_text())["environment"]
         assert environment["commit"], path.name
         assert environment["versions"]["torch"], path.name
+
+
+def test_a_page_asks_for_the_library_that_the_tests_do_not_bring():
+    """Its blocks run where the library is installed, and are skipped elsewhere."""
+    asked = {}
+    for path in (Path(__file__).parents[1] / "docs").rglob("*.md"):
+        text = path.read_text("utf-8")
+        if used := set(re.findall(r"^(?:from|import) (monai|torchio)\b", text, re.MULTILINE)):
+            asked[path.stem] = used
+            assert used == set(re.findall(r'^<!-- skip: start if\(is_missing\("(\w+)"\)', text, re.MULTILINE)), (
+                path.name
+            )
+    assert asked == {"monai": {"monai"}, "torchio": {"torchio"}}

@@ -33,6 +33,7 @@ T = TypeVar("T")
 ContainerKind: TypeAlias = Literal["items", "names", "class", "slots", "cell"]
 
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+_SITES = {"site-packages", "dist-packages"}  # of any environment: a venv may see those of the system
 _MOST_OBJECTS = 50_000  # that are visited: holders beyond this are found afterwards and cause an error
 _MOST_ITEMS = 1_000  # in a container whose items are visited
 _FARTHEST = 8  # steps from a tensor to a holder with a name
@@ -300,7 +301,8 @@ def _is_own(module: ModuleType | None) -> bool:
     """Whether a module is the user's own, not an installed one."""
     if module is None or module.__name__ in sys.builtin_module_names:
         return False
-    return not str(getattr(module, "__file__", "")).startswith(_INSTALLED)
+    file = str(getattr(module, "__file__", ""))
+    return not file.startswith(_INSTALLED) and _SITES.isdisjoint(Path(file).parts)
 
 
 def _is_atom(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memkit as mk
 from memkit._core.errors import StateError
+from memkit._simulation import leftovers
 from memkit.predict.scaling.profile import profile_scaling
 from tests.toys import mean_square
 
@@ -409,3 +410,17 @@ def test_a_holder_in_a_module_is_named_by_it(monkeypatch):
 
     with pytest.raises(StateError, match=r"by tests\.simulation\.test_leftovers\.WAITING.*empty tests\.simulation\."):
         estimate(Model(None), loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("file", "is_own"),
+    [
+        ("/home/me/project/model.py", True),
+        ("/usr/lib/python3/dist-packages/monai/losses/dice.py", False),  # seen from a venv with the system's packages
+        ("/opt/conda/lib/python3.11/site-packages/torch/__init__.py", False),
+    ],
+)
+def test_packages_of_any_environment_are_installed(file, is_own):
+    module = types.ModuleType("some")
+    module.__file__ = file
+    assert leftovers._is_own(module) is is_own
