@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 import memkit
 import memkit.cli
 
-_INTEGRATIONS = ("transformers", "lightning", "fabric", "torch_geometric", "torchmetrics")
+_INTEGRATIONS = ("transformers", "lightning", "fabric", "torch_geometric")
 
 
 def pages() -> dict[str, str]:

@@ -598,8 +598,11 @@ class StorageCopies:
 
 
 def _holds_values(value: object) -> bool:
-    """Return whether an object's attributes are a batch's: a UserDict, as tokenizers return, or a dataclass."""
-    return isinstance(value, Mapping) or is_dataclass(value)
+    """Return whether an object's attributes are a batch's.
+
+    A UserDict, as tokenizers return, a dataclass, or what moves itself to a device, as PyG's `Data` and its storages do.
+    """
+    return isinstance(value, Mapping) or is_dataclass(value) or callable(getattr(type(value), "to", None))
 
 
 class StandIns:

@@ -368,3 +368,22 @@ def test_a_graph_that_never_fits_is_named_with_the_way_out():
 
     with pytest.raises(mk.MemkitOutOfMemoryError, match=r"elements.*Way out"):
         trainer.train_step(Batch.from_data_list(meshes()[:4]), never)
+
+
+@pytest.mark.parametrize("target", ["cpu", "RTX 4090"])
+def test_an_estimate_has_the_batch_on_its_target(target):
+    """A `Batch` is neither a mapping nor a dataclass; its tensors lie in storages within it."""
+    data, model = Batch.from_data_list([homogeneous(30), homogeneous(50)]), GraphConv(3, 4)
+    x, plain = data.x, (data.x, data.edge_index)
+
+    def estimate(batch, read):
+        def loss_fn(model, batch):
+            return model(*read(batch)).square().mean()
+
+        return mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer="adamw", target=target)
+
+    of_graphs, of_tensors = estimate(data, lambda batch: (batch.x, batch.edge_index)), estimate(plain, tuple)
+    names = ("batch", "ptr", "edge_attr", "y", "label", "edge_label", "center_index", "weight")
+    unread = sum(-(-data[name].nbytes // 512) * 512 for name in names)  # in the card's blocks
+    assert of_tensors.peak_bytes <= of_graphs.peak_bytes <= of_tensors.peak_bytes + unread
+    assert data.x is x
