@@ -600,7 +600,7 @@ class StorageCopies:
 def _holds_values(value: object) -> bool:
     """Return whether an object's attributes are a batch's.
 
-    A UserDict, as tokenizers return, a dataclass, or what moves itself to a device, as PyG's `Data` and its storages do.
+    A UserDict, as tokenizers return, a dataclass, or what moves itself to a device, as PyG's `Data` does.
     """
     return isinstance(value, Mapping) or is_dataclass(value) or callable(getattr(type(value), "to", None))
 
