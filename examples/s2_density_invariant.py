@@ -106,12 +106,10 @@ def main() -> None:
     for dense_alone in (True, False):
         model = train(left, num_steps, dense_alone=dense_alone)
         for name, each in sampler.sample_scenarios(sampler.index(right.coords, GRID_MM)).items():
-            rows = each.indices
+            coords, features, targets = each.take(right.coords, right.features, right.targets)
             with torch.no_grad():
-                scores = model(
-                    mk.recipes.PointBatch(right.coords[rows], right.features[rows], torch.tensor([len(rows)]))
-                )
-            is_right = scores.argmax(1) == right.targets[rows]
+                scores = model(mk.recipes.PointBatch(coords, features, each.offsets))
+            is_right = scores.argmax(1) == targets
             print(f"  {name:6} {is_right.float().mean():.1%} of the other hemisphere's points are right")
 
 

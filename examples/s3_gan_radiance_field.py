@@ -89,7 +89,7 @@ def main() -> None:
         discriminator.extend([nn.Conv2d(channels_in, channels, 4, 2, 1), nn.LeakyReLU(0.2)])
     discriminator.extend([nn.Flatten(), nn.Linear(64 * 16, 1)])
     memory = mk.MemoryManager("cpu")
-    settings = {"precision": "bf16-mixed", "accumulation_steps": 4}  # with "fp16-mixed" each has its own loss scaler
+    settings = {"precision": "bf16", "accumulation_steps": 4}  # with "fp16" each has its own loss scaler
     d_optimizer, g_optimizer = (torch.optim.Adam(m.parameters(), 5e-4, (0.0, 0.99)) for m in (discriminator, generator))
     d_trainer = mk.MemoryEfficientTrainingWrapper(discriminator, d_optimizer, **settings)
     g_trainer = mk.MemoryEfficientTrainingWrapper(generator, g_optimizer, **settings)

@@ -83,11 +83,10 @@ def main() -> None:
     torch.manual_seed(0)
     folder, model = Path(tempfile.mkdtemp()), UNet()
     preset = mk.get_preset_config("medium", 24)  # the source's: two scans at a time, four times for a step
-    batch_size = preset.batch_size * preset.gradient_accumulation_steps
+    batch_size = preset.effective_batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     memory = mk.MemoryManager("cpu", log=folder / "memory_events.jsonl")
-    settings = {"precision": "bf16-mixed", "accumulation_steps": preset.gradient_accumulation_steps, "memory": memory}
-    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, checkpoint=["down", "inner"], **settings)
+    trainer = mk.MemoryEfficientTrainingWrapper.from_config(model, optimizer, preset, checkpoint=True, memory=memory)
     features = mk.Perceptual3DLoss(in_channels=1, base_channels=8, num_levels=3), lambda step: min(0.1, step / 200)
     losses = {"voxels": (mk.OccupancyAwareLoss(4.0), 1.0), "edges": (mk.StructurePreservingLoss(), 0.5)}
     criterion = mk.CompositeLoss3D(losses | {"features": features})  # a loss, and its weight: a number or of the step
