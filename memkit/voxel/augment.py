@@ -35,7 +35,7 @@ _ITS_WORDS = {
     "flip_probability": "flip_prob",
     "rotate_probability": "rotate_prob",
     "rotation_prob": "rotate_prob",
-    "axes": "flip_axes='XYZ'",
+    "axes": "flip_axes='XY'",
     "axis": "flip_axes='X'",
     "spatial_axis": "flip_axes='X'",
     "std": "noise_std",

@@ -241,7 +241,7 @@ class Augmentation(ABC, Generic[P]):
         dropout, holes and mixing are not undone.
 
         Args:
-            y: As for `apply`.
+            y: As for `apply`; or a sample, as for a call.
             params: The applied parameters.
             layout: As for `apply`.
 
@@ -249,9 +249,15 @@ class Augmentation(ABC, Generic[P]):
             InputTypeError: As for `apply`.
             InputError: As for `apply`.
         """
-        self._refuse_other_params(f"{type(self).__name__}.inverse(y, params)", params)
+        call = f"{type(self).__name__}.inverse(y, params)"
+        self._refuse_other_params(call, params)
         back: Any = params.inverse()
-        return self.apply(y, back, layout=layout)
+        with calling(call):
+            given: Any = y
+            if isinstance(given, Mapping | list | tuple) and not is_volume(given):
+                layouts = None if layout is None else dict.fromkeys(entries_of(given), layout)
+                return like(given, self.apply_joint(entries_of(given), back, layouts=layouts))  # type: ignore[no-any-return]
+            return self._apply_form(given, back, layout)  # type: ignore[no-any-return]  # of the form that came
 
     def apply_joint(
         self,

@@ -249,6 +249,22 @@ class TestSamples:
         assert moved.age == 7
         alone = self.aug(subject.image)
         assert isinstance(alone, Image)
+        back = self.aug.inverse(self.aug(subject), self.aug.last_params)
+        assert type(back) is Subject
+        assert torch.equal(back.seg.data, labels)
+        np.testing.assert_allclose(back.image.affine, any_affine().numpy(), atol=1e-9)
+
+    def test_samples_are_moved_back(self):
+        aug = mk.VoxelAugmentation(flip_prob=0.7, rotate_prob=0.7, noise_std=0.0)
+        sample = {"image": torch.rand(2, *SHAPE), "seg": torch.rand(1, *SHAPE), "name": "scan"}
+        moved = aug(sample)
+        back = aug.inverse(moved, aug.last_params)
+        assert back["name"] == "scan"
+        assert torch.equal(back["image"], sample["image"])
+        assert torch.equal(back["seg"], sample["seg"])
+        pair = aug.inverse((moved["image"], moved["seg"]), aug.last_params)
+        assert isinstance(pair, tuple)
+        assert torch.equal(pair[1], sample["seg"])
 
     def test_a_label_map_moves_along_the_axes_of_the_layout(self):
         layout = mk.voxel.VoxelLayout(("scalar",), axes="ZYX")

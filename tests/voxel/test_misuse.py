@@ -21,7 +21,7 @@ CALLS = [
     (lambda: VOXEL(prob=0.5), InputTypeError, OWN_PROB),
     (lambda: VOXEL(keys=["image"]), InputTypeError, KEYS),
     (lambda: VOXEL(flip_probability=0.5), InputTypeError, "write VoxelAugmentation(flip_prob=0.5)"),
-    (lambda: VOXEL(axes=(0, 1)), InputTypeError, "write VoxelAugmentation(flip_axes='XYZ')"),
+    (lambda: VOXEL(axes=(0, 1)), InputTypeError, "write VoxelAugmentation(flip_axes='XY')"),
     (lambda: VOXEL(spatial_axis=0), InputTypeError, "write VoxelAugmentation(flip_axes='X')"),
     (lambda: VOXEL(std=0.1), InputTypeError, "write VoxelAugmentation(noise_std=0.1)"),
     (lambda: VOXEL(noise_prob=0.1), InputTypeError, "or dropout_prob to empty voxels; write VoxelAugmentation()"),
