@@ -179,8 +179,8 @@ class MemoryEfficientTrainLoop:
         self._position = Position(train_loader)
         self._timeline = Timeline()
         self._stop = StopSignal()
-        self._saved_at: int | None = None  # the step that was saved last
-        self._validated_at: int | None = None
+        self._saved_at: int | None = 0  # the step that was saved last; before the first one nothing needs saving
+        self._validated_at: int | None = 0
         self._num_skipped = 0
         self._num_epochs = 0
         self._began = (0.0, 0)  # this run: its time, and the steps done before it
@@ -312,7 +312,7 @@ class MemoryEfficientTrainLoop:
 
     def _validate_if_due(self, *, at_end: bool) -> None:
         is_time = self.num_steps % self._validate_every == 0 if self._validate_every else at_end
-        if self._val_loader is None or not is_time or self.num_steps in (0, self._validated_at):
+        if self._val_loader is None or not is_time or self._validated_at == self.num_steps:
             return
         try:
             figures = self.validate(self._val_loader)
@@ -335,7 +335,7 @@ class MemoryEfficientTrainLoop:
             self._save_once()
 
     def _save_once(self) -> None:
-        if self._state is None or self.num_steps in (0, self._saved_at):
+        if self._state is None or self._saved_at == self.num_steps:
             return
         metric = {}
         if self._monitor and self._figures and self._validated_at == self.num_steps:

@@ -47,7 +47,7 @@ HEADLINES = {
     "estimate on the CPU": r"needs at most [\d.]+ KiB of live tensors on the CPU",
     "preset": r"fits a GPU of 24 GB: it needs at most .*",
     "plan": r"fits into 23\.\d\d GiB: it needs at most [\d.]+ MiB",
-    "manager": r"cpu: [\d.]+ [MG]iB available within a budget of 1\.00 GiB",
+    "manager": r"cpu: [\d.]+ (B|[KMG]iB) available within a budget of 1\.00 GiB",
     "tracker": r"peak [\d.]+ KiB of live tensors on cpu",
     "wrapper": r"trains Sequential with SGD on cpu: 0 steps",
     "worst batch": r"batch 0 of 1 is the largest; fits T4: it needs at most .*",

@@ -236,7 +236,7 @@ def test_wrong_calls():
         assert_refused(partial(gpu.allocate, wrong), error, "num_bytes=")
     assert CachingAllocator("1GiB", settings="expandable_segments:True").settings.expandable_segments
     no_settings = {"expandable_segments": True}
-    words = "an AllocatorSettings, text, or None"
+    words = "text, an AllocatorSettings, or None"
     assert_refused(lambda: CachingAllocator("1GiB", settings=no_settings), ConfigError, words)
     assert_refused(lambda: CachingAllocator("1GiB", other_bytes="2GiB"), ConfigError, "other_bytes")
     assert_refused(lambda: CachingAllocator(-1), InputError, "capacity_bytes")
