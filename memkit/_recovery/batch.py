@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from memkit._core.errors import MemkitOutOfMemoryError, StateError
+from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory, insist
@@ -386,12 +386,22 @@ class BatchRun:
         """Replace the parts that are at least as large as a failed one by smaller parts.
 
         Raises:
-            MemkitOutOfMemoryError: A part cannot be made smaller, and no remedy is left.
+            MemkitOutOfMemoryError: A part cannot be made smaller, and no remedy is left; or the batch cannot be cut.
         """
         self._before_cut = failed, self.plan, self.means.sizes.state_dict()
         self.means.sizes.note_failure(self.key, failed.size)
         limit = min(self.means.sizes.largest(self.key) or 0, failed.size - 1)
-        smaller = self.plan.shrink(limit, self._cut)
+        try:
+            smaller = self.plan.shrink(limit, self._cut)
+        except (InputError, InputTypeError) as error:
+            self.means.sizes.load_state_dict(self._before_cut[2])  # a smaller size would be no use
+            raise MemkitOutOfMemoryError(
+                self.means.call,
+                got=f"out of memory with {failed.size} {self.means.unit}: {failure.description}; and a batch that "
+                f"cannot be cut: {error.got}",
+                expected=f"a batch that fits into memory, or {error.expected}",
+                fix=f"set checkpoint='auto', or pass split_fn=... to cut the batch; {error.fix}",
+            ) from failure.error
         if smaller is not None:
             self._take(smaller)
             self.is_cut_anew, self.forced = True, Forced(failure)

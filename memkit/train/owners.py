@@ -191,6 +191,7 @@ def _built(caller: Caller, optimizer: str = "optimizer") -> str:
 def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     """Return the error for something that is no optimizer."""
     known = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type) and name != "Optimizer"}
+    schedule = ", scheduler=scheduler" if caller is WRAPPER else ""
     made, got = "torch.optim.AdamW(model.parameters())", f"a {type(value).__name__}"
     if isinstance(value, type):
         made, got = f"torch.optim.{value.__name__}(model.parameters())", f"the class {value.__name__}"
@@ -207,12 +208,10 @@ def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     elif isinstance(value, nn.Parameter | torch.Tensor) or inspect.isgenerator(value):
         got = "parameters"
     elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        made, got = "scheduler.optimizer", f"a schedule ({type(value).__name__})"
-        if caller is WRAPPER:
-            made += ", scheduler=scheduler"
+        made, got = f"scheduler.optimizer{schedule}", f"a schedule ({type(value).__name__})"
     elif isinstance(getattr(value, "optimizer", None), Optimizer):  # such as Lightning's and Fabric's
-        made = "optimizer.optimizer"
-        got = f"a {type(value).__name__} around an optimizer"
+        made = f"optimizer.optimizer{schedule}"  # what is around it may set the learning rate, and would not run
+        got = f"a {type(value).__name__} around an optimizer, whose own step() would not run"
     return InputTypeError(
         _built(caller),
         got=got,

@@ -62,9 +62,9 @@ _ADVICE = {
     "weights": "The loss is a mean over something else than rows (valid tokens, class weights): return "
     "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by; in a loop of your own, "
     "trainer.backward(loss, count=n).",
-    "sum": "The loss is a sum over rows, and the parts are averaged: return its mean over the rows, or "
-    "mk.Loss(sum=loss, count=number of rows), with a learning rate that is as many times larger; "
-    "memkit.SplitLoss(reduction='sum') adds up.",
+    "sum": "The loss is a sum over rows, and the parts are averaged: return its mean over the rows; or, for the "
+    "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), num_rows being the whole batch's number of "
+    "rows and n the part's; memkit.SplitLoss(reduction='sum') adds up.",
     "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "
     "instead of once per batch: update it once per step, outside of forward, or keep the batch whole.",
     "hooks": "Hooks on parameters see the gradient of each micro-batch, and what they do is not linear: let them work "

@@ -284,7 +284,10 @@ def test_sizes(size): torch.ones(size)
         ('1, gpu="RTX 4090"', "expected gpu and selected_fraction with mode='fake'"),
         ("1, selected_fraction=0.5", "expected gpu and selected_fraction with mode='fake'"),
         ('1, mode="fake", selected_fraction=0', "expected selected_fraction in (0, 1]"),
-        ('1, mode="fake", gpu="RTX 40900"', "got an unknown GPU; expected a GPU that `memkit gpus` lists, such as RTX 4090"),
+        (
+            '1, mode="fake", gpu="RTX 40900"',
+            "got an unknown GPU; expected a GPU that `memkit gpus` lists, such as RTX 4090",
+        ),
         ('1, mode="fake", device="cuda"', "expected no device with mode='fake'"),
     ],
 )

@@ -249,7 +249,9 @@ def test_only_a_report_is_replaced(tmp_path):
 
 
 def test_what_is_no_log(tmp_path):
-    assert_refused(lambda: write_report(S1, tmp_path / "r.md"), InputTypeError, "write_report(mk.report.read_memory_events")
+    assert_refused(
+        lambda: write_report(S1, tmp_path / "r.md"), InputTypeError, "write_report(mk.report.read_memory_events"
+    )
     assert_refused(lambda: write_report(EventLog((), ()), tmp_path / "r.md"), InputError, "got a log without events")
     assert not list(tmp_path.iterdir())
 

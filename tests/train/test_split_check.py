@@ -228,7 +228,7 @@ EXACT = [name for name in (*OWN, *LOSSES, *TRAITS) if name not in {*INEXACT, *NO
 WAYS_OUT = {
     "rows": "cached_backward",
     "weights": "mk.Loss(mean=loss, count=n)",
-    "sum": "mk.Loss(sum=loss, count=number of rows)",
+    "sum": "mk.Loss(sum=loss * num_rows, count=n)",
     "state": "once per step",
     "hooks": "max_grad_norm",
     None: "",
@@ -315,7 +315,7 @@ def test_a_permutation_of_the_rows_is_named():
 
 def test_a_sum_has_a_way_out_of_its_own():
     x = torch.randn(12, 6)
-    assert "mk.Loss(sum=loss, count=number of rows)" in check_split(net(), x, plain_sum).advice
+    assert "mk.Loss(sum=loss * num_rows, count=n)" in check_split(net(), x, plain_sum).advice
     assert check_split(net(), x, lambda model, x: Loss(sum=plain_sum(model, x), count=len(x))).exact is True
 
 

@@ -237,3 +237,19 @@ def test_memory_that_runs_out_in_a_look_is_not_told_as_a_difference():
             trainer.train_step(x, lambda model, x: (model(x) - x[:, 0, :1]).square().mean())
         said += [f"{place}: {each.message}" for each in caught if "changes the gradient" in str(each.message)]
     assert said == []
+
+
+def test_a_batch_that_cannot_be_cut_says_that_memory_ran_out():
+    model = torch.nn.Linear(4, 1)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), split_fn=lambda batch, _: None
+    )
+
+    def too_large(model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="and a batch that cannot be cut") as caught:
+        trainer.train_step(torch.ones(8, 4), too_large)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    whole = trainer.train_step(torch.ones(8, 4), lambda model, batch: mk.Loss(mean=model(batch).mean(), count=8))
+    assert whole.stepped

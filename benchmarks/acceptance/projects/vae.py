@@ -26,6 +26,6 @@ PROJECT = Project(
     data="scikit-learn's digits, 28 by 28",
     shows='`GradientAccumulator` with `objective="sum"`: the batch in 8 parts, with the noise and '
     "the gradient of the whole",
-    failed="`train_step` of the wrapper takes means only; a loss that is a sum needs the accumulator",
+    failed="`train_step` of the wrapper takes a sum as `mk.Loss(sum=loss * num_rows, count=n)` only",
     control="the sum is taken for a mean: an eighth of the gradient, which Adam nearly hides",
 )
