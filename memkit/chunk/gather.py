@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
 
@@ -28,17 +29,20 @@ class Gathered:
     pick: Tensor
 
 
-def gathered(call: str, gather: Gather | None, num_rows: int | None = None) -> dict[str, Gathered]:
+def gathered(
+    call: str, fn: Callable[..., Any], gather: Gather | None, num_rows: int | None = None
+) -> dict[str, Gathered]:
     """Check ``gather`` and wrap its pairs.
 
     Args:
         call: The user's call, for messages.
+        fn: The function or module that gets the rows as keywords.
         gather: What the user passed.
         num_rows: Rows of the call; None where the other arguments say it.
 
     Raises:
         InputError: An index does not fit the rows, or its tensor.
-        InputTypeError: ``gather`` is not a mapping.
+        InputTypeError: ``gather`` is not a mapping, or ``fn`` lacks one of its keywords.
     """
     if gather is None:
         return {}
@@ -49,9 +53,28 @@ def gathered(call: str, gather: Gather | None, num_rows: int | None = None) -> d
             expected="a mapping from keywords of the function to pairs (x, src)",
             fix='write gather={"x_j": (x, src)}',
         )
+    keywords = _keywords_of(fn)
     for key, pair in gather.items():
         _check(call, key, pair, num_rows)
+        if keywords is not None and key not in keywords:
+            raise InputTypeError(
+                call,
+                got=f"gather[{key!r}] for a function of {', '.join(keywords) or 'no arguments'}",
+                expected="keywords that fn takes",
+                fix=f"add the argument: def fn(rows, {key}), or lambda rows, {key}: ...",
+            )
     return {key: Gathered(*pair) for key, pair in gather.items()}
+
+
+def _keywords_of(fn: Callable[..., Any]) -> list[str] | None:
+    """Return the names that a function takes as keywords; None if it takes any, or has no signature."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
 
 
 def _check(call: str, key: str, pair: Any, num_rows: int | None) -> None:

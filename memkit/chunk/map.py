@@ -105,7 +105,7 @@ def chunked_map(
         as_size(name, chunk_size, memory_budget),
         check=check,
     )
-    return call.run(rows, gathered(name, gather), params=params)
+    return call.run(rows, gathered(name, fn, gather), params=params)
 
 
 def read_device(call: str, device: str | torch.device | None) -> torch.device | None:

@@ -106,7 +106,7 @@ class ChunkedProcessor:
     def map(self, *rows: Any, output_device: str | torch.device | None = None, gather: Gather | None = None) -> Any:
         """Compute ``fn(*rows, **gathered)``: see `memkit.chunked_map`."""
         call = self._map_call(output_device)
-        return call.run(rows, gathered(self._name, gather), params=self._params)
+        return call.run(rows, gathered(self._name, self._fn, gather), params=self._params)
 
     def _map_call(self, output_device: str | torch.device | None = None) -> ChunkedCall:
         return ChunkedCall(
@@ -166,7 +166,7 @@ class ChunkedProcessor:
             ConfigError: Not even one row fits into the budget.
             InputError: `map` would refuse the call.
         """
-        return self._map_call().choose(rows, gathered(self._name, gather), params=self._params)
+        return self._map_call().choose(rows, gathered(self._name, self._fn, gather), params=self._params)
 
     @property
     def last_plan(self) -> ChunkPlan | None:

@@ -131,7 +131,7 @@ def segment_call(
         num_rows=segments.num_edges,
         check=check,
     )
-    rows = gathered(name, gather, segments.num_edges)
+    rows = gathered(name, fn, gather, segments.num_edges)
     result: Tensor = call.run((weight, *edge_rows), rows, params=params)
     return result
 

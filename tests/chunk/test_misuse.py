@@ -70,6 +70,11 @@ MISUSES = [
     (lambda: loss(x, model), InputTypeError, "write chunked_loss(fn, x)"),
     (lambda: loss(model, x, reduce="sum"), InputTypeError, "write chunked_loss(fn, *rows, reduction='sum')"),
     # gather
+    (
+        lambda: cmap(lambda rows: rows, e, gather={"x_j": (nodes, src)}),
+        InputTypeError,
+        "add the argument: def fn(rows, x_j), or lambda rows, x_j: ...",
+    ),
     (lambda: cmap(add, e, gather=[(nodes, src)]), InputTypeError, 'write gather={"x_j": (x, src)}'),
     (
         lambda: cmap(add, e, gather={"x_j": nodes}),
