@@ -1,4 +1,4 @@
-"""What an object shows of itself: text for `print`, and a small table for a notebook."""
+"""Overviews of objects: text for `print`, and a small table for a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user's own code failed at, while it ran on tensors without data: a note on its error.
+"""Notes on errors of the user's own code that ran on tensors without data: the place and the way out.
 
 The error itself stays what it is, with its traceback: real data would end in the same one, or in one much like it.
 """

@@ -18,6 +18,12 @@ from memkit._core.words import guided
 Scenario = Literal["dense", "half", "single"]
 
 
+# Entries of a scene that have a row for each point, in Pointcept's and PyG's words.
+_OF_POINTS = frozenset(
+    {"coord", "coords", "grid_coord", "pos", "feat", "feats", "color", "normal", "segment", "instance"}
+)
+
+
 def _count_rows(value: Any) -> int | None:
     if isinstance(value, (Tensor, np.ndarray)):
         return value.shape[0] if value.ndim else None
@@ -102,7 +108,8 @@ class GridSample:
             values themselves. Gradients flow through.
 
         Raises:
-            InputError: A value does not have one row per point.
+            InputError: A value does not have one row per point; or an entry of a mapping, of a name that stands for
+                points ("coord", "feat", "segment" ...), has not.
 
         Example:
             >>> import torch
@@ -130,7 +137,16 @@ class GridSample:
         if name in {"offset", "ptr"} and isinstance(value, (Tensor, np.ndarray)):
             ends = self.offsets if name == "offset" or not self.offsets[0] else F.pad(self.offsets, (1, 0))
             return ends.to(value.device, value.dtype) if isinstance(value, Tensor) else ends.numpy().astype(value.dtype)
-        return self._take_rows(value) if _count_rows(value) == self.num_points else value
+        if _count_rows(value) == self.num_points:
+            return self._take_rows(value)
+        if name in _OF_POINTS and isinstance(value, (Tensor, np.ndarray)):
+            raise InputError(
+                "GridSample.take(mapping)",
+                got=f"{name!r} of shape {tuple(value.shape)} for an index of {self.num_points} points",
+                expected="one row for each point in what belongs to points",
+                fix=f"give {name!r} the rows of the indexed points, or another name if it does not belong to points.",
+            )
+        return value
 
     def _take_rows(self, value: Any) -> Any:
         if self.chosen is None:

@@ -89,7 +89,7 @@ class Verdict(str):
         return type(self), (str(self), self.reason)
 
 
-# What other programs call the figures, and GB where bytes are meant.
+# Other programs' names of the figures, and GB where bytes are meant.
 _ABSENT = by_word(
     {
         "estimate.peak_bytes": "peak max_memory peak_memory peak_gb peak_mb",

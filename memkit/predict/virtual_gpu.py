@@ -56,8 +56,9 @@ class VirtualGPU(Uncopied):
     GPU: the same operators, autocast, streams and `torch.cuda` queries. Tensors on the GPU have sizes but no data; host
     tensors have data, except for floating point tensors of more than 1 MiB that PyTorch fills (the weights of a new
     model). Memory comes from a model of PyTorch's allocator, and where the GPU would run out,
-    `torch.OutOfMemoryError` is raised at the same line with the same figures. Only the scratch memory inside cuDNN's
-    convolutions is left out: see ``docs/virtual-gpu.md``.
+    `torch.OutOfMemoryError` is raised at the same line with the same figures. The scratch memory inside cuDNN's
+    convolutions is taken only with ``torch.backends.cudnn.benchmark = True``, by a rule that follows from recorded
+    runs; otherwise it is left out: see ``docs/virtual-gpu.md``.
 
     Where code reads a number from the GPU (``loss.item()``), the answer is 1, or False for a truth value; `guesses`
     counts these. The block leaves no change in PyTorch; tensors on the GPU are useless after it. Modules built outside

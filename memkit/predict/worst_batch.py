@@ -172,7 +172,7 @@ def find_worst_batch(
 
 
 def _size(estimate: MemoryEstimate) -> tuple[int, int]:
-    """What fits is decided by the bytes reserved, in steps of 2 MiB; below that, by those in tensors."""
+    """Return the bytes reserved, which decide what fits, in steps of 2 MiB; among equals, the bytes in tensors."""
     return estimate.required_bytes, estimate.peak_bytes
 
 

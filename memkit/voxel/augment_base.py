@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._core.errors import InputError, InputTypeError, NotSimulatedError
+from memkit._core.errors import InputError, InputTypeError, NotSimulatedError, warn_user
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.sparse_voxels import SparseVoxels, Triple, carries_affine
 from memkit.voxel.affine import compose, described_as
@@ -31,6 +31,7 @@ from memkit.voxel.samples import (
     with_affine,
 )
 
+_RGB = 3
 BLOCK = 2**12  # voxels changed at once: fewer cost time, more cost memory
 
 
@@ -93,6 +94,12 @@ class Augmentation(ABC, Generic[P]):
         call = f"{type(self).__name__}(...)(x)"
         if not sample:
             raise InputTypeError(call, got="no volume", expected="a volume or a sample", fix="write aug(x).")
+        first: tuple[int, ...] = sample[0].shape if isinstance(sample[0], Tensor | np.ndarray) else ()
+        if len(sample) == 1 and len(first) == 4 and first[1] == _RGB < min(first[2:]):
+            warn_user(
+                f"{call}: a tensor {tuple(first)} is taken as one volume (C, D, H, W) of depth 3. For a batch of "
+                "images (B, 3, H, W) write aug(x.unsqueeze(2)).squeeze(2)."
+            )
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         with calling(call):
             result, params = self.augment_with(

@@ -95,6 +95,11 @@ CALLS = [
         InputError,
         "as in coords, feats = sample.take(coords, feats)",
     ),
+    (
+        lambda: sampler().sample_half_density(index()).take({"coord": COORDS, "segment": COORDS[:20, 0]}),
+        InputError,
+        "or another name if it does not belong to points.",
+    ),
     (lambda: sampler().sample_half_density(index())(COORDS), InputTypeError, "write sample.take(coords, feats)"),
     (
         lambda: mk.points.sample_edges(DST, p=0.2),

@@ -387,3 +387,12 @@ def test_a_simulation_keeps_its_own_error():
     with mk.VirtualGPU("RTX 4090"):
         flip = mk.voxel.FlipAugmentation()
         assert flip(torch.rand(1, 4, 4, 4, device="cuda")).shape == (1, 4, 4, 4)
+
+
+def test_a_batch_of_images_is_not_taken_for_a_volume_in_silence():
+    aug = mk.VoxelAugmentation(flip_prob=1.0, rotate_prob=0.0, noise_std=0.0)
+    images = torch.rand(4, 3, 8, 8)
+    with pytest.warns(mk.MemkitWarning, match=r"one volume \(C, D, H, W\) of depth 3"):
+        aug(images)
+    moved = aug(images.unsqueeze(2)).squeeze(2)  # as the warning says: colors stay in their order
+    assert torch.equal(moved, images.flip(2, 3))

@@ -5,7 +5,8 @@ of reductions in which many thread blocks share a result (`setReduceConfig` in A
 of dimensions in ATen/TensorIterator.cpp); and workspaces of cuDNN's convolutions, given as an interval because cuDNN
 chooses its algorithm at run time. The lower end is zero: implicit GEMM needs none. The upper end is the need of cuDNN's
 known algorithms, each named where it is computed. It is not a proven bound: `docs/virtual-gpu.md` lists which published
-figures lie within it and which do not.
+figures lie within it and which do not. With ``cudnn.benchmark`` the fastest algorithm's workspace is also taken from
+the GPU (`tuned_workspaces`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to do about the memory of edges: why training takes a multiple of inference, and what makes room, in figures."""
+"""Suggestions for the memory of edges: why training takes a multiple of inference, and what makes room, in figures."""
 
 from __future__ import annotations
 
