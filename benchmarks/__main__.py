@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import check_page, tables
 from benchmarks.catalog import CASES, SOURCES
 from benchmarks.counters import Figure, counters_of, differences
+from benchmarks.gpu import command as gpu_command
 from benchmarks.result import RESULTS, read_result, version_of
 from benchmarks.tables import ROOT
 
@@ -42,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--all", action="store_true", help="every case")
         command.add_argument("--quick", action="store_true", help="every case of a minute or less")
         command.add_argument("--sources", type=Path, help="folder of public code, each repository as OWNER+NAME")
+    gpu_command.add_to(commands.add_parser("gpu", help="the proof on this machine's GPU: docs/gpu-proof.md"))
     given = parser.parse_args(arguments)
+    if given.command == "gpu":
+        return gpu_command.run(given)
     if given.command == "list":
         print(listing())
         return 0

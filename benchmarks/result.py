@@ -39,18 +39,18 @@ def read_result(case: str, folder: Path | None = None) -> dict[str, Any]:
 
 def environment(peers: tuple[str, ...]) -> dict[str, Any]:
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "versions": {"memkit": memkit.__version__} | {name: version_of(name) for name in ("torch", "numpy", *peers)},
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit, "-dirty" where files differ from it; result files do not count: a run writes them."""
-    commit = _git("describe", "--always")
+    found = _git("describe", "--always")
     changed = _git("status", "--porcelain", "--", ":/", f":(exclude){RESULTS}")
-    return f"{commit}-dirty" if commit and changed else commit or None
+    return f"{found}-dirty" if found and changed else found or None
 
 
 def _git(*arguments: str) -> str:

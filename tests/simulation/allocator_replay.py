@@ -13,6 +13,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,25 @@ def replay(name: str, new_allocator: Callable[..., CachingAllocator] = CachingAl
         new_allocator: Makes the allocator; a test puts a wrong one here.
     """
     with np.load(FOLDER / f"{name}.npz") as arrays:
-        events, segments, active = (arrays[key] for key in ("events", "segments", "active"))
+        return replay_events(
+            *(arrays[key] for key in ("events", "segments", "active")),
+            partial(new_allocator, settings=AllocatorSettings.parse(TRACES[name].get("settings", ""))),
+        )
+
+
+def replay_events(
+    events: Any, segments: Any, active: Any, new_allocator: Callable[..., CachingAllocator] = CachingAllocator
+) -> Replay:
+    """Replay requests.
+
+    Args:
+        events: (N, 4) integers: kind, address, bytes, stream.
+        segments: (S, 3) of the segments that were there before: address, bytes, stream.
+        active: (B, 3) of the blocks that were in use before: address, requested bytes, bytes or 0 if not known.
+        new_allocator: As for `replay`.
+    """
     found = Replay()
-    gpu = new_allocator(0, settings=AllocatorSettings.parse(TRACES[name].get("settings", "")))
+    gpu = new_allocator(0)
     driver = gpu.driver = RecordedDriver(capacity(events, segments), found)
     live = restore(gpu, segments, active, events)
     for kind, address, size, stream in events.tolist():

@@ -1,0 +1,198 @@
+"""`python -m benchmarks gpu`: run every case on the card of this machine, resume, show results, take in others'."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import memkit
+from benchmarks.gpu import evidence, page
+from benchmarks.gpu.cases import CASES, Case, Place
+from benchmarks.gpu.evidence import Card, Evidence, Outcome, Software
+from benchmarks.result import commit, version_of
+
+WORK = Path("memkit-gpu-work")
+DONE = 0
+FAILED = 1  # a case failed; the others are in the file
+REFUSED = 2  # no GPU, or a file that cannot be read
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's arguments."""
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="only cases whose names begin so; all without")
+    parser.add_argument("--list", action="store_true", help="name the cases and end")
+    parser.add_argument("--work", type=Path, default=WORK, metavar="FOLDER", help=f"of what is done ({WORK})")
+    parser.add_argument("--again", action="store_true", help="run also what is done")
+    parser.add_argument("--virtual", metavar="CARD", help="no proof: try the command on a card that is not there")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print the results of files and end")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="check another card's file and put it into the docs")
+
+
+def run(given: argparse.Namespace) -> int:
+    if given.list:
+        print(*CASES, sep="\n")
+        return DONE
+    if given.show or given.add:
+        return show(given.show or [given.add], is_taken=given.add is not None)
+    names = [name for name in CASES if not given.cases or name.startswith(tuple(given.cases))]
+    if not names:
+        print(f"No case begins with {' or '.join(given.cases)}; --list names them.", file=sys.stderr)
+        return REFUSED
+    if not given.virtual and not torch.cuda.is_available():
+        print(
+            "There is no NVIDIA GPU that this PyTorch can use "
+            f"(torch {torch.__version__}, built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'the CPU'}"
+            "). Nothing was run. `--virtual 'RTX 4090'` tries the command without a GPU; that proves nothing.",
+            file=sys.stderr,
+        )
+        return REFUSED
+    return Run(given.work.absolute(), given.virtual).cases(names, is_again=given.again)
+
+
+def show(paths: list[Path], *, is_taken: bool) -> int:
+    try:
+        found = [evidence.read(path) for path in paths]
+    except (memkit.errors.FileFormatError, OSError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    print(page.of(found))
+    if is_taken:
+        if found[0].card.is_virtual:
+            print("A virtual card's file proves nothing; it was not taken.", file=sys.stderr)
+            return REFUSED
+        evidence.FOLDER.mkdir(parents=True, exist_ok=True)
+        found[0].write(evidence.FOLDER / name_of(found[0]))
+        page.main()
+    return DONE
+
+
+def name_of(found: Evidence) -> str:
+    words = f"{found.card.name} torch {found.software.torch}"
+    return "-".join("".join(c if c.isalnum() or c == "." else " " for c in words.lower()).split()) + ".json"
+
+
+class Run:
+    """The cases of one machine, whose results are written as they come.
+
+    Args:
+        work: Folder of what cases leave for each other, and of the results so far.
+        virtual: Name of a card that is not there.
+    """
+
+    def __init__(self, work: Path, virtual: str | None) -> None:
+        self.place = Place(work, virtual)
+        self.file = work / ("virtual.json" if virtual else "results.json")
+        self.num_gpus = 1 if virtual else torch.cuda.device_count()
+        (work / "logs").mkdir(parents=True, exist_ok=True)
+        self.outcomes: dict[str, Outcome] = {}
+        self.software = software()
+
+    def cases(self, names: list[str], *, is_again: bool) -> int:
+        if not is_again:
+            self.outcomes = self.earlier()
+        if "card" not in self.outcomes:
+            names = ["card", *(name for name in names if name != "card")]
+        for number, name in enumerate(names, 1):
+            if name in self.outcomes and self.outcomes[name].status == "done" and not is_again:
+                continue
+            print(f"[{number}/{len(names)}] {name} ... ", end="", flush=True)
+            self.outcomes[name] = outcome = self.one(name, CASES[name])
+            print(f"{outcome.status}, {outcome.seconds:.0f} s{outcome.reason and ': ' + outcome.reason}", flush=True)
+            if "card" not in self.outcomes or self.outcomes["card"].status != "done":
+                print("Without the card's own figures nothing else can run.", file=sys.stderr)
+                return FAILED
+            self.evidence().write(self.file)
+        found = self.evidence()
+        print(page.of([found]), f"\nWritten to {self.file}", sep="\n")
+        return FAILED if any(each.status in {"failed", "timed out"} for each in found.cases.values()) else DONE
+
+    def earlier(self) -> dict[str, Outcome]:
+        """What an earlier run of the same commit and PyTorch on the same machine has done."""
+        if not self.file.exists():
+            return {}
+        found = evidence.read(self.file)
+        if found.software != self.software:
+            print(f"{self.file} is of another commit or version of PyTorch: begun anew.")
+            return {}
+        return {name: each for name, each in found.cases.items() if each.status == "done"}
+
+    def one(self, name: str, case: Case) -> Outcome:
+        """Run a case in its own process."""
+        if case.num_gpus > self.num_gpus:
+            return Outcome(status="skipped", seconds=0, reason=f"needs {case.num_gpus} GPUs")
+        if case.needs_data and self.place.virtual:
+            return Outcome(status="skipped", seconds=0, reason="needs a GPU with data")
+        stem = self.place.stem(name)
+        stem.with_suffix(".json").unlink(missing_ok=True)
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if case.hides_gpu or self.place.virtual else {})
+        command = [sys.executable, "-m", "benchmarks.gpu.child", name, str(self.place.work)]
+        command += [self.place.virtual] if self.place.virtual else []
+        start = time.monotonic()
+        log = self.place.work / "logs" / f"{stem.name}.txt"
+        with log.open("w") as text:
+            child = subprocess.Popen(command, env=environment, stdout=text, stderr=text, start_new_session=True)
+            try:
+                code = child.wait(case.limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
+                child.wait()
+                return Outcome(status="timed out", seconds=time.monotonic() - start, reason=f"over {case.limit_s} s")
+            except BaseException:  # Ctrl-C does not reach a session of its own
+                os.killpg(child.pid, signal.SIGKILL)
+                raise
+        seconds = time.monotonic() - start
+        if code:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            reason = evidence.without_paths(lines[-1])[:300] if lines else f"exit code {code}"
+            return Outcome(status="failed", seconds=seconds, reason=reason)
+        return Outcome(
+            status="done", seconds=seconds, figures=json.loads(stem.with_suffix(".json").read_text())["figures"]
+        )
+
+    def evidence(self) -> Evidence:
+        row = self.outcomes["card"].figures
+        card = Card(
+            **{name: row[name] for name in ("name", "row", "compute_capability", "total_bytes")},
+            num_gpus=self.num_gpus,
+            is_virtual=self.place.virtual is not None,
+        )
+        order = [name for name in CASES if name in self.outcomes]
+        return Evidence(
+            date=dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
+            card=card,
+            software=self.software,
+            cases={name: self.outcomes[name] for name in order},
+        )
+
+
+def software() -> Software:
+    return Software(
+        commit=commit(),
+        memkit=memkit.__version__,
+        python=platform.python_version(),
+        torch=version_of("torch") or torch.__version__,
+        cuda=torch.version.cuda,
+        cudnn=torch.backends.cudnn.version() if torch.version.cuda else None,
+        driver=_driver(),
+        system=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def _driver() -> str | None:
+    """The driver's version, as nvidia-smi says it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stdout.strip().partition("\n")[0] or None

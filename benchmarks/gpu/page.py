@@ -1,0 +1,125 @@
+"""Results of GPUs as tables: what the command prints, and what stands in docs/gpu-proof.md.
+
+The part of the page stands between ``<!-- gpu results -->`` and ``<!-- gpu results end -->``.
+Run: python -m benchmarks.gpu.page
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu import evidence
+from benchmarks.gpu.evidence import Evidence, Outcome, Prediction
+from benchmarks.gpu.models import TRAININGS
+from benchmarks.markdown import table
+from benchmarks.tables import ROOT
+from memkit._core.units import format_bytes
+
+PAGE = ROOT / "docs" / "gpu-proof.md"
+NEAR = 0.01  # a prediction farther off is explained or mended
+MOST = 2  # operators that are named with a training
+NONE_YET = "No card's file is here yet."
+
+
+def main() -> None:
+    found = [evidence.read(path) for path in sorted(evidence.FOLDER.glob("*.json"))]
+    text = of(found) if found else NONE_YET
+    part = f"<!-- gpu results -->\n{text}\n<!-- gpu results end -->"
+    PAGE.write_text(
+        re.sub(r"<!-- gpu results -->.*<!-- gpu results end -->", lambda _: part, PAGE.read_text(), flags=re.DOTALL)
+    )
+
+
+def of(files: Sequence[Evidence]) -> str:
+    """Markdown: the cards side by side, then each card's predictions and other figures."""
+    return "\n\n".join([overview(files), *(card(each) for each in files)])
+
+
+def overview(files: Sequence[Evidence]) -> str:
+    heads = ["card", "PyTorch", "peak: median error", "worst", "within 1%", "reserved: median error", "addresses"]
+    return table([*heads, "failed"], [row(each) for each in files])
+
+
+def row(found: Evidence) -> list[str]:
+    predictions = list(found.predictions().values())
+    name = f"{found.card.name}{' (virtual: no proof)' if found.card.is_virtual else ''}"
+    failed = [name for name, each in found.cases.items() if each.status in {"failed", "timed out"}]
+    failing_tests = found.cases["tests"].figures.get("failed", []) if "tests" in found.cases else []
+    words = [name, found.software.torch]
+    if predictions:
+        peaks = [abs(each.peak_error) for each in predictions]
+        same = sum(each.allocations.num_same_address for each in predictions)
+        words += [
+            f"{statistics.median(peaks):.2%}",
+            f"{max(peaks):.2%}",
+            f"{sum(error <= NEAR for error in peaks)} of {len(peaks)}",
+            f"{statistics.median(abs(each.reserved_error) for each in predictions):.2%}",
+            f"{same / max(sum(each.allocations.num for each in predictions), 1):.2%}",
+        ]
+    else:
+        words += ["not run"] * 5
+    return [*words, f"{len(failed)} cases, {len(failing_tests)} tests"]
+
+
+def card(found: Evidence) -> str:
+    software = found.software
+    cuda = f"CUDA {software.cuda}, cuDNN {software.cudnn}, driver {software.driver}, " if software.cuda else ""
+    size = format_bytes(found.card.total_bytes)
+    text = f"{size}, PyTorch {software.torch}, {cuda}memkit {software.commit}, {found.date}."
+    parts = [f"## {found.card.name}", text]
+    predictions = found.predictions()
+    if predictions:
+        heads = ["training", "peak", "predicted", "reserved", "predicted", "what differs most"]
+        parts.append(table(heads, [prediction(name, predictions[name]) for name in TRAININGS if name in predictions]))
+    others = {name: each for name, each in found.cases.items() if "/" not in name}
+    parts.append(table(["case", "outcome"], [[name, in_words(each)] for name, each in others.items()]))
+    unmeasured = {name: each for name, each in found.cases.items() if "/" in name and each.status != "done"}
+    parts += [f"- {name}: {each.status}: {each.reason}" for name, each in unmeasured.items()]
+    return "\n\n".join(parts)
+
+
+def prediction(name: str, found: Prediction) -> list[str]:
+    def pair(measured: int, error: float) -> list[str]:
+        return [format_bytes(measured), "equal" if error == 0 else f"{error:+.2%}"]
+
+    differing = [
+        f"{each.operator.removeprefix('aten.')} {_larger(each.kept_bytes, each.inside_bytes)}"
+        for each in found.differing_operators[:MOST]
+    ]
+    return [
+        name,
+        *pair(max(found.measured_peak_bytes), found.peak_error),
+        *pair(found.measured_reserved_bytes, found.reserved_error),
+        ", ".join(differing),
+    ]
+
+
+def _larger(*num_bytes: int) -> str:
+    found = max(num_bytes, key=abs)
+    return f"{'-' if found < 0 else '+'}{format_bytes(abs(found))}"
+
+
+def in_words(found: Outcome) -> str:
+    """All figures of a case in one line; a long list only by its length."""
+    if found.status != "done":
+        return f"{found.status}: {found.reason}"
+    return "; ".join(f"{name}: {value}" for name, value in flat(found.figures)) or "no figures"
+
+
+def flat(figures: dict[str, Any], most: int = 24) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            lines += [(f"{name}, {inner}", text) for inner, text in flat(value)]
+        elif name.endswith("_bytes") and isinstance(value, int):
+            lines.append((name.removesuffix("_bytes"), format_bytes(value)))
+        else:
+            lines.append((name, f"{value:.4g}" if isinstance(value, float) else str(value)))
+    return lines if len(lines) <= most else [("figures in the file", str(len(lines)))]
+
+
+if __name__ == "__main__":
+    main()
