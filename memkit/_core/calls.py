@@ -1,28 +1,13 @@
-"""Help for answers to wrong calls: tables of foreign words, and properties that are called like methods."""
+"""Properties that are called like methods."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dis import opname
 
 from memkit._core.errors import InputTypeError
 
 _IS_METHOD = 1  # in the argument of LOAD_ATTR, since Python 3.12: what is looked up is called next
-
-
-def by_word(answers: Mapping[str, str]) -> dict[str, str]:
-    """Return the table that `memkit._core.words.guided` takes, from words by their common answer.
-
-    Args:
-        answers: By answer, the words that it is for, separated by spaces.
-
-    Example:
-        >>> from memkit._core.calls import by_word
-        >>> by_word({"precision='bf16-mixed'": "bf16 use_amp"})
-        {'bf16': "precision='bf16-mixed'", 'use_amp': "precision='bf16-mixed'"}
-    """
-    return {word: answer for answer, words in answers.items() for word in words.split()}
 
 
 def refuse_called_property(call: str, instead: str) -> None:

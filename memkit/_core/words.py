@@ -4,8 +4,10 @@ Python answers a misspelt keyword, a missing argument or an absent method with a
 answers with the call that works. It costs nothing where a call is right: arguments are looked at only after Python has
 refused them.
 
-    @guided(words={"use_amp": "precision='bf16-mixed'"}, absent={"fit": "MemoryEfficientTrainLoop(...).run()"})
+    @guided(words={"the model has it": "device"}, absent={"MemoryEfficientTrainLoop(...).run()": "fit train"})
     class Wrapper: ...
+
+Names that other libraries have for the same idea stand once, in `memkit._core.foreign`, and serve every guided call.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from memkit._core.errors import AbsentError, InputTypeError
+from memkit._core.foreign import IDEAS, VALUES
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rewrite = Callable[[tuple[Any, ...]], "str | None"]
@@ -38,12 +41,13 @@ def guided(
     """Let a public function or class answer wrong calls with the corrected call.
 
     Args:
-        words: By a keyword of another library: this library's name for it (``"accumulation_steps"``, which keeps the
-            value), the argument to write (``"precision='bf16-mixed'"``), or a sentence that says what to do instead;
-            one that begins with "write " is the whole corrected call. The entry ``""`` is the sentence for all others.
-            ``{key}`` in a sentence stands for the keyword.
-        absent: For a class, by an attribute or method that it does not have: the code to write instead. ``"()"`` is the
-            object itself, called; ``"float()"`` converted to a number; ``"iter()"`` unpacked.
+        words: By answer, the keywords that it is for, separated by spaces; they come before those of
+            `memkit._core.foreign`, and the last answer to a word counts. An answer is this function's name for it
+            (``"accumulation_steps"``, which keeps the value), the argument to write (``"precision='bf16-mixed'"``), or
+            a sentence that says what to do instead; one that begins with "write " is the whole corrected call.
+            ``{key}`` in a sentence stands for the keyword. The answer to ``""`` is for all that are known nowhere.
+        absent: For a class, by the code to write instead: attributes and methods that it does not have. ``()`` is the
+            object itself, called; ``float()`` converted to a number; ``iter()`` unpacked.
         methods: For a class, the methods that are guided too, besides the constructor; class methods as well. A mapping
             gives their own words by method.
         rewrite: By method (``"__init__"`` for a constructor) or by the function's name: given the positional arguments
@@ -54,7 +58,7 @@ def guided(
         The decorator.
 
     Example:
-        >>> @guided(words={"n": "size"})
+        >>> @guided(words={"size": "n number"})
         ... def make(size): ...
         >>> make(n=3)
         Traceback (most recent call last):
@@ -65,25 +69,73 @@ def guided(
     def decorate(thing: F) -> F:
         if not isinstance(thing, type):
             name = thing.__name__
-            return _guided_function(thing, name, words or {}, (rewrite or {}).get(name), is_method=False)
+            return _guided_function(thing, name, Words(words), (rewrite or {}).get(name), is_method=False)
         name = thing.__name__
         for method in ("__init__", *methods):
             label = {"__init__": name, "__call__": f"{name}(...)"}.get(method, f"{name}.{method}")
-            known = methods[method] if isinstance(methods, Mapping) and method in methods else words or {}
+            answers = methods[method] if isinstance(methods, Mapping) and method in methods else words
             found = inspect.getattr_static(thing, method)
             raw = found.__func__ if isinstance(found, classmethod) else found
+            known = Words(answers, maker=None if method == "__init__" else thing)
             function: Any = _guided_function(raw, label, known, (rewrite or {}).get(method), is_method=True)
             setattr(thing, method, classmethod(function) if isinstance(found, classmethod) else function)
         if absent:
-            _answer_for_absent(thing, absent)
+            _answer_for_absent(thing, Words(absent).own)
         return thing
 
     return decorate
 
 
-def _guided_function(
-    function: F, name: str, words: Mapping[str, str], rewrite: Rewrite | None = None, *, is_method: bool
-) -> F:
+class Words:
+    """The foreign words that one call understands.
+
+    Args:
+        answers: By answer, its words, as in `guided`.
+        maker: For a method, its class: the constructor may take what the method does not.
+
+    Example:
+        >>> words = Words({"size": "n number", "bind {key}": ""})
+        >>> words.own
+        {'n': 'size', 'number': 'size', '': 'bind {key}'}
+        >>> words.meant_by("n", ["size", "memory"]), words.meant_by("budget", ["size", "memory"])
+        ('size', 'memory')
+    """
+
+    def __init__(self, answers: Mapping[str, str] | None, maker: type | None = None) -> None:
+        self.own = {word: answer for answer, words in (answers or {}).items() for word in words.split() or [""]}
+        self._maker = maker
+
+    def meant_by(self, key: str, names: Collection[str]) -> str | None:
+        """Return the answer to a foreign keyword, of a call with free parameters of these names; None without one."""
+        word = self.own.get(key, "")
+        if word in names or (word and not _ONE_WORD.fullmatch(word)):  # another name belongs to another method
+            return word.replace("{key}", key)
+        value = _VALUES.get(key, "")
+        if value.partition("=")[0] in names:
+            return value
+        alike = (name for idea in IDEAS if key in idea for name in names if name in idea)
+        return next(alike, None) or next(iter(difflib.get_close_matches(key, names, n=1)), None)
+
+    def instead_of(self, key: str, value: Any) -> str:
+        """Return the answer to a keyword for which a call has no parameter."""
+        if "" not in self.own and self._maker is not None:
+            meant = self.meant_by(key, list(inspect.signature(self._maker).parameters))
+            if meant is not None and _as_argument(meant, value):
+                return f"the constructor takes it, {self._maker.__name__}(..., {_as_argument(meant, value)})"
+        return self.own.get("", "there is no {key}").replace("{key}", key)
+
+
+_VALUES = Words(VALUES).own
+
+
+def _as_argument(answer: str, value: Any) -> str:
+    """Return an answer as it stands in a call; empty for a sentence."""
+    if _ONE_WORD.fullmatch(answer):
+        return f"{answer}={_shown(answer, value)}"
+    return answer if re.match(r"\w+=\S", answer) else ""
+
+
+def _guided_function(function: F, name: str, words: Words, rewrite: Rewrite | None = None, *, is_method: bool) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -116,7 +168,7 @@ def refuse_call(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    words: Mapping[str, str],
+    words: Words,
     rewrite: Rewrite | None = None,
     *,
     is_method: bool,
@@ -141,7 +193,7 @@ def _refuse(
     parameters: list[inspect.Parameter],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    words: Mapping[str, str],
+    words: Words,
     rewrite: Rewrite | None,
 ) -> NoReturn:
     free = [each.name for each in _named(parameters)]
@@ -168,7 +220,7 @@ def _refuse(
         elif kinds.get(key) is inspect.Parameter.POSITIONAL_ONLY:
             wrong.append(f"{key} by name")
             written[key] = _shown(key, value)
-        elif key in free or (takes_any and key not in words):
+        elif key in free or (takes_any and key not in words.own):
             written[key] = f"{key}={_shown(key, value)}"
         else:
             wrong.append(f"{key}={_shown(key, value)}")
@@ -221,23 +273,14 @@ def _last_name(name: str) -> str:
     return name if name.endswith(")") else name.rpartition(".")[2]
 
 
-def _translate(
-    key: str, value: Any, free: list[str], words: Mapping[str, str], written: dict[str, str], notes: list[str]
-) -> None:
+def _translate(key: str, value: Any, free: list[str], words: Words, written: dict[str, str], notes: list[str]) -> None:
     """Put this library's words for a foreign keyword into the corrected call, or what to do instead into the notes."""
-    unknown = words.get("", "there is no {key}").replace("{key}", key)
-    word = words[key].replace("{key}", key) if key in words else None
-    if word is None:
-        near = difflib.get_close_matches(key, [each for each in free if each not in written], n=1)
-        word = near[0] if near else unknown
-    if _ONE_WORD.fullmatch(word) and word not in free:  # it belongs to another method
-        word = unknown
-    if _ONE_WORD.fullmatch(word):
-        written.setdefault(word, f"{word}={_shown(word, value)}")
-    elif re.match(r"\w+=\S", word):
-        written.setdefault(word.partition("=")[0], word)
+    answer = words.meant_by(key, [each for each in free if each not in written])
+    argument = answer and _as_argument(answer, value)
+    if argument:
+        written.setdefault(argument.partition("=")[0], argument)
     else:
-        notes.append(word)
+        notes.append(answer or words.instead_of(key, value))
 
 
 def _shown(name: str, value: Any) -> str:

@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from memkit._core.calls import by_word
 from memkit._core.errors import ConfigError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
@@ -22,15 +21,11 @@ def _corrected(args: tuple[Any, ...]) -> str | None:
 
 
 @guided(
-    words=by_word(
-        {
-            "ranks": "world_size num_gpus devices num_ranks nproc gpus",
-            "kind": "strategy type mode",
-            "param_dtype": "mixed_precision mp_policy dtype",
-            "units": "wrap auto_wrap_policy blocks layers",
-            "kind='zero2'": "zero_stage stage",
-        }
-    ),
+    words={
+        "kind": "strategy type mode",
+        "units": "wrap auto_wrap_policy blocks layers",
+        "kind='zero2'": "zero_stage stage",
+    },
     rewrite={"__init__": _corrected},
 )
 @dataclass(frozen=True, slots=True)

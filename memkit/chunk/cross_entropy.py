@@ -23,21 +23,13 @@ _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gr
 
 @guided(
     words={
-        **dict.fromkeys(("input", "hidden_states", "hidden", "_input"), "x"),
-        **dict.fromkeys(("target", "labels", "label"), "targets"),
-        **dict.fromkeys(
-            ("lm_head", "head", "lin_weight", "classifier"),
-            "write chunked_linear_cross_entropy(x, head.weight, targets, head.bias)",
-        ),
-        **dict.fromkeys(
-            ("logits",),
-            "write chunked_linear_cross_entropy(x, head.weight, targets): logits are computed "
-            "from the hidden states, a chunk at a time",
-        ),
-        "num_chunks": "there is no num_chunks: pass the rows of a chunk, chunk_size=-(-len(x) // num_chunks)",
-        "softcap": "there is no softcap: a softcap of the logits goes through memkit.chunk.chunked_loss",
-        "smoothing": "label_smoothing",
-        "ignore_id": "ignore_index",
+        "write chunked_linear_cross_entropy(x, head.weight, targets, head.bias)": "lm_head head lin_weight classifier",
+        "write chunked_linear_cross_entropy(x, head.weight, targets): logits are computed from the hidden states, a "
+        "chunk at a time": "logits",
+        "there is no num_chunks: pass the rows of a chunk, chunk_size=-(-len(x) // num_chunks)": "num_chunks",
+        "there is no softcap: a softcap of the logits goes through memkit.chunk.chunked_loss": "softcap",
+        "label_smoothing": "smoothing",
+        "ignore_index": "ignore_id",
     }
 )
 def chunked_linear_cross_entropy(

@@ -20,7 +20,7 @@ from memkit.chunk.params import check_function, function_name, used_parameters
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
-@guided(words=WORDS | {"": BOUND, "reduce": "reduction"})
+@guided(words=WORDS | {BOUND: ""})
 def chunked_loss(
     fn: Callable[..., Tensor | Loss],
     *rows: Any,

@@ -17,23 +17,12 @@ from memkit.chunk.params import check_function, function_name
 from memkit.chunk.sizing import ChunkSize, as_size
 
 WORDS = {  # for calls in chunks
-    **dict.fromkeys(("budget", "memory", "max_memory", "memory_limit"), "memory_budget"),
-    **dict.fromkeys(("batch_size", "sw_batch_size", "rows_per_chunk", "size", "chunks_of"), "chunk_size"),
-    **dict.fromkeys(
-        ("num_chunks", "chunks", "n_chunks"),
-        "there is no {key}: pass the rows of a chunk, chunk_size=-(-len(x) // {key})",
+    "there is no {key}: pass the rows of a chunk, chunk_size=-(-len(x) // {key})": "num_chunks chunks n_chunks",
+    "rows are dimension 0: pass x.movedim(1, 0) to cut dimension 1": "dim axis chunk_dim in_dims",
+    "index=edge_index[1]": "edge_index",
+    "there is no {key}: chunks are always recomputed, with the same random numbers": (
+        "use_reentrant preserve_rng_state strategy"
     ),
-    **dict.fromkeys(
-        ("dim", "axis", "chunk_dim", "in_dims"), "rows are dimension 0: pass x.movedim(1, 0) to cut dimension 1"
-    ),
-    **dict.fromkeys(("parameters", "parameter", "weights"), "params"),
-    **dict.fromkeys(("aggr", "reduction"), "reduce"),
-    **dict.fromkeys(("dim_size", "num_nodes", "size_i"), "num_segments"),
-    **dict.fromkeys(("edge_index",), "index=edge_index[1]"),
-    "edge_weight": "weight",
-    "use_reentrant": "there is no use_reentrant: the form without reentrance is always taken",
-    "preserve_rng_state": "there is no preserve_rng_state: random numbers are always repeated",
-    "strategy": "there is no strategy: chunks are always recomputed",
 }
 BOUND = (
     "rows go by position, rows that an index picks as gather={'{key}': (x, src)}, and what is the same for all rows "
@@ -41,7 +30,7 @@ BOUND = (
 )
 
 
-@guided(words=WORDS | {"": BOUND, "device": "output_device"})
+@guided(words=WORDS | {BOUND: ""})
 def chunked_map(
     fn: Callable[..., Any],
     *rows: Any,

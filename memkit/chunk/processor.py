@@ -21,27 +21,24 @@ from memkit.chunk.sizing import ChunkPlan, ChunkSize, Sizer, as_size
 
 _REDUCING = "write ChunkedProcessor(fn).segment_reduce(x, index=index, num_segments=num_segments)"
 _CALL_WORDS = {
-    **dict.fromkeys(("index", "ptr", "num_segments", "reduce", "weight", "aggr", "dim_size"), _REDUCING),
-    "edge_index": _REDUCING.replace("index=index", "index=edge_index[1]"),
-    "chunk_size": "write ChunkedProcessor(fn, chunk_size=chunk_size)(x)",
-    "memory_budget": "write ChunkedProcessor(fn, memory_budget=memory_budget)(x)",
-    "output_device": "write ChunkedProcessor(fn).map(x, output_device='cpu')",
-    "": BOUND,
+    _REDUCING: "index ptr num_segments reduce weight aggr dim_size",
+    _REDUCING.replace("index=index", "index=edge_index[1]"): "edge_index",
+    "write ChunkedProcessor(fn, chunk_size=chunk_size)(x)": "chunk_size",
+    "write ChunkedProcessor(fn, memory_budget=memory_budget)(x)": "memory_budget",
+    "write ChunkedProcessor(fn).map(x, output_device='cpu')": "output_device",
+    BOUND: "",
 }
 
 
 @guided(
     words=WORDS,
     absent={
-        "apply": "ChunkedProcessor(fn)(x)",
-        "forward": "ChunkedProcessor(fn)(x)",
-        "process": "ChunkedProcessor(fn)(x)",
-        "run": "ChunkedProcessor(fn)(x)",
-        "scatter": "ChunkedProcessor(fn).segment_reduce(x, index=index, num_segments=n)",
-        "parameters": "fn.parameters(): a processor holds no parameters of its own",
-        "to": "fn.to(device): a processor holds no tensors of its own",
-        "train": "fn.train(): a processor has no mode of its own",
-        "eval": "fn.eval(): a processor has no mode of its own",
+        "ChunkedProcessor(fn)(x)": "apply forward process run",
+        "ChunkedProcessor(fn).segment_reduce(x, index=index, num_segments=n)": "scatter",
+        "fn.parameters(): a processor holds no parameters of its own": "parameters",
+        "fn.to(device): a processor holds no tensors of its own": "to",
+        "fn.train(): a processor has no mode of its own": "train",
+        "fn.eval(): a processor has no mode of its own": "eval",
     },
     methods={"__call__": _CALL_WORDS, "map": _CALL_WORDS, "plan": _CALL_WORDS, "segment_reduce": WORDS, "loss": WORDS},
 )

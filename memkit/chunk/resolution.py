@@ -43,22 +43,21 @@ class ResolutionChoice:
 
 @guided(
     words={
-        **dict.fromkeys(("max_voxels", "max_num_voxels", "voxel_budget"), "max_active_voxels"),
-        **dict.fromkeys(("min_points", "points_per_voxel"), "min_points_per_voxel"),
-        **dict.fromkeys(("num_levels", "max_level", "max_levels"), "levels"),
-        **dict.fromkeys(("voxel_size", "grid_size", "resolution"), "the resolution is chosen: bound it by levels"),
-        "reduce": "downsample",
-        "mode": "downsample",
+        "max_active_voxels": "max_voxels max_num_voxels voxel_budget",
+        "min_points_per_voxel": "min_points points_per_voxel",
+        "levels": "num_levels max_level max_levels",
+        "the resolution is chosen: bound it by levels": "voxel_size grid_size resolution",
+        "downsample": "reduce mode",
     },
     absent={
-        "()": "processor.choose(points), then processor.apply(volume); points of a volume: volume.nonzero()",
-        "forward": "apply(volume), after choose(points)",
-        "upsample": "restore(y)",
-        "downsample": "apply(volume)",
-        "resolution": "processor.choice.resolution",
-        "level": "processor.choice.level",
+        "processor.choose(points), then processor.apply(volume); points of a volume: volume.nonzero()": "()",
+        "apply(volume), after choose(points)": "forward",
+        "restore(y)": "upsample",
+        "apply(volume)": "downsample",
+        "processor.choice.resolution": "resolution",
+        "processor.choice.level": "level",
     },
-    methods={"choose": {"offsets": "pass batch=, the sample of each point"}, "apply": {}, "restore": {}},
+    methods={"choose": {"pass batch=, the sample of each point": "offsets"}, "apply": {}, "restore": {}},
 )
 class DynamicResolutionProcessor:
     """Choose a volume's resolution from its points; downsample volumes to it and restore them.

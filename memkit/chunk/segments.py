@@ -20,7 +20,7 @@ from memkit.chunk.segments_reductions import SYNONYMS, Reduce, like_rows, reduct
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
 
-@guided(words=WORDS | {"": BOUND})
+@guided(words=WORDS | {BOUND: ""})
 def chunked_segment_reduce(
     fn: Callable[..., Any],
     *edge_rows: Any,

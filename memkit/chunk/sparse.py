@@ -55,20 +55,13 @@ class _Option(NamedTuple):
 
 
 @guided(
-    words={
-        **dict.fromkeys(("module", "model", "network"), "fn"),
-        **dict.fromkeys(("threshold", "sparsity_threshold", "density_threshold"), "dense_threshold"),
-        **dict.fromkeys(("chunk_size", "tile_size", "roi_size", "patch_size"), "block_size"),
-        "sparse": "mode='auto'",
-    },
+    words={"dense_threshold": "threshold sparsity_threshold density_threshold", "mode='auto'": "sparse"},
     absent={
-        "apply": "processor(volume)",
-        "forward": "processor(volume)",
-        "process": "processor(volume)",
-        "plan": "processor.last_plan, after a call",
-        "parameters": "fn.parameters(): a processor holds no parameters of its own",
+        "processor(volume)": "apply forward process",
+        "processor.last_plan, after a call": "plan",
+        "fn.parameters(): a processor holds no parameters of its own": "parameters",
     },
-    methods={"__call__": {"mode": "write SparsityAwareProcessor(fn, mode=mode)(volume)"}},
+    methods={"__call__": {"write SparsityAwareProcessor(fn, mode=mode)(volume)": "mode"}},
 )
 class SparsityAwareProcessor:
     """Run a network on a mostly zero volume, skipping the empty part.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.foreign import LIMIT
 from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
@@ -20,16 +21,10 @@ from memkit.chunk.tiles import ExactAxis, Reach
 
 @guided(
     words={
-        **dict.fromkeys(("roi_size", "patch_size", "window_size", "chunk_size", "block_size"), "tile_size"),
-        **dict.fromkeys(("predictor", "network", "model", "fn"), "module"),
-        **dict.fromkeys(("inputs", "volume", "input", "image"), "x"),
-        **dict.fromkeys(("overlap", "halo", "padding", "pad", "context"), "the overlap is measured, and exact"),
-        **dict.fromkeys(("mode", "sigma_scale", "padding_mode", "cval"), "tiles are exact, so nothing is blended"),
-        "sw_batch_size": "one tile runs at a time",
-        "dim": "dims",
-        "spatial_dims": "dims",
-        "device": "output_device",
-        "memory_budget": "there is no budget: halve tile_size until it fits",
+        "the overlap is measured, and exact": "overlap halo padding pad context",
+        "tiles are exact, so nothing is blended": "mode sigma_scale padding_mode cval",
+        "one tile runs at a time": "sw_batch_size",
+        "there is no budget: halve tile_size until it fits": LIMIT,
     },
     rewrite={"tiled_apply": lambda _: "tiled_apply(module, x, tile_size=32)"},
 )

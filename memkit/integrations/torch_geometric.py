@@ -21,7 +21,7 @@ from memkit._core.words import guided
 from memkit.points.packed import cut_evenly
 
 
-@guided(words={"num_parts": "n", "chunks": "n"})
+@guided(words={"n": "num_parts chunks"})
 def split_graphs(batch: Any, n: int) -> list[Any]:
     """Split a `torch_geometric.data.Batch` into about n batches, between its graphs.
 

@@ -17,8 +17,8 @@ import torch
 
 from memkit._advice.suggest import Facts, Tip, suggest
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.calls import by_word
 from memkit._core.errors import ConfigError, MemkitWarning, warn_user
+from memkit._core.foreign import PEAK, START, SUMMARY
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.records import MemorySnapshot
 from memkit._core.settings import Checker
@@ -44,39 +44,29 @@ _RESERVE_BYTES = 2**20  # held in reserve for writing a post-mortem, and freed f
 _SNAPSHOT = (
     "memory.snapshot().{0} (None on a device that does not count it, such as a CPU; print(memory) shows what is known)"
 )
-_ABSENT = by_word(
-    {
-        _SNAPSHOT.format("allocated_bytes"): "allocated allocated_bytes memory_allocated used used_bytes current",
-        _SNAPSHOT.format("reserved_bytes"): "reserved reserved_bytes memory_reserved cached",
-        _SNAPSHOT.format("peak_bytes"): "peak peak_bytes max_memory_allocated peak_memory",
-        "memory.snapshot().free_bytes": "free free_bytes",
-        "memory.snapshot().total_bytes": "total total_bytes",
-        "memory.available_bytes()": "available get_available_memory",
-        "memory.release()": "empty_cache clear_cache clear cleanup clean free_memory optimize_memory collect",
-        "MemoryManager(reset_peaks=True), which makes the peak of every phase exact": (
-            "reset_peak_memory_stats reset_peak reset_peaks reset"
-        ),
-        "memory.summary()": "memory_summary memory_stats get_memory_info get_memory_stats report print stats",
-        "memory.mark('name')": "log log_memory log_memory_usage record checkpoint",
-        "with memory.track() as tracker: ...": "profile profiler monitor trace",
-        "with memory.phase('name'): ...": "start stop begin end",
-        "memory.leaks()": "check_leaks find_leaks detect_leaks",
-        "memory.events.save('memory_events.jsonl')": "save export dump",
-        "memory.budget_bytes": "limit",
-    }
-)
+_ABSENT = {
+    _SNAPSHOT.format("allocated_bytes"): "allocated allocated_bytes memory_allocated used used_bytes current",
+    _SNAPSHOT.format("reserved_bytes"): "reserved reserved_bytes memory_reserved cached",
+    _SNAPSHOT.format("peak_bytes"): f"{PEAK} peak_bytes",
+    "memory.snapshot().free_bytes": "free free_bytes",
+    "memory.snapshot().total_bytes": "total total_bytes",
+    "memory.available_bytes()": "available get_available_memory",
+    "memory.release()": "empty_cache clear_cache clear cleanup clean free_memory optimize_memory collect",
+    "MemoryManager(reset_peaks=True), which makes the peak of every phase exact": (
+        "reset_peak_memory_stats reset_peak reset_peaks reset"
+    ),
+    "memory.summary()": f"{SUMMARY} memory_summary memory_stats get_memory_info get_memory_stats print stats",
+    "memory.mark('name')": "log log_memory log_memory_usage record checkpoint",
+    "with memory.track() as tracker: ...": "profile profiler monitor trace",
+    "with memory.phase('name'): ...": START,
+    "memory.leaks()": "check_leaks find_leaks detect_leaks",
+    "memory.events.save('memory_events.jsonl')": "save export dump",
+    "memory.budget_bytes": "limit",
+}
 
 
 @guided(
-    words=by_word(
-        {
-            "budget": "limit max_memory memory memory_limit memory_fraction fraction max_memory_gb",
-            "device": "gpu cuda target",
-            "log": "log_file log_path path output",
-            "line_every": "log_every interval log_interval report_every",
-            "reset_peaks": "reset_peak",
-        }
-    ),
+    words={"device": "target", "log": "path output"},
     absent=_ABSENT,
     methods=("phase", "mark", "track", "release", "step", "post_mortem"),
 )

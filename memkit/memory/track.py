@@ -8,8 +8,8 @@ from typing import NamedTuple, Self
 import torch
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.calls import by_word
 from memkit._core.errors import StateError
+from memkit._core.foreign import PEAK, START, SUMMARY
 from memkit._core.protocols import Uncopied
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
@@ -41,17 +41,15 @@ class PeakPlace(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
-_ABSENT = by_word(
-    {
-        "tracker.peak_bytes": "peak peak_memory max_memory_allocated peak_memory_bytes",
-        "tracker.live_bytes": "allocated current allocated_bytes live",
-        "tracker.peak_by_category": "by_category categories breakdown",
-        "tracker.peak_by_module": "by_module modules layers",
-        "tracker.summary()": "report table key_averages explain",
-        "with memory.track() as tracker: ...": "start stop begin end",
-        "tracker.timeline": "events history",
-    }
-)
+_ABSENT = {
+    "tracker.peak_bytes": f"{PEAK} peak_memory_bytes",
+    "tracker.live_bytes": "allocated current allocated_bytes live",
+    "tracker.peak_by_category": "by_category categories breakdown",
+    "tracker.peak_by_module": "by_module modules layers",
+    "tracker.summary()": f"{SUMMARY} key_averages explain",
+    "with memory.track() as tracker: ...": START,
+    "tracker.timeline": "events history",
+}
 
 
 @guided(absent=_ABSENT, methods=("peak_since", "live_by", "top"))

@@ -30,20 +30,16 @@ _ONE_BUDGET = "max_points=100_000"  # the budget says how many samples fit
 
 @guided(
     words={
-        "max_num": "max_points",
-        "max_nodes": "max_points",
-        "max_tokens": "max_points",
-        "max_num_points": "max_points",
-        "batch_size": _ONE_BUDGET,
-        "mode": "the budget is named: max_points=, max_edges= or max_bytes=",
-        "shuffle": "samples are reshuffled every epoch, by seed and epoch",
-        "drop_last": "no sample is dropped",
-        "skip_too_big": "a sample above the budget is an error: take it out of the data set",
-        "num_steps": "an epoch has every sample once",
-        "world_size": "num_replicas",
-        "dataset": "sizes=[len(sample) for sample in dataset]",
+        "max_points": "max_num max_nodes max_tokens max_num_points",
+        _ONE_BUDGET: "batch_size",
+        "the budget is named: max_points=, max_edges= or max_bytes=": "mode",
+        "samples are reshuffled every epoch, by seed and epoch": "shuffle",
+        "no sample is dropped": "drop_last",
+        "a sample above the budget is an error: take it out of the data set": "skip_too_big",
+        "an epoch has every sample once": "num_steps",
+        "sizes=[len(sample) for sample in dataset]": "dataset",
     },
-    absent={"batch_size": "len(batch), for each of its batches"},
+    absent={"len(batch), for each of its batches": "batch_size"},
 )
 @final
 # The text on seed, ranks and epochs is repeated in `ResumableBatchSampler`: help() shows one class at a time.

@@ -41,12 +41,9 @@ def sample_edges(
 
 @guided(
     words={
-        "p": "p of dropout_edge is the fraction that is dropped: give the fraction that is kept, ratio=1 - p",
-        "edge_index": "dst",
-        "index": "dst",
-        "min_sample_ratio": "ratio=(0.3, 0.7)",
-        "max_sample_ratio": "ratio=(0.3, 0.7)",
-        "aggr": "sample first, then aggregate: multiply a sum by the weights of return_weight=True",
+        "p of dropout_edge is the fraction that is dropped: give the fraction that is kept, ratio=1 - p": "p",
+        "dst": "edge_index index",
+        "sample first, then aggregate: multiply a sum by the weights of return_weight=True": "aggr",
     }
 )
 def sample_edges(

@@ -51,16 +51,6 @@ class Scene(NamedTuple):
 
 
 @guided(
-    words={
-        "offset": "offsets",
-        "ptr": "offsets",
-        "voxel_size": "grid_size",
-        "size": "grid_size",
-        "resolution": "grid_size",
-        "points": "coords",
-        "pos": "coords",
-        "coord": "coords",
-    },
     methods=("from_coords", "from_cells"),
     rewrite={"__init__": lambda _: "GridIndex.from_coords(coords, grid_size=0.05)"},
 )

@@ -24,7 +24,7 @@ _POINTS, _SCENES, _ALL = "points", "scenes", "all"
 _PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows: to every part
 
 
-@guided(words={"num_parts": "n", "num_splits": "n", "chunks": "n"})
+@guided(words={"n": "num_parts num_splits chunks"})
 def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = None) -> list[Any]:
     """Split a packed batch into up to n parts between scenes: a ``split_fn`` for Pointcept-style batches.
 

@@ -32,10 +32,9 @@ def _count_rows(value: Any) -> int | None:
 
 @guided(
     absent={
-        "rows": "sample.indices",
-        "idx": "sample.indices",
-        "weights": "1 / sample.ratios",
-        "()": "sample.take(coords, feats)",
+        "sample.indices": "rows idx",
+        "1 / sample.ratios": "weights",
+        "sample.take(coords, feats)": "()",
     }
 )
 @final

@@ -14,7 +14,7 @@ from memkit._gradients.streamed import accumulator_dtype
 from memkit.points.grid import GridIndex
 
 
-@guided(words={"aggr": "it is the mean", "reduce": "it is the mean", "x": "values", "feats": "values"})
+@guided(words={"it is the mean": "aggr reduce", "values": "x feats"})
 def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
     """Average values over the points of each cell: coordinates, colors, features.
 

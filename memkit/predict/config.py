@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from memkit._core.calls import by_word
 from memkit.predict.settings import Settings
 
 PresetPrecision = Literal["fp32", "bf16-mixed", "fp16-mixed"]
@@ -33,20 +32,10 @@ class TrainingConfig(Settings):
         True
     """
 
-    foreign_words: ClassVar[Mapping[str, str]] = by_word(
-        {
-            "gradient_accumulation_steps": "accumulation_steps accumulate_grad_batches grad_accum accum_steps",
-            "batch_size": "micro_batch_size per_device_train_batch_size",
-            "checkpointing": "gradient_checkpointing use_checkpoint checkpoint",
-            "precision": "mixed_precision dtype amp_dtype",
-            "precision='bf16-mixed'": "bf16 use_amp amp",
-            "precision='fp16-mixed'": "fp16 use_fp16",
-            "gpu_memory_gb=24": "gpu gpu_memory memory memory_gb",
-            "model_channels": "channels base_channels width",
-            "resolution": "image_size voxel_size grid_size size",
-            "optimizer": "optim",
-        }
-    )
+    foreign_words: ClassVar[Mapping[str, str]] = {
+        "gpu_memory_gb=24": "gpu gpu_memory memory memory_gb",
+        "model_channels": "channels base_channels width",
+    }
 
     preset: Literal["low", "medium", "high", "custom"] = "custom"
     """the preset that the values started from: 'low', 'medium', 'high', or 'custom' for none"""

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.calls import by_word
 from memkit._core.errors import warn_user
+from memkit._core.foreign import AS_DICT, PEAK, SUMMARY
 from memkit._core.printable import printable
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
@@ -90,31 +90,21 @@ class Verdict(str):
 
 
 # Other programs' names of the figures, and GB where bytes are meant.
-_ABSENT = by_word(
-    {
-        "estimate.peak_bytes": "peak max_memory peak_memory peak_gb peak_mb",
-        "estimate.total_bytes": "total total_gb total_mb memory total_memory size",
-        "estimate.reserved_bytes": "reserved reserved_gb",
-        "estimate.parameters_bytes": "params parameters params_bytes",
-        "estimate.gradients_bytes": "grads gradients",
-        "estimate.activations_bytes": "activations activation_bytes",
-        "estimate.optimizer_bytes": "optimizer optimizer_states optimizer_states_bytes",
-        "print(estimate), or estimate.explain() for every part": "summary report table",
-        "estimate.as_dict()": "breakdown to_dict dict model_dump",
-        "estimate.headroom_bytes('RTX 4090')": "headroom",
-    }
-)
+_ABSENT = {
+    "estimate.peak_bytes": f"{PEAK} peak_gb peak_mb",
+    "estimate.total_bytes": "total total_gb total_mb memory total_memory size",
+    "estimate.reserved_bytes": "reserved reserved_gb",
+    "estimate.parameters_bytes": "params parameters params_bytes",
+    "estimate.gradients_bytes": "grads gradients",
+    "estimate.activations_bytes": "activations activation_bytes",
+    "estimate.optimizer_bytes": "optimizer optimizer_states optimizer_states_bytes",
+    "print(estimate), or estimate.explain() for every part": SUMMARY,
+    "estimate.as_dict()": f"{AS_DICT} breakdown",
+    "estimate.headroom_bytes('RTX 4090')": "headroom",
+}
 
 
-@guided(
-    words=by_word(
-        {
-            "capacity": "gpu budget target memory device card",
-        }
-    ),
-    absent=_ABSENT,
-    methods=("fits", "verdict", "headroom_bytes"),
-)
+@guided(words={"capacity": "gpu target device card"}, absent=_ABSENT, methods=("fits", "verdict", "headroom_bytes"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate(Overviewed):
     """Estimated memory of the second (warm) optimizer step of a training run.

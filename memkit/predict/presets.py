@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from memkit._core.calls import by_word
 from memkit._core.errors import ConfigError, warn_user
 from memkit._core.units import GIB, format_gib
 from memkit._core.words import guided
@@ -44,13 +43,7 @@ PRESETS = {
 }
 
 
-@guided(
-    words=by_word(
-        {
-            "name": "preset size preset_name",
-        }
-    )
-)
+@guided(words={"name": "preset size preset_name"})
 def get_preset_config(name: str, gpu_memory_gb: float | None = None, **overrides: Any) -> TrainingConfig:
     """Return the settings of a named preset.
 

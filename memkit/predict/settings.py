@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memkit._core.errors import ConfigError, FileFormatError
 from memkit._core.settings import nearest_word
+from memkit._core.words import Words
 from memkit._machine.regular_file import read_regular
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Settings(BaseModel):
     """
 
     foreign_words: ClassVar[Mapping[str, str]] = {}
-    """By a word of another library: the field, or the argument as it is written."""
+    """By a field, or the argument as it is written: words of other libraries, separated by spaces."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -129,9 +129,7 @@ def _rule(settings: type[Settings], detail: ErrorDetails) -> str:
 def _way_out(settings: type[Settings], detail: ErrorDetails) -> str:
     name, value = _field(detail), detail["input"]
     if detail["type"] == "extra_forbidden":
-        word = settings.foreign_words.get(name) or next(
-            iter(difflib.get_close_matches(name, settings.model_fields, 1)), ""
-        )
+        word = Words(settings.foreign_words).meant_by(name, settings.model_fields)
         if not word:
             return f"write {settings.__name__}(...) without {name}."
         return f"write {word}={value!r}." if word in settings.model_fields else f"write {word}."

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from memkit._core.calls import by_word
 from memkit._core.errors import StateError
+from memkit._core.foreign import PEAK, SUMMARY
 from memkit._core.protocols import Uncopied
 from memkit._core.words import guided
 from memkit._machine.files import write_bytes
@@ -35,17 +35,15 @@ from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, capability_of, look_up
 from memkit.predict.words import GPU_WORDS
 
-_ABSENT = by_word(
-    {
-        "gpu.peak_bytes": "peak max_memory_allocated peak_memory",
-        "gpu.allocated_bytes": "allocated memory_allocated current",
-        "gpu.reserved_peak_bytes": "reserved reserved_peak max_memory_reserved reserved_bytes",
-        "print(gpu.estimate())": "summary explain report memory_summary",
-        "with mk.VirtualGPU('RTX 4090') as gpu: ...": "start run __call__",
-        "gpu.save_snapshot('run.pickle')": "snapshot",
-        "gpu.estimate().fits('RTX 4090')": "fits",
-    }
-)
+_ABSENT = {
+    "gpu.peak_bytes": PEAK,
+    "gpu.allocated_bytes": "allocated memory_allocated current",
+    "gpu.reserved_peak_bytes": "reserved reserved_peak max_memory_reserved reserved_bytes",
+    "print(gpu.estimate())": f"{SUMMARY} explain memory_summary",
+    "with mk.VirtualGPU('RTX 4090') as gpu: ...": "start run __call__",
+    "gpu.save_snapshot('run.pickle')": "snapshot",
+    "gpu.estimate().fits('RTX 4090')": "fits",
+}
 
 
 @guided(words=GPU_WORDS, absent=_ABSENT, methods=("save_snapshot",))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.calls import by_word
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.foreign import LOADER
 from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
@@ -72,15 +72,7 @@ class WorstBatch(Overviewed):
         return Overview(f"{place} is the largest; {inside.headline}", [*inside.rows, *others[1:]], inside.notes)
 
 
-@guided(
-    words=ESTIMATE_WORDS
-    | by_word(
-        {
-            "loader": "dataloader data_loader train_loader batches dataset data",
-            "num_batches": "limit max_batches limit_batches max_steps",
-        }
-    )
-)
+@guided(words=ESTIMATE_WORDS | {"loader": f"{LOADER} batches", "num_batches": "limit max_steps"})
 def find_worst_batch(
     loader: Iterable[Any],
     model: nn.Module,

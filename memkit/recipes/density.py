@@ -62,23 +62,15 @@ _CONSISTENCIES: dict[str, Distance] = {"mse": F.mse_loss, "kl": _kl}
 
 @guided(
     words={
-        "model": "trainer_or_model",
-        "trainer": "trainer_or_model",
-        "criterion": "loss_fn",
-        "loss": "loss_fn",
-        "voxel_size": "grid_size",
-        "consistency_weight": "weight",
-        "lambda_consistency": "weight",
-        "consistency_loss": "consistency",
-        "densities": "scenarios",
-        "min_sample_ratio": "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))",
-        "max_sample_ratio": "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))",
-        "ratio": "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))",
-        "accumulation_steps": "give it to the wrapper: MemoryEfficientTrainingWrapper(accumulation_steps=...)",
-        "precision": "give it to the wrapper: MemoryEfficientTrainingWrapper(precision=...)",
+        "trainer_or_model": "model trainer",
+        "weight": "consistency_weight lambda_consistency",
+        "consistency": "consistency_loss",
+        "scenarios": "densities",
+        "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))": "min_sample_ratio max_sample_ratio ratio",
+        "give it to the wrapper: MemoryEfficientTrainingWrapper({key}=...)": "accumulation_steps precision",
     },
     methods=("train_step",),
-    absent={"fit": "trainer.train_step(scene), for each scene", "step": "trainer.train_step(scene)"},
+    absent={"trainer.train_step(scene), for each scene": "fit", "trainer.train_step(scene)": "step"},
 )
 class DensityInvariantTrainer(Uncopied, Closing):
     """Trains on several densities of each scene at once, so that predictions do not depend on the scan density.

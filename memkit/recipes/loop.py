@@ -21,7 +21,7 @@ from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_figures, memory_line
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
-from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS, RUN_WORDS
+from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
@@ -74,7 +74,7 @@ class LoopResult:
     validation: dict[str, Any] | None
 
 
-@guided(words=LOOP_WORDS, absent=LOOP_ABSENT, methods={"run": RUN_WORDS, "run_step": {}, "validate": {}})
+@guided(words=LOOP_WORDS, absent=LOOP_ABSENT, methods={"run": {}, "run_step": {}, "validate": {}})
 @final
 class MemoryEfficientTrainLoop:
     """Trains with `MemoryEfficientTrainingWrapper`: one step per batch of the loader, whatever the micro-batch size.

@@ -20,22 +20,18 @@ _FORM = "Checkpointing(model, {})"
 
 @guided(
     words={
-        "module": "model",
-        "blocks": "choice",
-        "layers": "choice",
-        "patterns": "choice",
-        "check_fn": "pass check_fn=lambda module: ... as choice=lambda name, module: ...",
-        "auto_wrap_policy": "choice",
-        "use_reentrant": "there is no use_reentrant: the form without reentrance is always taken",
-        "preserve_rng_state": "there is no preserve_rng_state: random numbers are always repeated",
-        "offload_to_cpu": "choice={'*': 'offload'}",
-        "gradient_checkpointing_kwargs": "there are no gradient_checkpointing_kwargs",
+        "choice": "blocks layers patterns auto_wrap_policy",
+        "pass check_fn=lambda module: ... as choice=lambda name, module: ...": "check_fn",
+        "there is no {key}: the form without reentrance is always taken, and random numbers are repeated": (
+            "use_reentrant preserve_rng_state gradient_checkpointing_kwargs"
+        ),
+        "choice={'*': 'offload'}": "offload_to_cpu",
     },
     absent={
-        "enable": "Checkpointing(model), which treats the blocks at once",
-        "disable": "with blocks.suspended(): ..., or blocks.close()",
-        "remove": "blocks.close()",
-        "()": "model(...): the model is treated in place",
+        "Checkpointing(model), which treats the blocks at once": "enable",
+        "with blocks.suspended(): ..., or blocks.close()": "disable",
+        "blocks.close()": "remove",
+        "model(...): the model is treated in place": "()",
     },
 )
 class Checkpointing(Closing):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.foreign import LOSS
 from memkit._core.printable import list_some
 from memkit._core.settings import Checker
 from memkit._core.words import guided
@@ -31,15 +32,9 @@ _LOOKED_AT: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyD
 
 @guided(
     words={
-        "chunk_sizes": "chunk_size",
-        "mini_batch_size": "chunk_size",
-        "micro_batch_size": "chunk_size",
-        "batch_size": "chunk_size",
-        "model": "encoder",
-        "loss_fn": "loss_on_embeddings",
-        "criterion": "loss_on_embeddings",
-        "optimizer": "call optimizer.step() after it",
-        "scaler": "backward=lambda loss: scaler.scale(loss).backward()",
+        "loss_on_embeddings": LOSS,
+        "call optimizer.step() after it": "optimizer",
+        "backward=lambda loss: scaler.scale(loss).backward()": "scaler",
     }
 )
 def cached_backward(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
+from memkit._core.foreign import LOSS
 from memkit._core.words import guided
 from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.sizes import SizeMemory
@@ -21,8 +22,8 @@ from memkit.train.split import count_rows, shape_key, split_batch
 
 
 @guided(
-    words={"loss_fn": "fn", "function": "fn", "rows": "batch", "inputs": "batch"},
-    absent={"train_step": "trainer.train_step(batch, loss_fn) outside of the block"},
+    words={"fn": LOSS, "batch": "rows inputs"},
+    absent={"trainer.train_step(batch, loss_fn) outside of the block": "train_step"},
     methods=("__call__",),
     rewrite={"__call__": lambda _: "evaluate(batch, fn)"},
 )

@@ -17,20 +17,10 @@ _WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @guided(
     words={
-        "critic": "discriminator",
-        "model": "discriminator",
-        "D": "discriminator",
-        "netD": "discriminator",
-        "real_data": "real",
-        "real_samples": "real",
-        "x": "real",
-        "inputs": "real",
-        "fake_data": "fake",
-        "fake_samples": "fake",
-        "lambda_gp": "multiply its result: 10.0 * gradient_penalty(discriminator, real, fake)",
-        "gp_weight": "multiply its result: 10.0 * gradient_penalty(discriminator, real, fake)",
-        "weight": "multiply its result: 10.0 * gradient_penalty(discriminator, real, fake)",
-        "device": "the penalty is computed where the inputs are",
+        "real": "real_data real_samples x inputs",
+        "fake": "fake_data fake_samples",
+        "multiply its result: 10.0 * gradient_penalty(discriminator, real, fake)": "lambda_gp gp_weight weight",
+        "the penalty is computed where the inputs are": "device",
     }
 )
 def gradient_penalty(

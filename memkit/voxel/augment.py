@@ -10,7 +10,7 @@ import numpy as np
 
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Triple
-from memkit._core.words import guided
+from memkit._core.words import Words, guided
 from memkit.voxel.dropout import DropoutAugmentation
 from memkit.voxel.flip import FlipAugmentation
 from memkit.voxel.jitter import (
@@ -29,22 +29,16 @@ _KIND_OF_JITTER = {"intensity_jitter": "intensity", "doppler_jitter": "doppler"}
 _EACH_ITS_OWN = "each operation has its own probability: flip_prob, rotate_prob, dropout_prob"
 _ALWAYS_NOISY = "noise is always added: set its size, noise_std, or dropout_prob to empty voxels"
 _ITS_WORDS = {
-    "p": _EACH_ITS_OWN,
-    "prob": _EACH_ITS_OWN,
-    "probability": _EACH_ITS_OWN,
-    "flip_probability": "flip_prob",
-    "rotate_probability": "rotate_prob",
-    "rotation_prob": "rotate_prob",
-    "axes": "flip_axes='XY'",
-    "axis": "flip_axes='X'",
-    "spatial_axis": "flip_axes='X'",
-    "std": "noise_std",
-    "noise": "noise_std",
-    "noise_prob": _ALWAYS_NOISY,
-    "dropout": "dropout_prob",
-    "jitter": "intensity_jitter",
-    "max_k": "turns are in XY, by one, two or three quarters",
-    "degrees": "turns are in XY, by one, two or three quarters",
+    _EACH_ITS_OWN: "p prob probability",
+    "flip_prob": "flip_probability",
+    "rotate_prob": "rotate_probability rotation_prob",
+    "flip_axes='XY'": "axes",
+    "flip_axes='X'": "axis spatial_axis",
+    "noise_std": "std noise",
+    _ALWAYS_NOISY: "noise_prob",
+    "dropout_prob": "dropout",
+    "intensity_jitter": "jitter",
+    "turns are in XY, by one, two or three quarters": "max_k degrees",
 }
 
 
@@ -154,8 +148,9 @@ class VoxelAugmentation(VoxelOperation):
             raise check.refusal(
                 "config", config, "a mapping of names to values", fix="pass for example {'flip_prob': 0.5}."
             )
+        words = Words(_ITS_WORDS).own
         for key in config:
-            word = _ITS_WORDS.get(key, key)
+            word = words.get(key, key)
             if word != key and not word.isidentifier():
                 raise check.refusal(key, config[key], "the attributes of VoxelAugmentation", fix=f"{word}.")
         given = dict(config)

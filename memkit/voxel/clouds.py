@@ -16,15 +16,10 @@ from memkit._core.words import guided
 from memkit.voxel.nearest import NearestBackend, NearestPoints, nearest_points
 
 _REDUCTIONS = {
-    "point_reduction": "each direction is the mean over its points",
-    "batch_reduction": "the mean over the batch is taken; for single values, call it for each cloud",
-    "reduction": "the mean over the batch is taken; for single values, call it for each cloud",
-    "x": "a",
-    "y": "b",
-    "pred": "a",
-    "prediction": "a",
-    "gt": "b",
-    "target": "b",
+    "each direction is the mean over its points": "point_reduction",
+    "the mean over the batch is taken; for single values, call it for each cloud": "batch_reduction reduction",
+    "a": "x pred prediction",
+    "b": "y gt target",
 }
 Cloud: TypeAlias = Tensor | Sequence[Tensor]
 ConventionName = Literal["pytorch3d", "kaolin", "open3d", "lidm", "occnet"]
@@ -63,7 +58,7 @@ CHAMFER_CONVENTIONS: dict[ConventionName, ChamferConvention] = {
 }
 
 
-@guided(words=_REDUCTIONS | {"norm": "convention='pytorch3d'", "squared": "convention='pytorch3d'"})
+@guided(words=_REDUCTIONS | {"convention='pytorch3d'": "norm squared"})
 def chamfer_distance(
     a: Cloud | NearestPoints,
     b: Cloud | None = None,
@@ -116,7 +111,7 @@ def chamfer_distance(
     return mean_of_clouds("chamfer_distance(a, b)", distance, a, b, backend, memory_budget)
 
 
-@guided(words=_REDUCTIONS | {"percentile": "quantile=0.95", "q": "quantile"})
+@guided(words=_REDUCTIONS | {"quantile=0.95": "percentile", "quantile": "q"})
 def hausdorff_distance(
     a: Cloud | NearestPoints,
     b: Cloud | None = None,

@@ -18,7 +18,7 @@ from memkit.voxel.words import CALLS, WORDS
 
 
 @guided(
-    words=WORDS | {"transforms": "augmentations", "p": "each augmentation has its own probability"},
+    words=WORDS | {"augmentations": "transforms", "each augmentation has its own probability": "p"},
     rewrite={"__init__": composed_call},
     **CALLS,
 )

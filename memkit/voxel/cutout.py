@@ -28,10 +28,8 @@ from memkit.voxel.params import Box, CutoutParams
 from memkit.voxel.samples import VoxelPoints
 from memkit.voxel.words import CALLS, WORDS
 
-_ITS_WORDS = {"holes": "num_holes", "n_holes": "num_holes", "hole_size": "size", "spatial_size": "size"}
 
-
-@guided(words=WORDS | _ITS_WORDS, **CALLS)
+@guided(words=WORDS | {"num_holes": "holes n_holes", "size": "hole_size spatial_size"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class CutoutAugmentation(Augmentation[CutoutParams]):
     """Empty random boxes of each sample: channels get their empty value; sparse voxels and points are removed.

@@ -32,13 +32,11 @@ class Samples(Protocol[T_co]):
 
 @guided(
     words={
-        "data": "samples",
-        "dataset": "samples",
-        "transform": "augmentation",
-        "transforms": "augmentation",
-        "augment": "use_augmentation",
-        "config": "augmentation_config",
-        "cache_rate": "cache the source itself, in its __getitem__",
+        "samples": "data dataset",
+        "augmentation": "transform transforms",
+        "use_augmentation": "augment",
+        "augmentation_config": "config",
+        "cache the source itself, in its __getitem__": "cache_rate",
     }
 )
 class VoxelDataset(Dataset[Any]):

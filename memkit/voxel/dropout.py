@@ -15,7 +15,7 @@ from memkit.voxel.operation import VoxelOperation
 from memkit.voxel.words import CALLS, WORDS
 
 
-@guided(words=WORDS | {"dropout_prob": "prob"}, **CALLS)
+@guided(words=WORDS | {"prob": "dropout_prob"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class DropoutAugmentation(VoxelOperation):
     """Empty random voxels in all channels; sparse voxels and points are removed instead.

@@ -15,7 +15,7 @@ from memkit.voxel.operation import VoxelOperation
 from memkit.voxel.words import CALLS, WORDS
 
 
-@guided(words=WORDS | {"spatial_axis": "axes='X'", "flip_axes": "axes", "flip_probability": "prob"}, **CALLS)
+@guided(words=WORDS | {"axes='X'": "spatial_axis", "axes": "flip_axes", "prob": "flip_probability"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class FlipAugmentation(VoxelOperation):
     """Flip each axis with a probability, about the center of the grid.

@@ -32,7 +32,7 @@ def warn_of_no_channel(setting: str, kind: str) -> None:
     )
 
 
-@guided(words=WORDS | ALWAYS | {"intensity_jitter": "amount", "factors": "amount", "std": "amount"}, **CALLS)
+@guided(words=WORDS | ALWAYS | {"amount": "intensity_jitter factors std"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class IntensityJitterAugmentation(VoxelOperation):
     """Multiply the intensity channels by one factor per sample.
@@ -83,7 +83,7 @@ class IntensityJitterAugmentation(VoxelOperation):
         return values.mul_(draw.intensity_gain)
 
 
-@guided(words=WORDS | ALWAYS | {"doppler_jitter": "std", "amount": "std"}, **CALLS)
+@guided(words=WORDS | ALWAYS | {"std": "doppler_jitter amount"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class DopplerJitterAugmentation(VoxelOperation):
     """Add normal noise to the Doppler channels of occupied voxels.

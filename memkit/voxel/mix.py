@@ -51,7 +51,7 @@ class MixedLabels(NamedTuple):
     weight: Tensor
 
 
-@guided(words=WORDS | ALWAYS | {"num_classes": "labels may be of any number of classes"}, **CALLS)
+@guided(words=WORDS | ALWAYS | {"labels may be of any number of classes": "num_classes"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class MixupAugmentation(Augmentation[MixupParams]):
     """Mix each sample of a batch with another one; where one of the two is empty, the other is kept unchanged.

@@ -18,7 +18,7 @@ from memkit.voxel.placed_noise import PlacedNoise
 from memkit.voxel.words import ALWAYS, CALLS, WORDS
 
 
-@guided(words=WORDS | ALWAYS | {"noise_std": "std", "mean": "the mean of the noise is 0"}, **CALLS)
+@guided(words=WORDS | ALWAYS | {"std": "noise_std", "the mean of the noise is 0": "mean"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class NoiseAugmentation(VoxelOperation):
     """Add normal noise to intensity and scalar channels of occupied voxels.

@@ -13,14 +13,7 @@ from memkit._core.words import guided
 from memkit.voxel.clouds import Cloud, mean_of_clouds
 from memkit.voxel.nearest import NearestBackend, NearestPoints
 
-_WORDS = {
-    "pred": "prediction",
-    "gt": "target",
-    "tau": "threshold",
-    "th": "threshold",
-    "radius": "threshold",
-    "distance_threshold": "threshold",
-}
+_WORDS = {"threshold": "tau th radius distance_threshold"}
 
 
 class PrecisionRecall(NamedTuple):

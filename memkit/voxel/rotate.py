@@ -20,7 +20,7 @@ OnNonsquare = Literal["half_turns", "error", "skip"]
 _ONLY_XY = "turns are in XY, by one, two or three quarters"
 
 
-@guided(words=WORDS | {"max_k": _ONLY_XY, "spatial_axes": _ONLY_XY, "degrees": _ONLY_XY}, **CALLS)
+@guided(words=WORDS | {_ONLY_XY: "max_k spatial_axes degrees"}, **CALLS)
 @dataclass(frozen=True, kw_only=True)
 class RotateAugmentation(VoxelOperation):
     """Turn a volume in XY by one, two or three quarters, about the center of the grid.

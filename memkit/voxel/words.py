@@ -8,23 +8,13 @@ _KEYS = (
     "all volumes of a dict are flipped and turned alike; let values change in some only, with "
     "functools.partial(aug, photometric=['image'])"
 )
-_REPLAY = "aug.apply(x, aug.last_params)"
-
 WORDS = {
-    "p": "prob",
-    "probability": "prob",
-    "keys": _KEYS,
-    "include": _KEYS,
-    "allow_missing_keys": "a key that a sample lacks is no error",
-    "spatial_size": "the grid is read from the volume",
-    "generator": "call torch.manual_seed(seed) before, or aug.sample(shape, seed=seed)",
-    "seed": "call torch.manual_seed(seed) before, or aug.sample(shape, seed=seed)",
+    _KEYS: "keys include",
+    "a key that a sample lacks is no error": "allow_missing_keys",
+    "the grid is read from the volume": "spatial_size",
+    "call torch.manual_seed(seed) before, or aug.sample(shape, seed=seed)": "generator seed",
 }
-ALWAYS = {
-    "p": "it changes every sample: set its size alone",
-    "prob": "it changes every sample: set its size alone",
-    "probability": "it changes every sample: set its size alone",
-}
+ALWAYS = {"it changes every sample: set its size alone": "p prob probability"}
 
 
 class _Calls(TypedDict):
@@ -35,17 +25,12 @@ class _Calls(TypedDict):
 CALLS: _Calls = {
     "methods": ("sample", "apply", "inverse", "apply_joint", "affine_after"),
     "absent": {
-        "forward": "aug(x)",
-        "transform": "aug(x)",
-        "augment": "aug(x)",
-        "apply_transform": "aug(x)",
-        "params": "aug.last_params",
-        "get_params": "aug.last_params",
-        "replay": _REPLAY,
-        "set_random_state": "torch.manual_seed(seed)",
-        "randomize": "params = aug.sample(x.shape, seed=seed)",
-        "draw_params": "params = aug.sample(x.shape, seed=seed)",
-        "invert": "aug.inverse(y, aug.last_params)",
-        "to": "aug(x), on the device of x",
+        "aug(x)": "forward transform augment apply_transform",
+        "aug.last_params": "params get_params",
+        "aug.apply(x, aug.last_params)": "replay",
+        "torch.manual_seed(seed)": "set_random_state",
+        "params = aug.sample(x.shape, seed=seed)": "randomize draw_params",
+        "aug.inverse(y, aug.last_params)": "invert",
+        "aug(x), on the device of x": "to",
     },
 }

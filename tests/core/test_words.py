@@ -7,10 +7,11 @@ import pickle
 import pytest
 
 import memkit as mk
+from memkit._core.foreign import IDEAS, VALUES
 from memkit._core.words import guided
 
 
-@guided(words={"grad_accum": "steps", "amp": "precision='bf16'", "device": "move the model first: model.to(device)"})
+@guided(words={"steps": "grad_accum", "precision='bf16'": "amp", "move the model first: model.to(device)": "device"})
 def train(model, steps=1, *, precision=None):
     return model, steps, precision
 
@@ -26,9 +27,9 @@ def takes_any(step, /, **objects):
 
 
 @guided(
-    words={"epochs": "it goes into run(number=3)"},
-    absent={"fit": "loop.run()", "()": "trainer.model(x)"},
-    methods={"step": {}, "run": {"epochs": "number"}},
+    words={"it goes into run(number=3)": "epochs"},
+    absent={"loop.run()": "fit", "trainer.model(x)": "()"},
+    methods={"step": {}, "run": {"number": "epochs"}},
 )
 class Trainer:
     """A class whose constructor and method are guided."""
@@ -88,6 +89,43 @@ def test_a_wrong_call_is_answered_with_the_corrected_one(call, got, corrected):
     assert caught.value.__suppress_context__
 
 
+@guided(absent={"loop.run()": "fit"}, methods=("run",))
+class Loop:
+    def __init__(self, model, *, accumulation_steps=1, precision=None, val_loader=None):
+        self.model = model
+
+    def run(self, num_epochs=1): ...
+
+
+@pytest.mark.parametrize(
+    ("call", "corrected"),
+    [
+        (lambda: Loop("net", accumulate_grad_batches=4), "write Loop('net', accumulation_steps=4)"),
+        (lambda: Loop("net", fp16=True), "write Loop('net', precision='fp16-mixed')"),
+        (lambda: Loop("net", eval_dataloader=None), "write Loop('net', val_loader=None)"),
+        (lambda: Loop("net", budget=4), "there is no budget; write Loop('net')"),  # no parameter of that idea
+        (lambda: Loop("net").run(max_epochs=4), "write run(num_epochs=4)"),
+        (
+            lambda: Loop("net").run(grad_accum=4),
+            "the constructor takes it, Loop(..., accumulation_steps=4); write run()",
+        ),
+        (lambda: Loop("net").run(amp=True), "the constructor takes it, Loop(..., precision='bf16-mixed'); write run()"),
+    ],
+)
+def test_words_of_an_idea_are_known_to_whoever_has_a_parameter_of_it(call, corrected):
+    with pytest.raises(mk.errors.InputTypeError) as caught:
+        call()
+    assert caught.value.fix == corrected
+
+
+def test_the_catalog_names_each_idea_once():
+    values = [word for words in VALUES.values() for word in words.split()]
+    assert len(values) == len(set(values))
+    for idea in IDEAS:
+        assert len(idea) > 1
+        assert not any(idea < other for other in IDEAS)
+
+
 def test_the_corrected_calls_work():
     assert train("net", steps=4) == ("net", 4, None)
     assert train(1, 2, precision="bf16") == (1, 2, "bf16")
@@ -134,8 +172,8 @@ def test_guided_objects_are_copied_pickled_and_inspected_as_before():
 
 
 @guided(
-    words={"n": "steps", "": "bind {key}"},
-    methods={"__call__": {"": "rows go by position, not as {key}"}},
+    words={"steps": "n", "bind {key}": ""},
+    methods={"__call__": {"rows go by position, not as {key}": ""}},
 )
 class Runner:
     def __init__(self, fn, *, steps=1):
@@ -145,12 +183,12 @@ class Runner:
         return [self.fn(each) * scale for each in rows]
 
 
-@guided(words={"n": "size", "axis": "write run(rows.T)", "": "bind {key}"})
+@guided(words={"size": "n", "write run(rows.T)": "axis", "bind {key}": ""})
 def run(fn, *rows, size=1):
     return fn, rows, size
 
 
-@guided(words={"c": "{'c': 1}"}, rewrite={"pair": lambda _: "pair(a, b)"})
+@guided(words={"{'c': 1}": "c"}, rewrite={"pair": lambda _: "pair(a, b)"})
 def pair(a, b): ...
 
 
@@ -175,7 +213,7 @@ def test_series_of_arguments_words_of_a_method_and_whole_calls(call, corrected):
 
 
 def test_a_class_without_public_names_says_that_it_is_called():
-    @guided(absent={"fit": "runner(x)"})
+    @guided(absent={"runner(x)": "fit"})
     class Only:
         def __call__(self): ...
 

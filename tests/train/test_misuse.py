@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from memkit._core.words import Words
 from memkit.errors import AbsentError, ConfigError, FileFormatError, InputError, InputTypeError, StateError
 from memkit.train import words
 from tests.toys import mean_square
@@ -344,9 +345,9 @@ def test_a_mistake_in_the_wrapper_does_not_name_the_accumulator(call, error, end
 def test_every_word_leads_to_an_argument_that_is_there(cls, table):
     known = set(inspect.signature(cls).parameters) | {"model"}
     in_backward = set(inspect.signature(cls.backward).parameters)
-    meant = {found[1] for found in (re.fullmatch(r"([a-z]\w*)(=\S.*)?", word) for word in table.values()) if found}
+    meant = {found[1] for found in (re.fullmatch(r"([a-z]\w*)(=\S.*)?", word) for word in table) if found}
     assert meant <= known | in_backward
-    assert not set(inspect.signature(cls).parameters) & table.keys()  # no word of our own is translated
+    assert not set(inspect.signature(cls).parameters) & Words(table).own.keys()  # no word of our own is translated
 
 
 class TestWarnings:

@@ -12,7 +12,7 @@ from memkit._charts.charts import Curve, Figure, Lines, unit_of
 from memkit._charts.overview import Overview, Overviewed
 from memkit._charts.pictures import save_picture
 from memkit._charts.text import align, chart_lines
-from memkit._core.calls import by_word
+from memkit._core.foreign import AS_DICT, PEAK, SUMMARY
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit.predict.estimate import MemoryEstimate
@@ -135,19 +135,17 @@ class ParetoFront(Sequence[PlanCandidate]):
         return save_picture(Figure("Time against memory of a step", [chart], notes), path, "plan.pareto.plot")
 
 
-_ABSENT = by_word(
-    {
-        "plan.micro_batch_size": "batch_size micro_batch per_device_train_batch_size",
-        "plan.accumulation_steps": "gradient_accumulation_steps accumulate_grad_batches num_micro_batches",
-        "plan.predicted_peak_bytes": "peak peak_bytes memory predicted_peak",
-        "plan.predicted_slowdown": "slowdown cost",
-        "plan.checkpoint": "checkpointing gradient_checkpointing",
-        "plan.pareto.plot()": "plot show",
-        "print(plan), or plan.explain() for every candidate": "summary report",
-        "MemoryEfficientTrainingWrapper(model, optimizer, **plan.wrapper_settings())": "apply run train_step fit",
-        "plan.as_dict()": "to_dict dict model_dump",
-    }
-)
+_ABSENT = {
+    "plan.micro_batch_size": "batch_size micro_batch per_device_train_batch_size",
+    "plan.accumulation_steps": "gradient_accumulation_steps accumulate_grad_batches num_micro_batches",
+    "plan.predicted_peak_bytes": f"{PEAK} peak_bytes memory predicted_peak",
+    "plan.predicted_slowdown": "slowdown cost",
+    "plan.checkpoint": "checkpointing gradient_checkpointing",
+    "plan.pareto.plot()": "plot show",
+    "print(plan), or plan.explain() for every candidate": SUMMARY,
+    "MemoryEfficientTrainingWrapper(model, optimizer, **plan.wrapper_settings())": "apply run train_step fit",
+    "plan.as_dict()": AS_DICT,
+}
 
 
 @guided(absent=_ABSENT)

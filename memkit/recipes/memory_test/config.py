@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from memkit._core.calls import by_word
 from memkit.predict.scaling.points import StepMode
 from memkit.predict.settings import Settings
 
@@ -41,16 +40,14 @@ class MemoryTestConfig(Settings):
         ('train', 'inference')
     """
 
-    foreign_words: ClassVar[Mapping[str, str]] = by_word(
-        {
-            "num_test_points": "num_points num_steps test_points",
-            "mlp": "hidden_dims hidden_sizes mlp_dims mlp_layers",
-            "core_num_edges": "edges num_edges edge_counts",
-            "test_training_mode": "training train",
-            "test_inference_mode": "inference eval",
-            "source='measured'": "measured real",
-        }
-    )
+    foreign_words: ClassVar[Mapping[str, str]] = {
+        "num_test_points": "num_points num_steps test_points",
+        "mlp": "hidden_dims hidden_sizes mlp_dims mlp_layers",
+        "core_num_edges": "edges num_edges edge_counts",
+        "test_training_mode": "training train",
+        "test_inference_mode": "inference eval",
+        "source='measured'": "measured real",
+    }
 
     device: str = "cuda:0"
     """what a measured run runs on: 'cpu', 'cuda', 'xpu' or 'mps', with or without an index such as 'cuda:0'"""
