@@ -28,6 +28,7 @@ from memkit.voxel.samples import (
     like,
     refuse_unmoved,
     shape_of,
+    warn_of_places,
     with_affine,
 )
 
@@ -170,7 +171,8 @@ class Augmentation(ABC, Generic[P]):
 
         Returns:
             The same type as ``x``, sharing memory with it only with ``inplace``. A tensor with an ``affine`` (MONAI's
-            MetaTensor) keeps its class and metadata, and the affine follows the voxels.
+            MetaTensor) keeps its class and metadata, and the affine follows the voxels. Tensors of torchvision keep
+            their class; the values of a ``Mask`` do not change.
 
         Raises:
             InputTypeError: ``x`` is not a supported volume, ``params`` belong to another augmentation, or the
@@ -186,7 +188,12 @@ class Augmentation(ABC, Generic[P]):
             tensor = _tensor_of(call, x)
             return cast("X", self.apply(tensor, params, layout=layout, inplace=inplace).numpy())
         if not isinstance(x, Tensor) or not carries_affine(x):
-            return self._apply(x, params, layout or self.layout, inplace=inplace)
+            kind: Any = type(x)
+            if not kind.__module__.startswith("torchvision.tv_tensors"):
+                return self._apply(x, params, layout or self.layout, inplace=inplace)
+            known: Any = params.geometry() if kind.__name__ == "Mask" else params  # a mask of floats holds labels too
+            plain = self._apply(x.as_subclass(Tensor), known, layout or self.layout, inplace=inplace)  # type: ignore[union-attr]
+            return cast("X", plain.as_subclass(kind))
         result = self._apply(x.as_subclass(Tensor), params, layout or self.layout, inplace=inplace)
         moves, batched = self._moves(params, layout or self.layout), x.dim() == 5
         return cast("X", described_as(call, result, x, moves, batched=batched))
@@ -291,6 +298,9 @@ class Augmentation(ABC, Generic[P]):
         Raises:
             InputError: A name in ``photometric`` or ``layouts`` is not in the sample.
             InputTypeError: As for `apply`; or an entry has the size of a volume but no form that can be moved with it.
+
+        Warns:
+            MemkitWarning: Voxels can move, and an entry looks like boxes or points, which are not moved with them.
         """
         call = f"{type(self).__name__}.apply_joint(sample, params)"
         named = layouts or {}
@@ -306,6 +316,7 @@ class Augmentation(ABC, Generic[P]):
                 moved[name] = x
                 if self.moves_voxels(params):
                     refuse_unmoved(call, name, x, shape)
+                    warn_of_places(type(self).__name__, name, x, batched=is_batch)
                     moved[name] = with_affine(self, name, x, params)
         return like(sample, moved)  # type: ignore[no-any-return]  # a mapping for a mapping
 

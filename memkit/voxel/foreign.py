@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.settings import Checker
 from memkit._machine.random_state import preserved
 from memkit.voxel.augment_base import Augmentation, X, generator
@@ -17,14 +19,17 @@ from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import CallableParams
 
 _LEGACY = 2**32  # NumPy's global generator takes seeds below
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_GLOBAL = (random.random.__self__, np.random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+_DEPTH = 3  # a transform in the list of a Compose, and what it holds
 
 
 class ForeignStep(Augmentation[CallableParams]):
     """Calls anything with what the steps before returned, under a seed of its own.
 
     Python's, NumPy's and torch's global generators are seeded for the call and restored afterwards; a transform with
-    ``set_random_state``, such as MONAI's, is seeded by that. A callable that draws from a generator of its own is not
-    repeated by `apply`.
+    ``set_random_state``, such as MONAI's, is seeded by that, also within another library's ``Compose``. A callable that
+    draws from a generator of its own is not repeated by `apply`; there is a warning where the generator can be seen.
 
     Args:
         function: Takes the volume or the whole sample, and returns the new one.
@@ -36,6 +41,14 @@ class ForeignStep(Augmentation[CallableParams]):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
         self.name = getattr(function, "__qualname__", type(function).__name__)
+        found = list(_sources(function))
+        self._seeded = [each for _, each in found if not isinstance(each, _GENERATORS)]
+        for name in dict.fromkeys(name for name, each in found if isinstance(each, _GENERATORS)):
+            warn_user(
+                f"{self.name} as an augmentation: it holds {name}, a random generator of its own, so its draws are not "
+                "repeated. Let it draw from torch's, NumPy's or Python's global generator, which are seeded for it, or "
+                "give it set_random_state(seed=...)."
+            )
 
     def sample(
         self,
@@ -115,9 +128,8 @@ class ForeignStep(Augmentation[CallableParams]):
         random.seed(seed)
         np.random.seed(seed % _LEGACY)  # noqa: NPY002 - what the callable may draw from
         torch.manual_seed(seed)  # noqa: TID251 - as above; restored after the call
-        reseed = getattr(self.function, "set_random_state", None)
-        if callable(reseed):
-            reseed(seed=seed % _LEGACY)
+        for number, each in enumerate(self._seeded):  # no two draw the same
+            each.set_random_state(seed=(seed + number) % _LEGACY)
 
 
 def as_step(each: object, call: str) -> Augmentation[Any]:
@@ -133,6 +145,37 @@ def as_step(each: object, call: str) -> Augmentation[Any]:
             fix=f"write {each.__name__}()." if isinstance(each, type) else "pass for example VoxelAugmentation().",
         )
     return ForeignStep(each)
+
+
+def _sources(thing: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Yield the random generators that a callable holds, and what it holds with a ``set_random_state``, by name.
+
+    It is looked for in attributes, in what a function encloses and the globals that it uses, in a partial's arguments,
+    and in the callables among those.
+    """
+    if callable(getattr(thing, "set_random_state", None)):
+        yield name, thing
+    elif isinstance(thing, _GENERATORS):
+        if not any(thing is each for each in _GLOBAL):
+            yield name, thing
+    elif isinstance(thing, list | tuple | Mapping):
+        for each in thing.values() if isinstance(thing, Mapping) else thing:
+            yield from _sources(each, name, depth)
+    elif depth and callable(thing) and not isinstance(thing, type | Augmentation):
+        for key, value in _held_by(thing).items():
+            yield from _sources(value, key, depth - 1)
+
+
+def _held_by(thing: Any) -> dict[str, Any]:
+    held = dict(getattr(thing, "__dict__", {}))
+    if isinstance(thing, functools.partial):
+        return held | {"func": thing.func, "args": thing.args, **thing.keywords}
+    if inspect.ismethod(thing):
+        return held | {"self": thing.__self__}
+    if inspect.isfunction(thing):
+        used = inspect.getclosurevars(thing)
+        return held | {**used.globals, **used.nonlocals}
+    return held
 
 
 def check_steps(call: str, given: object) -> tuple[Any, ...]:

@@ -6,19 +6,25 @@ No library is imported for this. An image is anything with ``data`` (C, D, H, W)
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._torch import pytree
 from memkit.voxel.layout import VoxelLayout, scalars
 
 _OF_THE_FILE = "original_affine"  # MONAI's record of the file, which does not move with the voxels
+_PLACES = re.compile(
+    r"points?|key_?points?|bbox(es)?|box(es)?|landmarks?|coord(s|inates)?|centers?|centroids?|corners|vert(ex|ices)|rois?"
+)
+_PLACES_OF_TORCHVISION = ("BoundingBoxes", "KeyPoints")
+_COLUMNS_OF_PLACES = (2, 3, 4, 6, 7)  # two corners, or a center, sizes and an angle
 
 
 class VoxelPoints(NamedTuple):
@@ -117,7 +123,8 @@ def shape_of(call: str, sample: Any) -> tuple[int, ...]:
         call,
         got=f"a sample of {', '.join(_described(each) for each in entries.values()) or 'nothing'}",
         expected="a volume (C, D, H, W), or a mapping or tuple with such volumes",
-        fix="add a channel dimension, as in aug(volume[None]); in a data set, let the source return such tensors.",
+        fix="write aug(volume[None]) for a volume (D, H, W), or aug(image.unsqueeze(1)).squeeze(1) for an image "
+        "(C, H, W).",
     )
 
 
@@ -166,3 +173,33 @@ def refuse_unmoved(call: str, name: object, value: Any, shape: Sequence[int]) ->
             "sample",
             fix="add a channel dimension (mask[None]), move it to the top of the sample, or remove it from the sample.",
         )
+
+
+def warn_of_places(augmentation: str, name: object, value: Any, *, batched: bool) -> None:
+    """Warn of boxes and points that stay in their places while the volumes of their sample are flipped and turned."""
+    for key, leaf in _named_leaves(name, value):
+        if not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim < 2 or leaf.shape[-1] not in _COLUMNS_OF_PLACES:
+            continue
+        if isinstance(key, str):
+            is_place = any(_PLACES.fullmatch(part) for part in (key.lower(), *re.split(r"[^a-z]+", key.lower())))
+        else:  # in a tuple (volume, places); in a batch it may be a target for each sample
+            is_place = not batched and leaf.ndim == 2 and torch.as_tensor(leaf).is_floating_point()
+        if is_place or type(leaf).__name__ in _PLACES_OF_TORCHVISION:
+            warn_user(
+                f"{augmentation}: {key!r}, a {type(leaf).__name__} {tuple(leaf.shape)}, stays as it is while the "
+                "volumes of its sample are flipped and turned. Places in the grid move as mk.voxel.VoxelPoints(coords, "
+                "features), or by aug.affine_after in your own code (docs/augmentation.md); places in the world stay "
+                "right beside an affine."
+            )
+
+
+def _named_leaves(name: object, value: Any) -> Iterator[tuple[object, Any]]:
+    """Yield what a value holds at any depth, each with the nearest name."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _named_leaves(key, each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _named_leaves(name, each)
+    else:
+        yield name, value

@@ -265,7 +265,8 @@ class TestDataSets:
 
     def test_labels_and_names_are_handed_on(self):
         source = [{"image": torch.zeros(1, *SHAPE), "label": torch.tensor(3), "box": torch.zeros(5, 6), "name": "a"}]
-        sample = next(iter(DataLoader(mk.voxel.VoxelDataset(source, augmentation_config=self.config()))))
+        with pytest.warns(mk.MemkitWarning, match="'box'"):
+            sample = next(iter(DataLoader(mk.voxel.VoxelDataset(source, augmentation_config=self.config()))))
         assert sample["name"] == ["a"]
         assert sample["box"].shape == (1, 5, 6)
 

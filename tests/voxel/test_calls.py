@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import pickle
 import random
+import warnings
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -203,13 +204,15 @@ class TestSamples:
     def test_a_dict_with_strings_labels_and_arrays(self):
         image = torch.rand(1, *SHAPE)
         sample = OrderedDict(image=image, mask=(image > 0.5).numpy(), name="case 1", label=3, box=torch.zeros(2, 6))
-        moved = self.aug(sample, photometric=["image"])
+        with pytest.warns(mk.MemkitWarning, match=r"'box', a Tensor \(2, 6\)"):
+            moved = self.aug(sample, photometric=["image"])
         assert type(moved) is OrderedDict
         assert list(moved) == list(sample)
         assert isinstance(moved["mask"], np.ndarray)
         np.testing.assert_array_equal(moved["mask"], np.flip(sample["mask"], (1, 2, 3)))
         assert not torch.equal(moved["image"], image.flip(1, 2, 3))  # noise
         assert (moved["name"], moved["label"], moved["box"] is sample["box"]) == ("case 1", 3, True)
+        del sample["box"]
         clean = functools.partial(self.aug, photometric=[])(sample)
         assert torch.equal(clean["image"], image.flip(1, 2, 3))
 
@@ -290,6 +293,41 @@ class TestSamples:
         assert torch.equal(moved["affine"], self.aug.affine_after(batch["affine"], self.aug.last_params))
         assert torch.equal(moved["original_affine"], affine)  # that of the file
 
+    @pytest.mark.parametrize(
+        "places",
+        [
+            {"boxes": torch.zeros(2, 6)},
+            {"gt_bboxes_3d": np.zeros((2, 7))},
+            {"target": {"labels": torch.zeros(2), "landmarks": [torch.zeros(5, 3)]}},
+            {"keypoints": torch.zeros(4, 2, dtype=torch.int64)},
+        ],
+    )
+    def test_places_that_stay_are_warned_about(self, places):
+        image = torch.rand(1, *SHAPE)
+        with pytest.warns(mk.MemkitWarning, match="stays as it is while the volumes"):
+            self.aug({"image": image, **places})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mk.voxel.NoiseAugmentation()({"image": image, **places})  # it moves nothing
+
+    def test_other_numbers_are_not_taken_for_places(self):
+        image = torch.rand(1, *SHAPE)
+        with pytest.warns(mk.MemkitWarning, match="1, a Tensor"):
+            self.aug(image, torch.rand(5, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.aug({"image": image, "spacing": torch.rand(3), "scores": torch.rand(5, 3), "points": torch.rand(5)})
+            self.aug(image[None], torch.rand(1, 3))  # a target for each sample of a batch
+            self.aug(image, torch.zeros(5, 3, dtype=torch.int64))
+
+    @pytest.mark.parametrize(("name", "noisy"), [("Image", True), ("Mask", False)])
+    def test_tensors_of_torchvision_keep_their_class(self, name, noisy):
+        kind = type(name, (torch.Tensor,), {"__module__": "torchvision.tv_tensors"})
+        x = torch.rand(1, *SHAPE)
+        moved = self.aug(x.as_subclass(kind))
+        assert type(moved) is kind
+        assert torch.equal(moved.as_subclass(torch.Tensor), x.flip(1, 2, 3)) is not noisy
+
     def test_mixed_labels(self):
         mix = mk.MixupAugmentation()
         x, y = mix(torch.rand(BATCH), torch.arange(3))
@@ -339,6 +377,51 @@ class TestForeignCallables:
         assert torch.equal(torch.get_rng_state(), state[0])
         assert random.getstate() == state[1]
         assert np.random.get_state()[1].tolist() == state[2]
+
+    def test_those_with_a_state_are_found_inside_of_another_librarys_compose(self):
+        class Seeded:
+            def set_random_state(self, seed):
+                self.chance = np.random.default_rng(seed)
+
+            def __call__(self, x):
+                return x + float(self.chance.random())
+
+        class Compose:
+            def __init__(self, transforms):
+                self.transforms = transforms
+
+            def __call__(self, x):
+                return functools.reduce(lambda x, each: each(x), self.transforms, x)
+
+        x = torch.rand(1, *SHAPE)
+        pair = Compose([Seeded(), Seeded()])
+        aug = mk.ComposedAugmentation([pair])
+        y = aug(x)
+        assert not torch.equal(aug(x), y)
+        assert torch.equal(
+            aug.apply(x, aug.last_params.__class__.from_json(aug.last_params.to_json())), aug.apply(x, aug.last_params)
+        )
+        first, second = (each.chance.random() for each in pair.transforms)
+        assert first != second
+
+    def test_a_generator_of_their_own_is_warned_about(self):
+        class Own:
+            def __init__(self):
+                self.rng = np.random.default_rng(0)
+
+            def __call__(self, x):
+                return x + float(self.rng.random())
+
+        rng = torch.Generator()
+        nested = functools.partial(lambda x, inner: inner(x), inner=Own())
+        for function in (Own(), lambda x: x + torch.rand((), generator=rng), nested, Own().__call__):
+            with pytest.warns(mk.MemkitWarning, match="it holds rng, a random generator of its own"):
+                mk.ComposedAugmentation([function])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mk.ComposedAugmentation(
+                [lambda x: x + np.random.rand() + random.random(), mk.VoxelAugmentation(), torch.abs]
+            )
 
     def test_what_they_return_is_not_overwritten(self):
         template = torch.ones(1, *SHAPE)
