@@ -228,7 +228,7 @@ def test_tuples_and_bare_volumes_are_samples_too():
         assert augmented[1] == 5
     bare = VoxelDataset([cortex()], augmentation=ComposedAugmentation([CutoutAugmentation(prob=1.0, size=0.5)]))
     assert (bare[0][0].sum() < cortex()[0].sum()).item()
-    assert_refused(lambda: VoxelDataset([torch.zeros(8, 8, 8)])[0], InputTypeError, "channel dimension")
+    assert_refused(lambda: VoxelDataset([torch.zeros(8, 8, 8)])[0], InputTypeError, "for an image")
 
 
 @pytest.mark.parametrize(
