@@ -551,8 +551,8 @@ def _instead_of_a_model(call: str, model: object, batch: object, optimizer: obje
         return f"{right}optimizer, sample_batch, loss_fn, ...)." if call == "prepare" else f"{right}sample_batch, ...)."
     if isinstance(model, (list, tuple)) and any(isinstance(each, nn.Module) for each in model):
         return f"write {call}(torch.nn.ModuleList(models), ...)."
-    libraries = {each.__module__.partition(".")[0] for each in type(model).__mro__}
-    if libraries & {"lightning", "pytorch_lightning"}:
+    kinds = {(each.__module__.partition(".")[0], each.__name__) for each in type(model).__mro__}
+    if kinds & {("lightning", "Trainer"), ("pytorch_lightning", "Trainer")}:
         return f"write {call}(module, ...), with the LightningModule that trainer.fit(module) gets."
     if isinstance(getattr(model, "model", None), nn.Module):  # a trainer of Hugging Face, of memkit, of one's own
         return f"write {call}(trainer.model, ...)."

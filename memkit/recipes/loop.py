@@ -24,11 +24,13 @@ from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of
 from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
+from memkit.train.owners import refuse_trainer
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
 
 _LOGGER = logging.getLogger("memkit")
 _END = object()
 _CALL = "MemoryEfficientTrainLoop"
+_EXPECTED = "a MemoryEfficientTrainingWrapper, which runs the steps"
 EndedBy = Literal["epochs", "early stopping", "SIGTERM"]
 
 
@@ -403,13 +405,12 @@ def _check_parts(trainer: object, train_loader: object, loss_fn: object) -> None
     if isinstance(trainer, nn.Module):
         _refuse_part(
             f"a model ({type(trainer).__name__})",
-            "a MemoryEfficientTrainingWrapper, which runs the steps",
+            _EXPECTED,
             f"write trainer = MemoryEfficientTrainingWrapper(model, optimizer), and {right}.",
         )
     if not isinstance(trainer, MemoryEfficientTrainingWrapper):
-        _refuse_part(
-            f"a {type(trainer).__name__}", "a MemoryEfficientTrainingWrapper, which runs the steps", f"write {right}."
-        )
+        refuse_trainer(trainer, call=right, expected=_EXPECTED)
+        _refuse_part(f"a {type(trainer).__name__}", _EXPECTED, f"write {right}.")
     if callable(train_loader) and not isinstance(train_loader, Iterable) and isinstance(loss_fn, Iterable):
         _refuse_part("the function second and the batches third", "the batches, then the function", f"write {right}.")
     if not isinstance(train_loader, Iterable) and not hasattr(train_loader, "__getitem__"):

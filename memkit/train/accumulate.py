@@ -16,6 +16,7 @@ from memkit._core.words import guided
 from memkit.train.checks import ACCUMULATOR, check_loss, check_reduction, read_count, warn_of_own_backward
 from memkit.train.divisors import WeightCheck
 from memkit.train.gradient_sum import GradientSum
+from memkit.train.owners import refuse_trainer
 from memkit.train.words import ACCUMULATOR_ABSENT, ACCUMULATOR_REWRITE, ACCUMULATOR_WORDS
 
 
@@ -90,6 +91,7 @@ class GradientAccumulator(Uncopied, Closing):
         check_weights: bool = True,
     ) -> None:
         self._accumulation_steps = _check_steps(accumulation_steps, optimizer)
+        _check_model(model)
         self._objective = objective
         self._weights = WeightCheck() if check_weights and objective == "mean" else None
         self._sum = GradientSum(
@@ -242,6 +244,20 @@ class GradientAccumulator(Uncopied, Closing):
     def close(self) -> None:
         """Restore model and parameters: DDP synchronizes in backward, gradients have their own dtype."""
         self._sum.close()
+
+
+def _check_model(model: object) -> None:
+    for each in model if isinstance(model, list | tuple) else [model]:
+        if each is None or isinstance(each, nn.Module):
+            continue
+        call, expected = "GradientAccumulator(optimizer, model=...)", "an nn.Module, a list of them, or None"
+        refuse_trainer(each, call=call, expected=expected)
+        raise InputTypeError(
+            call,
+            got=f"a {type(each).__name__}",
+            expected=expected,
+            fix="write GradientAccumulator(optimizer, model=model).",
+        )
 
 
 def _check_steps(accumulation_steps: object, optimizer: object = None) -> int:

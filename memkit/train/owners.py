@@ -39,8 +39,8 @@ _TRAINERS = {
     ("lightning", "Fabric"): (
         "a Fabric, which is no model",
         (
-            "from memkit.integrations.fabric import FabricSplitLoss; split = FabricSplitLoss(model) after "
-            "model, optimizer = fabric.setup(model, optimizer); fabric.backward(split(batch, loss_fn))."
+            "from memkit.integrations.fabric import FabricSplitLoss; model, optimizer = fabric.setup(model, optimizer); "
+            "split = FabricSplitLoss(model); fabric.backward(split(batch, loss_fn))."
         ),
     ),
     ("accelerate", "Accelerator"): (
@@ -76,7 +76,8 @@ _MODULES = {
     )
 }
 _EXPECTED = "an nn.Module as the model"
-_LIBRARIES = {"pytorch_lightning": "lightning"}
+_EXPECTED_OPTIMIZER = "a torch optimizer or a list of them"
+_LIBRARIES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
 
 def library_kind(thing: object, known: Mapping[tuple[str, str], Any]) -> tuple[str, str] | None:
@@ -111,16 +112,28 @@ def read_model(model: object, optimizer: object) -> nn.Module:
     return model
 
 
-def refuse_trainer(model: object, *, has_optimizer: bool = True) -> None:
+def refuse_trainer(
+    thing: object,
+    *,
+    has_optimizer: bool = True,
+    call: str = f"{WRAPPER.kind}(model, optimizer)",
+    expected: str = _EXPECTED,
+) -> None:
     """Refuse a trainer of another library, and a LightningModule that came without an optimizer.
+
+    Args:
+        thing: What came.
+        has_optimizer: Whether an optimizer came with it.
+        call: The user's call, for the message.
+        expected: What should have come.
 
     Raises:
         InputTypeError: It is one; the way out leads to its adapter.
     """
-    kind = library_kind(model, _TRAINERS if has_optimizer else {**_TRAINERS, **_MODULES})
+    kind = library_kind(thing, _TRAINERS if has_optimizer else {**_TRAINERS, **_MODULES})
     if kind is not None:
         got, fix = {**_TRAINERS, **_MODULES}[kind]
-        raise InputTypeError(f"{WRAPPER.kind}(model, optimizer)", got=got, expected=_EXPECTED, fix=fix) from None
+        raise InputTypeError(call, got=got, expected=expected, fix=fix) from None
 
 
 def _what_instead_of_a_model(model: object, optimizer: object) -> tuple[str, str]:
@@ -190,6 +203,7 @@ def _built(caller: Caller, optimizer: str = "optimizer") -> str:
 
 def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     """Return the error for something that is no optimizer."""
+    refuse_trainer(value, call=_built(caller), expected=_EXPECTED_OPTIMIZER)
     known = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type) and name != "Optimizer"}
     schedule = ", scheduler=scheduler" if caller is WRAPPER else ""
     made, got = "torch.optim.AdamW(model.parameters())", f"a {type(value).__name__}"
@@ -215,7 +229,7 @@ def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     return InputTypeError(
         _built(caller),
         got=got,
-        expected="a torch optimizer or a list of them",
+        expected=_EXPECTED_OPTIMIZER,
         fix=f"write {_built(caller, made)}.",
     )
 

@@ -28,12 +28,14 @@ from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 from memkit.train.models import device_of, may_recover_alone
+from memkit.train.owners import refuse_trainer
 from memkit.train.remedies import Remedies
 from memkit.train.split import SplitFn, list_tensors
 from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_watch import Probe, SplitWatch
 
 _CALL = "SplitLoss"
+_EXPECTED = "a torch.nn.Module, or a list of at least one"
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear", "Embedding")
 _CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 
@@ -353,10 +355,11 @@ def _list_modules(model: object) -> list[nn.Module]:
     modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
     if modules and all(isinstance(each, nn.Module) for each in modules):
         return modules
+    refuse_trainer(model, call=f"{_CALL}(model)", expected=_EXPECTED)
     raise InputTypeError(
         f"{_CALL}(model)",
         got=f"a {type(model).__name__}" + (f" of {[type(each).__name__ for each in modules]}" if modules else ""),
-        expected="a torch.nn.Module, or a list of at least one",
+        expected=_EXPECTED,
         fix="pass the module whose parameters are trained, not its parameters or a function.",
     )
 

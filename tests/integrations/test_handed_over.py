@@ -28,16 +28,57 @@ def fabric(tmp_path):
     return pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
 
 
+MODEL = nn.Linear(4, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+TAKERS = {
+    "wrapper": lambda found: mk.MemoryEfficientTrainingWrapper(found, OPTIMIZER),
+    "wrapper alone": mk.MemoryEfficientTrainingWrapper,
+    "preset": lambda found: mk.MemoryEfficientTrainingWrapper.from_config(
+        found, OPTIMIZER, mk.get_preset_config("low")
+    ),
+    "optimizer": lambda found: mk.MemoryEfficientTrainingWrapper(MODEL, found),
+    "accumulator": mk.GradientAccumulator,
+    "accumulator's model": lambda found: mk.GradientAccumulator(OPTIMIZER, model=found),
+    "split loss": mk.train.SplitLoss,
+    "loop": lambda found: mk.MemoryEfficientTrainLoop(found, [torch.ones(2, 4)], mean_square),
+}
+
+
 @pytest.mark.parametrize("make", [hugging_face, lightning, fabric])
-@pytest.mark.parametrize("has_optimizer", [True, False])
-def test_a_trainer_is_led_to_its_adapter(make, has_optimizer, tmp_path):
-    optimizer = [torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)] * has_optimizer
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+def test_a_trainer_is_led_to_its_adapter(make, take, tmp_path):
     with pytest.raises(mk.errors.InputTypeError) as caught:
-        mk.MemoryEfficientTrainingWrapper(make(tmp_path), *optimizer)
+        take(make(tmp_path))
     module, name = re.search(
         r"(memkit\.integrations\.\w+)(?: import |\.)(\w+)", caught.value.fix
     ).groups()  # what is written there is there
     assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+def test_the_way_out_of_a_hugging_face_trainer_runs_as_it_is_written(tmp_path):
+    theirs = hugging_face(tmp_path)
+    with pytest.raises(mk.errors.InputTypeError) as caught:
+        mk.MemoryEfficientTrainingWrapper(theirs, OPTIMIZER)
+    names = {"model": theirs.model, "args": theirs.args, "dataset": [{"x": torch.ones(4)}]}
+    exec(caught.value.fix.rstrip("."), names)
+    assert isinstance(names["trainer"], type(theirs))
+
+
+def test_the_way_out_of_a_fabric_runs_as_it_is_written(tmp_path):
+    theirs = fabric(tmp_path)
+    with pytest.raises(mk.errors.InputTypeError) as caught:
+        mk.MemoryEfficientTrainingWrapper(theirs, OPTIMIZER)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {
+        "fabric": theirs,
+        "model": model,
+        "optimizer": optimizer,
+        "batch": torch.ones(6, 4),
+        "loss_fn": mean_square,
+    }
+    exec(caught.value.fix.rstrip("."), names)
+    assert model.weight.grad is not None
 
 
 def test_an_accelerator_is_no_model_but_what_it_prepares_is_one():
