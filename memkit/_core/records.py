@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memkit._core.foreign import AS_DICT, PEAK
+from memkit._core.words import guided
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -46,6 +49,17 @@ class HostMemory:
     limited_by: str
 
 
+@guided(
+    absent={
+        "snapshot.allocated_bytes": "allocated used current memory_allocated",
+        "snapshot.reserved_bytes": "reserved cached memory_reserved",
+        "snapshot.peak_bytes": PEAK,
+        "snapshot.free_bytes": "free available",
+        "snapshot.total_bytes": "total",
+        "snapshot.host_rss_bytes": "rss host host_used",
+        "dataclasses.asdict(snapshot)": f"{AS_DICT} [] as_dict",
+    }
+)
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
     """Device and host memory at one instant.

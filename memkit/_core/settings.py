@@ -58,7 +58,8 @@ class Checker:
         if not (math.isfinite(found) and low <= found <= high and above < found < below):
             ends = (("from", low), ("above", above), ("to", high), ("below", below))
             rule = " ".join(f"{word} {end:g}" for word, end in ends if math.isfinite(end))
-            nearest = high if found > high else low
+            meant = _number_in(value) if isinstance(value, str) else found
+            nearest = meant if low <= meant <= high and above < meant < below else high if meant > high else low
             if (low, high) == (0, 1) and 2 <= found <= 100:
                 nearest = found / 100  # a percentage
             suggested = (
@@ -172,6 +173,14 @@ def nearest_word(value: str, words: Iterable[str]) -> str | None:
     by_lower = {word.lower(): word for word in words}
     near = difflib.get_close_matches(value.lower(), by_lower, 1)
     return by_lower[near[0]] if near else None
+
+
+def _number_in(text: str) -> float:
+    """Return the number that a text is; nan if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _example(low: float, high: float) -> float:

@@ -25,8 +25,13 @@ from memkit._core.foreign import IDEAS, VALUES
 F = TypeVar("F", bound=Callable[..., Any])
 Rewrite = Callable[[tuple[Any, ...]], "str | None"]
 # In `absent`: what is done to the object itself, and what Python looks up for it.
-_DONE = {"()": "__call__", "float()": "__float__", "iter()": "__iter__"}
-_SAID = {"()": "a call of the {} itself", "float()": "a {} as a number", "iter()": "a {} to be unpacked"}
+_DONE = {"()": "__call__", "[]": "__getitem__", "float()": "__float__", "iter()": "__iter__"}
+_SAID = {
+    "()": "a call of the {} itself",
+    "[]": "an item of a {}",
+    "float()": "a {} as a number",
+    "iter()": "a {} to be unpacked",
+}
 _LONGEST = 60  # characters of a value that a corrected call repeats
 _ONE_WORD = re.compile(r"[a-z]\w*")
 
@@ -47,7 +52,7 @@ def guided(
             a sentence that says what to do instead; one that begins with "write " is the whole corrected call.
             ``{key}`` in a sentence stands for the keyword. The answer to ``""`` is for all that are known nowhere.
         absent: For a class, by the code to write instead: attributes and methods that it does not have. ``()`` is the
-            object itself, called; ``float()`` converted to a number; ``iter()`` unpacked.
+            object itself, called; ``[]`` indexed; ``float()`` converted to a number; ``iter()`` unpacked.
         methods: For a class, the methods that are guided too, besides the constructor; class methods as well. A mapping
             gives their own words by method.
         rewrite: By method (``"__init__"`` for a constructor) or by the function's name: given the positional arguments
@@ -72,7 +77,8 @@ def guided(
             return _guided_function(thing, name, Words(words), (rewrite or {}).get(name), is_method=False)
         name = thing.__name__
         for method in ("__init__", *methods):
-            label = {"__init__": name, "__call__": f"{name}(...)"}.get(method, f"{name}.{method}")
+            label = f"{name}(...)" if method in ("__call__", "forward") else f"{name}.{method}"
+            label = name if method == "__init__" else label
             answers = methods[method] if isinstance(methods, Mapping) and method in methods else words
             found = inspect.getattr_static(thing, method)
             raw = found.__func__ if isinstance(found, classmethod) else found

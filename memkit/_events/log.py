@@ -268,7 +268,7 @@ def require_rank(call: str, rank: int, world_size: int) -> None:
 def _refusal(call: str, name: str, value: object, expected: str, *types: type[object]) -> InputError | InputTypeError:
     """Create the error for a value: a type error unless the value has one of ``types``."""
     error = InputError if type(value) in types else InputTypeError
-    return error(call, got=f"{name}={short(value)}", expected=expected, fix=f"pass such a {name}, or leave it out.")
+    return error(call, got=f"{name}={short(value)}", expected=expected, fix=f"pass {expected} as {name}.")
 
 
 def _check_text(call: str, name: str, value: object) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.foreign import PEAK, SAVE, SUMMARY
 from memkit._core.printable import short
+from memkit._core.words import guided
 from memkit._events import first_program
 from memkit._events.file import EventFile, Form
 from memkit._events.log import BYTE_FIELDS, Event, LogHeader, Origin
@@ -22,6 +24,13 @@ class LogNotFoundError(InputError, FileNotFoundError):
     """There is no memory log at the path."""
 
 
+@guided(
+    absent={
+        "max(event.peak_bytes or 0 for event in log.events)": f"{PEAK} peak_bytes",
+        "[event for event in log.events if event.event == name]": "[] get",
+        "mk.write_report(log, 'report.html')": f"{SUMMARY} {SAVE} write plot show to_html",
+    }
+)
 @dataclass(frozen=True, slots=True)
 class EventLog:
     """A memory log that was read.
@@ -171,9 +180,12 @@ def _find_one(path: object, problems: list[str]) -> list[Path]:
     if isinstance(path, (list, tuple)):
         raise InputError(call, got="a list in a list, or an empty one", expected="paths", fix="pass a list of paths.")
     if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
-        raise InputTypeError(
-            call, got=f"a {type(path).__name__}", expected="a path as text", fix="pass the log's path, or a list."
-        )
+        fix = "pass the log's path, or a list of paths."
+        if isinstance(path, EventLog):
+            fix = "write mk.write_report(log, 'report.html'): it has been read."
+        elif isinstance(path, Mapping):
+            fix = "write the events into a file first: json.dump(events, open('memory_events.json', 'w'))"
+        raise InputTypeError(call, got=f"a {type(path).__name__}", expected="a path as text", fix=fix)
     base = Path(path)
     if base.is_dir():
         base = _base_in(base, call)

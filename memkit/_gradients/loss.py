@@ -278,8 +278,10 @@ def _refuse_without_graph(model: Any, call: str) -> None:
 
 def _misuse(loss_fn: object, model: Any, batch: Any, error: Exception, call: str) -> InputTypeError | None:
     """Return what is wrong with a function that raised an error; None if the error is its own."""
-    if isinstance(error, MemkitError) or not callable(loss_fn):
+    if isinstance(error, MemkitError):
         return None
+    if not callable(loss_fn):
+        return InputTypeError(call, got=f"a {type(loss_fn).__name__}", expected=_EXPECTED, fix=f"write {_line(batch)}")
     found = _known_function(loss_fn, batch) or _by_its_signature(loss_fn, model, batch)
     if found is None and isinstance(error, TypeError) and "numpy.ndarray" in str(error) and _has_arrays(batch):
         found = "NumPy arrays in the batch", "batch = torch.utils.data.default_convert(batch) before the call"

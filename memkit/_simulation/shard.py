@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from memkit._core.errors import ConfigError
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, as_whole, nearest_word
 from memkit._core.words import guided
 
 ShardKind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -87,6 +87,14 @@ class Shard:
         if self.kind != "fsdp2":
             self._check("reshard_after_forward", every is None, "unset: it belongs to fsdp2")
 
+    def _meant(self, name: str) -> str:
+        """Return the nearest valid call."""
+        kind = self.kind if self.kind in get_args(ShardKind) else nearest_word(str(self.kind), get_args(ShardKind))
+        ranks = self.ranks if as_whole(self.ranks) is not None and self.ranks > 1 else 2
+        if name in ("units", "param_dtype", "reduce_dtype") and self.kind in REPLICATED:
+            kind = "fsdp2"
+        return f"Shard({kind or 'fsdp2'!r}, ranks={ranks})"
+
     def _check(self, name: str, is_valid: bool, expected: str) -> None:  # noqa: FBT001
         if not is_valid:
             value = getattr(self, name)
@@ -94,5 +102,5 @@ class Shard:
                 f"Shard({self.kind!r}, {self.ranks!r}, {name}={value!r})",
                 got=repr(value),
                 expected=expected,
-                fix="pass one of these, or leave it out.",
+                fix=f"write {self._meant(name)}.",
             )

@@ -544,6 +544,8 @@ def check_model(call: str, model: object, batch: object = None, optimizer: objec
 
 def _instead_of_a_model(call: str, model: object, batch: object, optimizer: object) -> str:
     """Return the way out for something that is no model."""
+    if call == "find_worst_batch":
+        return "write find_worst_batch(loader, model, loss_fn)."
     right = f"write {call}(model, "
     if isinstance(model, type) and issubclass(model, nn.Module):
         return f"write model = {model.__name__}(...) first, and {call}(model, ...)."

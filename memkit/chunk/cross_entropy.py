@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
@@ -91,6 +91,14 @@ def chunked_linear_cross_entropy(
     """
     call = f"chunked_linear_cross_entropy(x, weight, targets, reduction={reduction!r}, chunk_size={chunk_size!r})"
     check_row_reduction(reduction, call)
+    given: object = weight
+    if isinstance(given, nn.Module):
+        raise InputTypeError(
+            call,
+            got=f"the module {type(given).__name__} as weight",
+            expected="its weight",
+            fix="write chunked_linear_cross_entropy(x, head.weight, targets, head.bias)",
+        )
     _check_shapes(x, weight, targets, bias, call)
     Checker(call).number("label_smoothing", label_smoothing, 0, 1, fix="pass label_smoothing=0.1, the usual value.")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
@@ -217,7 +225,9 @@ def _check_shapes(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | Non
             call,
             got=", ".join(f"{name} of shape {tuple(each.shape)}" for name, each in given.items()),
             expected="x (..., H), weight (V, H), targets (...), bias (V,)",
-            fix="pass one target for each vector of x, and weight in the layout of torch.nn.Linear.",
+            fix="write chunked_linear_cross_entropy(x, weight.T, targets)"
+            if weight.dim() == 2 and x.shape[-1:] == weight.shape[:1] != weight.shape[1:]
+            else "pass one target for each vector of x, and weight in the layout of torch.nn.Linear.",
         )
     if targets.dtype != torch.int64:
         raise InputError(

@@ -170,7 +170,9 @@ class ChunkedCall:
                 self.name,
                 got=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensor",
                 expected=f"{'the same number of' if self.num_rows is None else num_rows} rows in dimension 0 of each",
-                fix="bind arguments that are the same for all rows with functools.partial."
+                fix=f"pass an index or a ptr for these {shapes[0][0]} rows."
+                if len(shapes) == 1 and shapes[0]
+                else "bind arguments that are the same for all rows with functools.partial."
                 if shapes
                 else "pass tensors with the rows in dimension 0: torch.as_tensor(x) makes one.",
             )

@@ -25,6 +25,7 @@ from memkit._torch.dispatch import TorchDispatchMode
 from memkit.chunk.independence import forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
+from memkit.chunk.volumes import is_batched
 
 _SIZES = (8, 16, 32, 64, 128)  # sizes of the small volume; the strides of most networks divide one of them
 _LONGEST = 512
@@ -119,7 +120,9 @@ class _Probe:
             CALL,
             got=f"a module that does not accept an input of shape {(1, *self._like.shape[1:])}: {reason}",
             expected="a module that runs on the input, even with a batch of 1",
-            fix="make sure that module(x[:1]) runs.",
+            fix="write tiled_apply(module, x[None], tile_size=32), with a batch dimension."
+            if not is_batched(self._module, self._like)
+            else "make sure that module(x[:1]) runs.",
         ) from reason
 
     def _lengths(self, dim: int) -> Iterator[int]:

@@ -193,7 +193,9 @@ def check_row_reduction(reduction: object, call: str) -> None:
             got=f"reduction={reduction!r}",
             expected="'mean' or 'sum': the forward already sums the gradients over rows, so weights per row that "
             "arrive in backward would come too late",
-            fix="multiply the losses by the weights inside the function, or compute losses per row with chunked_map.",
+            fix="multiply the losses by the weights inside the function, or compute losses per row with chunked_map."
+            if reduction == "none"
+            else "pass reduction='mean'.",
         )
 
 

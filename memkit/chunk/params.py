@@ -24,6 +24,14 @@ def check_function(call: str, fn: object, rows: Sequence[object] = ()) -> None:
     Raises:
         InputTypeError: It cannot be called.
     """
+    if isinstance(fn, type):
+        made = f"{fn.__name__}(...)"
+        raise InputTypeError(
+            f"{call}({fn.__name__}, ...)",
+            got=f"the class {fn.__name__}",
+            expected="a module or a function",
+            fix=f"write {call}({made})(x)" if call == "ChunkedProcessor" else f"write {call}({made}, x)",
+        )
     if not callable(fn):
         is_swapped = any(callable(each) for each in rows)
         raise InputTypeError(

@@ -60,6 +60,7 @@ class Segments:
                         call,
                         f"an index from {low} to {high}",
                         f"segments from 0 to {num_segments - 1} (num_segments - 1)",
+                        f"pass num_segments={high + 1}, or check how the edges were built." if low >= 0 else None,
                     )
         self.num_segments = num_segments or 0
 

@@ -114,6 +114,8 @@ def _check_input(module: object, x: object) -> None:
     way_out = "put the function into the forward of a module that holds its layers."
     if isinstance(module, Tensor):
         way_out = "write tiled_apply(module, x, tile_size=32)"
+    if isinstance(module, type):
+        way_out = f"write tiled_apply({module.__name__}(...), x, tile_size=32)"
     module = Checker(CALL).instance(module, nn.Module, "an nn.Module, whose parameters are known", way_out)
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
         raise InputTypeError(
@@ -148,6 +150,13 @@ def _check_inference(module: nn.Module, x: Tensor) -> None:
 def _per_dim(x: Tensor, dims: Sequence[int] | None, tile_size: Any) -> dict[int, int]:
     """Return the tile size of each dimension to cut, with dimensions counted from the end."""
     spatial = range(2 - x.dim(), 0)
+    if dims is not None and not isinstance(dims, Iterable):
+        raise ConfigError(
+            f"tiled_apply(dims={dims!r})",
+            got=f"a {type(dims).__name__}",
+            expected="the dimensions to cut",
+            fix=f"pass dims=({dims!r},)." if as_whole(dims) in spatial else "omit dims to cut all of them.",
+        )
     chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
     are_many = isinstance(tile_size, Iterable) and getattr(tile_size, "ndim", 1) > 0
     values = [as_whole(each) for each in (tile_size if are_many else [tile_size] * len(chosen))]
@@ -164,7 +173,7 @@ def _per_dim(x: Tensor, dims: Sequence[int] | None, tile_size: Any) -> dict[int,
             f"tiled_apply(tile_size={tile_size!r})",
             got=repr(tile_size),
             expected=f"one int, or one int for each of the {len(chosen)} dimensions that are cut; 1 or more",
-            fix="pass tile_size=32, or a tuple.",
+            fix=f"pass tile_size={_size_meant(tile_size)}.",
         )
     return dict(zip(chosen, sizes, strict=True))
 
@@ -181,3 +190,10 @@ def _warn_of_no_effect(x: Tensor, axes: Sequence[ExactAxis], reaches: dict[int, 
         "runs on the whole volume, and no memory is saved. Way out: use a larger volume, a module with a smaller "
         "receptive field, or mk.Checkpointing(module, 'auto')."
     )
+
+
+def _size_meant(tile_size: Any) -> int:
+    """Return the side of a tile that was probably meant."""
+    first = next(iter(tile_size), 0) if isinstance(tile_size, list | tuple) else tile_size
+    number = int(first) if isinstance(first, str) and first.isdigit() else as_whole(first)
+    return number if number is not None and number >= 1 else 32

@@ -8,13 +8,21 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from memkit._core.errors import StateError, warn_user
+from memkit._core.errors import InputTypeError, StateError, warn_user
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.writer import EventWriter, parse_event, rank_path, save_events
 from memkit._machine import devices
 
 
+@guided(
+    absent={
+        "memory.events.save('memory_events.jsonl')": "write dump export to_json",
+        "list(memory.events)": "events list",
+    },
+    methods={"save": {"path": "file filename output"}},
+)
 class EventJournal:
     """The events of a `MemoryManager`. Iteration yields those in memory, oldest first.
 
@@ -50,6 +58,13 @@ class EventJournal:
         self._header = header
         self._events: deque[str] = deque(maxlen=max_events)
         self._writer: EventWriter | None = None
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise InputTypeError(
+                "MemoryManager(...)",
+                got=f"log={path!r}",
+                expected="the path of a file, or None",
+                fix="pass log='memory_events.jsonl'.",
+            )
         if path is not None:
             self._writer = EventWriter(rank_path(path, header.rank, header.world_size), header)
 

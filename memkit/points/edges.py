@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
 from memkit.points.cells import Points
 from memkit.points.draw import Rounding
@@ -93,6 +94,14 @@ def sample_edges(
         ([0, 0, 2, 5], [2.0, 2.0, 2.0, 1.0])
     """
     sampler = GridAwareSampler(ratio, seed=seed, rounding=rounding)
+    shape, kind = getattr(dst, "shape", ()), str(getattr(dst, "dtype", ""))
+    if len(shape) == 2 or "float" in kind:
+        raise (InputError if len(shape) == 2 else InputTypeError)(
+            "sample_edges(dst)",
+            got=f"dst of shape {tuple(shape)} and {kind.removeprefix('torch.')}",
+            expected="(E,) integers, the node that each edge ends in",
+            fix="write sample_edges(edge_index[1])" if len(shape) == 2 else "write sample_edges(dst.long())",
+        )
     index = GridIndex.from_cells(dst)
     sample = sampler.sample_half_density(index, generator)
     device = dst.device if isinstance(dst, Tensor) else None

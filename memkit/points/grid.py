@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, final
@@ -30,6 +30,7 @@ from memkit.points.cells import (
 from memkit.points.layout import Layout, lay_out
 from memkit.points.passes import Passes, grid_coords
 
+_AXES = 4  # space and time; a scene of fewer points than this, in more axes, is transposed
 _FROM_COORDS = "GridIndex.from_coords(coords, grid_size)"
 _FROM_CELLS = "GridIndex.from_cells(cell_ids)"
 
@@ -51,6 +52,12 @@ class Scene(NamedTuple):
 
 
 @guided(
+    absent={
+        "index.num_cells": "num_voxels num_grids num_clusters",
+        "index.cell_of_point()": "cluster inverse inverse_indices []",
+        "index.offsets": "ptr offset",
+        "GridIndex.from_coords(coords, grid_size=0.05): an index lies on the host": "to cuda cpu",
+    },
     methods=("from_coords", "from_cells"),
     rewrite={"__init__": lambda _: "GridIndex.from_coords(coords, grid_size=0.05)"},
 )
@@ -131,7 +138,21 @@ class GridIndex:
 
         Memory cost: during construction, about 40 bytes per point of a scene.
         """
+        if isinstance(coords, Mapping):
+            raise InputTypeError(
+                _FROM_COORDS,
+                got=f"a {type(coords).__name__}",
+                expected="the coordinates alone",
+                fix="write GridIndex.from_coords(sample['coord'], grid_size=0.05)",
+            )
         points = host_array(coords, _FROM_COORDS, "coords")
+        if points.ndim == 2 and points.shape[0] <= _AXES < points.shape[1]:
+            raise InputError(
+                _FROM_COORDS,
+                got=f"coords of shape {points.shape}, {points.shape[0]} points of {points.shape[1]} axes",
+                expected="(N, A): one row for each point",
+                fix="write GridIndex.from_coords(coords.T, grid_size=0.05)",
+            )
         if points.ndim != 2 or not points.shape[1]:
             raise InputError(
                 _FROM_COORDS,

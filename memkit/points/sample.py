@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
 
 Scenario = Literal["dense", "half", "single"]
@@ -34,7 +34,8 @@ def _count_rows(value: Any) -> int | None:
     absent={
         "sample.indices": "rows idx",
         "1 / sample.ratios": "weights",
-        "sample.take(coords, feats)": "()",
+        "sample.take(coords, feats)": "() []",
+        "keep = torch.zeros(index.num_points, dtype=torch.bool); keep[sample.indices] = True": "mask keep",
     }
 )
 @final
@@ -120,6 +121,13 @@ class GridSample:
         """
         if len(values) == 1 and isinstance(values[0], Mapping):
             return {name: self._take_entry(name, value) for name, value in values[0].items()}
+        if not values:
+            raise InputTypeError(
+                "GridSample.take(...)",
+                got="nothing to cut",
+                expected="what has the points' rows",
+                fix="write coords, feats = sample.take(coords, feats)",
+            )
         for value in values:
             if _count_rows(value) != self.num_points:
                 shown = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else f"type {type(value).__name__}"

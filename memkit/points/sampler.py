@@ -117,8 +117,11 @@ class GridAwareSampler:
         device: torch.device | str = "cpu",
     ) -> None:
         check = Checker("GridAwareSampler(...)")
+        fix = "pass ratio=(0.3, 0.7)."
+        if getattr(ratio, "__len__", lambda: 2)() != 2:  # of text too
+            raise check.refusal("ratio", ratio, "a fraction such as 0.5, or (least, greatest)", fix=fix)
         ends = check.series("ratio", ratio, 2) if isinstance(ratio, Iterable) else (ratio, ratio)
-        low, high = (check.number("ratio", each) for each in ends)
+        low, high = (check.number("ratio", each, fix=fix) for each in ends)
         if not 0 < low <= high <= 1:
             raise check.refusal(
                 "ratio",
@@ -430,4 +433,7 @@ def _checked_scenarios(scenarios: Iterable[Scenario], call: str) -> list[Scenari
         meant = nearest_word(str(scenarios), _CODES) or "half"
         raise check.refusal("scenarios", scenarios, "a tuple of names", fix=f"write scenarios=({meant!r},)")
     fix = "pass scenarios=('dense', 'half', 'single'), or some of these."
+    scenarios = tuple(scenarios)
+    if not scenarios:
+        raise check.refusal("scenarios", scenarios, "at least one name", fix=fix)
     return [check.choice("scenarios", each, _CODES, fix=fix) for each in scenarios]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
 from memkit._gradients.streamed import accumulator_dtype
 from memkit.points.grid import GridIndex
@@ -37,6 +37,14 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
         >>> voxel_mean(torch.tensor([1.0, 5.0, 3.0]), index).tolist()
         [5.0, 2.0]
     """
+    given: object = values
+    if isinstance(given, GridIndex):
+        raise InputTypeError(
+            "voxel_mean(values, index)",
+            got="the index first",
+            expected="the values, then the index",
+            fix="write voxel_mean(values, index)",
+        )
     if len(values) != index.num_points:
         raise InputError(
             "voxel_mean(values, index)",

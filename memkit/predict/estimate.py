@@ -99,7 +99,8 @@ _ABSENT = {
     "estimate.activations_bytes": "activations activation_bytes",
     "estimate.optimizer_bytes": "optimizer optimizer_states optimizer_states_bytes",
     "print(estimate), or estimate.explain() for every part": SUMMARY,
-    "estimate.as_dict()": f"{AS_DICT} breakdown",
+    "estimate.as_dict()": f"{AS_DICT} breakdown []",
+    "estimate.peak_bytes, or estimate.peak_bytes / 2**30 in GiB": "peak_gib float()",
     "estimate.headroom_bytes('RTX 4090')": "headroom",
 }
 

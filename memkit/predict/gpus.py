@@ -372,7 +372,15 @@ def _live(name: str, gpus: Iterable[GPU]) -> GPU:
     """Read the GPU of this machine: total and name from torch, the rest from the nearest row of the table."""
     from memkit._machine.devices import device_architecture, device_memory, device_name, resolve_device  # imports torch
 
-    device = resolve_device(name)
+    try:
+        device = resolve_device(name)
+    except ConfigError as error:
+        raise InputError(
+            f"find_gpu({name!r})",
+            got="the GPU of this machine, which has none",
+            expected="the name of a card",
+            fix="write 'RTX 4090', or another card of `memkit gpus`.",
+        ) from error
     total_bytes = device_memory(device).total_bytes or 0
     architecture, own_name = device_architecture(device), device_name(device)
     gpus = [gpu for gpu in gpus if gpu.vendor in _VENDORS[device.type]]

@@ -6,11 +6,13 @@ import sys
 from typing import TextIO
 
 from memkit._core.units import GIB, format_gib
+from memkit._core.words import guided
 from memkit.predict.config import TrainingConfig
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.formula import estimate_by_formula
 
 
+@guided(rewrite={"print_config_summary": lambda _: "print_config_summary(get_preset_config('medium'))"})
 def print_config_summary(config: TrainingConfig, file: TextIO | None = None) -> None:
     """Print the settings of a run and its estimated memory, in GiB with two decimals.
 

@@ -34,6 +34,13 @@ def check_target(path: str | os.PathLike[str]) -> Path:
         OSError: The file cannot be read.
     """
     target = Path(path)
+    if not target.parent.is_dir():
+        raise InputError(
+            f"write_report(log, {str(path)!r})",
+            got="a folder that is not there",
+            expected="a path in a folder that exists",
+            fix=f"make it first: os.makedirs({str(target.parent)!r})",
+        )
     call = f"the report {str(target)!r}"
     if target.suffix.lower() not in SUFFIXES:
         raise InputError(

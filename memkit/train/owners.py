@@ -39,8 +39,8 @@ _TRAINERS = {
     ("lightning", "Fabric"): (
         "a Fabric, which is no model",
         (
-            "from memkit.integrations.fabric import FabricSplitLoss; model, optimizer = fabric.setup(model, optimizer); "
-            "split = FabricSplitLoss(model); fabric.backward(split(batch, loss_fn))."
+            "from memkit.integrations.fabric import FabricSplitLoss; model, optimizer = fabric.setup(model, "
+            "optimizer); split = FabricSplitLoss(model); fabric.backward(split(batch, loss_fn))."
         ),
     ),
     ("accelerate", "Accelerator"): (

@@ -303,6 +303,7 @@ class Augmentation(ABC, Generic[P]):
             MemkitWarning: Voxels can move, and an entry looks like boxes or points, which are not moved with them.
         """
         call = f"{type(self).__name__}.apply_joint(sample, params)"
+        check_mapping(call, sample)
         named = layouts or {}
         check_names(call, sample, photometric, named)
         self._refuse_other_params(call, params)
@@ -324,6 +325,17 @@ class Augmentation(ABC, Generic[P]):
         if is_image(x):
             return apply_to_image(self, x, params, layout)
         return self.apply(x, params, layout=layout)
+
+
+def check_mapping(call: str, sample: object) -> None:
+    """Refuse what is no mapping of volumes."""
+    if not isinstance(sample, Mapping):
+        raise InputTypeError(
+            call,
+            got=f"a {type(sample).__name__}",
+            expected="a mapping of volumes by name",
+            fix="write aug.apply(x, params)" if is_volume(sample) else "write aug.apply_joint({'image': x}, params)",
+        )
 
 
 def check_names(

@@ -10,7 +10,7 @@ from torch import Tensor
 from memkit._core.errors import InputError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
-from memkit.voxel.augment_base import Augmentation, X, generator
+from memkit.voxel.augment_base import Augmentation, X, check_mapping, generator
 from memkit.voxel.foreign import ForeignStep, as_step, check_steps, composed_call
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, ComposedParams
@@ -141,6 +141,7 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
             InputError: As for each augmentation.
             InputTypeError: As for each augmentation.
         """
+        check_mapping("ComposedAugmentation.apply_joint(sample, params)", sample)
         self._refuse_other_params("ComposedAugmentation.apply_joint(sample, params)", params)
         for each, step in self._pairs(params):
             sample = each.apply_joint(sample, step, photometric=photometric, layouts=layouts)

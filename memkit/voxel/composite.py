@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputTypeError, StateError
 from memkit._core.printable import described
 from memkit._core.settings import Checker, check_version
+from memkit._core.words import guided
 
 VoxelLoss: TypeAlias = Callable[..., Tensor]
 LossWeight: TypeAlias = float | Callable[[int], float]
@@ -17,6 +18,11 @@ _VERSION = 1
 _TOTAL = "total"
 
 
+@guided(
+    words={"a loss and its weight are a pair: CompositeLoss3D({name: (loss, weight)})": "weights weight"},
+    methods=("forward",),
+    rewrite={"__init__": lambda _: "CompositeLoss3D({'edges': (StructurePreservingLoss(), 1.0)})"},
+)
 class CompositeLoss3D(nn.Module):
     """A weighted sum of losses that records each loss's last value for logging.
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from memkit._core.errors import ConfigError, warn_user
-from memkit._core.settings import Checker
+from memkit._core.errors import ConfigError, InputTypeError, warn_user
+from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import Augmentation, calling
@@ -102,6 +102,14 @@ class VoxelDataset(Dataset[Any]):
                 expected="either an augmentation or the settings of one",
                 fix="pass layout and settings to the augmentation instead.",
             )
+        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+            raise InputTypeError(
+                check.call,
+                got=f"a {type(samples).__name__} as samples",
+                expected="a data set or a list: a length, and samples by index",
+                fix="write VoxelDataset(samples, ...)"
+                + ", with samples = list(iterable)" * hasattr(samples, "__iter__"),
+            )
         self._samples = samples
         if augmentation is None:
             augmentation = VoxelAugmentation.from_config(augmentation_config or {}, layout=layout)
@@ -143,6 +151,16 @@ class VoxelDataset(Dataset[Any]):
         self._told[_EPOCH] = number
 
     def __getitem__(self, index: int) -> Any:
+        if as_whole(index) is None:
+            given: object = index
+            raise InputTypeError(
+                f"VoxelDataset[{index!r}]",
+                got=f"a {type(index).__name__}",
+                expected="the number of a sample",
+                fix=f"write dataset[0][{given!r}] for an entry of a sample."
+                if isinstance(given, str)
+                else "write dataset[0]",
+            )
         if not -len(self) <= index < len(self):
             raise IndexError(f"VoxelDataset[{index}] of {len(self)} samples")  # ends a for loop over the dataset
         sample = self._samples[index]

@@ -12,6 +12,7 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._core.voxel_keys import LinearKeys
+from memkit._core.words import guided
 
 Grid: TypeAlias = Tensor | SparseVoxels
 _RESIZE = "bring them to one shape first."
@@ -101,6 +102,7 @@ def voxel_iou(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> Tens
     return voxel_scores(prediction, target, threshold=threshold).iou
 
 
+@guided()
 def feature_mae(
     prediction: Grid,
     target: Grid,

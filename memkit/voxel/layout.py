@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.sparse_voxels import Triple
+from memkit._core.words import guided
 
 KINDS = ("occupancy", "intensity", "doppler", "scalar", "count")
 _ALL_KINDS = (*KINDS, "vector:x", "vector:y", "vector:z")
@@ -26,6 +27,7 @@ class VectorField(NamedTuple):
     z: int | None
 
 
+@guided(words={"channels": "kinds names"}, rewrite={"__init__": lambda _: "VoxelLayout(('scalar',))"})
 @dataclass(frozen=True, slots=True)
 class VoxelLayout:
     """The channels of a volume (C, D, H, W), and its frame.
@@ -71,6 +73,8 @@ class VoxelLayout:
 
     def __post_init__(self) -> None:
         check = Checker("VoxelLayout(...)")
+        if isinstance(self.channels, str):
+            raise check.refusal("channels", self.channels, "a list", fix=f"pass channels=[{self.channels!r}].")
         channels = check.items("channels", self.channels)
         if not channels:
             raise check.refusal(

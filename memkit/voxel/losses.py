@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from memkit._core.errors import InputError
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.pairs import VolumeLoss, mean_of_samples, work_dtype
@@ -24,6 +25,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@guided(methods=("forward",))
 class StructurePreservingLoss(VolumeLoss):
     """A loss on the differences of neighboring voxels: edges count, a constant offset does not.
 
@@ -42,6 +44,9 @@ class StructurePreservingLoss(VolumeLoss):
         >>> bool(loss(target + 5, target) < 1e-5), bool(loss(target * 5, target) > 0.1)
         (True, True)
     """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:
         return with_gradients(functools.partial(_structure, prediction, target), [prediction], call=self._call)
@@ -68,6 +73,7 @@ def _structure(prediction: Tensor, target: Tensor, needs: Sequence[bool]) -> tup
     return total, [gradient]
 
 
+@guided(words={"occupied_weight": "pos_weight weight"}, methods=("forward",))
 class OccupancyAwareLoss(VolumeLoss):
     """A mean over voxels weighted toward occupied ones, which empty space would outvote in a sparse grid.
 

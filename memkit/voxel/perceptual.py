@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
 from memkit._core.settings import Checker
+from memkit._core.words import guided
 from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
 from memkit.voxel.pairs import mean_of_samples
@@ -20,6 +21,7 @@ _EPSILON = 1e-4  # inside the root of the norm: keeps an empty voxel's gradient 
 _AXES = {"D": 2, "H": 3, "W": 4}
 
 
+@guided(methods=("forward",))
 class Perceptual3DLoss(FrozenNetworkLoss):
     """Perceptual distance of two volumes in the feature space of a frozen 3D network.
 

@@ -23,7 +23,7 @@ class _Calls(TypedDict):
 
 
 CALLS: _Calls = {
-    "methods": ("sample", "apply", "inverse", "apply_joint", "affine_after"),
+    "methods": ("__call__", "sample", "apply", "inverse", "apply_joint", "affine_after"),
     "absent": {
         "aug(x)": "forward transform augment apply_transform",
         "aug.last_params": "params get_params",

@@ -166,6 +166,31 @@ MISUSES = [
         InputTypeError,
         "write chunked_linear_cross_entropy(x, head.weight, targets, head.bias)",
     ),
+    # classes, modules and forms in other places
+    (lambda: Proc(nn.Linear), InputTypeError, "write ChunkedProcessor(Linear(...))(x)"),
+    (lambda: cmap(nn.Linear, x), InputTypeError, "write chunked_map(Linear(...), x)"),
+    (lambda: cmap(model, x, chunk_size=-1), ConfigError, "pass chunk_size='auto', or for example 4096."),
+    (lambda: cmap(model, x, params=model), InputTypeError, "pass params=[tensor] or params=module.parameters()."),
+    (lambda: cmap(model, x, x[:3]), InputError, "are the same for all rows with functools.partial."),
+    (lambda: tiled(nn.Conv3d, volume, 8), InputTypeError, "write tiled_apply(Conv3d(...), x, tile_size=32)"),
+    (lambda: tiled(conv, volume, tile_size=(8, 8)), ConfigError, "pass tile_size=8."),
+    (lambda: tiled(conv, volume, tile_size="8"), ConfigError, "pass tile_size=8."),
+    (lambda: tiled(conv, volume, tile_size=0), ConfigError, "pass tile_size=32."),
+    (lambda: tiled(conv, volume, 8, dims=-1), ConfigError, "pass dims=(-1,)."),
+    (lambda: tiled(nn.Conv3d(2, 1, 3, padding=1), pair[0], 8), InputError, "tile_size=32), with a batch dimension."),
+    (lambda: reduce(same, e, index=dst[:5]), InputError, "pass an index or a ptr for these 8 rows."),
+    (
+        lambda: reduce(same, e, index=dst, num_segments=2),
+        InputError,
+        "pass num_segments=3, or check how the edges were built.",
+    ),
+    (
+        lambda: entropy(hidden, nn.Linear(16, 10), y),
+        InputTypeError,
+        "cross_entropy(x, head.weight, targets, head.bias)",
+    ),
+    (lambda: entropy(hidden, weight.T, y), InputError, "write chunked_linear_cross_entropy(x, weight.T, targets)"),
+    (lambda: entropy(hidden, weight, y, reduction="avg"), ConfigError, "pass reduction='mean'."),
 ]
 
 

@@ -33,6 +33,17 @@ TABLE = [
     (lambda: tracker().peak, "AbsentError", "write tracker.peak_bytes"),
     (lambda: tracker().key_averages(), "AbsentError", "write tracker.summary()"),
     (lambda: tracker().breakdown, "AbsentError", "write tracker.peak_by_category"),
+    (lambda: manager(log=True), "InputTypeError", "pass log='memory_events.jsonl'."),
+    (lambda: manager().leaks(5), "InputTypeError", "write leaks()"),
+    (lambda: manager().mark(), "InputTypeError", "write mark(name)"),
+    (lambda: manager().mark(5), "InputTypeError", "pass text that is not empty as event."),
+    (lambda: manager().track("name"), "InputTypeError", "write track(workspace='name')"),
+    (lambda: manager().snapshot().allocated, "AbsentError", "write snapshot.allocated_bytes"),
+    (lambda: manager().snapshot().peak_memory, "AbsentError", "write snapshot.peak_bytes"),
+    (lambda: manager().snapshot()["allocated_bytes"], "InputTypeError", "write dataclasses.asdict(snapshot)"),
+    (lambda: manager().events.save(), "InputTypeError", "write save(path)"),
+    (lambda: manager().events.dump(), "AbsentError", "write memory.events.save('memory_events.jsonl')"),
+    (lambda: mk.memory.Tracker("cpu"), "InputTypeError", "write Tracker(device='cpu')"),
 ]
 
 

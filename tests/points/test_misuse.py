@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import memkit as mk
-from memkit.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit.errors import AbsentError, ConfigError, FileFormatError, InputError, InputTypeError
 
 COORDS = torch.rand(50, 3, generator=torch.Generator().manual_seed(0))
 DST = torch.tensor([0, 0, 1, 1, 1])
@@ -162,6 +162,43 @@ CALLS = [
         InputTypeError,
         "train_step(mk.recipes.PointScene(coords, features, targets))",
     ),
+    # forms of the arguments
+    (
+        lambda: mk.GridIndex.from_coords(COORDS.T, 0.25),
+        InputError,
+        "write GridIndex.from_coords(coords.T, grid_size=0.05)",
+    ),
+    (
+        lambda: mk.GridIndex.from_coords({"coord": COORDS}),
+        InputTypeError,
+        "from_coords(sample['coord'], grid_size=0.05)",
+    ),
+    (lambda: mk.GridIndex.from_coords(COORDS.numpy().astype(object)), InputTypeError, "float64, float32 or int64."),
+    (lambda: mk.GridIndex.from_coords([COORDS, COORDS]), InputError, "of a batch, and pass offsets=."),
+    (lambda: mk.GridIndex.from_coords(COORDS / 0), InputError, "coords[torch.isfinite(coords).all(1)]."),
+    (lambda: mk.GridIndex.from_cells(COORDS[:, 0]), InputTypeError, "from positions use GridIndex.from_coords."),
+    (lambda: index()[0], InputTypeError, "write index.cell_of_point()"),
+    (lambda: index().num_voxels, AbsentError, "write index.num_cells"),
+    (lambda: index().to("cuda"), AbsentError, "an index lies on the host"),
+    (lambda: sampler(ratio="half"), ConfigError, "pass ratio=(0.3, 0.7)."),
+    (lambda: sampler(ratio=None), ConfigError, "pass ratio=(0.3, 0.7)."),
+    (lambda: sampler(ratio=(0.3, 0.5, 0.7)), ConfigError, "pass ratio=(0.3, 0.7)."),
+    (lambda: sampler().sample_scenarios(index(), []), InputError, "or some of these."),
+    (
+        lambda: sampler().sample_half_density(index(), ratio=0.5),
+        InputTypeError,
+        "the constructor takes it, GridAwareSampler(..., ratio=0.5); write sample_half_density(index)",
+    ),
+    (
+        lambda: sampler().sample_half_density(index()).take(),
+        InputTypeError,
+        "write coords, feats = sample.take(coords, feats)",
+    ),
+    (lambda: sampler().sample_half_density(index())[0], InputTypeError, "write sample.take(coords, feats)"),
+    (lambda: sampler().sample_half_density(index()).mask, AbsentError, "keep[sample.indices] = True"),
+    (lambda: mk.points.sample_edges(torch.stack([DST, DST])), InputError, "write sample_edges(edge_index[1])"),
+    (lambda: mk.points.sample_edges(DST.float()), InputTypeError, "write sample_edges(dst.long())"),
+    (lambda: mk.points.voxel_mean(index(), COORDS), InputTypeError, "write voxel_mean(values, index)"),
 ]
 
 

@@ -165,6 +165,46 @@ TABLE = [
     (lambda: mk.MemoryTestConfig(device="gpu"), "ConfigError", "write device='cuda'."),
     (lambda: mk.MemoryTestConfig(mlp=128), "ConfigError", "write mlp=(128,)."),
     (lambda: mk.MemoryTestConfig(num_points=5), "ConfigError", "write num_test_points=5."),
+    # forms of the arguments
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn="mse"),
+        "InputTypeError",
+        "lambda model, batch: criterion(model(batch[0]), batch[1])",
+    ),
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn=loss_fn, shard="fsdp"),
+        "ConfigError",
+        "write shard=mk.predict.Shard('fsdp2', 8).",
+    ),
+    (lambda: estimate(MODEL, BATCH, loss_fn=loss_fn)["peak_bytes"], "InputTypeError", "write estimate.as_dict()"),
+    (lambda: float(estimate(MODEL, BATCH, loss_fn=loss_fn)), "InputTypeError", "estimate.peak_bytes / 2**30 in GiB"),
+    (lambda: mk.predict.Shard("fsdp", ranks=4), "ConfigError", "write Shard('fsdp2', ranks=4)."),
+    (lambda: mk.predict.Shard("ddp", ranks=2, units=["a"]), "ConfigError", "write Shard('fsdp2', ranks=2)."),
+    (lambda: mk.print_config_summary(), "InputTypeError", "write print_config_summary(get_preset_config('medium'))"),
+    (
+        lambda: mk.predict.profile_scaling(lambda n: None, sizes=5),
+        "ConfigError",
+        "sizes=[1000, 10_000], modes=('train',).",
+    ),
+    (lambda: mk.predict.profile_scaling(lambda: None, sizes=[1, 2]), "InputTypeError", "write `def build_step(n):`."),
+    (
+        lambda: mk.predict.profile_scaling(lambda n: None, sizes=[1], modes="train"),
+        "ConfigError",
+        "sizes=[1000, 10_000], modes=('train',).",
+    ),
+    (
+        lambda: mk.predict.find_worst_batch([BATCH], loss_fn, MODEL),
+        "InputTypeError",
+        "write find_worst_batch(loader, model, loss_fn).",
+    ),
+    (lambda: mk.predict.TrainingConfig(use_amp=True), "ConfigError", "write precision='bf16-mixed'."),
+    (
+        lambda: mk.predict.TrainingConfig(accumulate_grad_batches=4),
+        "ConfigError",
+        "write gradient_accumulation_steps=4.",
+    ),
+    (lambda: mk.recipes.run_memory_test(analysis="all"), "ConfigError", "pass analysis='full'."),
+    (lambda: mk.recipes.run_memory_test(gpus="RTX 4090"), "ConfigError", "pass gpus=['RTX 4090']."),
 ]
 
 

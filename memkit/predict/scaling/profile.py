@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import cache, partial
+from typing import Any
 
 from memkit._core.errors import ConfigError, warn_user
 from memkit.predict.scaling.deterministic import DeterministicLaw
@@ -102,9 +103,16 @@ def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:
     )
 
 
-def checked_sizes(call: str, sizes: Sequence[int], modes: Sequence[StepMode]) -> list[int]:
+def checked_sizes(call: str, sizes: Any, modes: Any) -> list[int]:
     """Return the distinct sizes, ascending; raise if sizes or modes are invalid. ``call`` is the user's call."""
-    if not len(sizes) or not modes or not set(modes) <= {"train", "inference"}:
+    is_series = isinstance(sizes, Sized) and not isinstance(sizes, str)
+    if (
+        not is_series
+        or not len(sizes)
+        or isinstance(modes, str)
+        or not modes
+        or not set(modes) <= {"train", "inference"}
+    ):
         raise ConfigError(
             call,
             got=f"sizes={sizes!r} and modes={modes!r}",

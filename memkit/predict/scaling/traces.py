@@ -129,8 +129,20 @@ def _trace(
 
 
 def takes_mode(build_step: BuildStep) -> bool:
-    """Whether a function that builds steps has a parameter named ``mode``."""
-    return "mode" in inspect.signature(build_step).parameters
+    """Whether a function that builds steps has a parameter named ``mode``.
+
+    Raises:
+        InputTypeError: It takes no size.
+    """
+    parameters = inspect.signature(build_step).parameters
+    if not parameters.keys() - {"mode"}:
+        raise InputTypeError(
+            "profile_scaling(build_step, sizes)",
+            got="a build_step without a parameter for the size",
+            expected="build_step(n), which returns a step",
+            fix="write `def build_step(n):`.",
+        )
+    return "mode" in parameters
 
 
 @contextmanager

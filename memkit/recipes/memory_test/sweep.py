@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal, SupportsIndex, TypeAlias
 
 from memkit._core.errors import ConfigError, InputTypeError, warn_user
+from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
 from memkit._machine.devices import resolve_device
 from memkit.predict.scaling.measured import measure_scaling
@@ -75,12 +76,16 @@ def run_memory_test(
             fix="pass a MemoryTestConfig, or call run_memory_test(analysis='core') for the other analysis.",
         )
     makers = {"full": full_cases, "core": core_cases}
-    cases = makers[analysis](config) if analysis in makers else ()
+    check = Checker("run_memory_test(config, analysis)")
+    check.choice("analysis", analysis, makers)
+    if isinstance(gpus, str):
+        raise check.refusal("gpus", gpus, "a list of cards", fix=f"pass gpus=[{gpus!r}].")
+    cases = makers[analysis](config)
     if not cases or not config.modes:
         raise ConfigError(
             f"run_memory_test(config, {analysis!r})",
-            got="a config that switches everything off" if analysis in makers else repr(analysis),
-            expected="'full' or 'core', with at least one part and one mode switched on",
+            got="a config that switches everything off",
+            expected="at least one part and one mode switched on",
             fix="pass for example MemoryTestConfig(test_encoder=True, test_training_mode=True).",
         )
     sizes = config.num_edges if analysis == "full" else config.core_num_edges
