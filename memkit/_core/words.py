@@ -74,7 +74,7 @@ def guided(
     def decorate(thing: F) -> F:
         if not isinstance(thing, type):
             name = thing.__name__
-            return _guided_function(thing, name, Words(words), (rewrite or {}).get(name), is_method=False)
+            return _guided_function(thing, name, ForeignWords(words), (rewrite or {}).get(name), is_method=False)
         name = thing.__name__
         for method in ("__init__", *methods):
             label = f"{name}(...)" if method in ("__call__", "forward") else f"{name}.{method}"
@@ -82,17 +82,17 @@ def guided(
             answers = methods[method] if isinstance(methods, Mapping) and method in methods else words
             found = inspect.getattr_static(thing, method)
             raw = found.__func__ if isinstance(found, classmethod) else found
-            known = Words(answers, maker=None if method == "__init__" else thing)
+            known = ForeignWords(answers, maker=None if method == "__init__" else thing)
             function: Any = _guided_function(raw, label, known, (rewrite or {}).get(method), is_method=True)
             setattr(thing, method, classmethod(function) if isinstance(found, classmethod) else function)
         if absent:
-            _answer_for_absent(thing, Words(absent).own)
+            _answer_for_absent(thing, ForeignWords(absent).own)
         return thing
 
     return decorate
 
 
-class Words:
+class ForeignWords:
     """The foreign words that one call understands.
 
     Args:
@@ -100,7 +100,7 @@ class Words:
         maker: For a method, its class: the constructor may take what the method does not.
 
     Example:
-        >>> words = Words({"size": "n number", "bind {key}": ""})
+        >>> words = ForeignWords({"size": "n number", "bind {key}": ""})
         >>> words.own
         {'n': 'size', 'number': 'size', '': 'bind {key}'}
         >>> words.meant_by("n", ["size", "memory"]), words.meant_by("budget", ["size", "memory"])
@@ -131,7 +131,7 @@ class Words:
         return self.own.get("", "there is no {key}").replace("{key}", key)
 
 
-_VALUES = Words(VALUES).own
+_VALUES = ForeignWords(VALUES).own
 
 
 def _as_argument(answer: str, value: Any) -> str:
@@ -141,7 +141,9 @@ def _as_argument(answer: str, value: Any) -> str:
     return answer if re.match(r"\w+=\S", answer) else ""
 
 
-def _guided_function(function: F, name: str, words: Words, rewrite: Rewrite | None = None, *, is_method: bool) -> F:
+def _guided_function(
+    function: F, name: str, words: ForeignWords, rewrite: Rewrite | None = None, *, is_method: bool
+) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -174,7 +176,7 @@ def refuse_call(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    words: Words,
+    words: ForeignWords,
     rewrite: Rewrite | None = None,
     *,
     is_method: bool,
@@ -199,7 +201,7 @@ def _refuse(
     parameters: list[inspect.Parameter],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    words: Words,
+    words: ForeignWords,
     rewrite: Rewrite | None,
 ) -> NoReturn:
     free = [each.name for each in _named(parameters)]
@@ -279,7 +281,9 @@ def _last_name(name: str) -> str:
     return name if name.endswith(")") else name.rpartition(".")[2]
 
 
-def _translate(key: str, value: Any, free: list[str], words: Words, written: dict[str, str], notes: list[str]) -> None:
+def _translate(
+    key: str, value: Any, free: list[str], words: ForeignWords, written: dict[str, str], notes: list[str]
+) -> None:
     """Put this library's words for a foreign keyword into the corrected call, or what to do instead into the notes."""
     answer = words.meant_by(key, [each for each in free if each not in written])
     argument = answer and _as_argument(answer, value)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memkit._core.errors import ConfigError, FileFormatError
 from memkit._core.settings import nearest_word
-from memkit._core.words import Words
+from memkit._core.words import ForeignWords
 from memkit._machine.regular_file import read_regular
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _rule(settings: type[Settings], detail: ErrorDetails) -> str:
 def _way_out(settings: type[Settings], detail: ErrorDetails) -> str:
     name, value = _field(detail), detail["input"]
     if detail["type"] == "extra_forbidden":
-        word = Words(settings.foreign_words).meant_by(name, settings.model_fields)
+        word = ForeignWords(settings.foreign_words).meant_by(name, settings.model_fields)
         if not word:
             return f"write {settings.__name__}(...) without {name}."
         return f"write {word}={value!r}." if word in settings.model_fields else f"write {word}."

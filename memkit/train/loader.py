@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from memkit._core.errors import InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
-from memkit._core.words import Words, refuse_call
+from memkit._core.words import ForeignWords, refuse_call
 from memkit._machine import devices, host, random_state
 from memkit._torch import pytree
 from memkit.train.split import Tree, map_leaves
@@ -170,7 +170,9 @@ def make_dataloader(
     """
     batch_size = Checker("make_dataloader").whole("batch_size", batch_size, 1)
     _check_dataset(dataset, batch_size)
-    refuse_call(DataLoader.__init__, "make_dataloader", (None, dataset), torch_kwargs, Words(_WORDS), is_method=True)
+    refuse_call(
+        DataLoader.__init__, "make_dataloader", (None, dataset), torch_kwargs, ForeignWords(_WORDS), is_method=True
+    )
     _check_workers(torch_kwargs.get("num_workers", 0))
     chosen, reasons = choose_settings(dataset, batch_size, Machine.here(devices.resolve_device(device)))
     if torch_kwargs.get("num_workers", 0):

@@ -10,7 +10,7 @@ import numpy as np
 
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Triple
-from memkit._core.words import Words, guided
+from memkit._core.words import ForeignWords, guided
 from memkit.voxel.dropout import DropoutAugmentation
 from memkit.voxel.flip import FlipAugmentation
 from memkit.voxel.jitter import (
@@ -148,7 +148,7 @@ class VoxelAugmentation(VoxelOperation):
             raise check.refusal(
                 "config", config, "a mapping of names to values", fix="pass for example {'flip_prob': 0.5}."
             )
-        words = Words(_ITS_WORDS).own
+        words = ForeignWords(_ITS_WORDS).own
         for key in config:
             word = words.get(key, key)
             if word != key and not word.isidentifier():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit._core.words import Words
+from memkit._core.words import ForeignWords
 from memkit.errors import AbsentError, ConfigError, FileFormatError, InputError, InputTypeError, StateError
 from memkit.train import words
 from tests.toys import mean_square
@@ -347,7 +347,9 @@ def test_every_word_leads_to_an_argument_that_is_there(cls, table):
     in_backward = set(inspect.signature(cls.backward).parameters)
     meant = {found[1] for found in (re.fullmatch(r"([a-z]\w*)(=\S.*)?", word) for word in table) if found}
     assert meant <= known | in_backward
-    assert not set(inspect.signature(cls).parameters) & Words(table).own.keys()  # no word of our own is translated
+    assert (
+        not set(inspect.signature(cls).parameters) & ForeignWords(table).own.keys()
+    )  # no word of our own is translated
 
 
 class TestWarnings:
