@@ -177,7 +177,7 @@ def look_up(name: str | GPU, call: str, *, calibrated: str | os.PathLike[str] | 
         raise _refuse_type(name, call)
     gpus = all_gpus(calibrated)
     if _LIVE.fullmatch(name):
-        return _live(name, gpus)
+        return _live(name, gpus, call)
     by_key = {key: gpu for gpu in gpus for key in _keys(gpu)}
     wanted = _key(name)
     if wanted in by_key:
@@ -368,17 +368,17 @@ def _keys(gpu: GPU) -> set[str]:
     return keys | {f"{key}{gpu.box_bytes // 2**30}gb" for key in keys}
 
 
-def _live(name: str, gpus: Iterable[GPU]) -> GPU:
+def _live(name: str, gpus: Iterable[GPU], call: str) -> GPU:
     """Read the GPU of this machine: total and name from torch, the rest from the nearest row of the table."""
     from memkit._machine.devices import device_architecture, device_memory, device_name, resolve_device  # imports torch
 
     try:
         device = resolve_device(name)
     except ConfigError as error:
-        raise InputError(
-            f"find_gpu({name!r})",
-            got="the GPU of this machine, which has none",
-            expected="the name of a card",
+        raise ConfigError(
+            call,
+            got=f"{name!r}, the card of this machine, which has none",
+            expected="a card that is there, or the name of one",
             fix="write 'RTX 4090', or another card of `memkit gpus`.",
         ) from error
     total_bytes = device_memory(device).total_bytes or 0
