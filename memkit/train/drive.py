@@ -20,7 +20,7 @@ from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
 from memkit.train.samples import SampleList, mark_samples, unmark_samples
-from memkit.train.split import SplitFn, check_batch, cut_batch, holds_objects, list_tensors, measure_batch, survey
+from memkit.train.split import SplitFn, check_batch, cut_batch, has_no_rows, list_tensors, measure_batch, survey
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
@@ -101,12 +101,12 @@ class BatchDriver:
         )
 
     def _survey(self, batch: Any, *, may_be_whole: bool) -> tuple[int, str, list[torch.Tensor]]:
-        """Return size, key and tensors of a batch; one of objects has size 1 while it need not be split."""
+        """Return size, key and tensors of a batch; one without rows has size 1 while it need not be split."""
         try:
             return survey(batch, call=self._call_of_split)
         except InputError:
             check_batch(batch, call=self._means.call)
-            if not (may_be_whole and holds_objects(batch)):
+            if not (may_be_whole and has_no_rows(batch)):
                 raise
             return 1, "whole", list_tensors(batch)
 

@@ -14,11 +14,13 @@ from torch import nn
 from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
 from memkit._core.foreign import LOSS
 from memkit._core.words import guided
-from memkit._recovery.attempt import Done, attempt
+from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch import pytree
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import count_rows, shape_key, split_batch
+from memkit.train.split import check_batch, split_batch, survey
+
+_CALL = "evaluate(batch, fn)"
 
 
 @guided(
@@ -31,7 +33,8 @@ class Evaluation:
     """Evaluation function yielded by ``with trainer.evaluation() as evaluate:``.
 
     ``evaluate(batch, fn)`` returns ``fn(model, batch)``. After an out-of-memory only the failed part is rerun, in
-    halves; the size that fits is remembered per input shape, separately from training, which takes more memory.
+    halves; the size that fits is remembered per input shape, separately from training, which takes more memory. A
+    batch that cannot be cut into rows runs whole.
 
     Args:
         model: The model, in evaluation mode.
@@ -46,7 +49,7 @@ class Evaluation:
         """Run ``fn`` over all rows of a batch.
 
         Args:
-            batch: Tensors with the rows in dimension 0, in any containers.
+            batch: Tensors with the rows in dimension 0, in any containers. Any other, such as a graph, runs whole.
             fn: ``fn(model, part)`` returns tensors (n, ...), one row for each row of the part, alone or in containers.
                 To keep the results in host memory, let it return them there.
 
@@ -54,9 +57,9 @@ class Evaluation:
             What ``fn(model, batch)`` returns.
 
         Raises:
-            InputTypeError: ``fn`` is no function of model and batch.
+            InputTypeError: ``fn`` is no function of model and batch, or ``batch`` is a loader.
             InputError: The batch was split, and ``fn`` does not return one output row per input row.
-            MemkitOutOfMemoryError: Even one row does not fit.
+            MemkitOutOfMemoryError: Even one row does not fit, or the batch cannot be cut.
 
         Memory cost: the results, briefly twice if the batch was split, plus the memory of one part.
 
@@ -71,10 +74,14 @@ class Evaluation:
             torch.Size([1000, 2])
         """
         _check_function(fn, self._model, batch)
+        check_batch(batch, call=_CALL, written="evaluate({}, fn)")
         if not self._can_split:
             return fn(self._model, batch)
-        num_rows, key = count_rows(batch), shape_key(batch)
         marked = mark_samples(batch)
+        try:
+            num_rows, key, _ = survey(marked)
+        except InputError as error:
+            return self._whole(batch, fn, error.got)
         todo = deque(split_batch(marked, self._sizes.num_parts(key, num_rows, 1), num_rows=num_rows))
         results: list[tuple[Any, int]] = []
         was_clean = True
@@ -88,16 +95,35 @@ class Evaluation:
             was_clean = False
             if size <= 1:
                 raise MemkitOutOfMemoryError(
-                    "evaluate(batch, fn)",
+                    _CALL,
                     got=f"out of memory with one row: {outcome.description}",
                     expected="enough memory for one row and for the results so far",
                     fix="let fn return its results in host memory (.cpu()), or return only the results that you need.",
-                )
+                ) from outcome.error
             self._sizes.note_failure(key, size)
-            todo.extendleft(reversed(split_batch(part, 2, num_rows=size)))
+            try:
+                todo.extendleft(reversed(split_batch(part, 2, num_rows=size)))
+            except InputError as error:  # such as a mask that may belong to all rows
+                raise _not_cut(outcome, error.got) from outcome.error
         if was_clean:
             self._sizes.note_clean_step(key)
         return results[0][0] if len(results) == 1 else _together(results)
+
+    def _whole(self, batch: Any, fn: Callable[[nn.Module, Any], Any], why: str) -> Any:
+        """Run ``fn`` over a batch that cannot be cut."""
+        outcome = attempt(fn, self._model, batch)
+        if isinstance(outcome, Done):
+            return outcome.result
+        raise _not_cut(outcome, why) from outcome.error
+
+
+def _not_cut(failure: Failure, why: str) -> MemkitOutOfMemoryError:
+    return MemkitOutOfMemoryError(
+        _CALL,
+        got=f"out of memory ({failure.description}) with a batch that cannot be cut: {why}",
+        expected="memory for the whole batch, or tensors that all have the rows in dimension 0",
+        fix="make smaller batches for validation: DataLoader(dataset, batch_size=1).",
+    )
 
 
 class EvaluationBlock(AbstractContextManager[Evaluation]):
@@ -141,7 +167,7 @@ def _check_function(fn: object, model: object, batch: object) -> None:
         got, fix = f"a {type(fn).__name__} as fn, and a function as batch", "write evaluate(batch, fn)"
     else:
         got, fix = f"a {type(fn).__name__} as fn", "write evaluate(batch, lambda model, rows: model(rows))"
-    raise InputTypeError("evaluate(batch, fn)", got=got, expected="a function of the model and the rows", fix=fix)
+    raise InputTypeError(_CALL, got=got, expected="a function of the model and the rows", fix=fix)
 
 
 def _together(results: list[tuple[Any, int]]) -> Any:
@@ -152,7 +178,7 @@ def _together(results: list[tuple[Any, int]]) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != (size,):
                 got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
                 raise InputError(
-                    "evaluate(batch, fn)",
+                    _CALL,
                     got=f"a function that returns {got} for {size} rows of a batch that had to be cut",
                     expected="tensors with one row for each row: a mean of the parts' means is not the batch's mean",
                     fix="return one value per row (losses with reduction='none'), and average outside of fn.",

@@ -144,20 +144,26 @@ def _key_of(leaf: Any) -> str:
     return f"{tuple(leaf.shape[1:])}{leaf.dtype}"
 
 
-def check_batch(batch: object, *, call: str) -> None:
+def check_batch(batch: object, *, call: str, written: str = "trainer.train_step({}, loss_fn)") -> None:
     """Check that something without rows is a batch at all.
+
+    Args:
+        batch: What may be a batch.
+        call: The user's call, for messages.
+        written: That call as it is written, ``{}`` in place of the batch.
 
     Raises:
         InputTypeError: It is None, a data loader, a data set or an iterator.
     """
     if batch is None or isinstance(batch, Iterator | DataLoader | Dataset):
         raise InputTypeError(
-            f"{call}: splitting a batch",
+            call,
             got="None" if batch is None else f"a {type(batch).__name__}",
             expected="one batch: tensors in dicts, lists, tuples or objects",
-            fix="pass the tensors that loss_fn takes; for a loss without data, an empty tuple: train_step((), loss_fn)"
+            fix="pass the tensors that your function takes; for one without data, an empty tuple: "
+            f"{written.format('()')}"
             if batch is None
-            else "write for batch in loader: trainer.train_step(batch, loss_fn)",
+            else f"write for batch in loader: {written.format('batch')}",
         )
 
 
@@ -257,11 +263,18 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def holds_objects(batch: Any) -> bool:
-    """Return whether there is something in a batch that memkit does not know, such as a graph."""
+def has_no_rows(batch: Any) -> bool:
+    """Return whether a batch holds no tensor with rows, or something that has none, such as a graph."""
     leaves: list[Any] = []
     _collect(batch, leaves)
-    return any(not isinstance(leaf, (torch.Tensor, *_LEAVES)) for leaf in leaves)
+    is_empty = not any(_has_rows(leaf) or isinstance(leaf, SampleList) for leaf in leaves)
+    return is_empty or not all(map(_may_be_cut, leaves))
+
+
+def _may_be_cut(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout is torch.strided and not leaf.is_nested
+    return isinstance(leaf, _LEAVES)
 
 
 def structure_of(batch: Any) -> tuple[object, ...]:
@@ -281,14 +294,11 @@ def _leaves(batch: Any, fix: str = _WAY_OUT, call: str = _CALL) -> list[Any]:
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in leaves:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        if is_tensor and leaf.layout is torch.strided and not leaf.is_nested:
-            continue
-        is_plain = not is_tensor
-        if not (is_plain and isinstance(leaf, _LEAVES)):
+        if not _may_be_cut(leaf):
+            kind = " that is sparse or nested" if isinstance(leaf, torch.Tensor) else ""
             raise InputError(
                 call,
-                got=f"a {type(leaf).__name__} in it" + ("" if is_plain else " that is sparse or nested"),
+                got=f"a {type(leaf).__name__} in it{kind}",
                 expected="tensors, arrays and plain values in dicts, lists, tuples and dataclasses",
                 fix=_way_out(leaf, fix),
             )

@@ -236,7 +236,7 @@ def square_mask():
 
 
 CALLS = [  # (the call, the error, its end)
-    (lambda: make_trainer().train_step(None, right), InputTypeError, "an empty tuple: train_step((), loss_fn)"),
+    (lambda: make_trainer().train_step(None, right), InputTypeError, "an empty tuple: trainer.train_step((), loss_fn)"),
     (
         lambda: make_trainer().train_step(DataLoader(TensorDataset(*make_batch())), right),
         InputTypeError,

@@ -67,3 +67,60 @@ def test_errors_pass_through_where_asked_or_of_other_kinds(rows):
     _, trainer = make(room=40)
     with trainer.evaluation() as evaluate, pytest.raises(RuntimeError, match="cannot be multiplied"):
         evaluate(rows[:, :2], forward)
+
+
+class Graph:
+    """What memkit does not know: an object with tensors in it."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def of_graph(model, graph):
+    return model(graph.x)
+
+
+UNCUT = {  # (the batch, what is computed of it): training takes them as they are too
+    "an object": (lambda x: Graph(x), of_graph),
+    "a sparse tensor": (lambda x: {"x": x, "to": x.to_sparse()}, lambda model, batch: model(batch["x"])),
+    "no tensor": (lambda x: (), lambda model, batch: model(torch.ones(100, 3, dtype=torch.float64))),
+}
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_a_batch_that_cannot_be_cut_runs_whole(rows, name):
+    make_batch, fn = UNCUT[name]
+    batch = make_batch(rows)
+    model, trainer = make(room=100)
+    assert trainer.train_step(batch, lambda model, batch: fn(model, batch).square().mean()).stepped
+    with trainer.evaluation() as evaluate:
+        assert evaluate(batch, fn).shape == (100, 2)
+        model.room = 40
+        model.seen.clear()
+        with pytest.raises(mk.MemkitOutOfMemoryError, match="cannot be cut") as caught:
+            evaluate(batch, fn)
+    assert str(caught.value).endswith("DataLoader(dataset, batch_size=1).")
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert model.seen == [100]
+
+
+def test_columns_that_disagree_run_whole(rows):
+    model, trainer = make(room=100)
+    with trainer.evaluation() as evaluate:
+        found = evaluate({"x": rows, "edges": torch.zeros(2, 7)}, lambda model, batch: model(batch["x"]))
+    torch.testing.assert_close(found, model.whole(rows))
+
+
+def test_a_mask_that_is_not_cut_is_named_after_an_out_of_memory():
+    _, trainer = make(room=2)
+    batch = {"x": torch.randn(4, 3, dtype=torch.float64), "mask": torch.ones(4, 4, dtype=torch.bool).tril()}
+    with trainer.evaluation() as evaluate, pytest.raises(mk.MemkitOutOfMemoryError, match="cannot be cut: a mask"):
+        evaluate(batch, lambda model, batch: model(batch["x"]))
+
+
+def test_a_loader_is_no_batch(rows):
+    _, trainer = make(room=100)
+    loader = torch.utils.data.DataLoader(rows, batch_size=10)
+    with trainer.evaluation() as evaluate, pytest.raises(mk.errors.InputTypeError) as caught:
+        evaluate(loader, forward)
+    assert str(caught.value).endswith("write for batch in loader: evaluate(batch, fn)")
