@@ -112,10 +112,13 @@ class MemkitWarning(UserWarning):
     """Something works, but perhaps not in the way that the user expects."""
 
 
+_BETWEEN = ("memkit.", "torch.", "contextlib")  # modules whose lines are not the user's
+
+
 def warn_user(text: str) -> None:
     """Issue a `MemkitWarning` at the line of the user's code that led to it, however deep in memkit it arises."""
     frame, level = sys._getframe(1), 2  # noqa: SLF001 - warnings.warn(skip_file_prefixes=...) needs Python 3.12
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("memkit."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, MemkitWarning, stacklevel=level)
 

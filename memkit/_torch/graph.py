@@ -7,6 +7,7 @@ from operator import methodcaller
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
 from torch._C import (
     _current_autograd_node,
     _current_graph_task_id as current_backward,  # -1 outside of one
@@ -27,7 +28,6 @@ __all__ = [
     "current_backward",
     "current_node",
     "fields_of",
-    "has_saving_hooks",
     "inputs_of",
     "is_transforming",
     "keeps_graph",
@@ -35,6 +35,7 @@ __all__ = [
     "saved",
     "saved_as_stored",
     "saved_or_none",
+    "saving_hooks",
     "sequence_number",
 ]
 
@@ -46,9 +47,11 @@ sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Returns a node's sequence number within its thread: later operations have higher numbers."""
 
 
-def has_saving_hooks() -> bool:
-    """Return whether hooks handle the tensors that are saved for a backward, such as those of a checkpoint."""
-    return _top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003 - whether to pass over a tracer's
+def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the hooks that pack and unpack tensors saved for a backward now, such as a checkpoint's; None if none."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+    hooks = _top_saved_tensors_default_hooks(False)  # noqa: FBT003 - whether to pass over a tracer's
+    return hooks
 
 
 def is_transforming() -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError
 from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit._torch import pytree
-from memkit._torch.graph import has_saving_hooks, is_transforming
+from memkit._torch.graph import is_transforming, saving_hooks
 from memkit._torch.modules import is_compiled
 
 NUM_PROBED = 8
@@ -191,7 +191,7 @@ def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
 
 def unpacked() -> contextlib.AbstractContextManager[None]:
     """Return a block that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
-    if not has_saving_hooks():
+    if saving_hooks() is None:
         return contextlib.nullcontext()  # hooks, even those that do nothing, would forbid torch.func inside
     # Detached, as torch's checkpoint does: a tensor that a gradient with create_graph=True saves would hold itself.
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

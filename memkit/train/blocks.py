@@ -45,13 +45,14 @@ class BlockChoice:
     Attributes:
         blocks: The chosen modules by name, outermost first.
         treatments: The treatment of each block.
+        call: The user's call with the choice.
 
     Raises:
         ConfigError: Nothing was chosen, a pattern matches no module, or a mapping is ambiguous.
     """
 
     def __init__(self, model: nn.Module, choice: Choice, form: str) -> None:
-        self._model, self._form, self._call = model, form, form.format(_shown(choice))
+        self._model, self._form, self.call = model, form, form.format(_shown(choice))
         if isinstance(choice, bool):
             choice = "auto" if choice else {}
         self._modules = {name: module for name, module in model.named_modules() if name}
@@ -177,7 +178,7 @@ class BlockChoice:
         return treatments
 
     def _refusal(self, got: str, expected: str, fix: str) -> ConfigError:
-        return ConfigError(self._call, got=got, expected=expected, fix=fix)
+        return ConfigError(self.call, got=got, expected=expected, fix=fix)
 
     def _written(self, choice: Any) -> str:
         """Return the corrected call."""

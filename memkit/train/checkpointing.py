@@ -13,6 +13,7 @@ from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit.train.blocks import BlockChoice, Choice
 from memkit.train.models import unwrap_model
+from memkit.train.nesting import Nesting
 from memkit.train.treatments import Elsewhere, TreatedForward, Treatment
 
 _FORM = "Checkpointing(model, {})"
@@ -103,11 +104,13 @@ class Checkpointing(Closing):
         self._before = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
         for name, before in self._before.items():
             _refuse_other(form, name, before, self.treatments[name])
-        elsewhere = Elsewhere()
+        is_setting = form != _FORM
+        without = "pass checkpoint=None" if is_setting else "leave Checkpointing(model) out"
+        elsewhere, nesting = Elsewhere(), Nesting(unwrap_model(model), chosen.call, without)
         self._installed: dict[str, TreatedForward] = {}
         for name, block in self.blocks.items():
             if not isinstance(self._before[name], TreatedForward):  # another wrapper already treats it
-                self._installed[name] = TreatedForward(name, block, self.treatments[name], elsewhere)
+                self._installed[name] = TreatedForward(name, block, self.treatments[name], elsewhere, nesting)
                 block.__dict__["forward"] = self._installed[name]  # on the instance, not on the class
 
     @property

@@ -139,7 +139,7 @@ class Remedies:
 
     def _recompute(self) -> str:
         try:
-            self._checkpointing = Checkpointing(self._model, "auto")
+            self._checkpointing = Checkpointing.of_setting(self._model, "auto")
         except ConfigError:  # it has no blocks, or they are already treated
             return ""
         names = tuple(self._checkpointing.blocks)

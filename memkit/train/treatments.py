@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._core.errors import StateError
-from memkit._recovery.replay import Again, Replay, contexts_of
+from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch.aten import FUSED_ATTENTION
 from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
@@ -23,6 +23,7 @@ from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.script import as_written
 from memkit._torch.tensors import version_of, versions_of
 from memkit.train.models import device_of
+from memkit.train.nesting import LookInside, Nesting
 from memkit.train.offload import offload_activations
 
 Treatment: TypeAlias = Literal["full", "selective", "offload"]
@@ -58,15 +59,19 @@ class TreatedForward:
         block: The module it belongs to.
         treatment: The treatment to apply.
         elsewhere: The activation store of offloaded blocks, shared by all blocks of a model.
+        nesting: Notices that the model checkpoints the block itself.
     """
 
-    def __init__(self, name: str, block: nn.Module, treatment: Treatment, elsewhere: Elsewhere) -> None:
+    def __init__(
+        self, name: str, block: nn.Module, treatment: Treatment, elsewhere: Elsewhere, nesting: Nesting
+    ) -> None:
         self.treatment = treatment
         self._name = name
         self._block = block
         self._forward = block.__dict__.get("forward")  # the instance may already have its own
         self._watch = StateWatch(block)
         self._elsewhere = elsewhere
+        self._nesting, self._is_looked_into = nesting, False
         self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +114,20 @@ class TreatedForward:
             return forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        if self.treatment == "full":
-            return contexts_of(self._watch)
-        replay, kept = Replay(self._watch), KeptResults()
-        return kept.first(replay), Again(lambda: kept.repetition(replay))
+        replay = Replay(self._watch)
+        first: contextlib.AbstractContextManager[None] = replay
+        repetition = replay.repetition
+        if self.treatment == "selective":
+            kept = KeptResults()
+            first, repetition = kept.first(replay), functools.partial(kept.repetition, replay)
+        return self._nesting.around(self._name, first), Again(lambda: self._looked_into(repetition()))
+
+    @contextlib.contextmanager
+    def _looked_into(self, repetition: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """Run a repetition; in the first one also look for checkpoints inside of the block."""
+        is_first, self._is_looked_into = not self._is_looked_into, True
+        with repetition, LookInside(self._nesting, self._name) if is_first else contextlib.nullcontext():
+            yield
 
 
 class Elsewhere:

@@ -1,0 +1,145 @@
+"""A model that checkpoints itself, treated once more: said exactly where a forward really runs three times."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit as mk
+from tests.helpers import assert_same
+from tests.toys import mean_square, trainer_of
+
+RUNS = []  # of parts of blocks; no attribute of a model, since a repeated forward has no side effects
+
+
+class Block(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.enter, self.leave, self.how = nn.Linear(4, 4), nn.Linear(4, 4), how
+
+    def part(self, x):
+        RUNS.append(self)
+        return self.leave(self.enter(x).relu())
+
+    def forward(self, x):
+        match self.how:
+            case "inside":
+                return checkpoint(self.part, x, use_reentrant=False).exp()
+            case "inside, twice":
+                x = x + checkpoint(self.part, x, use_reentrant=False)
+                return x + checkpoint(self.part, x, use_reentrant=False)
+            case "inside, reentrant":
+                return x + checkpoint(self.part, x, use_reentrant=True)
+            case "all inside":  # torch ends the block's repetition before the part's
+                return x + checkpoint(self.part, x, use_reentrant=False)
+        return x + self.part(x)
+
+
+class Net(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.how = nn.ModuleList(Block(how) for _ in range(3)), how
+
+    def trunk(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        match self.how:
+            case "around all":
+                return checkpoint(self.trunk, x, use_reentrant=False)
+            case "around each":  # as transformers does; torch ends the outer repetition before the block's
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=False)
+                return x
+            case "around each, reentrant":
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=True)
+                return x
+        return self.trunk(x)
+
+
+class Again(torch.autograd.Function):
+    """A forward inside of a backward that is no repetition."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        return gradient, None
+
+
+def runs_of(how, treatment):
+    """Forward and backward, twice; the most runs of a part, the gradients, and what was warned of."""
+    model = Net(how)
+    with warnings.catch_warnings(record=True) as caught, mk.Checkpointing(model, {"blocks.*": treatment}):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            RUNS.clear()
+            model(torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()).sum().backward()
+    most = max(RUNS.count(block) for block in model.blocks)
+    return most, [each.grad for each in model.parameters()], [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("how", "num_runs"),
+    [
+        ("plain", 2),
+        ("inside", 3),
+        ("inside, twice", 5),  # two parts: the second of the block is run twice, the first three times
+        ("inside, reentrant", 3),
+        ("all inside", 2),
+        ("around all", 3),
+        ("around each", 2),
+        ("around each, reentrant", 3),
+    ],
+)
+def test_three_runs_are_told_once_and_only_then(how, num_runs, treatment):
+    found, gradients, told = runs_of(how, treatment)
+    assert found == num_runs
+    assert len(told) == (num_runs > 2)
+    assert all("runs three times" in each and each.endswith("or leave Checkpointing(model) out.") for each in told)
+    assert_same(gradients, runs_of("plain" if "twice" not in how and how != "inside" else how, "offload")[1])
+
+
+@pytest.mark.parametrize("how", ["inside", "around each, reentrant"])
+def test_offloaded_blocks_run_twice_and_nothing_is_said(how):
+    found, _, told = runs_of(how, "offload")
+    assert (found, told) == (2, [])
+
+
+def test_a_forward_in_a_backward_is_no_repetition(recwarn):
+    model = Net("plain")
+    with mk.Checkpointing(model):
+        Again.apply(torch.ones(2, 4, requires_grad=True), model).sum().backward()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("method", "ending"),
+    [
+        ("gradient_checkpointing_disable", "write model.gradient_checkpointing_disable(); or pass checkpoint=None."),
+        ("set_grad_checkpointing", "write model.set_grad_checkpointing(False); or pass checkpoint=None."),
+        ("other", "or pass its use_checkpoint=False; or pass checkpoint=None."),
+    ],
+)
+def test_the_way_out_is_the_models_own(method, ending):
+    model = Net("inside")
+    setattr(model, method, lambda: None)
+    trainer = trainer_of(model, checkpoint="auto")
+    with pytest.warns(mk.MemkitWarning, match=r"checkpoint='auto': the forward of the block 'blocks\.\d'") as caught:
+        for _ in range(2):
+            trainer.train_step(torch.ones(2, 4), mean_square)
+    assert len(caught) == 1
+    assert str(caught[0].message).endswith(ending)
+    assert caught[0].filename == __file__
