@@ -52,7 +52,8 @@ class GradientAccumulator(Uncopied, Closing):
         guard_steps: If ``optimizer.step()`` runs out of memory, keep each parameter consistent with its state, and
             continue the step (``docs/optimizer-step.md``).
         check_weights: Warn once if the micro-batches' losses were visibly divided by something other than their counts
-            (a short last micro-batch, padding), or if a batch normalization sees each micro-batch by itself.
+            (a short last micro-batch, padding), if they are sums that came with a count as means, or if a batch
+            normalization sees each micro-batch by itself.
 
     Raises:
         ConfigError: A setting is invalid: ``accumulation_steps`` below 1, an optimizer that needs a closure, a scaler
@@ -185,7 +186,7 @@ class GradientAccumulator(Uncopied, Closing):
         )
         if not self.num_microbatches and self._weights is not None:
             self._weights.discard()
-        note = None if self._weights is None else self._weights.read(loss, weight)
+        note = None if self._weights is None else self._weights.read(loss, weight, is_sum=reduction == "sum")
         self._sum.add(
             loss,
             weight,

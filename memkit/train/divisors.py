@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,16 +19,28 @@ _TOLERANCE = 1e-4
 _MAX_NODES = 64  # at the head of a graph, where numbers are added and scaled
 _BATCH_NORMS = {"NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "BatchNormBackward"}
 _WEIGHTS = "weights of rows"  # operator name for a term that ends in them
+_KEEPING = ("Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Index", "Neg")  # below a sum: no weights
+_WEIGHING = ("Mul", "Div", "Dot")
 _MAX_TERMS = 8  # losses with more terms are not analyzed
 
 Factor = float | Tensor
 
 
+SUM_IS_AVERAGED = "The loss is a sum over rows, and the parts are averaged"
+
+
 class Term(NamedTuple):
-    """A term of a loss: the operators from the loss to its reduction, and the divisors on the way."""
+    """A term of a loss.
+
+    Attributes:
+        operators: From the loss down to its reduction.
+        factors: The divisors on the way.
+        num_summed: How many numbers the reduction adds up as they are; 0 if it is no sum, or weights them.
+    """
 
     operators: tuple[str, ...]
     factors: tuple[Factor, ...]
+    num_summed: int = 0
 
 
 Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and the result of `divisors` on its loss
@@ -64,24 +77,55 @@ def _is_per_sample(node: Any) -> bool:
 
 
 def _walk(node: Any) -> Iterator[Term]:
-    todo: list[tuple[Any, Term]] = [(node, Term((), ()))]
+    todo: list[tuple[Any, Any, Term]] = [(None, node, Term((), ()))]
     for _ in range(_MAX_NODES):
         if not todo:
             return
-        node, term = todo.pop(0)
+        above, node, term = todo.pop(0)
         if node is None:
             continue
         factor, is_end = _read(node)
         factors = term.factors if factor is None else (*term.factors, factor)
         term = Term((*term.operators, node.name()), factors)
         if not is_end:
-            todo += [(each, term) for each, _ in node.next_functions]
+            todo += [(node, each, term) for each, _ in node.next_functions]
         elif (divisor := _divisor_of_columns(node)) is not None:
             yield Term((*term.operators, "columns"), (divisor,))
         elif (weights := _weights_of_rows(node)) is not None:
             yield Term((*term.operators, _WEIGHTS), (*term.factors, _spread(weights)))
         else:
-            yield term
+            yield term._replace(num_summed=_num_summed(above, node))
+
+
+def _num_summed(above: Any, node: Any) -> int:
+    """Return how many numbers a reduction adds up as they are; 0 if it is no sum, or weights them.
+
+    Args:
+        above: The reduction, unless it is a loss of torch's own.
+        node: What it reduces, or that loss.
+    """
+    name = node.name().rstrip("0123456789")
+    if (name.endswith("LossBackward") or name.startswith("BinaryCrossEntropy")) and _is_sum_of_loss(node):
+        return int(saved(node, "self").numel())
+    if above is None or not above.name().startswith("Sum"):
+        return 0
+    number = math.prod(saved(above, "self_sym_sizes"))
+    while node is not None and node.name().startswith(_KEEPING):
+        node = node.next_functions[0][0]
+    return 0 if node is None or (node.name().startswith(_WEIGHING) and not _is_masked(node)) else number
+
+
+def _is_sum_of_loss(node: Any) -> bool:
+    return bool(saved_or_none(node, "reduction") == 2)  # at::Reduction::Sum
+
+
+def _is_masked(node: Any) -> bool:
+    """Return whether a product is one with a mask of zeros and ones, as far as one can tell without waiting."""
+    constant = [each for each in (saved_or_none(node, "self"), saved_or_none(node, "other")) if each is not None]
+    mask = constant[0] if len(constant) == 1 else None
+    if not node.name().startswith("Mul") or type(mask) is not Tensor or mask.requires_grad:
+        return False
+    return not (mask.is_floating_point() or mask.is_complex()) or (mask.is_cpu and bool((mask * mask == mask).all()))
 
 
 def _divisor_of_columns(node: Any) -> Factor | None:
@@ -131,7 +175,8 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
     """Return a node's divisor, and whether it reduces many numbers to one."""
     name = node.name().rstrip("0123456789")
     if name == "MeanBackward":
-        return float(saved(node, "self_sym_numel")), True
+        numel = saved(node, "self_sym_numel")
+        return (None if _keeps_rows(node) else float(numel) / math.prod(inputs_of(node)[0].shape)), True
     if name in {"NllLossBackward", "NllLoss2DBackward"}:
         is_mean = saved(node, "reduction") == 1
         return (_on_host(saved(node, "total_weight")) if is_mean else None), True
@@ -150,6 +195,12 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
             return None, name == "MulBackward"
         return (other if name == "DivBackward" else 1.0 / other if _is_not_zero(other) else None), False
     return None, not is_one_number or name.startswith(("Norm", "Linalg", "Dot"))
+
+
+def _keeps_rows(node: Any) -> bool:
+    """Return whether a mean is one inside of each row, which divides nothing by the number of rows."""
+    dims, number = saved_or_none(node, "dim"), len(saved_or_none(node, "self_sym_sizes") or ())
+    return bool(dims) and 0 not in dims and (-number) % 2**64 not in dims  # stored without sign
 
 
 def _on_host(value: Factor) -> Factor:
@@ -213,8 +264,14 @@ class WeightCheck:
         self._group: list[Note] = []
         self._has_warned_of_weights = self._has_looked_for_norms = False
 
-    def read(self, loss: Tensor, weight: Factor) -> Note | None:
-        """Read a micro-batch's loss before backward frees its graph; None if there is nothing more to report."""
+    def read(self, loss: Tensor, weight: Factor, *, is_sum: bool = False) -> Note | None:
+        """Read a micro-batch's loss before backward frees its graph; None if there is nothing more to report.
+
+        Args:
+            loss: The loss.
+            weight: Its weight.
+            is_sum: Whether the user says that it is the sum over its weight.
+        """
         if self._group and not self._has_looked_for_norms:
             self._has_looked_for_norms = True
             if normalizes_over_batch(loss):
@@ -227,9 +284,10 @@ class WeightCheck:
             return None
         # Without a split check, it is unknown whether counts follow normalized weights.
         terms = divisors(loss)
-        return weight, tuple(
+        terms = tuple(
             Term(each.operators[:-1], each.factors[:-1]) if each.operators[-1] == _WEIGHTS else each for each in terms
         )
+        return weight, tuple(each._replace(num_summed=0) for each in terms) if is_sum else terms
 
     def add(self, note: Note) -> None:
         """Add a micro-batch whose backward is done."""
@@ -240,14 +298,44 @@ class WeightCheck:
         self._group.clear()
 
     def end_group(self) -> None:
-        """Warn, once, if the group's losses were divided by something not proportional to their weights."""
-        if not self._has_warned_of_weights and self._divisors.is_uneven(self._group):
+        """Warn, once, if the group's losses were divided by something not proportional to their weights, or not."""
+        if self._has_warned_of_weights:
+            return
+        if _are_sums(self._group):
+            self._has_warned_of_weights = True
+            warn_user(
+                f"GradientAccumulator: the group's gradient is that of no batch. {SUM_IS_AVERAGED}: for the mean over "
+                "all rows call accumulator.backward(loss, count=n, reduction='sum'); for the gradient of the sum itself "
+                "build GradientAccumulator(optimizer, objective='sum')."
+            )
+        elif self._divisors.is_uneven(self._group):
             self._has_warned_of_weights = True
             warn_user(
                 "GradientAccumulator: the losses of a group were means over different numbers of items (rows, valid "
                 "tokens, class weights), but no counts gave these numbers, so the group's gradient is not the mean "
                 "over its items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss."
             )
+
+
+def _are_sums(group: Sequence[Note]) -> bool:
+    """Return whether the losses are sums over as many numbers as their weights say, not divided by them.
+
+    A sum with a constant factor is one if the weights differ; if they are equal, the factor may be their divisor.
+    """
+    group = [(weight, terms) for weight, terms in group if weight != 0]
+    weights = [weight for weight, _ in group if not isinstance(weight, Tensor) and weight >= 1]
+    if len(weights) < max(2, len(group)) or max(weights) == 1:
+        return False
+    is_ragged = len(set(weights)) > 1
+    if not is_ragged and any(each.factors or not each.num_summed for _, terms in group for each in terms):
+        return False
+    return any(_is_sum(column, weights) for column in _in_step(group))
+
+
+def _is_sum(column: Sequence[Term], weights: Sequence[float]) -> bool:
+    numbers = [each.num_summed / weight for each, weight in zip(column, weights, strict=True)]
+    factors = {each.factors for each in column if not any(isinstance(factor, Tensor) for factor in each.factors)}
+    return len(factors) == 1 == len(set(numbers)) and numbers[0] >= 1 and len(column) == len(weights)
 
 
 def _divisor(term: Term, number: int) -> Factor:

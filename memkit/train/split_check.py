@@ -24,7 +24,7 @@ from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
-from memkit.train.divisors import divisors
+from memkit.train.divisors import SUM_IS_AVERAGED, divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
 from memkit.train.ranks import without_buffer_sync
@@ -62,7 +62,7 @@ _ADVICE = {
     "weights": "The loss is a mean over something else than rows (valid tokens, class weights): return "
     "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by; in a loop of your own, "
     "trainer.backward(loss, count=n).",
-    "sum": "The loss is a sum over rows, and the parts are averaged: return its mean over the rows; or, for the "
+    "sum": f"{SUM_IS_AVERAGED}: return its mean over the rows; or, for the "
     "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), num_rows being the whole batch's number of "
     "rows and n the part's; memkit.SplitLoss(reduction='sum') adds up.",
     "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "

@@ -193,3 +193,60 @@ def test_batch_normalization_in_a_group_is_told_once():
     with pytest.warns(MemkitWarning, match="sees the statistics of each micro-batch") as caught:
         accumulate(model, [rows(4), rows(4), rows(4)])
     assert len(caught) == 1
+
+
+SUMS = {
+    "of squares": lambda each: each.pow(2).sum(),
+    "in two goes": lambda each: each.pow(2).sum(1).sum(0),
+    "of rows' means": lambda each: each.pow(2).mean(-1).sum(),
+    "mse_loss": lambda each: F.mse_loss(each, torch.zeros_like(each), reduction="sum"),
+    "cross_entropy": lambda each: F.cross_entropy(each, torch.zeros(len(each), dtype=torch.long), reduction="sum"),
+    "not reduced": lambda each: F.cross_entropy(each, torch.zeros(len(each), dtype=torch.long), reduction="none").sum(),
+    "masked": lambda each: (each.pow(2) * (each > 0).float()).sum(),
+    "two terms": lambda each: each.pow(2).sum() + each.abs().sum(),
+}
+MEANS = {
+    "mean": lambda each: each.pow(2).mean(),
+    "divided": lambda each: each.pow(2).sum() / len(each),
+    "divided before": lambda each: (each.pow(2) / len(each)).sum(),
+    "over rows": lambda each: each.pow(2).mean(0).sum(),
+    "normalized weights": lambda each: (each.pow(2).mean(1) * torch.rand(len(each)).softmax(0)).sum(),
+    "a penalty": lambda each: each.pow(2).mean() + torch.ones(24, requires_grad=True).sum(),
+}
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (6, 3)])
+@pytest.mark.parametrize("name", [*SUMS, *MEANS])
+def test_a_sum_with_a_count_is_told_in_the_wrappers_words(name, sizes):
+    """Sum and count as a mean: the gradient of no batch; with reduction='sum', or as a mean, nothing is said."""
+    model, loss = nn.Linear(4, 2), {**SUMS, **MEANS}[name]
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
+    for reduction in ("mean", "sum"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for size in sizes:
+                accumulator.backward(loss(model(torch.randn(size, 4))), count=size, reduction=reduction)
+                accumulator.step()
+        told = [str(each.message) for each in caught]
+        if name in SUMS and reduction == "mean":
+            assert len(told) == 1
+            assert "The loss is a sum over rows, and the parts are averaged" in told[0]
+            accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
+        else:
+            assert not any("is a sum" in each for each in told)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_the_warning_says_gives_the_mean_over_rows(reduction):
+    x = torch.randn(9, 4, dtype=torch.float64)
+    model = nn.Linear(4, 2).double()
+    expected = torch.autograd.grad(model(x).pow(2).sum() / 9, list(model.parameters()))
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(each.grad.clone() for each in model.parameters()))
+    accumulator = GradientAccumulator(optimizer, 2, check_weights=False)
+    for part in x.split((6, 3)):
+        accumulator.backward(model(part).pow(2).sum(), count=len(part), reduction=reduction)
+        accumulator.step()
+    is_equal = all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(seen, expected, strict=True))
+    assert is_equal is (reduction == "sum")
