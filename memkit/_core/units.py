@@ -25,6 +25,7 @@ _FACTORS: dict[str, int] = {
 }
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_CARD = re.compile(r"\s*[A-Za-z].*[0-9]")  # the name of one: the table of cards is not known here
 _BUDGETS = "pass 0.9 for 90%, or a size such as '22GiB'."
 _UNITS = "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
 
@@ -120,12 +121,13 @@ def _parse_text(value: str, call: str) -> int:
     match = _SIZE.fullmatch(value)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise InputError(
-            call,
-            got=f"the text {value!r}",
-            expected=f"a number and a unit: {_UNITS}",
-            fix="write for example '24GiB' (the number on a graphics card's box) or '500MB'.",
-        )
+        fix = "write for example '24GiB' (the number on a graphics card's box) or '500MB'."
+        if match is not None and not match[2]:
+            fix = f"write '{match[1]}GiB', or '{match[1]}B' if bytes are meant."
+        elif _CARD.match(value):
+            name = call.partition("=")[0].rpartition(" ")[2]
+            fix = f"write {name}=mk.find_gpu({value!r}).usable_bytes for all of that card."
+        raise InputError(call, got=f"the text {value!r}", expected=f"a number and a unit: {_UNITS}", fix=fix)
     return int(Decimal(match[1].replace("_", "")) * factor)
 
 

@@ -305,8 +305,8 @@ class WeightCheck:
             self._has_warned_of_weights = True
             warn_user(
                 f"GradientAccumulator: the group's gradient is that of no batch. {SUM_IS_AVERAGED}: for the mean over "
-                "all rows call accumulator.backward(loss, count=n, reduction='sum'); for the gradient of the sum itself "
-                "build GradientAccumulator(optimizer, objective='sum')."
+                "all rows call accumulator.backward(loss, count=n, reduction='sum'); for the gradient of the sum build "
+                "GradientAccumulator(optimizer, objective='sum')."
             )
         elif self._divisors.is_uneven(self._group):
             self._has_warned_of_weights = True

@@ -45,7 +45,7 @@ def mark_samples(batch: Any) -> Any:
     """Return the batch with its lists of samples as `SampleList`; the batch itself if it has none.
 
     A list or tuple inside the batch is one if its entries are of one kind (tensors of one dtype and number of
-    dimensions, mappings with the same keys, tuples of one length, or other objects), and there is one for each row. A
+    dimensions, mappings that share keys, tuples of one length, or other objects), and there is one for each row. A
     batch that is a list is one itself if the first dimensions of its tensors differ (of two or three tensors, only the
     first ones); where they agree, if it has four entries or more and they are not integers, or if the entries are
     tuples. A batch that is a tuple holds columns.
@@ -145,7 +145,7 @@ def _are_of_one_kind(node: Sequence[Any]) -> bool:
     if kind is list or any(type(each) is not kind for each in node):
         return False  # a collate function makes lists of columns in lists
     if isinstance(first, Mapping):
-        return all(each.keys() == first.keys() for each in node)
+        return bool(set(first).intersection(*node[1:]))  # some samples may lack an entry
     return kind is not tuple or all(len(each) == len(first) for each in node)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memkit._core.errors import ConfigError, InputTypeError
-from memkit._core.settings import Checker
+from memkit._core.settings import Checker, nearest_word
+from memkit._core.words import refuse_call
 from memkit.train.checks import WRAPPER, check_norm
+from memkit.train.words import WRAPPER_WORDS
 
 _KIND = WRAPPER.kind
+_OF_CONFIG, _PRESETS = ("gradient_accumulation_steps", "precision", "checkpointing"), ("low", "medium", "high")
 
 
 def check_settings(
@@ -89,17 +92,31 @@ def check_on_gradients(on_gradients: object) -> None:
         return
 
 
-def check_config(config: object) -> None:
+def check_config(config: object, constructor: Callable[..., None]) -> None:
     """Check that a config has what `MemoryEfficientTrainingWrapper.from_config` takes from it."""
-    if not all(hasattr(config, name) for name in ("gradient_accumulation_steps", "precision", "checkpointing")):
-        made = "mk.get_preset_config('medium', 24)"
-        if isinstance(config, str):
-            made = f"mk.get_preset_config({config!r})"
-        elif isinstance(config, Mapping):
-            made = "mk.predict.TrainingConfig(**config)"
+    if not all(hasattr(config, name) for name in _OF_CONFIG):
         raise InputTypeError(
             f"{_KIND}.from_config(model, optimizer, config)",
             got=f"the text {config!r}" if isinstance(config, str) else f"a {type(config).__name__}",
             expected="a config, as mk.get_preset_config returns it",
-            fix=f"write {_KIND}.from_config(model, optimizer, {made}).",
+            fix=_way_to_configure(config, constructor),
         )
+
+
+def _way_to_configure(config: object, constructor: Callable[..., None]) -> str:
+    """Return the corrected call for a name of a preset, for a config's entries, or for settings in a dict."""
+    preset = config.get("preset", "") if isinstance(config, Mapping) else config
+    made = "mk.get_preset_config('medium', 24)"
+    if isinstance(config, Mapping) and all(name in config for name in _OF_CONFIG):
+        made = "mk.predict.TrainingConfig(**config)"
+    elif isinstance(preset, str) and preset:
+        made = f"mk.get_preset_config({(nearest_word(preset, _PRESETS) or 'medium')!r})"
+    elif isinstance(config, Mapping):
+        settings = {str(name): value for name, value in config.items()}
+        own, model, optimizer = object(), object(), object()  # which the corrected call names
+        try:
+            refuse_call(constructor, _KIND, (own, model, optimizer), settings, WRAPPER_WORDS, is_method=True)
+        except InputTypeError as error:
+            return error.fix
+        return f"write {_KIND}(model, optimizer, **config)"
+    return f"write {_KIND}.from_config(model, optimizer, {made})."

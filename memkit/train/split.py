@@ -83,6 +83,8 @@ def _way_out(node: Any, fix: str) -> str:
         return "pass split_fn=..., which takes (batch, n) and returns dgl.batch(...) of n runs of dgl.unbatch(batch)."
     if isinstance(node, Mapping) and "offset" in node:
         return "pass split_fn=memkit.points.split_packed."
+    if type(node) is list and len(node) > 1:
+        return f"if it is a list of samples, let each be a tuple: [(each,) for each in batch]; else {fix}"
     return fix
 
 
@@ -188,7 +190,7 @@ def cut_batch(
         The parts with their sizes, in order.
 
     Raises:
-        InputError: ``split_fn`` did not return a list of parts.
+        InputError: ``split_fn`` did not return a list of parts, or has dropped a part of the batch.
     """
     if num_parts <= 1:
         return [(batch, size)]
@@ -202,7 +204,43 @@ def cut_batch(
             expected="a list of at least one part",
             fix="return a list of batches, one for each part.",
         )
+    _check_kept(batch, num_parts, parts)
     return [(each, count_elements(each)) for each in parts]
+
+
+def _check_kept(batch: Any, num_parts: int, parts: Sequence[Any]) -> None:
+    """Check that the parts of a batch together have its entries, and its rows.
+
+    Rows are missing if all tensors have fewer of them: a single one may have been trimmed of padding, or be shared.
+    """
+    if isinstance(batch, Mapping) and all(isinstance(part, Mapping) for part in parts):
+        for key in batch:
+            if any(key not in part for part in parts) and list_tensors(batch[key]):
+                whose = "any part" if all(key not in part for part in parts) else "each part"
+                raise _dropped(num_parts, f"no {key!r} in {whose}", "every entry of the batch")
+    whole, found, unit = _rows_of(batch), [_rows_of(part) for part in parts], "rows"
+    if isinstance(batch, list) and all(isinstance(part, list) for part in parts):
+        whole, found, unit = [len(batch)], [[len(part)] for part in parts], "entries"
+    if not whole or any(len(each) != len(whole) for each in found):
+        return
+    sums = [sum(column) for column in zip(*found, strict=True)]
+    if all(now < before for now, before in zip(sums, whole, strict=True)):
+        most = whole.index(max(whole))
+        got = f"{sums[most]} of {whole[most]} {unit}, in {len(parts)} part{'s' * (len(parts) > 1)}"
+        raise _dropped(num_parts, got, f"all {unit} of the batch")
+
+
+def _rows_of(batch: Any) -> list[int]:
+    return [len(each) for each in list_tensors(batch) if each.dim()]
+
+
+def _dropped(num_parts: int, got: str, expected: str) -> InputError:
+    return InputError(
+        f"split_fn(batch, {num_parts})",
+        got=got,
+        expected=f"{expected}: what is dropped is not trained on",
+        fix="return parts that together have all of it; x.chunk(n) and torch.tensor_split(x, n) drop nothing.",
+    )
 
 
 def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool, call: str = _CALL) -> int:

@@ -305,7 +305,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             >>> trainer.train_step(batch, lambda model, x: model(x).square().mean()).sizes
             (2, 2, 2, 2)
         """
-        check_config(config)
+        check_config(config, cls.__init__)
         from_it = {
             "accumulation_steps": config.gradient_accumulation_steps,
             "precision": config.precision,

@@ -170,6 +170,17 @@ CONSTRUCTED = [
     (lambda: wrapped(on_gradients=lambda: None), InputTypeError, "if p.grad is not None])."),
     (lambda: wrapped(max_grad_norm="1"), ConfigError, "pass max_grad_norm=1.0, or None for no clipping."),
     (lambda: wrapped(split_fn=4), InputTypeError, "not its result split_fn()."),
+    (
+        lambda: wrapped(memory="RTX 4090"),
+        InputError,
+        "write memory=mk.find_gpu('RTX 4090').usable_bytes for all of that card.",
+    ),
+    (lambda: wrapped(memory="24"), InputError, "write '24GiB', or '24B' if bytes are meant."),
+    (
+        lambda: mk.ChunkedProcessor(net(), memory_budget="A100 80GB"),
+        InputError,
+        "write memory_budget=mk.find_gpu('A100 80GB').usable_bytes for all of that card.",
+    ),
 ]
 
 FROM_CONFIG = [
@@ -182,7 +193,27 @@ FROM_CONFIG = [
     (
         lambda: WRAPPER.from_config(m := net(), sgd(m), {"precision": "fp32"}),
         InputTypeError,
+        f"write {W}(model, optimizer, **config)",
+    ),
+    (
+        lambda: WRAPPER.from_config(m := net(), sgd(m), {"gradient_accumulation_steps": 4, "grad_clip": 1.0}),
+        InputTypeError,
+        f"write {W}(model, optimizer, accumulation_steps=4, max_grad_norm=1.0)",
+    ),
+    (
+        lambda: WRAPPER.from_config(m := net(), sgd(m), mk.get_preset_config("low").model_dump()),
+        InputTypeError,
         f"write {W}.from_config(model, optimizer, mk.predict.TrainingConfig(**config)).",
+    ),
+    (
+        lambda: WRAPPER.from_config(m := net(), sgd(m), {"preset": "hihg"}),
+        InputTypeError,
+        f"write {W}.from_config(model, optimizer, mk.get_preset_config('high')).",
+    ),
+    (
+        lambda: WRAPPER.from_config(m := net(), sgd(m), 24),
+        InputTypeError,
+        f"write {W}.from_config(model, optimizer, mk.get_preset_config('medium', 24)).",
     ),
     (
         lambda: WRAPPER.from_config(m := net(), sgd(m), mk.get_preset_config("low"), grad_clip=1.0),
@@ -323,6 +354,26 @@ def test_a_wrong_call_ends_with_what_to_write(call, error, end):
     text = str(caught.value)
     assert text.endswith(end), text
     assert not re.search(r"Way out: (change \w+\.|leave it out)", text)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "hihg",
+        {"precision": "fp32"},
+        {"gradient_accumulation_steps": 4, "grad_clip": 1.0},
+        {"preset": "low", "gpu_memory_gb": 8},
+        mk.get_preset_config("low", checkpointing=False).model_dump(),
+        24,
+        {},
+    ],
+)
+def test_the_way_out_of_what_is_no_config_runs(config):
+    with pytest.raises(InputTypeError) as caught:
+        WRAPPER.from_config(m := net(), sgd(m), config)
+    line = str(caught.value).rpartition("write ")[2].rstrip(".")
+    trainer = eval(line, {W: WRAPPER, "mk": mk, "config": config, "model": (m := net()), "optimizer": sgd(m)})
+    assert isinstance(trainer, WRAPPER)
 
 
 @pytest.mark.parametrize(("use", "end"), ABSENT)

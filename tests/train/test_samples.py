@@ -68,10 +68,18 @@ BATCHES = {
     "as many channels as images": (images(4, 4, is_even=True), of_samples),
     "images and targets": ((images(6), targets(6)), of_columns),
     "as many targets as channels": ((images(3, is_even=True), targets(3)), of_columns),
+    "targets that lack an entry": (
+        (images(6), [each | ({"crowd": torch.ones(2)} if k % 2 else {}) for k, each in enumerate(targets(6))]),
+        of_columns,
+    ),
     "tuples, as tuple(zip(*batch)) makes": ((tuple(images(6)), tuple(targets(6))), of_columns),
     "a dict of a list and labels": ({"image": images(6), "label": torch.arange(6.0)}, of_mapping),
     "a UserDict": (UserDict(image=images(6), label=torch.arange(6.0), name="a"), of_mapping),
     "a list of dicts": ([{"image": each, "name": "a"} for each in images(6)], of_dicts),
+    "a list of dicts, some with masks": (
+        [{"image": each} | ({"mask": each > 0} if k % 2 else {}) for k, each in enumerate(images(6))],
+        of_dicts,
+    ),
     "a list of tuples": ([(each, 2.0) for each in images(6, is_even=True)], of_tuples),
     "a list of objects": (
         [SimpleNamespace(x=each) for each in images(6)],
@@ -296,3 +304,12 @@ def test_dataclasses_in_estimates():
     )
     assert found.peak_bytes == same.peak_bytes
     assert type(batch.x) is torch.Tensor
+
+
+def test_a_list_that_is_neither_says_how_to_write_samples():
+    """Two dicts without a key in common may be inputs and targets: columns, which here have other numbers of rows."""
+    batch = [{"x": torch.ones(4, 3)}, {"y": torch.ones(5, 3)}]
+    with pytest.raises(mk.errors.InputError) as caught:
+        split_batch(mark_samples(batch), 2)
+    assert "let each be a tuple: [(each,) for each in batch]" in str(caught.value)
+    assert count_rows([(each,) for each in batch]) == 2

@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
 import memkit as mk
-from memkit.train.split import count_elements, count_rows, join_rows, measure_batch, shape_key, split_batch, take_rows
+from memkit.train.split import (
+    count_elements,
+    count_rows,
+    cut_batch,
+    join_rows,
+    measure_batch,
+    shape_key,
+    split_batch,
+    take_rows,
+)
 from tests.helpers import assert_refused, assert_same
+from tests.toys import trainer_of
 
 Pair = namedtuple("Pair", "x y")
 
@@ -150,3 +161,52 @@ def test_packed_batches_are_measured_by_what_their_objects_hold():
     assert measure_batch({"coord": torch.ones(0, 3)}, lambda batch, n: [batch], may_cut=True) == 0
     with pytest.raises(mk.errors.InputError, match="a Hidden in which memkit finds no tensor"):
         measure_batch(Hidden(), lambda batch, n: [batch], may_cut=True)
+
+
+def rows_of(batch, chosen):
+    return {name: column[chosen] for name, column in batch.items()}
+
+
+DROPPING = {  # (batch, split_fn, what it has dropped)
+    "an entry": (lambda b, n: [{"x": x} for x in b["x"].chunk(n)], r"no 'y' in any part"),
+    "an entry of one part": (
+        lambda b, n: [rows_of(b, slice(0, 4)), {"x": b["x"][4:]}],
+        r"no 'y' in each part",
+    ),
+    "a remainder": (lambda b, n: [rows_of(b, slice(k * 4, k * 4 + 4)) for k in range(2)], r"8 of 9 rows, in 2 parts"),
+    "the last part": (lambda b, n: [rows_of(b, slice(0, 5))], r"5 of 9 rows, in 1 part;"),
+}
+
+
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("name", DROPPING)
+def test_what_a_split_fn_drops_is_named(name, probe):
+    """It is not said to compare rows, and it does not train on less in silence."""
+    split_fn, expected = DROPPING[name]
+    trainer = trainer_of(nn.Linear(3, 1), accumulation_steps=2, split_fn=split_fn, probe=probe)
+    batch = {"x": torch.randn(9, 3), "y": torch.randn(9, 1), "name": "a"}
+    with pytest.raises(mk.errors.InputError, match=rf"split_fn\(batch, \d\): got {expected}"):
+        trainer.train_step(batch, lambda m, b: mk.Loss(mean=(m(b["x"]) - b["y"]).square().mean(), count=len(b["x"])))
+
+
+def test_samples_that_a_split_fn_drops_are_counted():
+    trainer = trainer_of(nn.Linear(3, 1), accumulation_steps=2, split_fn=lambda b, n: [b[:2], b[2:4]])
+    batch = [torch.randn(2 + k, 3) for k in range(5)]
+    with pytest.raises(mk.errors.InputError, match="4 of 5 entries"):
+        trainer.train_step(batch, lambda m, b: mk.Loss(mean=m(torch.cat(b)).mean(), count=len(torch.cat(b))))
+
+
+KEEPING = {
+    "trimmed padding, and a table that all share": lambda b, n: [
+        {"ids": ids[:, :3], "table": b["table"]} for ids in b["ids"].chunk(n)
+    ],
+    "names left out": lambda b, n: [{"ids": ids, "table": b["table"]} for ids in b["ids"].chunk(n)],
+    "time first, trimmed": lambda b, n: [{"ids": ids[:2], "table": b["table"]} for ids in b["ids"].split(4, 1)],
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_split_fn_may_trim_and_share(name):
+    batch = {"ids": torch.ones(8, 8), "table": torch.ones(2, 8), "name": "a"}
+    parts = cut_batch(batch, 2, size=80, split_fn=KEEPING[name])
+    assert len(parts) == 2
