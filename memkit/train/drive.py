@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, MemkitError
 from memkit._gradients.loss import LossFn
 from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
@@ -19,7 +19,7 @@ from memkit._torch.tensors import version_of
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
-from memkit.train.samples import SampleList, mark_samples, unmark_samples
+from memkit.train.samples import SampleList, doubt_of_columns, mark_samples, unmark_samples
 from memkit.train.split import SplitFn, check_batch, cut_batch, has_no_rows, list_tensors, measure_batch, survey
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
@@ -177,7 +177,13 @@ class BatchDriver:
             is_widened=how.is_mixed(),
         )
         verdict = yield from self._examine(ways, loss_fn, is_uneven=is_uneven)
-        return watch.settle(verdict, run, is_last=is_last)
+        try:
+            return watch.settle(verdict, run, is_last=is_last)
+        except MemkitError as error:
+            doubt, _ = doubt_of_columns(run.batch)
+            if doubt and verdict.loss == "rows":
+                error.add_note(f"memkit: {doubt}")
+            raise
 
     def _look_at_blocks(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[CheckAttempt]:
         """Yield attempts at a few rows, without and with recomputed blocks."""
@@ -224,6 +230,10 @@ class BatchDriver:
                 f"{self._means.call}: the batch is a list of entries of one kind and equal first dimensions. It is "
                 "split between them, as a list of samples. If they are columns, pass tuple(batch)."
             )
+        elif num_parts > 1 and type(part.data) is list:
+            doubt, is_likely = doubt_of_columns(part.data)
+            if is_likely and self._split_fn is None:
+                self._split_watch.say(f"{self._means.call}: {doubt}", "columns")
         pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
         return [Part(data, size) for data, size in pieces]
 

@@ -186,3 +186,24 @@ def _are_rather_samples(node: Sequence[Any]) -> bool:
         return True
     is_integer = isinstance(first, torch.Tensor) and not first.is_floating_point() and first.dtype != torch.uint8
     return len(node) >= _SURELY_MANY and not is_integer
+
+
+def doubt_of_columns(batch: Any) -> tuple[str, bool]:
+    """Return what to say of a list of two or three tensors that is taken for columns, and whether to say it at once.
+
+    They may as well be samples. Where they look like images in three colors, they rather are, but for a last batch of
+    three rows.
+
+    Returns:
+        The text, empty if there is no doubt, and whether they look like images.
+    """
+    is_few = type(batch) is list and 1 < len(batch) < _SURELY_MANY
+    if not is_few or not isinstance(batch[0], ARRAYS) or not _are_of_one_kind(batch) or not batch[0].shape[0] > 1:
+        return "", False
+    number = len(batch)
+    text = (
+        f"the batch is a list of {number} tensors, which are taken for columns of {len(batch[0])} rows and split "
+        f"inside. If they are {number} samples, let each be a tuple: [(each,) for each in batch]; if columns, pass "
+        "tuple(batch)."
+    )
+    return text, batch[0].ndim == 3 and batch[0].shape[0] == 3

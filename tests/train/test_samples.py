@@ -313,3 +313,56 @@ def test_a_list_that_is_neither_says_how_to_write_samples():
         split_batch(mark_samples(batch), 2)
     assert "let each be a tuple: [(each,) for each in batch]" in str(caught.value)
     assert count_rows([(each,) for each in batch]) == 2
+
+
+class Mixing(nn.Module):
+    """Looks from each position of a sequence at all others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, sequence):
+        return torch.softmax(sequence @ self.layer(sequence).T, 1).square().sum(1)
+
+
+def of_sequences(model, batch):
+    return torch.stack([model(each).mean() for each in batch]).mean()
+
+
+def test_two_samples_that_are_taken_for_columns_are_never_trained_on_in_silence():
+    """A list of two tensors of one shape is what a DataLoader makes of pairs; the check sees that these are not."""
+    batch = [torch.randn(8, 3, dtype=torch.float64) for _ in range(2)]
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model := Mixing(), torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+    )
+    with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows") as caught:
+        trainer.train_step(batch, of_sequences)
+    (note,) = caught.value.__notes__
+    assert "a list of 2 tensors, which are taken for columns of 8 rows" in note
+    assert "[(each,) for each in batch]" in note
+    result = trainer.train_step([(each,) for each in batch], lambda m, b: of_sequences(m, [each for (each,) in b]))
+    assert result.sizes == (1, 1)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_images_that_are_taken_for_columns_are_told_before_they_fail(number):
+    model = Detector()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+    )
+    with (
+        pytest.warns(mk.MemkitWarning, match=rf"a list of {number} tensors.*if columns, pass tuple\(batch\)"),
+        pytest.raises(RuntimeError, match="channels"),
+    ):
+        trainer.train_step(images(number, is_even=True), of_samples)
+
+
+@pytest.mark.parametrize("batch", [[X, X + 1], [X.view(6, 2, 1), X.view(6, 2, 1)], (X.view(3, 2, 2), X.view(3, 2, 2))])
+def test_columns_are_split_without_a_word(batch, recwarn):
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model := nn.Linear(batch[0].shape[-1], 1), torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+    )
+    trainer.train_step(batch, lambda m, b: (m(b[0]) + b[1].mean(1, keepdim=True)).square().mean())
+    assert not recwarn.list
