@@ -7,6 +7,7 @@ import difflib
 import math
 import numbers
 import operator
+import os
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, TypeVar
 
@@ -210,8 +211,16 @@ def check_version(call: str, state: object, *known: int) -> None:
             call,
             got=f"version {version!r}" if isinstance(state, Mapping) else f"a {type(state).__name__}",
             expected=f"version {' or '.join(map(str, known))}",
-            fix="load the state with the version of memkit that saved it.",
+            fix=_way_to_a_state(state),
         )
+
+
+def _way_to_a_state(state: object) -> str:
+    if isinstance(state, Mapping):
+        return "load the state with the version of memkit that saved it."
+    if isinstance(state, str | os.PathLike):
+        return f"load the file first: state = torch.load({os.fspath(state)!r})."
+    return "pass what state_dict() returned, as a mapping."
 
 
 def as_whole(value: Any) -> int | None:

@@ -25,12 +25,21 @@ from memkit._core.foreign import IDEAS, VALUES
 F = TypeVar("F", bound=Callable[..., Any])
 Rewrite = Callable[[tuple[Any, ...]], "str | None"]
 # In `absent`: what is done to the object itself, and what Python looks up for it.
-_DONE = {"()": "__call__", "[]": "__getitem__", "float()": "__float__", "iter()": "__iter__"}
+_DONE = {
+    "()": ("__call__",),
+    "[]": ("__getitem__",),
+    "float()": ("__float__",),
+    "iter()": ("__iter__",),
+    "+": ("__add__", "__radd__"),
+    "format()": ("__format__",),
+}
 _SAID = {
     "()": "a call of the {} itself",
     "[]": "an item of a {}",
     "float()": "a {} as a number",
     "iter()": "a {} to be unpacked",
+    "+": "a {} to be added up",
+    "format()": "a {} to be formatted as a number",
 }
 _LONGEST = 60  # characters of a value that a corrected call repeats
 _ONE_WORD = re.compile(r"[a-z]\w*")
@@ -52,7 +61,8 @@ def guided(
             a sentence that says what to do instead; one that begins with "write " is the whole corrected call.
             ``{key}`` in a sentence stands for the keyword. The answer to ``""`` is for all that are known nowhere.
         absent: For a class, by the code to write instead: attributes and methods that it does not have. ``()`` is the
-            object itself, called; ``[]`` indexed; ``float()`` converted to a number; ``iter()`` unpacked.
+            object itself, called; ``[]`` indexed; ``float()`` converted to a number; ``iter()`` unpacked; ``+`` added up;
+            ``format()`` formatted with a specification.
         methods: For a class, the methods that are guided too, besides the constructor; class methods as well. A mapping
             gives their own words by method.
         rewrite: By method (``"__init__"`` for a constructor) or by the function's name: given the positional arguments
@@ -317,14 +327,17 @@ def _answer_for_absent(cls: type, absent: Mapping[str, str]) -> None:
 
     cls.__getattr__ = answer  # type: ignore[attr-defined]  # so that type checkers still report absent names
     for done in _DONE.keys() & absent.keys():
-        setattr(cls, _DONE[done], _refusing(done, absent[done]))  # not in the class body: type checkers still report it
+        for method in _DONE[done]:
+            setattr(cls, method, _refusing(done, absent[done]))  # not in the class body: type checkers still report it
 
 
-def _refusing(done: str, instead: str) -> Callable[..., NoReturn]:
+def _refusing(done: str, instead: str) -> Callable[..., Any]:
     """Return a method that refuses a use of the object itself."""
 
-    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self: Any, *args: Any, **__: Any) -> Any:
         kind = type(self).__name__
+        if done == "format()" and args == ("",):  # as str() does
+            return str(self)
         raise InputTypeError(
             f"{kind}(...)(...)" if done == "()" else kind,
             got=_SAID[done].format(kind),

@@ -14,9 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError, MemkitError
+from memkit._core.words import guided
 from memkit._torch import pytree
 
+_WORDS = {
+    "mean": "loss value mean_loss loss_mean",
+    "sum": "total loss_sum sum_loss",
+    "count": "n num weights batch_size size",
+    "outputs": "output metrics logs log logits extra aux",
+    "write Loss(mean=loss, count=n), or Loss(sum=loss, count=n)": "reduction",
+}
+_ABSENT = {
+    **{f"loss.value.{name}()": name for name in ("item", "detach", "cpu", "tolist")},
+    "loss.value, the tensor: float(loss.value)": "+ float() [] format()",
+    "loss.value, loss.count": "iter()",
+    "return loss in loss_fn, and leave backward to the step": "backward",
+    "loss.value": "loss",
+}
 
+
+@guided(words=_WORDS, absent=_ABSENT, rewrite={"__init__": lambda _: "Loss(mean=loss, count=n)"})
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loss:
     """A loss with its weight, for a ``loss_fn`` whose mean is not over rows, or that returns more than the loss.
@@ -190,8 +207,14 @@ def run_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> object
         raise refusal from error
 
 
-def check_loss_fn(loss_fn: object, batch: object, *, call: str) -> None:
+def check_loss_fn(loss_fn: object, batch: object, *, call: str, before: str = "") -> None:
     """Check that a loss function can be called, before anything else is done.
+
+    Args:
+        loss_fn: The loss function.
+        batch: The batch that it is to take.
+        call: The user's call, for messages.
+        before: The arguments before the batch, as they are written.
 
     Raises:
         InputTypeError: It cannot, or it was exchanged with the batch.
@@ -203,7 +226,9 @@ def check_loss_fn(loss_fn: object, batch: object, *, call: str) -> None:
     elif loss_fn is None:
         got, fix = "a NoneType", f"write {_line(batch)}"
     elif callable(batch):
-        got, fix = f"a {type(loss_fn).__name__}, and a function as batch", f"write {call}(batch, loss_fn)"
+        got, fix = f"a {type(loss_fn).__name__}, and a function as batch", f"write {call}({before}batch, loss_fn)"
+    elif isinstance(loss_fn, list) or (isinstance(loss_fn, Tensor) and loss_fn.dim()):
+        got, fix = f"a {type(loss_fn).__name__}, perhaps the targets", f"write {call}({before}(x, y), loss_fn)"
     else:
         got, fix = f"a {type(loss_fn).__name__}", "pass the function itself, not its result loss_fn()."
     raise InputTypeError(f"{call}(loss_fn=...)", got=got, expected=_EXPECTED, fix=fix)

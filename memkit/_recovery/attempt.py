@@ -7,6 +7,7 @@ is caught, and dropped; undoing, collecting and releasing happen after ``except`
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -223,6 +224,17 @@ def _check_function(fn: object, sizes: object) -> None:
             expected="a function of a size, then the sizes",
             fix=f"write recover_from_oom({'fn' if is_swapped else 'lambda size: step(size)'}, sizes).",
         )
+    try:
+        inspect.signature(fn).bind(1)
+    except TypeError as error:
+        raise InputTypeError(
+            "recover_from_oom(fn, sizes)",
+            got=f"a function that cannot be called with a size alone ({error})",
+            expected="fn(size)",
+            fix="write recover_from_oom(lambda size: step(batch[:size]), sizes).",
+        ) from None
+    except ValueError:  # a function in C that does not tell its arguments
+        return
 
 
 def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:

@@ -33,7 +33,9 @@ from memkit.predict.plan.speeds import card_speeds, host_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
 from memkit.train.blocks import choose_blocks
+from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
+from memkit.train.owners import list_optimizers
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, take_rows
 from memkit.train.split_check import check_split, scan_modules
@@ -264,6 +266,7 @@ def prepare(
         >>> trainer.train_step(batch, loss_fn).num_microbatches == trainer.plan.accumulation_steps
         True
     """
+    list_optimizers(optimizer, Caller("prepare", "trainer"))  # before anything is simulated
     plan = _plan(
         "prepare",
         model,

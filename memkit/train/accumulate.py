@@ -200,7 +200,7 @@ class GradientAccumulator(Uncopied, Closing):
 
     def expect(self, count: float) -> None:
         """Announce the next group's total weight, if known, between two groups; its step need not normalize then."""
-        self._sum.expect(count)
+        self._sum.expect(float(read_count(count, stay_on_device=False, call="accumulator.expect(count)")))
 
     def step(self) -> bool:
         """Step the optimizers if the group is complete; call it after every `backward`.

@@ -45,6 +45,8 @@ def check_loss(loss: object, *, call: str) -> None:
             expected="the loss as a 0-dim tensor with its graph",
             fix="call backward(loss, count=n) instead of passing mk.Loss(...); n is the divisor of the mean."
             if isinstance(loss, (Loss, tuple))
+            else "add up the losses first: loss = sum(losses.values())."
+            if isinstance(loss, Mapping)
             else "pass the loss itself, not loss.item().",
         )
     if loss.numel() != 1 or not loss.requires_grad:
@@ -72,6 +74,13 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
         number = math.nan if isinstance(count, bool | str) else float(count)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
+    if isinstance(count, torch.Tensor) and count.numel() != 1:
+        raise InputError(
+            call,
+            got=f"a tensor of shape {tuple(count.shape)} as the count",
+            expected="the divisor of the mean, a single number",
+            fix="add up the entries: count=mask.sum().",
+        )
     if not 0 <= number < math.inf:
         _refuse_weight(call, repr(count))
     return number

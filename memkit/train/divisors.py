@@ -92,7 +92,7 @@ def _walk(node: Any) -> Iterator[Term]:
         elif (divisor := _divisor_of_columns(node)) is not None:
             yield Term((*term.operators, "columns"), (divisor,))
         elif (weights := _weights_of_rows(node)) is not None:
-            yield Term((*term.operators, _WEIGHTS), (*term.factors, _spread(weights)))
+            yield Term((*term.operators, _WEIGHTS), (*term.factors, _spread(weights)), _num_summed(above, node))
         else:
             yield term._replace(num_summed=_num_summed(above, node))
 
@@ -112,20 +112,23 @@ def _num_summed(above: Any, node: Any) -> int:
     number = math.prod(saved(above, "self_sym_sizes"))
     while node is not None and node.name().startswith(_KEEPING):
         node = node.next_functions[0][0]
-    return 0 if node is None or (node.name().startswith(_WEIGHING) and not _is_masked(node)) else number
+    if node is None or not node.name().startswith(_WEIGHING):
+        return 0 if node is None else number
+    mask = _mask_of(node)
+    return 0 if mask is None else int(mask.sum()) * number // max(1, mask.numel())
 
 
 def _is_sum_of_loss(node: Any) -> bool:
     return bool(saved_or_none(node, "reduction") == 2)  # at::Reduction::Sum
 
 
-def _is_masked(node: Any) -> bool:
-    """Return whether a product is one with a mask of zeros and ones, as far as one can tell without waiting."""
-    constant = [each for each in (saved_or_none(node, "self"), saved_or_none(node, "other")) if each is not None]
-    mask = constant[0] if len(constant) == 1 else None
-    if not node.name().startswith("Mul") or type(mask) is not Tensor or mask.requires_grad:
-        return False
-    return not (mask.is_floating_point() or mask.is_complex()) or (mask.is_cpu and bool((mask * mask == mask).all()))
+def _mask_of(node: Any) -> Tensor | None:
+    """Return the mask of zeros and ones that a product is with; None if there is none, or it is not on the host."""
+    constant = [each for each in (saved_or_none(node, "self"), saved_or_none(node, "other")) if type(each) is Tensor]
+    mask = constant[0] if len(constant) == 1 and node.name().startswith("Mul") else None
+    if mask is None or mask.requires_grad or not mask.is_cpu or mask.is_complex():
+        return None
+    return mask if mask.dtype == torch.bool or bool((mask * mask == mask).all()) else None
 
 
 def _divisor_of_columns(node: Any) -> Factor | None:
@@ -284,9 +287,9 @@ class WeightCheck:
             return None
         # Without a split check, it is unknown whether counts follow normalized weights.
         terms = divisors(loss)
-        terms = tuple(
-            Term(each.operators[:-1], each.factors[:-1]) if each.operators[-1] == _WEIGHTS else each for each in terms
-        )
+        is_weighted = [each.operators[-1] == _WEIGHTS for each in terms]
+        bare = [each._replace(operators=each.operators[:-1], factors=each.factors[:-1]) for each in terms]
+        terms = tuple(bare[k] if is_weighted[k] else each for k, each in enumerate(terms))
         return weight, tuple(each._replace(num_summed=0) for each in terms) if is_sum else terms
 
     def add(self, note: Note) -> None:

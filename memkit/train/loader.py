@@ -191,6 +191,8 @@ def _check_dataset(dataset: object, batch_size: int) -> None:
         got, fix = "a DataLoader", f"write make_dataloader(loader.dataset, batch_size={batch_size})"
     elif isinstance(dataset, type):
         got, fix = f"the class {dataset.__name__}", f"write make_dataloader({dataset.__name__}(...))"
+    elif isinstance(dataset, tuple) and dataset and all(isinstance(each, torch.Tensor) for each in dataset):
+        got, fix = "a tuple of tensors", "write make_dataloader(torch.utils.data.TensorDataset(*tensors))"
     elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
         return
     else:

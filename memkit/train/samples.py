@@ -56,6 +56,8 @@ def mark_samples(batch: Any) -> Any:
     found: list[tuple[Any, str]] = []
     sizes: set[int] = set()
     _search(batch, found, sizes, is_whole=True)
+    if not found and len(sizes) > 1:
+        return _as_one_sample(batch)
     is_alone = not sizes
     if is_alone:
         found = [each for each in found if each[1] == "either" or not _are_rather_unlike(each[0])]
@@ -84,6 +86,20 @@ def mark_samples(batch: Any) -> Any:
         is_open = is_both and not (is_alone or is_sure)
         marked[id(node)] = SampleList(node, is_open=is_open, is_guess=is_guess)
     return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
+
+
+def _as_one_sample(batch: Any) -> Any:
+    """Return a batch whose columns disagree with its lists of one entry as `SampleList`: a last batch of one sample."""
+
+    def mark(node: Any) -> Any:
+        is_one = type(node) in (list, tuple) and len(node) == 1 and not isinstance(node[0], PLAIN)
+        return SampleList(node) if is_one else node
+
+    marked = mark(batch) if type(batch) is list else batch
+    marked = _replace(batch, mark) if marked is batch else marked
+    sizes: set[int] = set()
+    _search(marked, [], sizes, is_whole=True)
+    return marked if sizes == {1} else batch
 
 
 def unmark_samples(batch: Any) -> Any:

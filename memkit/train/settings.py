@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.settings import Checker, nearest_word
-from memkit._core.words import refuse_call
+from memkit._core.words import ForeignWords, refuse_call
 from memkit.train.checks import WRAPPER, check_norm
 from memkit.train.words import WRAPPER_WORDS
 
@@ -113,9 +113,10 @@ def _way_to_configure(config: object, constructor: Callable[..., None]) -> str:
         made = f"mk.get_preset_config({(nearest_word(preset, _PRESETS) or 'medium')!r})"
     elif isinstance(config, Mapping):
         settings = {str(name): value for name, value in config.items()}
+        words = ForeignWords(WRAPPER_WORDS)
         own, model, optimizer = object(), object(), object()  # which the corrected call names
         try:
-            refuse_call(constructor, _KIND, (own, model, optimizer), settings, WRAPPER_WORDS, is_method=True)
+            refuse_call(constructor, _KIND, (own, model, optimizer), settings, words, is_method=True)
         except InputTypeError as error:
             return error.fix
         return f"write {_KIND}(model, optimizer, **config)"

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from memkit._core.errors import InputError, StateError
 from memkit._core.printable import list_some
+from memkit._core.settings import Checker
 from memkit._core.units import MIB
-from memkit._gradients.loss import Loss, LossFn, call_loss_fn
+from memkit._core.words import guided
+from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
 from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
@@ -103,6 +105,9 @@ class SplitVerdict:
     is_uninformative: bool = False
     has_branches: bool = False
     kind: tuple[tuple[str, ...], ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.exact is True  # `if check_split(...):` asks this
 
     @property
     def advice(self) -> str:
@@ -730,6 +735,7 @@ def _normalizes_over_rows(module: nn.Module) -> bool:
     return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
 
 
+@guided(words={"num_parts": "accumulation_steps num_microbatches"})
 def check_split(
     model: nn.Module,
     batch: Any,
@@ -756,6 +762,9 @@ def check_split(
     Returns:
         The verdict; ``exact`` is None if the check was not possible, and ``reason`` says why.
 
+    Raises:
+        InputTypeError: ``model`` is no module, ``loss_fn`` no function, or an argument does not exist.
+
     Memory cost: activations of at most 8 rows, instead of a step's. Time cost: they go forward and backward twice, four
     times for a larger batch; more often if the gradients differ.
 
@@ -767,6 +776,8 @@ def check_split(
         >>> verdict.exact, verdict.modules
         (False, ('1',))
     """
+    Checker("check_split").instance(model, nn.Module, "the model first", "write check_split(model, batch, loss_fn)")
+    check_loss_fn(loss_fn, batch, call="check_split", before="model, ")
     trained = [each for each in parameters or model.parameters() if each.requires_grad]
     if not trained:
         return SplitVerdict(None, modules=scan_modules(model), reason="the model has no parameter to train")

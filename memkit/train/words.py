@@ -57,6 +57,8 @@ _OF_THE_MODEL = "parameters named_parameters named_modules modules buffers child
 WRAPPER_ABSENT = {
     **{f"trainer.model.{name}()": name for name in _OF_THE_MODEL.split()},
     "trainer.model(x)": "() forward",
+    "for batch in loader: trainer.train_step(batch, loss_fn)": "iter()",
+    "trainer.model[0], the model that you passed": "[]",
     "trainer.model.training": "training",
     "model.to(device) before MemoryEfficientTrainingWrapper(model, optimizer)": "to",
     "trainer.model.requires_grad_(False)": "requires_grad_",
@@ -85,6 +87,7 @@ WRAPPER_ABSENT = {
 
 ACCUMULATOR_ABSENT = {
     "accumulator.backward(loss, count=len(x))": "() accumulate add manual_backward",
+    "for x, y in loader: accumulator.backward(criterion(model(x), y), count=len(x)); accumulator.step()": "iter()",
     "accumulator.accumulation_steps": "steps gradient_accumulation_steps num_accumulation_steps",
     "nothing in its place: accumulator.step() does it": "zero_grad no_sync",
     "GradientAccumulator(optimizer, max_grad_norm=1.0)": "clip_grad_norm_ clip_grad_norm clip_gradients",
@@ -97,7 +100,9 @@ ACCUMULATOR_ABSENT = {
 
 RESULT_ABSENT = {
     **{f"result.loss.{name}()": name for name in ("item", "detach", "cpu", "tolist")},
-    "float(result.loss)": "float()",
+    "float(result.loss)": "float() +",
+    "f'{float(result.loss):.3f}'": "format()",
+    "result.loss, or result.outputs[0]": "[]",
     "result.loss, result.grad_norm": "iter()",
     "result.outputs": "metrics logs output logits log",
     "result.loss": "loss_value mean_loss total_loss training_loss",

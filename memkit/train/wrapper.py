@@ -351,6 +351,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             >>> trainer.train_step(batch, loss_fn).num_microbatches
             4
         """
+        check_loss_fn(loss_fn, batch, call="trainer.trust_split")
         self._split_watch.trust(batch, loss_fn)
 
     def parts(self) -> dict[str, Any]:

@@ -202,7 +202,7 @@ SUMS = {
     "mse_loss": lambda each: F.mse_loss(each, torch.zeros_like(each), reduction="sum"),
     "cross_entropy": lambda each: F.cross_entropy(each, torch.zeros(len(each), dtype=torch.long), reduction="sum"),
     "not reduced": lambda each: F.cross_entropy(each, torch.zeros(len(each), dtype=torch.long), reduction="none").sum(),
-    "masked": lambda each: (each.pow(2) * (each > 0).float()).sum(),
+    "masked": lambda each: (each.pow(2) * torch.ones(len(each), 1)).sum(),
     "two terms": lambda each: each.pow(2).sum() + each.abs().sum(),
 }
 MEANS = {
@@ -234,6 +234,20 @@ def test_a_sum_with_a_count_is_told_in_the_wrappers_words(name, sizes):
             accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
         else:
             assert not any("is a sum" in each for each in told)
+
+
+@pytest.mark.parametrize("divisor", [1, 2000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_sum_over_valid_tokens_with_their_number(dtype, divisor):
+    """As ProteinMPNN's, which divides by a constant."""
+    model = nn.Linear(4, 1)
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    mask = (torch.arange(6) < torch.tensor([[6], [4], [3]])).to(dtype)
+    for part in mask:
+        loss = (model(torch.randn(6, 4)).squeeze(1).square() * part).sum() / divisor
+        accumulator.backward(loss, count=part.sum())
+    with pytest.warns(MemkitWarning, match="The loss is a sum over rows"):
+        accumulator.step()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -223,6 +223,11 @@ FROM_CONFIG = [
 ]
 
 STEPPED = [
+    (lambda: wrapped().train_step(BATCH, [BATCH]), InputTypeError, "write trainer.train_step((x, y), loss_fn)"),
+    (lambda: wrapped().train_step(BATCH, BATCH), InputTypeError, "write trainer.train_step((x, y), loss_fn)"),
+    (lambda: list(wrapped()), InputTypeError, "write for batch in loader: trainer.train_step(batch, loss_fn)"),
+    (lambda: wrapped().backward({"loss": BATCH}), InputTypeError, "loss = sum(losses.values())."),
+    (lambda: wrapped().load_state_dict("a.pt"), FileFormatError, "first: state = torch.load('a.pt')."),
     (lambda: wrapped().train_step(BATCH), InputTypeError, "criterion(model(batch[0]), batch[1]))"),
     (lambda: wrapped().train_step(BATCH, BATCH, mean_square), InputTypeError, "trainer.train_step((x, y), loss_fn)"),
     (
@@ -264,11 +269,11 @@ STEPPED = [
     ),
     (lambda: wrapped().load_state_dict(net().state_dict()), FileFormatError, "for that of trainer.state_dict()."),
     (lambda: wrapped().load_state_dict({"version": 1}), FileFormatError, "torch.save(trainer.state_dict(), path)."),
-    (lambda: wrapped().load_state_dict([1]), FileFormatError, "with the version of memkit that saved it."),
+    (lambda: wrapped().load_state_dict([1]), FileFormatError, "pass what state_dict() returned, as a mapping."),
     (
         lambda: wrapped().load_state_dict({**wrapped().state_dict(), "accumulator": 3}),
         FileFormatError,
-        "with the version of memkit that saved it.",
+        "pass what state_dict() returned, as a mapping.",
     ),
     (lambda: wrapped()(BATCH), InputTypeError, "write trainer.model(x)"),
 ]
@@ -297,9 +302,71 @@ ABSENT = [
 RESULTS = [
     (lambda: float(wrapped().train_step(BATCH, mean_square)), InputTypeError, "write float(result.loss)"),
     (lambda: list(wrapped().train_step(BATCH, mean_square)), InputTypeError, "write result.loss, result.grad_norm"),
+    (
+        lambda: wrapped().train_step(BATCH, mean_square)["loss"],
+        InputTypeError,
+        "write result.loss, or result.outputs[0]",
+    ),
+    (lambda: f"{wrapped().train_step(BATCH, mean_square):.3f}", InputTypeError, "write f'{float(result.loss):.3f}'"),
+    (lambda: 0.0 + wrapped().train_step(BATCH, mean_square), InputTypeError, "write float(result.loss)"),
+    (lambda: wrapped().train_step(BATCH, mean_square) + 0.0, InputTypeError, "write float(result.loss)"),
+    (lambda: sum(wrapped().train_step(BATCH, mean_square).losses), InputTypeError, "float(loss.value)"),
+    (lambda: wrapped().train_step(BATCH, mean_square).losses[0].item(), AbsentError, "write loss.value.item()"),
+    (lambda: f"{mk.Loss(mean=torch.ones(())):.3f}", InputTypeError, "float(loss.value)"),
+    (lambda: tuple(mk.Loss(mean=torch.ones(()))), InputTypeError, "write loss.value, loss.count"),
+    (lambda: mk.Loss(torch.ones(()), 6), InputTypeError, "write Loss(mean=loss, count=n)"),
+    (lambda: mk.Loss(torch.ones(())), InputTypeError, "write Loss(mean=loss, count=n)"),
+    (lambda: mk.Loss(loss=torch.ones(()), n=6), InputTypeError, "write Loss(mean=mean, count=6)"),
+    (lambda: mk.Loss(value=torch.ones(()), metrics=None), InputTypeError, "write Loss(mean=mean, outputs=None)"),
+    (lambda: mk.Loss(mean=torch.ones(()), reduction="sum"), InputTypeError, "or Loss(sum=loss, count=n)"),
+]
+
+SPLIT = [
+    (
+        lambda: mk.train.check_split(BATCH, net(), mean_square),
+        InputTypeError,
+        "write check_split(model, batch, loss_fn)",
+    ),
+    (
+        lambda: mk.train.check_split(net(), mean_square, BATCH),
+        InputTypeError,
+        "write check_split(model, batch, loss_fn)",
+    ),
+    (lambda: mk.train.check_split(net(), BATCH), InputTypeError, "write check_split(model, batch, loss_fn)"),
+    (
+        lambda: mk.train.check_split(net(), BATCH, criterion=mean_square),
+        InputTypeError,
+        "write check_split(model, batch, loss_fn=loss_fn)",
+    ),
+    (lambda: wrapped().trust_split(mean_square, BATCH), InputTypeError, "write trainer.trust_split(batch, loss_fn)"),
+    (lambda: mk.recover_from_oom(lambda: 1, 8), InputTypeError, "lambda size: step(batch[:size]), sizes)."),
+    (
+        lambda: mk.train.make_dataloader((BATCH, BATCH), batch_size=2),
+        InputTypeError,
+        "write make_dataloader(torch.utils.data.TensorDataset(*tensors))",
+    ),
+    (
+        lambda: mk.prepare(net(), torch.optim.Adam, BATCH, mean_square, budget="1GiB"),
+        InputTypeError,
+        "write prepare(model, torch.optim.Adam(model.parameters())).",
+    ),
 ]
 
 ACCUMULATED = [
+    (lambda: accumulator().expect(None), InputError, "for example count=len(batch)."),
+    (lambda: accumulator().expect("6"), InputError, "for example count=len(batch)."),
+    (
+        lambda: accumulator().backward(mean_square(net(), BATCH), torch.ones(6)),
+        InputError,
+        "add up the entries: count=mask.sum().",
+    ),
+    (
+        lambda: accumulator().load_state_dict("a.pt"),
+        FileFormatError,
+        "load the file first: state = torch.load('a.pt').",
+    ),
+    (lambda: accumulator().load_state_dict(None), FileFormatError, "pass what state_dict() returned, as a mapping."),
+    (lambda: list(accumulator()), InputTypeError, "count=len(x)); accumulator.step()"),
     (lambda: accumulator(steps=4), InputTypeError, "write GradientAccumulator(optimizer, accumulation_steps=4)"),
     (
         lambda: accumulator(gradient_accumulation_steps=4),
@@ -346,7 +413,9 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "end"), [*CONSTRUCTED, *FROM_CONFIG, *STEPPED, *RESULTS, *ACCUMULATED])
+@pytest.mark.parametrize(
+    ("call", "error", "end"), [*CONSTRUCTED, *FROM_CONFIG, *STEPPED, *RESULTS, *ACCUMULATED, *SPLIT]
+)
 @pytest.mark.filterwarnings("ignore:.*gradients that another backward:memkit.MemkitWarning")
 def test_a_wrong_call_ends_with_what_to_write(call, error, end):
     with pytest.raises(error) as caught:
@@ -439,3 +508,17 @@ class TestWarnings:
         acc.backward(mean_square(other, BATCH))
         with pytest.warns(mk.MemkitWarning, match=r"^GradientAccumulator: nothing was trained"):
             acc.step()
+
+
+def test_a_verdict_is_true_where_a_split_is_exact():
+    """`if check_split(...):` asks for the verdict, not whether there is one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert mk.train.check_split(net(), BATCH, mean_square)
+    assert not mk.train.check_split(model, torch.randn(6, 4), mean_square)
+    assert not mk.train.check_split(model.requires_grad_(False), BATCH, mean_square)
+
+
+def test_what_is_printed_needs_no_specification():
+    result = wrapped().train_step(BATCH, mean_square)
+    assert f"{result}" == str(result)
+    assert f"{result.losses[0]}" == str(result.losses[0])

@@ -366,3 +366,36 @@ def test_columns_are_split_without_a_word(batch, recwarn):
     )
     trainer.train_step(batch, lambda m, b: (m(b[0]) + b[1].mean(1, keepdim=True)).square().mean())
     assert not recwarn.list
+
+
+ONE_SAMPLE = {
+    "an image and its targets": (images(1), targets(1)),
+    "in tuples": (tuple(images(1)), tuple(targets(1))),
+    "without boxes": (images(1), [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0)}]),
+    "stacked images": (torch.ones(1, 3, 4, 4), targets(1)),
+    "a list of a dict": [{"image": images(1)[0], "boxes": torch.ones(2, 4)}],
+    "a dict of lists": {"image": images(1), "boxes": [torch.ones(2, 4)], "name": "a"},
+}
+
+
+@pytest.mark.parametrize("name", ONE_SAMPLE)
+def test_a_last_batch_of_one_sample_is_one_row(name):
+    """It is not refused for its columns: boxes and channels of one image."""
+    batch = ONE_SAMPLE[name]
+    seen = []
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+    )
+
+    def loss_fn(model, part):
+        seen.append(part)
+        return model(torch.ones(1, 1)).mean()
+
+    assert trainer.train_step(batch, loss_fn).sizes == (1,)
+    assert str(seen) == str([batch])
+    assert count_rows(batch) == 1
+
+
+def test_columns_that_disagree_are_no_sample():
+    with pytest.raises(mk.errors.InputError, match=r"\[2, 6\] rows"):
+        count_rows({"x": torch.ones(6, 2), "edges": [torch.ones(2, 9)]})
