@@ -1,6 +1,7 @@
 """Loops, monitors, states and stages called in other libraries' words: the way out is the right call."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -177,6 +178,14 @@ def test_should_stop_is_a_bool_wherever_it_is_not_called():
     holder = {"monitor": watched}
     with pytest.raises(mk.errors.InputTypeError, match="without parentheses"):
         holder["monitor"].should_stop()
+
+
+def test_should_stop_is_not_looked_at_in_a_python_that_may_write_calls_in_another_way(monkeypatch):
+    """A right use must never be refused, so there a wrong one gets Python's own error."""
+    monkeypatch.setattr(sys, "version_info", (3, 15, 0))
+    assert monitor().should_stop is False
+    with pytest.raises(TypeError, match="'bool' object is not callable"):
+        monitor().should_stop()
 
 
 def test_a_monitor_knows_its_best_step_and_its_history():
