@@ -198,7 +198,9 @@ def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterabl
     _check_function(fn, sizes)
     tried: list[str] = []
     error: BaseException | None = None
-    for size in tuple(_falling(sizes)):  # all checked before the first call: a late error could come hours into the run
+    falling = tuple(_falling(sizes))
+    _check_takes_a_size(fn)
+    for size in falling:  # all checked before the first call: a late error could come hours into the run
         outcome = attempt(fn, size)
         if isinstance(outcome, Done):
             return outcome.result
@@ -224,6 +226,9 @@ def _check_function(fn: object, sizes: object) -> None:
             expected="a function of a size, then the sizes",
             fix=f"write recover_from_oom({'fn' if is_swapped else 'lambda size: step(size)'}, sizes).",
         )
+
+
+def _check_takes_a_size(fn: Callable[..., Any]) -> None:
     try:
         inspect.signature(fn).bind(1)
     except TypeError as error:
