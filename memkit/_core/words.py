@@ -61,7 +61,7 @@ def guided(
             a sentence that says what to do instead; one that begins with "write " is the whole corrected call.
             ``{key}`` in a sentence stands for the keyword. The answer to ``""`` is for all that are known nowhere.
         absent: For a class, by the code to write instead: attributes and methods that it does not have. ``()`` is the
-            object itself, called; ``[]`` indexed; ``float()`` converted to a number; ``iter()`` unpacked; ``+`` added up;
+            object itself, called; ``[]`` indexed; ``float()`` converted to a number; ``iter()`` unpacked; ``+`` added;
             ``format()`` formatted with a specification.
         methods: For a class, the methods that are guided too, besides the constructor; class methods as well. A mapping
             gives their own words by method.
