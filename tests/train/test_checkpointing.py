@@ -264,7 +264,10 @@ class TestForms:
             (lambda model: Checkpointing(), "write Checkpointing(model)"),
             (lambda model: Checkpointing("auto", model), "write Checkpointing(model, 'auto')"),
             (lambda model: Checkpointing(model, layers=["1"]), "write Checkpointing(model, choice=['1'])"),
-            (lambda model: Checkpointing(model, use_reentrant=False), "numbers are repeated; write Checkpointing(model)"),
+            (
+                lambda model: Checkpointing(model, use_reentrant=False),
+                "numbers are repeated; write Checkpointing(model)",
+            ),
             (
                 lambda model: Checkpointing(model)(torch.ones(1, 5, 8)),
                 "write model(...): the model is treated in place",
