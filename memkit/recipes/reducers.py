@@ -130,4 +130,4 @@ class Accuracy(_Ratio):
 
 
 def _refuse(call: str, got: str, expected: str) -> None:
-    raise InputError(call, got=got, expected=expected, fix="change the values that the evaluation function returns.")
+    raise InputError(call, got=got, expected=expected, fix=f"let the evaluation function return {expected}.")
