@@ -91,6 +91,7 @@ CASES = {
     "recorded_convolutions": Case(1.5, ("summary/*", "rows/*"), "recorded runs, torchvision", (SOURCES,)),
     "recorded_openmmlab": Case(1, ("summary/*", "rows/*", "growth_with_depth/*"), "recorded runs", (SOURCES,)),
     "recorded_timm": Case(60, ("growth/*", "brackets/*"), "recorded runs, timm", (SOURCES,)),
+    "recorded_transformers": Case(5, ("summary/*", "rows/*"), "recorded runs, transformers 4.51", (SOURCES,)),
     "recorder_vs_profiler": Case(8, ("models/*", "hidden_workspace_bytes/*", "operator_sweep/*")),
     "report_pages": Case(8, ("fuzz/num_logs", "fuzz/anything else")),
     "resolution_levels": Case(0.2, ("num_*",)),

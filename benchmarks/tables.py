@@ -55,6 +55,20 @@ LOOP_SEMANTICS = {
     ),
     "the same weights as without the stop": "{LIB/resume/same_weights:yes|no}",
 }
+SCORED = (
+    "models | runs | error of what was recorded: median, worst | within 5% | the least respects what is known | "
+    "verdict: fits / too close / does not fit, of those that ran | of those that ran out"
+)
+SCORES = (
+    "{family} | {num_rows} | {median_error?:.1%}, {worst_error?:.1%} | {within_5_percent?:.0%} | {bracket_respected:.0%} | "
+    "{verdicts/fits, ran} / {verdicts/too close, ran} / {verdicts/does not fit, ran} | "
+    "{verdicts/fits, ran out} / {verdicts/too close, ran out} / {verdicts/does not fit, ran out}"
+)
+MISSED = "run | card | error | reason"
+MISSES = (
+    "{result/figures/rows/@row/model}, {result/figures/rows/@row/optimizer}, batch {result/figures/rows/@row/batch} | "
+    "{result/figures/rows/@row/gpu} | {error:+.1%} | {reason}"
+)
 Rows = Iterator[dict[str, Any]]
 
 
@@ -133,6 +147,13 @@ def first_steps(result: Any) -> Rows:
         yield {"model": model, "way": "tried", "key": "without"}
 
 
+def predictors(result: Any) -> Rows:
+    """Each predictor's errors on xMem's runs, of both cases."""
+    others = read_result("recorded_transformers")["figures"]["predictors"]
+    for name, found in result["figures"]["predictors"].items():
+        yield {"predictor": name, "convolutions": found, "transformers": others[name]}
+
+
 def samplers(result: Any) -> Rows:
     """Each way of sampling a grid, and whether its sample is random."""
     exact = {"loop", "global sort, float64", "global sort, int64"}
@@ -195,13 +216,19 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     # Recorded GPUs
     "recorded_convolutions": Table(
         "summary/{family}",
-        "models | runs | error of what is reserved: median, worst | xMem's | the least respects what is known | "
-        "verdict: fits / too close / does not fit, of those that ran | of those that ran out",
-        "{family} | {num_rows} | {median_error:.1%}, {worst_error:.1%} | "
-        "{xmem_median_error:.1%}, {xmem_worst_error:.1%} | {bracket_respected:.0%} | "
-        "{verdicts/fits, ran} / {verdicts/too close, ran} / {verdicts/does not fit, ran} | "
-        "{verdicts/fits, ran out} / {verdicts/too close, ran out} / {verdicts/does not fit, ran out}",
+        SCORED,
+        SCORES,
     ),
+    "recorded_transformers": Table("summary/{family}", SCORED, SCORES),
+    "recorded_convolutions.predictors": Table(
+        predictors,
+        "| convolutions: median error, worst | within 5% | transformers: median error, worst | within 5%",
+        "{predictor} | {convolutions/median_error:.1%}, {convolutions/worst_error:.0%} | "
+        "{convolutions/within_5_percent:.0%} | {transformers/median_error:.1%}, {transformers/worst_error:.0%} | "
+        "{transformers/within_5_percent:.0%}",
+    ),
+    "recorded_convolutions.misses": Table("misses/{row}", MISSED, MISSES),
+    "recorded_transformers.misses": Table("misses/{row}", MISSED, MISSES),
     "recorded_openmmlab": Table(
         "summary/{family}",
         "networks | trainings | error of what is allocated: median, worst | within 5% | "

@@ -1,0 +1,83 @@
+"""How recorded GPU runs are scored: what the first sample held already, the card's own room, and unknown contexts."""
+
+import pytest
+import torch
+
+import memkit as mk
+from benchmarks.recorded_xmem import figures_of, scores
+from memkit._core.units import MIB
+
+TOTAL = 12622168064
+CARD = mk.find_gpu("RTX 3060")
+
+
+def row_of(peak, *, total=TOTAL, ran_out=False):
+    return {
+        "family": "toy",
+        "model": "toy",
+        "optimizer": "SGD",
+        "batch": 1,
+        "gpu": "RTX 3060 12GB",
+        "gpu_total_bytes": total,
+        "peak_bytes_nvml": peak,
+        "oom": ran_out,
+        "estimates": {"xMem": 2 * peak},
+        "capped_runs": [{"cap_bytes": 200 * MIB, "survived": True}, {"cap_bytes": 90 * MIB, "survived": False}],
+        "infeasible_at": 90 * MIB,
+    }
+
+
+def of_mib(size):
+    return torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
+
+
+def model_then_batch(_):
+    model = of_mib(30)
+    moved = torch.cuda.memory_reserved()
+    batch = of_mib(100)
+    del model, batch
+    return moved
+
+
+def one_after_another(_):
+    for size in (60, 100):
+        of_mib(size)
+    return 0
+
+
+def test_what_the_first_sample_held_is_not_in_the_record():
+    figures = figures_of(row_of(100 * MIB), model_then_batch)
+    assert (figures["reserved_bytes"], figures["predicted_bytes"]) == (130 * MIB, 100 * MIB)
+    assert figures["error"] == 0
+    assert figures["error_without_first_sample"] == pytest.approx(0.3)  # the naive comparison
+    assert figures["ran_in_bytes"] == 130 * MIB  # the card held the first sample as well
+    assert figures["peer_errors"] == {"xMem": 1}
+    assert figures["verdict"] == "fits"
+
+
+def test_a_card_with_less_room_reserves_what_fits():
+    total = CARD.context_interval[0] + 120 * MIB
+    figures = figures_of(row_of(100 * MIB, total=total), one_after_another)
+    assert figures["reserved_bytes"] == 100 * MIB  # 60 MiB in the cache were freed for them
+    assert figures_of(row_of(100 * MIB), one_after_another)["reserved_bytes"] == 160 * MIB
+
+
+def test_a_verdict_holds_for_every_known_size_of_the_context():
+    low, high = CARD.context_interval
+    for total, verdict in (
+        (low + 90 * MIB, "does not fit"),
+        (high + 170 * MIB, "fits"),
+        (low + 170 * MIB, "too close"),
+    ):
+        assert figures_of(row_of(100 * MIB, total=total, ran_out=True), one_after_another)["verdict"] == verdict
+
+
+def test_larger_misses_are_named_with_their_reason_or_as_not_explained():
+    rows = {name: figures_of(row_of(peak), model_then_batch) for name, peak in (("a", 100 * MIB), ("b", 110 * MIB))}
+    rows["c"] = rows["b"] | {"family": "other"}
+    found = scores(rows, {"b": "explained: a toy"})
+    assert {name: miss["reason"] for name, miss in found["misses"].items()} == {
+        "b": "explained: a toy",
+        "c": "not explained",
+    }
+    assert found["predictors"]["memkit"]["within_5_percent"] == pytest.approx(1 / 3)
