@@ -4,8 +4,8 @@ xMem (Stone-ResearchLife/xMem, Middleware 25) trained models for four steps on t
 9.1 in float32. It recorded the most memory in use on the GPU, whether a run ran out, and runs under caps.
 
 What was recorded is less than what the allocator reserved, where the model was already on the card when the first
-sample was taken: the sampling thread starts right before the model is moved, and the first sample is subtracted from all
-(`exp/trainer/train_loop.py`, `exp/trainer/plugins/monitor/runner.py` and `_get_ground_truth` in `exp/run.py`).
+sample was taken: the sampling thread starts right before the model is moved, and the first sample is subtracted from
+all (`exp/trainer/train_loop.py`, `exp/trainer/plugins/monitor/runner.py` and `_get_ground_truth` in `exp/run.py`).
 """
 
 from __future__ import annotations

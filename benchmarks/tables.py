@@ -56,11 +56,12 @@ LOOP_SEMANTICS = {
     "the same weights as without the stop": "{LIB/resume/same_weights:yes|no}",
 }
 SCORED = (
-    "models | runs | error of what was recorded: median, worst | within 5% | the least respects what is known | "
+    "models | runs | error of the recorded peak: median, worst | within 5% | the least respects what is known | "
     "verdict: fits / too close / does not fit, of those that ran | of those that ran out"
 )
 SCORES = (
-    "{family} | {num_rows} | {median_error?:.1%}, {worst_error?:.1%} | {within_5_percent?:.0%} | {bracket_respected:.0%} | "
+    "{family} | {num_rows} | {median_error:.1%}, {worst_error:.1%} | {within_5_percent:.0%} | "
+    "{bracket_respected:.0%} | "
     "{verdicts/fits, ran} / {verdicts/too close, ran} / {verdicts/does not fit, ran} | "
     "{verdicts/fits, ran out} / {verdicts/too close, ran out} / {verdicts/does not fit, ran out}"
 )
@@ -222,7 +223,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "recorded_transformers": Table("summary/{family}", SCORED, SCORES),
     "recorded_convolutions.predictors": Table(
         predictors,
-        "| convolutions: median error, worst | within 5% | transformers: median error, worst | within 5%",
+        "predictor | convolutions: median error, worst | within 5% | transformers: median error, worst | within 5%",
         "{predictor} | {convolutions/median_error:.1%}, {convolutions/worst_error:.0%} | "
         "{convolutions/within_5_percent:.0%} | {transformers/median_error:.1%}, {transformers/worst_error:.0%} | "
         "{transformers/within_5_percent:.0%}",

@@ -1,7 +1,7 @@
 """Virtual cards against recorded GPU runs of language models: what they reserved, and the least they ran in.
 
-The rows are public: `benchmarks.recorded_xmem` says how they came about. They are read from `recorded_gpu_runs.json` in a
-folder outside of this repository. The models are built from their published configurations, without their weights.
+The rows are public: `benchmarks.recorded_xmem` says how they came about. They are read from `recorded_gpu_runs.json`
+in a folder outside of this repository. The models are built from their published configurations, without their weights.
 
 A batch is as long as its longest row, and a row has at most 128 tokens. With more than ten rows a batch nearly always
 has one of that length. With fewer, the lengths of a run are not known: what shorter ones would change is told beside.
@@ -67,13 +67,16 @@ LONGEST, MANY_ROWS = 128, 10
 FULL = (LONGEST,) * 4
 SHORTER = (LONGEST, 120, LONGEST, LONGEST)  # what a longest row of 120 tokens in one batch changes
 SHORT = (64,) * 4  # for batches of one row
-_LENGTHS = "explained: the longest row of the second batch had some %d tokens (see other_lengths_bytes)"
+_LENGTHS = (
+    "explained if lengths differed: they were not recorded. Where the longest row of the second batch has 120 tokens, "
+    "%s MiB are predicted, and %s MiB were recorded"
+)
 REASONS = {
-    "x094": _LENGTHS % 120,
-    "x109": _LENGTHS % 120,
+    "x094": _LENGTHS % ("4,094", "4,088"),
+    "x109": _LENGTHS % ("3,454", "3,456"),
     "x098": (
-        "explained in part: one block of 5.6 MiB lies in the only free room for a batch's logits (368 MiB); with 2 MiB more "
-        "at the start it lies elsewhere, and 3,768 MiB are predicted. What these 2 MiB are is not known"
+        "explained in part: one block of 5.6 MiB lies in the only free room for a batch's logits (368 MiB); with 2 MiB "
+        "more at the start it lies elsewhere, and 3,768 MiB are predicted. What these 2 MiB are is not known"
     ),
 }
 
