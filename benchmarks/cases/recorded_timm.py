@@ -133,14 +133,14 @@ def run_of(row: dict[str, str], layout: str, batch: int) -> dict[str, Any]:
     with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU(roomy(card)) as gpu:
         model = create(row["model"]).to(memory_format=dense)
         check_size(model, float(row["param_count"]))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, nesterov=True, foreach=False)
         images = torch.zeros(batch, 3, side, side, device="cuda").to(memory_format=dense)
-        labels = torch.zeros(batch, dtype=torch.long, device="cuda")
         for _ in range(2):
-            optimizer.zero_grad()
-            with torch.autocast("cuda", torch.float16):
+            optimizer.zero_grad(set_to_none=False)  # as in PyTorch 1: gradients live through the forward
+            with torch.autocast("cuda", torch.float16):  # with the backward, so that all casts of weights live through it
                 outputs = first(model(images))
-            F.cross_entropy(outputs, labels).backward()
+                labels = torch.zeros(batch, dtype=torch.long, device="cuda")
+                F.cross_entropy(outputs, labels).backward()
             optimizer.step()
     figures = gpu.record().figures
     reserved, least = figures.reserved_bytes, figures.find_least()
