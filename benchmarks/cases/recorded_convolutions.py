@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import memkit as mk
-from benchmarks.recorded import let_torchvision_be_imported, read_rows, roomy, verdict
+from benchmarks.recorded import held, let_torchvision_be_imported, read_rows, roomy, told_on
 from benchmarks.result import write_result
 from memkit._core.units import MIB
 from memkit.predict.gpus import GPU
@@ -85,23 +85,23 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
     card = card_of(row)
     with mk.VirtualGPU(roomy(card), torch="2.6", cudnn="9.1") as unlimited:
         train(row)
-    figures = unlimited.record().figures
-    reserved, least = figures.reserved_bytes, figures.find_least()
-    room = row["gpu_total_bytes"] - card.context_bytes
+    estimate = unlimited.estimate()
+    reserved, interval = estimate.reserved_bytes, estimate.reserved_interval
+    assert reserved is not None and interval is not None
     return {
         "family": row["family"],
         "gpu": card.name,
         "optimizer": row["optimizer"],
         "batch": row["batch"],
         "ran_out": row["oom"],
-        "recorded_bytes": None if row["oom"] else row["peak_bytes_nvml"],
         "reserved_bytes": reserved,
-        "least_reserved_bytes": least,
+        "least_reserved_bytes": estimate.least_reserved_bytes,
         "error": None if row["oom"] else reserved / row["peak_bytes_nvml"] - 1,
         "ran_in_bytes": row["feasible_at_most"],
         "ran_out_in_bytes": row["infeasible_at"],
-        "verdict": verdict(reserved, least, room),
+        "verdict": told_on(card, row["gpu_total_bytes"], estimate),
         "xmem_error": row.get("error_xMem"),
+        **({} if row["oom"] else held(interval, row["peak_bytes_nvml"], spread=estimate.spread)),
     }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memkit as mk
-from benchmarks.recorded import read_rows
+from benchmarks.recorded import held, read_rows
 from benchmarks.result import write_result
 from memkit._core.units import GIB, MIB
 
@@ -193,8 +193,8 @@ class Clips(nn.Module):
         return F.cross_entropy(self.body(clips), labels)
 
 
-def peak_of(row: dict[str, Any], *, tunes: bool = True) -> int:
-    """The most that is allocated in three steps of SGD with momentum, on one of several GPUs."""
+def estimate_of(row: dict[str, Any], *, tunes: bool = True) -> mk.predict.MemoryEstimate:
+    """The estimate of three steps of SGD with momentum, on one of several GPUs."""
     is_segmentation = row["source"] == "mmseg"
     size = row["batch_per_gpu"]
     with (
@@ -217,7 +217,7 @@ def peak_of(row: dict[str, Any], *, tunes: bool = True) -> int:
                 nn.utils.clip_grad_norm_(parameters, 40)
             optimizer.step()
     del buckets
-    return gpu.peak_bytes
+    return gpu.estimate()
 
 
 def depth_growth(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -245,15 +245,23 @@ def main(arguments: list[str] | None = None) -> None:
     for row in taken:
         is_exact = "memory_mib" in row
         recorded = row["memory_mib"] if is_exact else row["memory_gb"]
-        peak = peak_of(row)
+        unit = MIB if is_exact else GIB
+        estimate, without = estimate_of(row), estimate_of(row, tunes=False)
+        last_digit = 10 ** -len(str(recorded).partition(".")[2])
         rows[row["id"]] = {
             "family": row["family"],
             "config": row["config"],
             "recorded": recorded,
             "unit": "MiB" if is_exact else "GiB",
-            "peak_bytes": peak,
-            "error": peak / (recorded * (MIB if is_exact else GIB)) - 1,
-            "error_without_workspaces": peak_of(row, tunes=False) / (recorded * (MIB if is_exact else GIB)) - 1,
+            "peak_bytes": estimate.peak_bytes,
+            "error": estimate.peak_bytes / (recorded * unit) - 1,
+            "error_without_workspaces": without.peak_bytes / (recorded * unit) - 1,
+            **held(
+                estimate.peak_interval,
+                int(recorded * unit),
+                spread=estimate.spread,
+                rounded_by=0 if is_exact else int(last_digit * unit / 2),
+            ),
         }
     families = sorted({row["family"] for row in rows.values()})
     by_family = {family: [row for row in rows.values() if row["family"] == family] for family in families}

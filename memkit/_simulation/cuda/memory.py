@@ -74,6 +74,7 @@ class CudaMemory:
         asker: Returns the origin of the current request.
         shortages: Origin of each request that ran out of memory.
         on_request: Called with the bytes of each request.
+        convolves: Whether a convolution ran whose scratch memory is not fully known.
         tuned: The convolutions for which ``cudnn.benchmark`` has tried all algorithms.
     """
 
@@ -98,6 +99,7 @@ class CudaMemory:
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
+        self.convolves = False
         self.tuned: set[tuple[Any, ...]] = set()
 
     def snapshot(self) -> dict[str, Any]:
@@ -155,6 +157,7 @@ class CudaMemory:
                 self._give_back(block)
         if func not in CONVOLVING:
             return 0
+        self.convolves = self.convolves or torch.backends.cudnn.enabled
         if torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark:
             convolution = Convolution.of(func, args, out)
             self._tune(convolution)
