@@ -1,4 +1,4 @@
-"""What the cases of recorded GPU runs share: rows, a card with room, and whether an estimate holds what was recorded."""
+"""What the cases of recorded GPU runs share: rows, a card with room, and whether an estimate holds what ran."""
 
 from __future__ import annotations
 

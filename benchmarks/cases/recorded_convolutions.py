@@ -87,7 +87,8 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
         train(row)
     estimate = unlimited.estimate()
     reserved, interval = estimate.reserved_bytes, estimate.reserved_interval
-    assert reserved is not None and interval is not None
+    assert reserved is not None
+    assert interval is not None
     return {
         "family": row["family"],
         "gpu": card.name,

@@ -236,9 +236,9 @@ class MemoryEstimate(Overviewed):
     def least_required_interval(self) -> tuple[int, int]:
         """Bytes without which the step cannot run, and bytes with which it runs, slowly.
 
-        The allocator spares what it caches beyond `least_reserved_bytes`, known to within `spread`. Kernels of convolutions
-        have slower forms without `workspace_bytes`. The context is that of the driver that
-        takes the least, and the most.
+        The allocator spares what it caches beyond `least_reserved_bytes`, known to within `spread`. Kernels of
+        convolutions have slower forms without `workspace_bytes`. The context is that of the driver that takes the
+        least, and the most.
         """
         least = self.least_reserved_bytes
         if least is None:
