@@ -32,7 +32,7 @@ def told_on(card: GPU, total_bytes: int, estimate: MemoryEstimate) -> str:
 
 
 def held(
-    interval: tuple[int, int], recorded: int, *, spread: float, fixed: int = 0, rounded_by: int = 0
+    interval: tuple[int, int], recorded: int, *, spread: float, fixed: tuple[int, int] = (0, 0), rounded_by: int = 0
 ) -> dict[str, Any]:
     """Whether an interval holds what was recorded, how wide it is, and the spread that it needs to hold it.
 
@@ -40,17 +40,17 @@ def held(
         interval: In bytes, with its spread.
         recorded: Bytes that were recorded.
         spread: The share by which the interval's ends lie apart in addition.
-        fixed: Bytes of what was recorded that the interval leaves out: a driver's context.
+        fixed: Least and most bytes of what was recorded that the interval leaves out: a driver's context.
         rounded_by: How far the recorded figure may be from what was measured.
     """
     low, high = interval
-    least, most = recorded - fixed - rounded_by, recorded - fixed + rounded_by
+    least, most = recorded - fixed[1] - rounded_by, recorded - fixed[0] + rounded_by
     needed = max(0.0, 1 - most / (low / (1 - spread)), least / (high / (1 + spread)) - 1)
     return {
         "recorded_bytes": recorded,
-        "interval_bytes": [low + fixed, high + fixed],
+        "interval_bytes": [low + fixed[0], high + fixed[1]],
         "holds": low <= most and least <= high,
-        "width": (high - low) / recorded,
+        "width": (high + fixed[1] - low - fixed[0]) / recorded,
         "needed_spread": needed,
     }
 

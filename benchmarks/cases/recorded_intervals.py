@@ -1,8 +1,9 @@
 """Intervals and verdicts against all recorded GPU runs together: how often they hold, and how much they leave open.
 
 Reads the result files of the cases `recorded_convolutions`, `recorded_openmmlab` and `recorded_timm`. An estimate's
-interval lies apart by `memkit.predict.estimate.SPREAD`. "needed" is the spread with which 95% of the rows hold, chosen
-with the rows of the other families for each family; a control gives each row another row's interval.
+interval has a spread, `memkit.predict.estimate.SPREAD`. "needed" is the one with which 95% of the rows would hold, and
+next to it how many rows of each family hold with what the other families need; a control gives each row another row's
+interval.
 
 Run: python -m benchmarks.cases.recorded_intervals
 """
@@ -20,7 +21,7 @@ from memkit.predict.estimate import SPREAD
 
 HELD = 0.95
 FEWEST = 6  # runs of a family that is shown on its own
-WORDS, ENDS = ("fits", "too close", "does not fit"), ((True, "ran"), (False, "ran out"))
+WORDS, ENDS = ("fits", "too close", "does not fit", "not known"), ((True, "ran"), (False, "ran out"))
 
 
 def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

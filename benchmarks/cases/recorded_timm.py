@@ -147,21 +147,41 @@ def growth_of(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def totals_of(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What nvidia-smi showed, and the estimate's interval with the context that the other families tell of."""
-    largest = {row["model"]: 0 for row in runs}
+def ended(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of one model that did not run out of memory, as what nvidia-smi showed of them tells.
+
+    A run took less than one of a smaller batch, or would have taken more than the card has had it grown as before.
+    """
+    found: list[dict[str, Any]] = []
     for row in runs:
-        if row["recorded_bytes"] < largest[row["model"]]:
-            continue  # less than at a smaller batch: the run had failed
-        largest[row["model"]] = row["recorded_bytes"]
-        others = [each for each in runs if each["family"] != row["family"]]
-        context = statistics.median(each["recorded_bytes"] - each["reserved_bytes"] for each in others)
+        if found and row["recorded_bytes"] <= found[-1]["recorded_bytes"]:
+            continue
+        if len(found) > 1:
+            small, large = found[-2:]
+            grown = (large["recorded_bytes"] - small["recorded_bytes"]) / (large["batch"] - small["batch"])
+            expected = large["recorded_bytes"] + grown * (row["batch"] - large["batch"])
+            if expected > mk.find_gpu("A100 40GB").total_bytes:
+                continue
+        found.append(row)
+    return found
+
+
+def totals_of(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What nvidia-smi showed, and the estimate's interval with the context that the other families tell of.
+
+    The context is the middle half of what their smallest runs took beyond what is predicted: kernels are loaded when
+    they are needed, so that it differs between models.
+    """
+    for row in runs:
+        others = [each for each in runs if each["family"] != row["family"] and each["batch"] == BATCHES[0]]
+        beyond = [each["recorded_bytes"] - each["reserved_bytes"] for each in others]
+        low, middle, high = map(int, statistics.quantiles(beyond, n=4))
         estimate = row["estimate"]
         yield {
             **{name: row[name] for name in ("family", "model", "batch", "reserved_bytes")},
-            "context_bytes": context,
-            "error": (row["reserved_bytes"] + context) / row["recorded_bytes"] - 1,
-            **held(estimate.reserved_interval, row["recorded_bytes"], spread=estimate.spread, fixed=int(context)),
+            "context_bytes": [low, high],
+            "error": (row["reserved_bytes"] + middle) / row["recorded_bytes"] - 1,
+            **held(estimate.reserved_interval, row["recorded_bytes"], spread=estimate.spread, fixed=(low, high)),
         }
 
 
@@ -295,9 +315,9 @@ def score_growth(folder: Path, every: int, failed: list[str]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for row in read_rows(folder, "GPUMemNet")[::every]:
         with noting(failed, row["model"]):
-            runs_of_model = runs_of(row)
-            runs += runs_of_model
-            rows += growth_of(runs_of_model)
+            of_model = runs_of(row)
+            runs += ended(of_model)
+            rows += growth_of(of_model)
     return {"summary": {"all": growth_summary(rows)}, "rows": rows, "totals": list(totals_of(runs))}
 
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
     from memkit._simulation.simulation import Record
 
 _NUM_HOLDERS = 8
-SPREAD = 0.03
-"""How far a GPU's figures lie from the estimate's where convolutions run, beyond `MemoryEstimate.workspace_bytes`.
+SPREAD = 0.025
+"""How far a GPU's figures may lie from the estimate's where convolutions run, as a share of them.
 
-A share of the figures, set by recorded runs: `benchmarks/results/recorded_intervals.json`.
+How many recorded runs it holds, and what would hold 95% of them, is in `benchmarks/results/recorded_intervals.json`.
 """
 Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
 _SENTENCES = {
@@ -207,9 +207,12 @@ class MemoryEstimate(Overviewed):
 
     @property
     def peak_interval(self) -> tuple[int, int]:
-        """Lowest and highest peak: `peak_bytes` without and with `workspace_bytes`, apart by `spread`."""
-        high = self.peak_bytes + (self.workspace_bytes or 0)
-        return int(self.peak_bytes * (1 - self.spread)), int(high * (1 + self.spread))
+        """Lowest and highest peak: `peak_bytes` without and with `workspace_bytes`, and no less than `spread` apart."""
+        return self._around(self.peak_bytes)
+
+    def _around(self, num_bytes: int) -> tuple[int, int]:
+        most = max(num_bytes + (self.workspace_bytes or 0), int(num_bytes * (1 + self.spread)))
+        return int(num_bytes * (1 - self.spread)), most
 
     @property
     def total_bytes(self) -> int | None:
@@ -222,15 +225,10 @@ class MemoryEstimate(Overviewed):
     def reserved_interval(self) -> tuple[int, int] | None:
         """Lowest and highest bytes that the allocator may hold where memory is plenty; None on a CPU.
 
-        Both ends are `reserved_bytes` where no convolution runs. A block of scratch memory that comes and goes decides
-        where all later blocks lie, so what is reserved may differ by `workspace_bytes` in both directions, and by
-        `spread`.
+        They lie apart by `workspace_bytes` and `spread`: a block of scratch memory that comes and goes decides where
+        all later blocks lie.
         """
-        if self.reserved_bytes is None:
-            return None
-        scratch_bytes = self.workspace_bytes or 0
-        low = int((self.reserved_bytes - scratch_bytes) * (1 - self.spread))
-        return max(self.peak_interval[0], low), int((self.reserved_bytes + scratch_bytes) * (1 + self.spread))
+        return None if self.reserved_bytes is None else self._around(self.reserved_bytes)
 
     @property
     def least_required_interval(self) -> tuple[int, int]:

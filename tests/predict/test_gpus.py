@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._core.records import DeviceMemory
@@ -19,6 +20,7 @@ from memkit.predict import calibration
 from memkit.predict.calibration import calibrate_gpu
 from memkit.predict.estimate import SPREAD
 from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
+from memkit.predict.usage import estimate_memory_usage
 from tests.helpers import assert_refused, run_python
 from tests.predict.estimates import estimate_with
 
@@ -151,7 +153,7 @@ def test_between_the_least_and_the_most_that_may_be_needed_it_is_too_close_to_sa
     with_kernels = step_of_1200_mib(workspace_bytes=50 * MIB, spread=SPREAD)
     low, high = with_kernels.least_required_interval
     assert (low, high) == (int(1000 * MIB * (1 - SPREAD)) + 300 * MIB, int(1000 * MIB * (1 + SPREAD)) + 300 * MIB)
-    assert with_kernels.reserved_interval == (int(1150 * MIB * (1 - SPREAD)), int(1250 * MIB * (1 + SPREAD)))
+    assert with_kernels.reserved_interval == (int(1200 * MIB * (1 - SPREAD)), 1250 * MIB)
     assert with_kernels.required_bytes == with_kernels.reserved_interval[1] + 300 * MIB
     words = [str(with_kernels.verdict(size)) for size in (low - 1, low, high - 1, high)]
     assert words == ["does not fit", "too close", "too close", "fits"]
@@ -161,8 +163,30 @@ def test_between_the_least_and_the_most_that_may_be_needed_it_is_too_close_to_sa
     assert "at least 1.07 GiB, or up to 1.27 GiB" in drivers.verdict(1200 * MIB).reason
 
 
-def test_the_allocator_never_holds_less_than_is_in_use():
-    assert step_of_1200_mib(workspace_bytes=1100 * MIB).reserved_interval[0] == 900 * MIB
+def test_an_interval_is_as_wide_as_the_scratch_memory_and_the_spread():
+    estimate = step_of_1200_mib(workspace_bytes=MIB, spread=0.1)
+    assert estimate.peak_interval == (810 * MIB, 990 * MIB)
+    assert estimate.reserved_interval == (1080 * MIB, 1320 * MIB)
+    assert replace(estimate, workspace_bytes=200 * MIB).reserved_interval == (1080 * MIB, 1400 * MIB)
+    assert replace(estimate, reserved_bytes=None).reserved_interval is None
+    exact = replace(estimate, workspace_bytes=0, spread=0.0)
+    assert exact.peak_interval == (900 * MIB, 900 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "x", "spread"),
+    [
+        ("RTX 3060", nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), SPREAD),
+        ("RTX 3060", nn.Linear(8, 8), torch.ones(1, 8), 0.0),
+        ("cpu", nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), 0.0),
+    ],
+)
+def test_only_convolutions_of_cudnn_have_a_spread(target, model, x, spread):
+    estimate = estimate_memory_usage(model, x, lambda model, x: model(x).sum(), target=target)
+    assert estimate.spread == spread
+    with torch.backends.cudnn.flags(enabled=False):
+        plain = estimate_memory_usage(model, x, lambda model, x: model(x).sum(), target=target)
+    assert plain.spread == 0.0
 
 
 @pytest.mark.parametrize(
