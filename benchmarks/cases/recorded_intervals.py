@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.result import read_result, write_result
+from benchmarks.result import RESULTS, read_result, write_result
 from memkit.predict.estimate import SPREAD
 
 HELD = 0.95
@@ -26,9 +26,9 @@ WORDS, ENDS = ("fits", "too close", "does not fit", "not known"), ((True, "ran")
 
 def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows with an interval, and those with a verdict; each has its source, family and card."""
-    xmem = list(read_result("recorded_convolutions")["figures"]["rows"].values())
-    openmmlab = list(read_result("recorded_openmmlab")["figures"]["rows"].values())
-    timm = read_result("recorded_timm")["figures"]
+    xmem = list(read_result("recorded_convolutions", RESULTS)["figures"]["rows"].values())
+    openmmlab = list(read_result("recorded_openmmlab", RESULTS)["figures"]["rows"].values())
+    timm = read_result("recorded_timm", RESULTS)["figures"]
     intervals = [
         *({**row, "source": "xMem"} for row in xmem if "holds" in row),
         *({**row, "source": "OpenMMLab"} for row in openmmlab),
