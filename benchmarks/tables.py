@@ -229,7 +229,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "recorded_intervals.verdicts": Table(
         "verdicts/{group}",
-        "card or family | runs | of those that ran: fits / too close / does not fit | of those that ran out | too close",
+        "card or family | runs | that ran: fits / too close / does not fit | that ran out | too close",
         "{group} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} | "
         "{fits, ran out} / {too close, ran out} / {does not fit, ran out} | {share_too_close:.0%}",
     ),
