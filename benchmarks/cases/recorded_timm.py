@@ -134,17 +134,16 @@ def growth_of(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             large[name] - small[name]
             for name in ("recorded_bytes", "reserved_bytes", "reserved_without_workspaces", "faketensor_bytes")
         )
-        if recorded > 0:  # less at a larger batch: the run had failed
-            yield {
-                "family": small["family"],
-                "model": small["model"],
-                "batches": [small["batch"], large["batch"]],
-                "recorded_bytes": recorded,
-                "predicted_bytes": predicted,
-                "error": predicted / recorded - 1,
-                "error_without_workspaces": without / recorded - 1,
-                "faketensor_error": peer / recorded - 1,
-            }
+        yield {
+            "family": small["family"],
+            "model": small["model"],
+            "batches": [small["batch"], large["batch"]],
+            "recorded_bytes": recorded,
+            "predicted_bytes": predicted,
+            "error": predicted / recorded - 1,
+            "error_without_workspaces": without / recorded - 1,
+            "faketensor_error": peer / recorded - 1,
+        }
 
 
 def ended(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -315,8 +314,8 @@ def score_growth(folder: Path, every: int, failed: list[str]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for row in read_rows(folder, "GPUMemNet")[::every]:
         with noting(failed, row["model"]):
-            of_model = runs_of(row)
-            runs += ended(of_model)
+            of_model = ended(runs_of(row))
+            runs += of_model
             rows += growth_of(of_model)
     return {"summary": {"all": growth_summary(rows)}, "rows": rows, "totals": list(totals_of(runs))}
 
