@@ -235,8 +235,8 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "recorded_intervals.wrong": Table(
         "wrong/{number}",
-        "model | card | layout | batch | verdict, but it",
-        "{model} | {gpu} | {layout?} | {batch} | {verdict}, but it {ran:ran|ran out}",
+        "model | card | layout | batch | verdict | because",
+        "{model?} | {gpu} | {layout?} | {batch} | {verdict}, but it {ran:ran|ran out} | {reason}",
     ),
     # Public code and whole runs
     "acceptance": Table(

@@ -91,6 +91,7 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
     assert interval is not None
     return {
         "family": row["family"],
+        "model": row["model"],
         "gpu": card.name,
         "optimizer": row["optimizer"],
         "batch": row["batch"],
