@@ -89,6 +89,7 @@ CASES = {
     "public_runs": Case(4, (BYTES, "*/num_*")),
     "rank_faults": Case(15, ("faults/*/finished", "faults/*/drawn", "everywhere/*/fired")),
     "recorded_convolutions": Case(1.5, ("summary/*", "rows/*"), "recorded runs, torchvision", (SOURCES,)),
+    "recorded_intervals": Case(0.1, ("*",)),
     "recorded_openmmlab": Case(1, ("summary/*", "rows/*", "growth_with_depth/*"), "recorded runs", (SOURCES,)),
     "recorded_timm": Case(60, ("growth/*", "brackets/*"), "recorded runs, timm", (SOURCES,)),
     "recorded_transformers": Case(5, ("summary/*", "rows/*"), "recorded runs, transformers 4.51", (SOURCES,)),

@@ -1,4 +1,4 @@
-"""What the cases of recorded GPU runs share: rows, a card with room, and the verdict that is scored."""
+"""What the cases of recorded GPU runs share: rows, a card with room, and whether an estimate holds what ran."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU
-
-ROOM = 0.02  # an answer is "too close" this near to a capacity: what cuDNN takes is modeled only in part
 
 
 def read_rows(folder: Path, source: str) -> list[dict[str, Any]]:
@@ -27,10 +26,33 @@ def roomy(card: GPU) -> GPU:
     return replace(card, total_interval=(10 * card.total_bytes, 10 * card.total_bytes))
 
 
-def verdict(reserved: int, least: int, room: int) -> str:
-    if reserved * (1 + ROOM) <= room:
-        return "fits"
-    return "does not fit" if least * (1 - ROOM) > room else "too close"
+def told_on(card: GPU, total_bytes: int, estimate: MemoryEstimate) -> str:
+    """The estimate's verdict for a card with this total, as torch reported it."""
+    return str(estimate.verdict(replace(card, total_interval=(total_bytes, total_bytes))))
+
+
+def held(
+    interval: tuple[int, int], recorded: int, *, spread: float, fixed: tuple[int, int] = (0, 0), rounded_by: int = 0
+) -> dict[str, Any]:
+    """Whether an interval holds what was recorded, how wide it is, and the spread that it needs to hold it.
+
+    Args:
+        interval: In bytes, with its spread.
+        recorded: Bytes that were recorded.
+        spread: The share by which the interval's ends lie apart in addition.
+        fixed: Least and most bytes of what was recorded that the interval leaves out: a driver's context.
+        rounded_by: How far the recorded figure may be from what was measured.
+    """
+    low, high = interval
+    least, most = recorded - fixed[1] - rounded_by, recorded - fixed[0] + rounded_by
+    needed = max(0.0, 1 - most / (low / (1 - spread)), least / (high / (1 + spread)) - 1)
+    return {
+        "recorded_bytes": recorded,
+        "interval_bytes": [low + fixed[0], high + fixed[1]],
+        "holds": low <= most and least <= high,
+        "width": (high + fixed[1] - low - fixed[0]) / recorded,
+        "needed_spread": needed,
+    }
 
 
 def leave_one_family_out(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> float:

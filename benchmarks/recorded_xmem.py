@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import memkit as mk
-from benchmarks.recorded import leave_one_family_out, roomy, shuffled_error, verdict
+from benchmarks.recorded import held, leave_one_family_out, roomy, shuffled_error, told_on
 from memkit._core.units import MIB
 from memkit.predict.gpus import GPU
 
@@ -40,21 +40,23 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
     Where the card has less than what a run would reserve, it reserves what fits: this is run on the card as it was.
     """
     card, total = card_of(row), row["gpu_total_bytes"]
-    # How much the context took was not recorded: a verdict holds for the most and the least that is known.
-    most_room, *_ = rooms = [total - context for context in card.context_interval]
+    least_context, _ = card.context_interval
     with mk.VirtualGPU(roomy(card), **VERSIONS) as gpu:
         before = train(row)
-    figures = gpu.record().figures
-    free, least = figures.reserved_bytes, figures.find_least()
-    reserved = free
-    if least <= most_room < free:
-        own = replace(card, total_interval=(total, total), context_interval=card.context_interval[:1] * 2)
+    free = estimate = gpu.estimate()
+    least = free.least_reserved_bytes
+    assert least is not None
+    assert free.reserved_bytes is not None
+    if least <= total - least_context < free.reserved_bytes:
+        own = replace(card, total_interval=(total, total), context_interval=(least_context, least_context))
         with mk.VirtualGPU(own, **VERSIONS) as gpu:
             train(row)
-        reserved = gpu.record().figures.reserved_bytes
+        estimate = gpu.estimate()
+    reserved, interval = estimate.reserved_bytes, estimate.reserved_interval
+    assert reserved is not None
+    assert interval is not None
     peak = None if row["oom"] else row["peak_bytes_nvml"]
     survived = [run["cap_bytes"] for run in row["capped_runs"] if run["survived"]]
-    answers = {verdict(free, least, room) for room in rooms}
     return {
         "family": row["family"],
         "model": row["model"],
@@ -62,6 +64,7 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
         "optimizer": row["optimizer"],
         "batch": row["batch"],
         "ran_out": row["oom"],
+        **({} if peak is None else held(interval, peak, spread=estimate.spread, fixed=(-before, -before))),
         "recorded_bytes": peak,
         "reserved_bytes": reserved,
         "first_sample_bytes": before,
@@ -71,7 +74,7 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
         "error_without_first_sample": None if peak is None else reserved / peak - 1,
         "ran_in_bytes": min(survived + ([] if peak is None else [peak + before]), default=None),
         "ran_out_in_bytes": row["infeasible_at"],
-        "verdict": answers.pop() if len(answers) == 1 else "too close",
+        "verdict": told_on(card, total, free),
         "peer_errors": {
             peer: row["estimates"][peer] / peak - 1 for peer in PEERS if peak and row["estimates"].get(peer)
         },

@@ -245,11 +245,26 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "{faketensor_median_error:.1%} | {median_error_without_workspaces:.1%} | {leave_one_family_out:.1%} | "
         "{median_error_shuffled:.0%}",
     ),
-    "recorded_timm.brackets": Table(
-        "brackets/summary/{layout}",
-        "layout | runs | verdict: fits / too close / does not fit, of those that ran | of those that failed",
-        "{layout} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} | "
-        "{fits, failed} / {too close, failed} / {does not fit, failed}",
+    "recorded_intervals": Table(
+        "intervals/{source}",
+        "recorded | runs | within the interval | median width | with another run's interval",
+        "{source} | {num_rows} | {held:.1%} | {median_width:.1%} | {held_shuffled:.0%}",
+    ),
+    "recorded_intervals.spread": Table(
+        "",
+        "spread | that would hold 95% of these runs | held with what the other families need",
+        "{spread/used:.1%} | {spread/needed:.1%} | {spread/held_with_that_of_other_families:.1%}",
+    ),
+    "recorded_intervals.verdicts": Table(
+        "verdicts/{group}",
+        "card or family | runs | that ran: fits / too close / does not fit | that ran out | too close",
+        "{group} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} | "
+        "{fits, ran out} / {too close, ran out} / {does not fit, ran out} | {share_too_close:.0%}",
+    ),
+    "recorded_intervals.wrong": Table(
+        "wrong/{number}",
+        "model | card | layout | batch | verdict | because",
+        "{model?} | {gpu} | {layout?} | {batch} | {verdict}, but it {ran:ran|ran out} | {reason}",
     ),
     # Public code and whole runs
     "acceptance": Table(

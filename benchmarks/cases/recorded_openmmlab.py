@@ -3,9 +3,11 @@
 mmsegmentation and mmaction2 (PyTorch 1.3 to 1.7) print `torch.cuda.max_memory_allocated` of a whole training.
 mmaction2's tables keep the whole mebibytes; mmsegmentation's are rounded to 0.1 "GB" without saying which. The unit is
 settled by what ResNet-101 takes more than ResNet-50, in which nothing but 17 more blocks counts. The networks are
-written anew, after their papers and configurations; each GPU's part of the gradients in DistributedDataParallel's
-buckets is there. mmsegmentation trains with `cudnn.benchmark`; "error_without_workspaces" takes memkit's rule for what
-it finds away.
+written anew, after their papers and configurations, which also tell the batches of two rows that lack one. Left out
+are I3D's non-local blocks by Gaussian and dot product, which are recorded with less than the same net without them,
+so that their batch is not the configuration's; and detection, whose memory follows the sizes and objects of its
+images. Each GPU's part of the gradients in DistributedDataParallel's buckets is there. mmsegmentation trains with
+`cudnn.benchmark`; "error_without_workspaces" takes memkit's rule for what it finds away.
 
 Run: python -m benchmarks.cases.recorded_openmmlab FOLDER   (2 minutes; FOLDER has recorded_gpu_runs.json)
 """
@@ -22,13 +24,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memkit as mk
-from benchmarks.recorded import read_rows
+from benchmarks.recorded import held, read_rows
 from benchmarks.result import write_result
 from memkit._core.units import GIB, MIB
 
 UNITS = {"GiB": GIB, "1000 MiB": 1000 * MIB, "GB": 10**9}
 DEPTHS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
-NUM_CLASSES, NUM_ACTIONS = 19, 400
+NUM_CLASSES = 19
+NUM_ACTIONS = {"ucf101": 101, "kinetics400": 400}
+WITHOUT_BATCH = {  # as in their configurations
+    "tsn_r50_1x1x3_80e_ucf101_rgb": {"batch_per_gpu": 32, "input": [96, 3, 224, 224]},
+    "i3d_nl_embedded_gaussian_r50_32x2x1_100e_kinetics400_rgb": {"batch_per_gpu": 8, "input": [8, 3, 32, 224, 224]},
+}
 
 
 def layer(conv: type[nn.Module], norm: type[nn.Module], shape: tuple[int, int, Any], **options: Any) -> list[nn.Module]:
@@ -149,22 +156,41 @@ class Segmentation(nn.Module):
 class Frames(nn.Module):
     """TSN: a ResNet-50 over three frames, whose scores are averaged."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_actions: int) -> None:
         super().__init__()
+        self.num_actions = num_actions
         stem = [*layer(nn.Conv2d, nn.BatchNorm2d, (3, 64, 7), stride=2), nn.ReLU(inplace=True)]
         body = stages(50, (1, 2, 2, 2), (1, 1, 1, 1))
         self.body = nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *body, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.classify = nn.Sequential(nn.Dropout(0.4), nn.Linear(2048, NUM_ACTIONS))
+        self.classify = nn.Sequential(nn.Dropout(0.4), nn.Linear(2048, num_actions))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        scores = self.classify(self.body(images)).reshape(len(labels), -1, NUM_ACTIONS).mean(dim=1)
+        scores = self.classify(self.body(images)).reshape(len(labels), -1, self.num_actions).mean(dim=1)
         return F.cross_entropy(scores, labels)
 
 
-class Clips(nn.Module):
-    """I3D: a ResNet-50 inflated in time."""
+class NonLocal(nn.Module):
+    """A block of non-local neural networks: attention over all positions, by an embedded Gaussian."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        inner = channels // 2
+        self.query = nn.Conv3d(channels, inner, 1)
+        self.key, self.value = (nn.Sequential(nn.Conv3d(channels, inner, 1), nn.MaxPool3d((1, 2, 2))) for _ in range(2))
+        self.out = nn.Sequential(*layer(nn.Conv3d, nn.BatchNorm3d, (inner, channels, (1, 1, 1))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.value(x).flatten(2).transpose(1, 2)
+        weights = (self.query(x).flatten(2).transpose(1, 2) @ self.key(x).flatten(2)).softmax(dim=-1)
+        mixed = (weights @ values).transpose(1, 2).contiguous().unflatten(2, x.shape[2:])
+        out: Tensor = x + self.out(mixed)
+        return out
+
+
+class Clips(nn.Module):
+    """I3D: a ResNet-50 inflated in time, with a non-local block after each second block of the middle stages or not."""
+
+    def __init__(self, num_actions: int, *, is_non_local: bool) -> None:
         super().__init__()
         conv, norm = nn.Conv3d, nn.BatchNorm3d
         parts: list[nn.Module] = [*layer(conv, norm, (3, 64, (5, 7, 7)), stride=2), nn.ReLU(inplace=True)]
@@ -184,24 +210,34 @@ class Clips(nn.Module):
                 shortcut = layer(conv, norm, (inputs, 4 * width, (1, 1, 1)), stride=stride) if not block else None
                 parts.append(Residual(nn.Sequential(*body), nn.Sequential(*shortcut) if shortcut else None))
                 inputs = 4 * width
+                if is_non_local and number in (1, 2) and block % 2:
+                    parts.append(NonLocal(inputs))
             if number == 0:
                 parts.append(nn.MaxPool3d((2, 1, 1), (2, 1, 1)))
-        parts += [nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(inputs, NUM_ACTIONS)]
+        parts += [nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(inputs, num_actions)]
         self.body = nn.Sequential(*parts)
 
     def forward(self, clips: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.body(clips), labels)
 
 
-def peak_of(row: dict[str, Any], *, tunes: bool = True) -> int:
-    """The most that is allocated in three steps of SGD with momentum, on one of several GPUs."""
+def network(row: dict[str, Any]) -> nn.Module:
+    """The network of a row; its forward gives the loss."""
+    if row["source"] == "mmseg":
+        return Segmentation(row)
+    num_actions = next(number for name, number in NUM_ACTIONS.items() if name in row["config"])
+    return Frames(num_actions) if row["family"] == "tsn" else Clips(num_actions, is_non_local="_nl_" in row["config"])
+
+
+def estimate_of(row: dict[str, Any], *, tunes: bool = True) -> mk.predict.MemoryEstimate:
+    """The estimate of three steps of SGD with momentum, on one of several GPUs."""
     is_segmentation = row["source"] == "mmseg"
     size = row["batch_per_gpu"]
     with (
         torch.backends.cudnn.flags(enabled=True, benchmark=is_segmentation and tunes),
         mk.VirtualGPU("V100 32GB") as gpu,
     ):
-        model = (Segmentation(row) if is_segmentation else Frames() if row["family"] == "tsn" else Clips()).cuda()
+        model = network(row).cuda()
         parameters = list(model.parameters())
         buckets = [torch.empty_like(each) for each in parameters]  # DistributedDataParallel's
         optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
@@ -217,7 +253,7 @@ def peak_of(row: dict[str, Any], *, tunes: bool = True) -> int:
                 nn.utils.clip_grad_norm_(parameters, 40)
             optimizer.step()
     del buckets
-    return gpu.peak_bytes
+    return gpu.estimate()
 
 
 def depth_growth(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -240,20 +276,30 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     taken = read_rows(given.folder, "mmseg")
-    taken += [row for row in read_rows(given.folder, "mmaction2") if row["verified"]]
+    for row in read_rows(given.folder, "mmaction2"):
+        if row["verified"] or row["config"] in WITHOUT_BATCH:
+            taken.append(row | WITHOUT_BATCH.get(row["config"], {}))
     rows: dict[str, dict[str, Any]] = {}
     for row in taken:
         is_exact = "memory_mib" in row
         recorded = row["memory_mib"] if is_exact else row["memory_gb"]
-        peak = peak_of(row)
+        unit = MIB if is_exact else GIB
+        estimate, without = estimate_of(row), estimate_of(row, tunes=False)
+        last_digit = 10 ** -len(str(recorded).partition(".")[2])
         rows[row["id"]] = {
             "family": row["family"],
             "config": row["config"],
             "recorded": recorded,
             "unit": "MiB" if is_exact else "GiB",
-            "peak_bytes": peak,
-            "error": peak / (recorded * (MIB if is_exact else GIB)) - 1,
-            "error_without_workspaces": peak_of(row, tunes=False) / (recorded * (MIB if is_exact else GIB)) - 1,
+            "peak_bytes": estimate.peak_bytes,
+            "error": estimate.peak_bytes / (recorded * unit) - 1,
+            "error_without_workspaces": without.peak_bytes / (recorded * unit) - 1,
+            **held(
+                estimate.peak_interval,
+                int(recorded * unit),
+                spread=estimate.spread,
+                rounded_by=0 if is_exact else int(last_digit * unit / 2),
+            ),
         }
     families = sorted({row["family"] for row in rows.values()})
     by_family = {family: [row for row in rows.values() if row["family"] == family] for family in families}

@@ -29,7 +29,11 @@ class SimulatedGpu(Protocol):
 
     @property
     def context_bytes(self) -> int:
-        """Memory held by the driver and libraries."""
+        """The most memory held by the driver and libraries."""
+
+    @property
+    def context_interval(self) -> tuple[int, int]:
+        """The least and the most of it."""
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:

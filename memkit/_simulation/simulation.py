@@ -58,17 +58,19 @@ class AllocatorFigures(NamedTuple):
         allocated_bytes: Peak of allocated bytes.
         reserved_bytes: Peak of reserved bytes, where memory is plenty.
         find_least: Finds the least that it must be able to reserve: short of memory, it frees what it caches.
-        context_bytes: Bytes outside the allocator.
+        context_interval: Least and most bytes outside the allocator.
         gpu: Name of the GPU.
         total_bytes: Memory of the GPU.
+        convolves: Whether a convolution ran whose scratch memory is not fully known.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     find_least: Callable[[], int]
-    context_bytes: int
+    context_interval: tuple[int, int]
     gpu: str
     total_bytes: int
+    convolves: bool
 
 
 class Place(Protocol):
@@ -193,9 +195,10 @@ class Gpu:
             allocator.peak_allocated_bytes,
             allocator.peak_reserved_bytes,
             self.memory.least_reserved(),
-            self._card.context_bytes,
+            self._card.context_interval,
             self._card.name,
             self._card.total_bytes,
+            self.memory.convolves,
         )
 
 

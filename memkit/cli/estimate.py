@@ -19,7 +19,7 @@ from memkit.predict.usage import estimate_memory_usage
 _SENTENCES = {
     "fits": "fits into {}",
     "does not fit": "does not fit into {}",
-    "too close": "too close to {} to say: it may run, slowly",
+    "too close": "too close to {} to say",
     "not known": "NOT KNOWN whether it fits into {}",
 }
 _CODES = {"fits": YES, "does not fit": NO, "too close": NOT_KNOWN, "not known": NOT_KNOWN}

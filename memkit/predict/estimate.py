@@ -19,6 +19,11 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
     from memkit._simulation.simulation import Record
 
 _NUM_HOLDERS = 8
+SPREAD = 0.025
+"""How far a GPU's figures may lie from the estimate's where convolutions run, as a share of them.
+
+How many recorded runs it holds, and what would hold 95% of them, is in `benchmarks/results/recorded_intervals.json`.
+"""
 Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
 _SENTENCES = {
     "fits": "fits {}",
@@ -125,7 +130,9 @@ class MemoryEstimate(Overviewed):
             free internally; None where `reserved_bytes` includes it.
         reserved_bytes: The most that the caching allocator will hold: the peak, fragmentation, library workspaces.
             None on a CPU, whose allocator keeps no such count.
-        context_bytes: Driver context and loaded libraries, which no allocator statistic shows. None on a CPU.
+        context_bytes: Driver context and loaded libraries, which no allocator statistic shows: the most that was seen
+            on this kind of GPU. None on a CPU.
+        least_context_bytes: The least that was seen; None for that same figure.
         peak_where: The place of the peak: for a dry run the module, operator, pass and line of your code; for the
             formula the layer and pass.
         confidence: ``"exact"``: the step's memory, up to less than 64 bytes of Python numbers in tensors.
@@ -137,6 +144,8 @@ class MemoryEstimate(Overviewed):
             went where it could not be followed; no gradient was seen. If there are any, `fits` is False.
         assumptions: Conditions assumed to hold, each with its line: checks that raise an error unless they pass.
         holders: The largest blocks at the peak, largest first.
+        spread: Share by which a GPU's figures may differ from these in both directions: `SPREAD` where convolutions
+            run, whose scratch memory is not fully known; otherwise 0.
         target: Name of the GPU that the step was run on; ``"cpu"``; or, for a preset, the size on the box.
         target_bytes: Memory of that GPU; None for the CPU, and for a preset without a size.
 
@@ -162,12 +171,14 @@ class MemoryEstimate(Overviewed):
     workspace_bytes: int | None = None
     reserved_bytes: int | None = None
     context_bytes: int | None = None
+    least_context_bytes: int | None = None
     peak_where: str
     confidence: Literal["exact", "workspace", "guessed"]
     guesses: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     holders: tuple[Holder, ...] = ()
+    spread: float = 0.0
     target: str = "cpu"
     target_bytes: int | None = None
     _find_least: Callable[[], int] | None = field(default=None, repr=False, compare=False)
@@ -196,8 +207,12 @@ class MemoryEstimate(Overviewed):
 
     @property
     def peak_interval(self) -> tuple[int, int]:
-        """Lowest and highest peak: `peak_bytes` without and with `workspace_bytes`."""
-        return self.peak_bytes, self.peak_bytes + (self.workspace_bytes or 0)
+        """Lowest and highest peak: `peak_bytes` without and with `workspace_bytes`, and no less than `spread` apart."""
+        return self._around(self.peak_bytes)
+
+    def _around(self, num_bytes: int) -> tuple[int, int]:
+        most = max(num_bytes + (self.workspace_bytes or 0), int(num_bytes * (1 + self.spread)))
+        return int(num_bytes * (1 - self.spread)), most
 
     @property
     def total_bytes(self) -> int | None:
@@ -207,20 +222,38 @@ class MemoryEstimate(Overviewed):
         return self.reserved_bytes + self.context_bytes
 
     @property
-    def required_bytes(self) -> int:
-        """Bytes that `fits` compares: `total_bytes` (or `peak_bytes` if that is unknown) plus `workspace_bytes`."""
-        return (self.total_bytes or self.peak_bytes) + (self.workspace_bytes or 0)
+    def reserved_interval(self) -> tuple[int, int] | None:
+        """Lowest and highest bytes that the allocator may hold where memory is plenty; None on a CPU.
+
+        They lie apart by `workspace_bytes` and `spread`: a block of scratch memory that comes and goes decides where
+        all later blocks lie.
+        """
+        return None if self.reserved_bytes is None else self._around(self.reserved_bytes)
 
     @property
-    def least_required_bytes(self) -> int:
-        """Bytes without which the step cannot run: `required_bytes` less all that the allocator or kernels can spare.
+    def least_required_interval(self) -> tuple[int, int]:
+        """Bytes without which the step cannot run, and bytes with which it runs, slowly.
 
-        The allocator spares what it caches beyond `least_reserved_bytes`; kernels of convolutions have slower forms
-        without `workspace_bytes`.
+        The allocator spares what it caches beyond `least_reserved_bytes`, known to within `spread`. Kernels of
+        convolutions have slower forms without `workspace_bytes`. The context is that of the driver that takes the
+        least, and the most.
         """
-        reserved, least = self.reserved_bytes or 0, self.least_reserved_bytes
-        cached = 0 if least is None else max(0, reserved - least)
-        return self.required_bytes - cached - (self.workspace_bytes or 0)
+        least = self.least_reserved_bytes
+        if least is None:
+            return self.required_bytes - (self.workspace_bytes or 0), self.required_bytes
+        most_context = self.context_bytes or 0
+        least_context = most_context if self.least_context_bytes is None else self.least_context_bytes
+        return int(least * (1 - self.spread)) + least_context, int(least * (1 + self.spread)) + most_context
+
+    @property
+    def required_bytes(self) -> int:
+        """Bytes that the step takes at most where memory is plenty, so that it never waits for the allocator.
+
+        The higher end of `reserved_interval` plus `context_bytes`; on a CPU the higher end of `peak_interval`.
+        """
+        if self.reserved_interval is None or self.context_bytes is None:
+            return self.peak_interval[1]
+        return self.reserved_interval[1] + self.context_bytes
 
     def verdict(self, capacity: CapacityLike) -> Verdict:
         """Say whether the step fits into ``capacity``, or why that is unknown.
@@ -231,9 +264,9 @@ class MemoryEstimate(Overviewed):
                 report; if this estimate has no `context_bytes`, with what the driver leaves of that total.
 
         Returns:
-            One of the four words, with its `reason`. ``"too close"``: there is less than `required_bytes`, but not less
-            than `least_required_bytes`. The step may run, slowly: the allocator frees its cache again and again, and
-            kernels do with less scratch memory, of which only the upper bound `workspace_bytes` is known.
+            One of the four words, with its `reason`. ``"fits"``: the step runs; where there is less than
+            `required_bytes`, slowly, because the allocator frees its cache again and again, and the reason says so.
+            ``"too close"``: there is no less than the lower end of `least_required_interval`, but less than the higher.
 
         Raises:
             InputError: ``capacity`` is negative, or text that is neither a size nor the name of one GPU.
@@ -245,15 +278,18 @@ class MemoryEstimate(Overviewed):
             return Verdict("not known", "; ".join(self.doubts))
         if headroom_bytes >= 0:
             return Verdict("fits", f"it needs at most {most} and leaves {format_bytes(headroom_bytes)} free")
-        least = self.least_required_bytes
-        missing_bytes = least - self.required_bytes - headroom_bytes
-        if missing_bytes <= 0:
-            return Verdict("too close", f"it needs at most {most}, and at least {format_bytes(least)}")
-        missing = format_bytes(missing_bytes)
-        return Verdict("does not fit", f"it needs at least {format_bytes(least)}, {missing} more than there is")
+        low, high = self.least_required_interval
+        there_bytes = self.required_bytes + headroom_bytes
+        if high <= there_bytes:
+            needed = f"it needs {format_bytes(high)}"
+            return Verdict("fits", f"{needed}; below {most} it frees what it caches again and again, which takes time")
+        if low <= there_bytes:
+            return Verdict("too close", f"it needs at least {format_bytes(low)}, or up to {format_bytes(high)}")
+        missing = format_bytes(low - there_bytes)
+        return Verdict("does not fit", f"it needs at least {format_bytes(low)}, {missing} more than there is")
 
     def fits(self, capacity: CapacityLike) -> bool:
-        """Say whether `verdict` is ``"fits"``: `required_bytes` fit into ``capacity``, and there are no `doubts`.
+        """Say whether `verdict` is ``"fits"``: the step runs in ``capacity``, and there are no `doubts`.
 
         Args:
             capacity: As for `verdict`.
@@ -265,7 +301,7 @@ class MemoryEstimate(Overviewed):
         return self.verdict(capacity) == "fits"
 
     def headroom_bytes(self, capacity: CapacityLike) -> int:
-        """Return the bytes that stay free in ``capacity``; negative if the step does not fit.
+        """Return the bytes of ``capacity`` beyond `required_bytes`; if negative, the step runs slowly or not at all.
 
         Args:
             capacity: As for `verdict`.
@@ -357,7 +393,8 @@ class MemoryEstimate(Overviewed):
             unsharded_bytes=record.unsharded_bytes,
             workspace_bytes=record.workspace_bytes,
             reserved_bytes=None if figures is None else figures.reserved_bytes,
-            context_bytes=None if figures is None else figures.context_bytes,
+            context_bytes=None if figures is None else figures.context_interval[1],
+            least_context_bytes=None if figures is None else figures.context_interval[0],
             target="cpu" if figures is None else figures.gpu,
             target_bytes=None if figures is None else figures.total_bytes,
             peak_where=", ".join(part for part in where if part),
@@ -365,6 +402,7 @@ class MemoryEstimate(Overviewed):
             guesses=record.guesses,
             doubts=record.doubts,
             assumptions=record.assumptions,
+            spread=SPREAD if figures is not None and figures.convolves else 0.0,
             holders=tuple(
                 Holder(
                     nbytes=storage.nbytes,

@@ -11,13 +11,16 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._core.records import DeviceMemory
 from memkit._core.units import GIB, MIB
 from memkit.predict import calibration
 from memkit.predict.calibration import calibrate_gpu
+from memkit.predict.estimate import SPREAD
 from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
+from memkit.predict.usage import estimate_memory_usage
 from tests.helpers import assert_refused, run_python
 from tests.predict.estimates import estimate_with
 
@@ -120,21 +123,70 @@ def test_fits_takes_the_context_off_once():
     assert replace(cuda, context_bytes=card.context_bytes - MIB).headroom_bytes("RTX 3090") == MIB
 
 
-def test_a_step_that_has_less_than_it_reserves_is_too_close_to_say():
-    estimate = estimate_with(
+def step_of_1200_mib(**others):
+    """A step that reserves 1200 MiB beside a context of 300, and needs 1000 at least."""
+    return estimate_with(
         parameters_bytes=900 * MIB,
         reserved_bytes=1200 * MIB,
         _find_least=lambda: 1000 * MIB,
         context_bytes=300 * MIB,
+        **others,
     )
-    assert (estimate.required_bytes, estimate.least_required_bytes) == (1500 * MIB, 1300 * MIB)
-    words = {size: str(estimate.verdict(size * MIB)) for size in (1299, 1300, 1499, 1500)}
-    assert words == {1299: "does not fit", 1300: "too close", 1499: "too close", 1500: "fits"}
+
+
+def words_of(estimate, *sizes):
+    return [str(estimate.verdict(size * MIB)) for size in sizes]
+
+
+def test_a_step_runs_in_less_than_it_reserves_where_memory_is_plenty():
+    estimate = step_of_1200_mib()
+    assert (estimate.required_bytes, estimate.reserved_interval) == (1500 * MIB, (1200 * MIB, 1200 * MIB))
+    assert words_of(estimate, 1299, 1300, 1499, 1500) == ["does not fit", "fits", "fits", "fits"]
+    assert "takes time" in estimate.verdict(1499 * MIB).reason
+    assert "takes time" not in estimate.verdict(1500 * MIB).reason
     assert "at least 1.27 GiB" in estimate.verdict(MIB).reason
-    with_kernels = replace(estimate, workspace_bytes=50 * MIB)  # they can do without
-    assert (with_kernels.required_bytes, with_kernels.least_required_bytes) == (1550 * MIB, 1300 * MIB)
     unknown = replace(estimate, _find_least=None)
-    assert unknown.least_required_bytes == unknown.required_bytes
+    assert words_of(unknown, 1499, 1500) == ["does not fit", "fits"]
+
+
+def test_between_the_least_and_the_most_that_may_be_needed_it_is_too_close_to_say():
+    with_kernels = step_of_1200_mib(workspace_bytes=50 * MIB, spread=SPREAD)
+    low, high = with_kernels.least_required_interval
+    assert (low, high) == (int(1000 * MIB * (1 - SPREAD)) + 300 * MIB, int(1000 * MIB * (1 + SPREAD)) + 300 * MIB)
+    assert with_kernels.reserved_interval == (int(1200 * MIB * (1 - SPREAD)), 1250 * MIB)
+    assert with_kernels.required_bytes == with_kernels.reserved_interval[1] + 300 * MIB
+    words = [str(with_kernels.verdict(size)) for size in (low - 1, low, high - 1, high)]
+    assert words == ["does not fit", "too close", "too close", "fits"]
+    # Drivers take different amounts: what is enough with one may be too little with another.
+    drivers = step_of_1200_mib(least_context_bytes=100 * MIB)
+    assert words_of(drivers, 1099, 1100, 1299, 1300) == ["does not fit", "too close", "too close", "fits"]
+    assert "at least 1.07 GiB, or up to 1.27 GiB" in drivers.verdict(1200 * MIB).reason
+
+
+def test_an_interval_is_as_wide_as_the_scratch_memory_and_the_spread():
+    estimate = step_of_1200_mib(workspace_bytes=MIB, spread=0.1)
+    assert estimate.peak_interval == (810 * MIB, 990 * MIB)
+    assert estimate.reserved_interval == (1080 * MIB, 1320 * MIB)
+    assert replace(estimate, workspace_bytes=200 * MIB).reserved_interval == (1080 * MIB, 1400 * MIB)
+    assert replace(estimate, reserved_bytes=None).reserved_interval is None
+    exact = replace(estimate, workspace_bytes=0, spread=0.0)
+    assert exact.peak_interval == (900 * MIB, 900 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "x", "spread"),
+    [
+        ("RTX 3060", nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), SPREAD),
+        ("RTX 3060", nn.Linear(8, 8), torch.ones(1, 8), 0.0),
+        ("cpu", nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), 0.0),
+    ],
+)
+def test_only_convolutions_of_cudnn_have_a_spread(target, model, x, spread):
+    estimate = estimate_memory_usage(model, x, lambda model, x: model(x).sum(), target=target)
+    assert estimate.spread == spread
+    with torch.backends.cudnn.flags(enabled=False):
+        plain = estimate_memory_usage(model, x, lambda model, x: model(x).sum(), target=target)
+    assert plain.spread == 0.0
 
 
 @pytest.mark.parametrize(

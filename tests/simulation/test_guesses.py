@@ -68,3 +68,17 @@ def test_it_is_so_on_a_card(step, target):
 def test_files_between_a_read_and_its_answer_are_there():
     """A file that was moved would be taken for the code that reads the number."""
     assert [file for file in guesses._BETWEEN if not Path(file).exists()] == []
+
+
+def draw_until_small(weight):
+    while (weight > 2).any():
+        nn.init.normal_(weight)
+
+
+@pytest.mark.parametrize("fill", [nn.init.trunc_normal_, draw_until_small], ids=["torch.nn.init", "own code"])
+def test_filling_weights_is_no_guess_but_a_loop_over_values_is(fill):
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        weight = nn.Parameter(torch.empty(1024, 1024))  # so large that it holds no data
+        fill(weight)
+        weight.data.cuda()
+    assert bool(gpu.guesses) is bool(gpu.estimate().doubts) is (fill is draw_until_small)

@@ -75,3 +75,42 @@ def test_where_there_is_no_room_cudnn_takes_less():
         conv(torch.zeros(8, 256, 128, 128, device="cuda"))  # 256 MiB for input and output, Winograd asks for 578 more
     assert gpu.reserved_peak_bytes < 600 * 2**20
     assert gpu.record().figures.find_least() < 300 * 2**20  # what can be left out is not needed
+
+
+def cached_after_convolutions(*, benchmark=True, tuned_before=True, dtype=torch.float32, **options):
+    """MiB that the allocator caches after a convolution, where 64 MiB were cached before it."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark), mk.VirtualGPU("RTX 3090"):
+        conv = torch.nn.Conv2d(8, 8, 3, bias=False, dtype=dtype, device="cuda", **options)
+        x = torch.zeros(2, 8, 32, 32, dtype=dtype, device="cuda")
+        if tuned_before:
+            conv(x)
+        torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")  # dies at once
+        conv(x)
+        return (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) >> 20
+
+
+def test_the_first_time_that_cudnn_benchmark_meets_a_convolution_the_cache_is_emptied():
+    assert cached_after_convolutions(tuned_before=False) < 64
+    assert cached_after_convolutions(tuned_before=True) >= 64
+    assert cached_after_convolutions(tuned_before=False, benchmark=False) >= 64
+
+
+@pytest.mark.parametrize(("dtype", "is_tuned"), [(torch.float32, False), (torch.float16, True)])
+def test_depthwise_convolutions_of_pytorch_itself_are_not_tuned(dtype, is_tuned):
+    assert (cached_after_convolutions(tuned_before=False, dtype=dtype, groups=8) < 64) is is_tuned
+
+
+def test_a_convolution_in_another_size_or_order_is_tuned_anew():
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU("RTX 3090") as gpu:
+        conv = torch.nn.Conv2d(8, 8, 3, bias=False, device="cuda")
+        for rows, layout, is_new in (
+            (2, torch.contiguous_format, True),
+            (2, torch.contiguous_format, False),
+            (4, torch.contiguous_format, True),
+            (4, torch.channels_last, True),
+            (2, torch.contiguous_format, False),
+        ):
+            x = torch.zeros(rows, 8, 32, 32, device="cuda").to(memory_format=layout)
+            before = len(gpu.memory.tuned)
+            conv(x)
+            assert (len(gpu.memory.tuned) > before) is is_new

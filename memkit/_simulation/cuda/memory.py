@@ -74,6 +74,8 @@ class CudaMemory:
         asker: Returns the origin of the current request.
         shortages: Origin of each request that ran out of memory.
         on_request: Called with the bytes of each request.
+        convolves: Whether a convolution ran whose scratch memory is not fully known.
+        tuned: The convolutions for which ``cudnn.benchmark`` has tried all algorithms.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class CudaMemory:
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
+        self.convolves = False
+        self.tuned: set[tuple[Any, ...]] = set()
 
     def snapshot(self) -> dict[str, Any]:
         """Return what ``torch.cuda.memory._snapshot`` would; without a history it is empty."""
@@ -153,10 +157,24 @@ class CudaMemory:
                 self._give_back(block)
         if func not in CONVOLVING:
             return 0
+        self.convolves = self.convolves or torch.backends.cudnn.enabled
         if torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark:
-            for num_bytes in tuned_workspaces(Convolution.of(func, args, out), self._capability):
+            convolution = Convolution.of(func, args, out)
+            self._tune(convolution)
+            for num_bytes in tuned_workspaces(convolution, self._capability):
                 self._lend(num_bytes)
         return convolution_bound(func, args, out)
+
+    def _tune(self, convolution: Convolution) -> None:
+        """Empty the cache if ``cudnn.benchmark`` meets this convolution for the first time, as PyTorch does.
+
+        The trial of all algorithms may have taken gigabytes: `findAlgorithms` in Conv_v7.cpp, `run_single_conv` in
+        Conv_v8.cpp. The trial itself takes no more than is free and no run needs it, so it is left out.
+        """
+        new = convolution.searches - self.tuned
+        if new:
+            self.tuned |= new
+            self.empty_cache()
 
     def _lend(self, num_bytes: int) -> None:
         """Allocate and free scratch memory that cuDNN can do without: where there is no room, it takes less."""
@@ -612,6 +630,20 @@ class Convolution(NamedTuple):
     def copies_bytes(self) -> int:
         """Bytes of a copy of its tensors in another order of dimensions."""
         return sum(each.numel() * each.element_size() for each in (self.x, self.weight, self.y))
+
+    @property
+    def searches(self) -> set[tuple[Any, ...]]:
+        """What tells apart the searches of ``cudnn.benchmark``, one for each pass; empty if cuDNN does not compute it.
+
+        PyTorch has kernels of its own for depthwise convolutions, `use_cudnn_depthwise` in Convolution.cpp.
+        """
+        x, weight = self.x, self.weight
+        is_depthwise = self.groups == x.shape[1] > 1 and not self.is_transposed
+        is_last = convolution_format(x, weight) is not torch.contiguous_format
+        if is_depthwise and not is_last and x.dtype is not torch.float16:
+            return set()
+        sizes = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), self.y.shape
+        return {(each, *sizes, self.stride, self.dilation, self.is_transposed, self.groups) for each in self.passes}
 
     @property
     def suits_winograd(self) -> bool:

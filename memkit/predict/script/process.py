@@ -205,9 +205,10 @@ def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
         memory.allocator.highest_allocated_bytes,
         memory.allocator.highest_reserved_bytes,
         memory.least_reserved(),
-        gpu.gpu.context_bytes,
+        gpu.gpu.context_interval,
         gpu.gpu.name,
         gpu.gpu.total_bytes,
+        memory.convolves,
     )
     return MemoryEstimate.of(replace(record, figures=figures))
 

@@ -1,0 +1,119 @@
+"""Intervals and verdicts against all recorded GPU runs together: how often they hold, and how much they leave open.
+
+Reads the result files of the cases `recorded_convolutions`, `recorded_openmmlab` and `recorded_timm`. An estimate's
+interval has a spread, `memkit.predict.estimate.SPREAD`. "needed" is the one with which 95% of the rows would hold, and
+next to it how many rows of each family hold with what the other families need; a control gives each row another row's
+interval.
+
+Run: python -m benchmarks.cases.recorded_intervals
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.result import RESULTS, read_result, write_result
+from memkit.predict.estimate import SPREAD
+
+HELD = 0.95
+REASONS = {  # of what differs from the run, by the first part of a model's name
+    "hrnet": "PyTorch 1.12 did not cast upsampling to float32",
+    "sequencer2d": "what cuDNN's LSTM keeps is not known",
+    "tnt": "timm has rewritten it since",
+    "tresnet": "it had InplaceABN, timm's of today has not",
+}
+FEWEST = 6  # runs of a family that is shown on its own
+WORDS, ENDS = ("fits", "too close", "does not fit", "not known"), ((True, "ran"), (False, "ran out"))
+
+
+def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows with an interval, and those with a verdict; each has its source, family and card."""
+    xmem = list(read_result("recorded_convolutions", RESULTS)["figures"]["rows"].values())
+    openmmlab = list(read_result("recorded_openmmlab", RESULTS)["figures"]["rows"].values())
+    timm = read_result("recorded_timm", RESULTS)["figures"]
+    intervals = [
+        *({**row, "source": "xMem"} for row in xmem if "holds" in row),
+        *({**row, "source": "OpenMMLab"} for row in openmmlab),
+        *({**row, "source": "GPUMemNet"} for row in timm["growth"]["totals"]),
+    ]
+    verdicts = [
+        *({**row, "source": "xMem", "ran": not row["ran_out"]} for row in xmem),
+        *({**row, "source": "timm", "gpu": "RTX 3090"} for row in timm["brackets"]["rows"]),
+    ]
+    return intervals, verdicts
+
+
+def needed(rows: Iterable[dict[str, Any]]) -> float:
+    """The spread with which 95% of the rows hold, as split conformal prediction counts them."""
+    spreads = sorted(row["needed_spread"] for row in rows)
+    return spreads[min(len(spreads), math.ceil(HELD * (len(spreads) + 1))) - 1]
+
+
+def held_by_others(rows: list[dict[str, Any]]) -> float:
+    """The share of rows that hold with the spread that the rows of all other families need."""
+    families = {row["family"] for row in rows}
+    chosen = {family: needed(row for row in rows if row["family"] != family) for family in families}
+    return statistics.mean(row["needed_spread"] <= chosen[row["family"]] for row in rows)
+
+
+def held_shuffled(rows: list[dict[str, Any]]) -> float:
+    """The share of rows that hold where each has another row's interval."""
+    rotated = [*rows[len(rows) // 2 :], *rows[: len(rows) // 2]]
+    return statistics.mean(
+        other["interval_bytes"][0] <= row["recorded_bytes"] <= other["interval_bytes"][1]
+        for row, other in zip(rows, rotated, strict=True)
+    )
+
+
+def of_intervals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "num_rows": len(rows),
+        "held": statistics.mean(row["holds"] for row in rows),
+        "median_width": statistics.median(row["width"] for row in rows),
+        "held_shuffled": held_shuffled(rows),
+    }
+
+
+def of_verdicts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    said = Counter((row["verdict"], row["ran"]) for row in rows)
+    return {
+        "num_rows": len(rows),
+        "share_too_close": sum(said["too close", ran] for ran, _ in ENDS) / len(rows),
+        **{f"{word}, {end}": said[word, ran] for word in WORDS for ran, end in ENDS},
+    }
+
+
+def main() -> None:
+    intervals, verdicts = recorded()
+    sources = dict.fromkeys(row["source"] for row in intervals)
+    cards = sorted({row["gpu"] for row in verdicts})
+    sizes = Counter(row["family"] for row in verdicts)
+    shown = sorted(family for family, count in sizes.items() if count >= FEWEST)
+    figures = {
+        "spread": {
+            "used": SPREAD,
+            "needed": needed(intervals),
+            "held_with_that_of_other_families": held_by_others(intervals),
+        },
+        "intervals": {"all": of_intervals(intervals)}
+        | {source: of_intervals([row for row in intervals if row["source"] == source]) for source in sources},
+        "verdicts": {"all": of_verdicts(verdicts)}
+        | {card: of_verdicts([row for row in verdicts if row["gpu"] == card]) for card in cards}
+        | {family: of_verdicts([row for row in verdicts if row["family"] == family]) for family in shown}
+        | {"other families": of_verdicts([row for row in verdicts if row["family"] not in shown])},
+        "wrong": [
+            {name: row.get(name) for name in ("gpu", "family", "model", "layout", "batch", "verdict", "ran")}
+            | {"reason": REASONS.get(row["family"], "not explained")}
+            for row in verdicts
+            if (row["verdict"] == "fits" and not row["ran"]) or (row["verdict"] == "does not fit" and row["ran"])
+        ],
+    }
+    print(write_result("recorded_intervals", figures))
+
+
+if __name__ == "__main__":
+    main()
