@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ _FIELD_HEIGHT = 13
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _SIGNS = "*o+#@"  # by color; crosses are an x
 _LONGEST_NAME = 36
+_GAP = re.compile(r"(?<=\S) {2,}")  # between two columns
+_WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff00-\uff60"  # Chinese characters and their punctuation
+_WORD = re.compile(rf"\s*(?:[{_WIDE}]|[^\s{_WIDE}]+)")
 
 
 def chart_lines(chart: Bars | Lines) -> list[str]:
@@ -96,6 +100,39 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
     """Pad with spaces."""
     spaces = " " * (width - display_width(text))
     return spaces + text if right else text + spaces
+
+
+def fold(line: str, width: int) -> list[str]:
+    r"""Break a line at spaces so that its parts take at most ``width`` columns; a longer word stays whole.
+
+    The parts after the first are indented to the line's last column if it is one of a table, otherwise by two columns
+    more than the line itself.
+
+    Args:
+        line: One line. Text without spaces, such as Chinese, breaks between any two wide characters.
+        width: The columns.
+
+    Example:
+        >>> from memkit._charts.text import fold
+        >>> print("\n".join(fold("source  one report, another one and a third", 30)))
+        source  one report, another
+                one and a third
+    """
+    if display_width(line) <= width:
+        return [line]
+    indent = display_width(line) - display_width(line.lstrip()) + 2
+    for gap in _GAP.finditer(line):
+        column = display_width(line[: gap.end()])
+        if column <= width / 2:
+            indent = column
+    parts, part = [], ""
+    for word in _WORD.findall(line):
+        if part.strip() and display_width(part + word) > width:
+            parts.append(part)
+            part = " " * indent + word.lstrip()
+        else:
+            part += word
+    return [*parts, part]
 
 
 def align(rows: Sequence[Sequence[str]], is_right: Sequence[bool] | None = None) -> list[str]:

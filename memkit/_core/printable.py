@@ -66,6 +66,17 @@ def list_some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which takes an "s" unless there is one of it.
+
+    Example:
+        >>> from memkit._core.printable import counted
+        >>> counted(1, "file"), counted(2000, "file")
+        ('1 file', '2,000 files')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def short(value: object) -> str:
     """Describe any value in a few words, even one whose own text would be endless."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:

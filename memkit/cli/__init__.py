@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 from memkit._core.printable import printable
 from memkit._core.settings import nearest_word
 from memkit._version import __version__
+from memkit.cli._codes import MEANINGS, YES
+from memkit.cli._terminal import WIDTH, folded
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
 _COMMANDS = ("check", "compare", "demo", "dryrun", "estimate", "gpus", "presets", "profile", "report")
@@ -23,10 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program name; None reads them from the command line.
 
     Returns:
-        The exit code: 0 yes, or done; 1 no (it does not fit, there are findings, it got worse); 2 wrong usage, or
-        unreadable input (argparse itself exits with 2); 3 not known; 4 the user's own code failed.
+        The exit code, one of `memkit.cli._codes.MEANINGS`; for wrong arguments argparse itself exits.
     """
-    parser = _Parser(prog="memkit", description="Predict, fit and prove the memory of PyTorch training.")
+    parser = _Parser(
+        prog="memkit",
+        description="Predict, fit and prove the memory of PyTorch training.",
+        epilog="\n".join(["exit codes:", *(f"  {code:<8}  {meaning}" for code, meaning in MEANINGS.items())]),
+    )
+    parser.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, width=WIDTH)
     parser.add_argument("--version", action="version", version=f"memkit {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     given = sys.argv[1:] if argv is None else argv
@@ -42,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()  # a reader that has left is met here, and not at the end of the program
+    except BrokenPipeError:  # as in `memkit gpus --all | head`: whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return YES
     except BaseException as error:
         from memkit.cli._failures import code_of
 
@@ -53,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that echoes what was typed, without letting it affect the terminal."""
+    """A parser whose texts have 80 columns, and that echoes what was typed without letting it affect the terminal."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.formatter_class = functools.partial(argparse.HelpFormatter, width=WIDTH)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        super()._print_message(message and printable(message, is_one_line=False), file)
+        super()._print_message(message and folded(printable(message, is_one_line=False)), file)

@@ -1,11 +1,21 @@
-"""Meaning of the exit codes of all commands."""
+"""Exit codes of all commands: each means one thing, whichever command ends with it."""
 
 from __future__ import annotations
 
 from typing import Final
 
-YES: Final = 0  # or: done
-NO: Final = 1  # it does not fit, there are findings, it got worse
-WRONG_USE: Final = 2  # also: unreadable input
+YES: Final = 0
+NO: Final = 1
+WRONG_USE: Final = 2
 NOT_KNOWN: Final = 3
-FAILED: Final = 4  # the user's own code
+FAILED: Final = 4
+INTERRUPTED: Final = 130
+
+MEANINGS: Final = {
+    YES: "yes, or done",
+    NO: "no: it does not fit, there are findings, the peak grew by too much",
+    WRONG_USE: "wrong use, or input that cannot be read",
+    NOT_KNOWN: "not known: too close to say, a guess may decide, nothing was recorded",
+    FAILED: "your own code failed",
+    INTERRUPTED: "interrupted with Ctrl-C",
+}

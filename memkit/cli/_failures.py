@@ -8,8 +8,8 @@ from sysconfig import get_paths
 from types import TracebackType
 
 from memkit._core.errors import MemkitError, NotSimulatedError
-from memkit.cli._codes import FAILED, NOT_KNOWN, WRONG_USE
-from memkit.cli._terminal import say
+from memkit.cli._codes import FAILED, INTERRUPTED, NOT_KNOWN, WRONG_USE
+from memkit.cli._terminal import say, say_verbatim
 
 _PACKAGE = str(Path(__file__).parents[1])
 # Code in these folders, and frozen code, does not belong to the user.
@@ -30,10 +30,12 @@ def code_of(error: BaseException) -> int | None:
     if isinstance(error, MemkitError) or (isinstance(error, OSError) and not is_users):
         say(f"memkit: error: {error}", is_error=True)
         return WRONG_USE
+    if isinstance(error, KeyboardInterrupt):
+        say("memkit: interrupted", is_error=True)
+        return INTERRUPTED
     if not isinstance(error, Exception):
         return None
-    for line in "".join(_traceback(error, is_users=is_users).format()).splitlines():
-        say(line, is_error=True)
+    say_verbatim("".join(_traceback(error, is_users=is_users).format()).rstrip("\n"), is_error=True)
     if is_users:
         return FAILED
     say("memkit: this is an error of memkit's own; please report it with what stands above", is_error=True)

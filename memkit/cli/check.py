@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from memkit._charts.text import align
+from memkit._core.printable import counted
 from memkit.check.check import RULES, UNKNOWN, UNKNOWN_FIX, UNKNOWN_WHAT, UNKNOWN_WHY, CheckResult, check_paths
 from memkit.cli._codes import NO, WRONG_USE, YES
-from memkit.cli._terminal import say, say_all
+from memkit.cli._terminal import say, say_all, say_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         unread = [{"path": path, "reason": reason} for path, reason in result.unread]
         findings = [finding.as_dict() for finding in result.findings]
-        say_all(json.dumps({"findings": findings, "num_files": result.num_files, "unread": unread}, indent=2))
+        say_json({"findings": findings, "num_files": result.num_files, "unread": unread})
     else:
         _show(result)
     for path, reason in result.unread:
@@ -49,7 +49,10 @@ def _show(result: CheckResult) -> None:
         say_all(str(finding))
     num_errors = sum(finding.level == "error" for finding in result.findings)
     num_warnings = len(result.findings) - num_errors
-    say(f"{result.num_files} files: {num_errors} errors, {num_warnings} warnings")
+    say(
+        f"{counted(result.num_files, 'file')}: {counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}",
+        tone="bad" if num_errors else "unsure" if num_warnings or result.unread else "good",
+    )
 
 
 def _show_rules(*, as_json: bool) -> None:
@@ -57,7 +60,7 @@ def _show_rules(*, as_json: bool) -> None:
     rows = [tuple(getattr(rule, name) for name in fields) for rule in RULES]
     rows.append((UNKNOWN, "warning", UNKNOWN_WHAT, UNKNOWN_WHY, None, UNKNOWN_FIX))
     if as_json:
-        say_all(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
+        say_json([dict(zip(fields, row, strict=True)) for row in rows])
         return
-    for line in align([row[:3] for row in rows], [False] * 3):
+    for line in align([(str(row[1]), str(row[0]), str(row[2])) for row in rows], [False] * 3):
         say(line)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
 from memkit._charts.text import align
+from memkit._core.printable import counted
 from memkit._core.units import format_bytes
 from memkit.cli._codes import NO, YES
-from memkit.cli._terminal import say_all
+from memkit.cli._terminal import Progress, say, say_all, say_json
 from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, DemoRun, RunName, run_demo
 
 _TITLES: dict[RunName, str] = {
@@ -18,26 +17,44 @@ _TITLES: dict[RunName, str] = {
     "plain_unlimited": "full batch, no limit",
 }
 
+_INTRODUCTION = f"""\
+A small transformer learns Python's own sources, {NUM_STEPS} steps each time: plain
+and through memkit with a memory limit, then plain without one. This usually
+takes less than a minute."""
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("demo", help="see a training die of its memory, and finish through memkit; 30 seconds")
+    parser = commands.add_parser("demo", help="see a training die of its memory, and finish through memkit")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    result = run_demo(_draw_progress if sys.stderr.isatty() else lambda *_: None)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
-    say_all(json.dumps(result.as_dict(), indent=2) if arguments.json else render(result))
+    if not arguments.json:
+        say_all(_INTRODUCTION)
+    with Progress("starting") as progress:
+        result = run_demo(lambda name, num_done: progress.show(_progress_text(name, num_done)))
+    if arguments.json:
+        say_json(result.as_dict())
+    else:
+        say()
+        say(_verdict(result), tone="good" if result.succeeded else "bad")
+        say()
+        say_all(render(result))
     return YES if result.succeeded else NO
 
 
-def _draw_progress(name: RunName, num_done: int) -> None:
+def _progress_text(name: RunName, num_done: int) -> str:
     bar = "#" * num_done + "." * (NUM_STEPS - num_done)
-    sys.stderr.write(f"\r\x1b[K{_TITLES[name]:<20} [{bar}] step {num_done} of {NUM_STEPS}")
-    sys.stderr.flush()
+    return f"{_TITLES[name]:<20} [{bar}] step {num_done} of {NUM_STEPS}"
+
+
+def _verdict(result: DemoResult) -> str:
+    if not result.succeeded:
+        return "This is NOT what the demo is to show: see docs/demo.md."
+    limit = format_bytes(LIMIT_BYTES)
+    return f"Inside {limit} the full batch ran out of memory; memkit finished, with the full batch's losses."
 
 
 def render(result: DemoResult) -> str:
@@ -47,33 +64,33 @@ def render(result: DemoResult) -> str:
         result: The result of `run_demo`.
     """
     runs: dict[RunName, DemoRun] = {name: getattr(result, name) for name in _TITLES}
-    device = result.plain_unlimited.versions.get("device", "an unknown device")
+    head = ("run", "limit", "peak", "time", "result")
     lines = [
-        f"A character transformer learns the source of Python's standard library: float32, AdamW, on {device}.",
-        f"Limited: the process gets {format_bytes(LIMIT_BYTES)} for it, and no more. Peak: bytes in live tensors.",
+        *align([head, *map(_row, runs, runs.values())], [False, True, True, True, False]),
         "",
-        *align([("run", "peak", "time", "result"), *map(_row, runs, runs.values())], [False, True, True, False]),
+        "limit: what the process may take for training, held by the kernel or by CUDA",
+        "peak: bytes in live tensors. Who runs out of memory has used the limit up, and",
+        "so has who survived it: failed attempts count.",
         "",
         *(f"{_TITLES[name]}: {run.error}" for name, run in runs.items() if run.error),
     ]
     if result.memkit.num_ooms:
         sizes = result.memkit.sizes[-1]
         lines.append(
-            f"{_TITLES['memkit']}: survived {result.memkit.num_ooms} out-of-memory errors by cutting the batch of "
-            f"{sum(sizes)} rows into micro-batches of {max(sizes)}"
+            f"{_TITLES['memkit']}: survived {counted(result.memkit.num_ooms, 'out-of-memory error')} by cutting the "
+            f"batch of {sum(sizes)} rows into micro-batches of {max(sizes)}"
         )
     if (difference := result.max_loss_difference) is not None:
         lines.append(f"{_TITLES['memkit']}: losses of the full batch, largest relative difference {difference:.1e}")
-    if not result.succeeded:
-        lines.append("This is NOT what the demo is to show: see docs/demo.md.")
     return "\n".join(lines)
 
 
-def _row(name: RunName, run: DemoRun) -> tuple[str, str, str, str]:
+def _row(name: RunName, run: DemoRun) -> tuple[str, ...]:
+    limit = "none" if name == "plain_unlimited" else format_bytes(LIMIT_BYTES)
     peak = "-" if run.peak_bytes is None else format_bytes(run.peak_bytes)
     time = "-" if run.seconds is None else f"{run.seconds:.1f} s"
     if run.error:
         end = f"died in step {len(run.losses) + 1}"
     else:
-        end = f"finished {len(run.losses)} steps, loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
-    return _TITLES[name], peak, time, end
+        end = f"{len(run.losses)} steps, loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
+    return "memkit" if name == "memkit" else "full batch", limit, peak, time, end

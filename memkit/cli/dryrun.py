@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from memkit._core.errors import InputError, StateError
-from memkit._core.printable import printable
+from memkit._core.printable import counted, printable
 from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
-from memkit.cli._terminal import say, say_all
+from memkit.cli._terminal import Progress, Tone, is_watched, say, say_all, say_json
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, capability_of, find_gpu
 
@@ -29,6 +29,7 @@ _MORE = 1.01  # the cycle collector may run a moment later
 _BETWEEN_RUNS = ("branches", "numbers", "other_way", "peaks")
 _PACKAGE = Path(__file__).parents[1]
 _NUM_LISTED = 5
+_TONES: dict[str, Tone] = {"fits": "good", "does not fit": "bad", "not known": "unsure", "failed": "bad"}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,8 +37,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "dryrun",
         help="run a training script, unchanged, on a card that is not there",
-        usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N] [--nproc-per-node N] "
-        "[--selected-fraction F] [--calibrated FILE] [--json]",
+        usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N]\n"
+        "                     [--nproc-per-node N] [--selected-fraction F]\n"
+        "                     [--calibrated FILE] [--json]",
         description="Options may stand before and after the script's arguments; all after -- is the script's.",
         allow_abbrev=False,
     )
@@ -88,7 +90,12 @@ def _run(arguments: argparse.Namespace) -> int:
     except _NoReportError as error:
         say(f"memkit: {'not known' if error.is_killed else 'error'}: {error}", is_error=True)
         return NOT_KNOWN if error.is_killed else FAILED
-    say_all(json.dumps(report, indent=2) if arguments.json else render(report))
+    if arguments.json:
+        say_json(report)
+    else:
+        verdict, _, rest = render(report).partition("\n")
+        say(verdict, tone=_TONES[report["verdict"]])
+        say_all(rest)
     return {"fits": YES, "does not fit": NO, "not known": NOT_KNOWN, "failed": FAILED}[report["verdict"]]
 
 
@@ -97,6 +104,8 @@ def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str
     script = _Script(arguments, own)
     with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
         sizes = Path(folder, "sizes.npy")
+        if is_watched(sys.stderr):  # no line that is redrawn: the script writes to the same terminal
+            say(f"memkit: running {arguments.script} on a virtual {gpu.name}; what it prints follows", is_error=True)
         found = script.run("plain", sizes)
         doubts: list[str] = found["estimate"]["doubts"]
         if found["ended"] != "error":
@@ -218,9 +227,10 @@ class _Script:
 
     def _differs(self, answers: str, sizes: Path, first: dict[str, Any]) -> tuple[bool, str]:
         """Return whether the script takes other memory with these answers, and what was different."""
-        say("memkit: running it again with other answers to what was guessed", is_error=True)
+        timeout = _LEAST_SECONDS + _SLOWER * first["seconds"]
         try:
-            found = self.run(answers, sizes, is_quiet=True, timeout=_LEAST_SECONDS + _SLOWER * first["seconds"])
+            with Progress(f"running {self._order['script']} again with other answers to what was guessed"):
+                found = self.run(answers, sizes, is_quiet=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return True, "with another answer it does not end"
         except _NoReportError as error:
@@ -235,20 +245,20 @@ class _Script:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format a report as readable text.
+    """Format a report as readable text, with the verdict in the first line.
 
     Args:
         report: As printed by `--json`; see `docs/dryrun.md` for its contents.
     """
     report = _shown(report)
     estimate = MemoryEstimate.from_dict(report["estimate"])
-    steps = f"{report['num_steps']} steps in {report['seconds']:.1f} s"
+    steps = f"{counted(report['num_steps'], 'step')} in {report['seconds']:.1f} s"
     ranks = f", rank 0 of {report['num_ranks']} without NCCL's buffers" if report.get("num_ranks") else ""
     lines = [
-        f"{report['script']} on a virtual {report['gpu']}{ranks}: {steps}, ended {report['ended']}",
-        "",
         _verdict(report),
         *_problem(report),
+        "",
+        f"{report['script']} on a virtual {report['gpu']}{ranks}: {steps}, ended {report['ended']}",
         "",
         f"{'memory of the card':<28} {format_bytes(report['capacity_bytes']):>12}",
         replace(estimate, doubts=(), guesses=tuple(_first(estimate.guesses))).explain(),
@@ -280,11 +290,13 @@ def _verdict(report: dict[str, Any]) -> str:
     if report["verdict"] == "does not fit":
         return f"DOES NOT FIT: {report['gpu']} runs out of memory"
     num_ooms, num_assumed = len(report["out_of_memory"]), len(report["estimate"]["assumptions"])
-    caught = f", after {num_ooms} out-of-memory errors that the script caught" if num_ooms else ""
+    caught = f", after {counted(num_ooms, 'out-of-memory error')} that the script caught" if num_ooms else ""
     steps = "" if report["num_steps"] else ", but no training step was seen"
     checks = "1 check of values passes" if num_assumed == 1 else f"{num_assumed} checks of values pass"
     assumed = f", assuming that {checks}" if num_assumed else ""
-    return f"fits {report['gpu']}{caught}{steps}{assumed}"
+    total_bytes = report["estimate"]["total_bytes"]
+    room = "" if total_bytes is None else f": {format_bytes(total_bytes)} of {format_bytes(report['capacity_bytes'])}"
+    return f"fits {report['gpu']}{caught}{steps}{assumed}{room}"
 
 
 def _problem(report: dict[str, Any]) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from typing import Any
 
 from memkit._core.errors import InputError
 from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
-from memkit.cli._terminal import say, say_all
+from memkit.cli._terminal import Progress, Tone, say, say_all, say_json
 from memkit.predict.estimate import MemoryEstimate, Verdict
 from memkit.predict.gpus import GPU, find_gpu, is_size_text
 from memkit.predict.presets import PRESETS, get_preset_config
@@ -22,6 +21,7 @@ _SENTENCES = {
     "too close": "too close to {} to say",
     "not known": "NOT KNOWN whether it fits into {}",
 }
+_TONES: dict[str, Tone] = {"fits": "good", "does not fit": "bad", "too close": "unsure", "not known": "unsure"}
 _CODES = {"fits": YES, "does not fit": NO, "too close": NOT_KNOWN, "not known": NOT_KNOWN}
 _NAMES = ("model", "sample_batch", "loss_fn", "optimizer")
 _FORM = (
@@ -54,20 +54,28 @@ def _run(arguments: argparse.Namespace) -> int:
     capacity = gpu if arguments.budget is None else _budget(arguments.budget, arguments.calibrated)
     if arguments.calibrated is not None and gpu is None and not isinstance(capacity, GPU):
         arguments.parser.error("--calibrated needs a GPU: pass --gpu or --budget with a GPU name")
-    estimate = _estimate(arguments, gpu)
-    verdict = None if capacity is None else estimate.verdict(capacity)
+    with Progress(f"running a step of {arguments.step} on tensors without data"):
+        estimate = _estimate(arguments, gpu)
+        verdict = None if capacity is None else estimate.verdict(capacity)
     if arguments.json:
         asked = None if capacity is None or verdict is None else _asked(estimate, capacity, verdict)
         nothing = dict.fromkeys(("verdict", "reason", "fits", "headroom_bytes"))
-        say_all(json.dumps({**estimate.as_dict(), **(asked or nothing)}, indent=2))
+        say_json({**estimate.as_dict(), **(asked or nothing)})
     else:
-        say_all(estimate.explain())
-        if verdict is not None:
-            say()
-            say(_SENTENCES[verdict].format(arguments.budget or arguments.gpu))
+        _show(estimate, verdict, arguments.budget or arguments.gpu)
     if verdict is None:
         return NOT_KNOWN if estimate.doubts else YES
     return _CODES[verdict]
+
+
+def _show(estimate: MemoryEstimate, verdict: Verdict | None, where: str) -> None:
+    if verdict is None:
+        say(estimate.headline, tone="unsure" if estimate.doubts else None)
+    else:
+        reason = "" if estimate.doubts else f": {verdict.reason}"  # the doubts stand below, each with its line
+        say(f"{_SENTENCES[verdict].format(where)}{reason}", tone=_TONES[verdict])
+    say()
+    say_all(estimate.explain())
 
 
 def _asked(estimate: MemoryEstimate, capacity: str | GPU, verdict: Verdict) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 
 from memkit._charts.text import align
 from memkit._core.units import format_gib
 from memkit.cli._codes import YES
-from memkit.cli._terminal import say, say_all
+from memkit.cli._terminal import say, say_json
 from memkit.predict.config import TrainingConfig
 from memkit.predict.formula import estimate_by_formula
 from memkit.predict.presets import PRESETS, get_preset_config
@@ -42,7 +41,7 @@ def _show_one(name: str, gpu_memory_gb: float | None, *, as_json: bool) -> None:
     for warning in caught:
         say(f"memkit: warning: {warning.message}", is_error=True)
     if as_json:
-        say_all(json.dumps(_record(config), indent=2))
+        say_json(_record(config))
     else:
         print_config_summary(config)
 
@@ -50,11 +49,7 @@ def _show_one(name: str, gpu_memory_gb: float | None, *, as_json: bool) -> None:
 def _show_table(*, as_json: bool) -> None:
     configs = {name: get_preset_config(name) for name in PRESETS}
     if as_json:
-        say_all(
-            json.dumps(
-                [{"cards": PRESETS[name].cards, **_record(config)} for name, config in configs.items()], indent=2
-            )
-        )
+        say_json([{"cards": PRESETS[name].cards, **_record(config)} for name, config in configs.items()])
         return
     rows: list[tuple[str, ...]] = [("preset", "cards", "batch", "accumulation", "channels", "estimated total")]
     for name, config in configs.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from contextlib import redirect_stdout
@@ -14,7 +13,7 @@ from memkit._core.errors import InputError
 from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
-from memkit.cli._terminal import say, say_all
+from memkit.cli._terminal import Progress, say, say_all, say_json
 from memkit.predict.scaling.points import ScalingPoint
 from memkit.recipes.memory_test.config import MemoryTestConfig
 
@@ -65,11 +64,11 @@ def _run(arguments: argparse.Namespace) -> int:
                     f"--{name.replace('_', '-')} applies only to measured runs: pass --measured as well"
                 )
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    with redirect_stdout(sys.stderr):  # for output of the user's own code
-        results = _results(arguments, config)
+    with Progress("starting") as progress, redirect_stdout(sys.stderr):  # for output of the user's own code
+        results = _results(arguments, config, progress)
     paths = [path for result in results for path in result.write(arguments.output_dir)]
     if arguments.json:
-        say_all(json.dumps([result.as_dict() for result in results], indent=2))
+        say_json([result.as_dict() for result in results])
     else:
         say_all("\n\n".join(result.explain() for result in results))
     say(f"written: {', '.join(map(str, paths))}", is_error=True)
@@ -96,17 +95,11 @@ def _config(arguments: argparse.Namespace) -> MemoryTestConfig:
     return config.replace(**changes)
 
 
-def _results(arguments: argparse.Namespace, config: MemoryTestConfig) -> list[MemoryTestResult]:
+def _results(arguments: argparse.Namespace, config: MemoryTestConfig, progress: Progress) -> list[MemoryTestResult]:
     from memkit.recipes.memory_test.sweep import run_memory_test, sweep  # these import torch
 
-    predicted = set[str]()
-
     def on_point(name: str, point: ScalingPoint) -> None:
-        if point.source == "measured":
-            say(_line(name, point), is_error=True)
-        elif name not in predicted:
-            predicted.add(name)
-            say(f"{name}: predicted", is_error=True)
+        progress.show(_line(name, point) if point.source == "measured" else f"{name}: predicted")
 
     options: dict[str, Any] = {
         "gpus": arguments.gpu,

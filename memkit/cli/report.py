@@ -7,7 +7,7 @@ import argparse
 from memkit._events.reader import read_memory_events
 from memkit.cli._codes import YES
 from memkit.cli._collector import without_collector
-from memkit.cli._terminal import say
+from memkit.cli._terminal import Progress, say
 from memkit.recipes.report import make_report
 from memkit.report.write import SUFFIXES, check_target, save_report
 
@@ -32,13 +32,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 @without_collector
 def _run(arguments: argparse.Namespace) -> int:
     check_target(arguments.output)  # before the work
-    report = make_report(
-        read_memory_events(arguments.log or arguments.named_log),
-        baseline=None if arguments.baseline is None else read_memory_events(arguments.baseline),
-        gpu=arguments.gpu,
-        language=arguments.language,
-    )
-    save_report(report, arguments.output)
+    log = arguments.log or arguments.named_log
+    with Progress(f"reading {log}") as progress:
+        events = read_memory_events(log)
+        baseline = None if arguments.baseline is None else read_memory_events(arguments.baseline)
+        progress.show(f"writing {arguments.output}")
+        report = make_report(events, baseline=baseline, gpu=arguments.gpu, language=arguments.language)
+        save_report(report, arguments.output)
     say(report.verdict)
     say(arguments.output)
     return YES

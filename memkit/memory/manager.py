@@ -19,6 +19,7 @@ from memkit._advice.suggest import Facts, Tip, suggest
 from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import ConfigError, MemkitWarning, warn_user
 from memkit._core.foreign import PEAK, START, SUMMARY
+from memkit._core.printable import counted
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.records import MemorySnapshot
 from memkit._core.settings import Checker
@@ -386,7 +387,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
 def _phase_cell(totals: PhaseTotals) -> str:
     peak = totals.peak_bytes if totals.peak_bytes is not None else totals.host_peak_bytes
     whose = "tensors" if totals.peak_bytes is not None else "process"
-    times = "1 time" if totals.num_calls == 1 else f"{totals.num_calls} times"
+    times = counted(totals.num_calls, "time")
     return times if peak is None else f"{times}, peak of {whose} {format_bytes(peak)}"
 
 

@@ -124,7 +124,8 @@ class MemoryEstimate(Overviewed):
         optimizer_bytes: Optimizer state.
         activations_bytes: Tensors that autograd saves for the backward pass.
         temporaries_bytes: Everything short-lived: outputs and gradients in flight, casts of weights.
-        other_bytes: The batch and the model's buffers; on a GPU also library workspaces and the allocator's rounding.
+        other_bytes: The batch and the model's buffers; on a GPU also `library_bytes`.
+        library_bytes: The part of `other_bytes` that is in no tensor: library workspaces and the allocator's rounding.
         unsharded_bytes: Parameters gathered from other ranks that are live at the peak; None if nothing is sharded.
         workspace_bytes: How far the peak may rise above `peak_bytes` through scratch memory that kernels allocate and
             free internally; None where `reserved_bytes` includes it.
@@ -167,6 +168,7 @@ class MemoryEstimate(Overviewed):
     activations_bytes: int
     temporaries_bytes: int
     other_bytes: int
+    library_bytes: int = 0
     unsharded_bytes: int | None = None
     workspace_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -313,9 +315,11 @@ class MemoryEstimate(Overviewed):
         # The least that the allocator needs takes long to find.
         rows = [(name, format_bytes(size)) for name, size in self._parts(least_bytes=None).items() if size]
         rows += [("peak in", self.peak_where)] * bool(self.peak_where)
-        return Overview(self._headline(), [*rows, ("confidence", self.confidence)])
+        return Overview(self.headline, [*rows, ("confidence", self.confidence)])
 
-    def _headline(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The most important in one sentence: the verdict for the target, or what the step needs."""
         if self.target_bytes is not None:
             verdict = self.verdict(self.target_bytes)
             return f"{_SENTENCES[verdict].format(self.target)}: {verdict.reason}"
@@ -335,7 +339,8 @@ class MemoryEstimate(Overviewed):
             "optimizer state": self.optimizer_bytes,
             "activations": self.activations_bytes,
             "temporaries": self.temporaries_bytes,
-            "batch, buffers, libraries": self.other_bytes,
+            "batch and buffers": self.other_bytes - self.library_bytes,
+            "libraries, rounding": self.library_bytes,
             "gathered parameters": self.unsharded_bytes,
             "peak of live tensors": self.peak_bytes,
             "inside kernels, at most": self.workspace_bytes,
@@ -390,6 +395,7 @@ class MemoryEstimate(Overviewed):
             activations_bytes=parts.get("activation", 0),
             temporaries_bytes=parts.get("temporary", 0),
             other_bytes=parts.get("input", 0) + parts.get("buffer", 0) + unseen_bytes,
+            library_bytes=unseen_bytes,
             unsharded_bytes=record.unsharded_bytes,
             workspace_bytes=record.workspace_bytes,
             reserved_bytes=None if figures is None else figures.reserved_bytes,

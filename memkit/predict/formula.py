@@ -57,13 +57,15 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
     batch_bytes = 4 * config.batch_size * IN_CHANNELS * config.resolution**3
     cards = _cards(config)
     handle_bytes = max(card.cublas_workspace_bytes or 0 for card in cards)
+    library_bytes = NUM_HANDLES * handle_bytes + rounding_bytes
     estimate = MemoryEstimate(
         parameters_bytes=sum(sizes),
         gradients_bytes=peak.gradients_bytes,
         optimizer_bytes=num_states * sum(sizes) + 4 * num_counters,
         activations_bytes=peak.activations_bytes,
         temporaries_bytes=peak.temporaries_bytes,
-        other_bytes=batch_bytes + NUM_HANDLES * handle_bytes + rounding_bytes,
+        other_bytes=batch_bytes + library_bytes,
+        library_bytes=library_bytes,
         context_bytes=max(card.context_bytes for card in cards),
         peak_where=peak.where,
         confidence="guessed",

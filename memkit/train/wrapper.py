@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import InputError, MemkitError, StateError, warn_user
+from memkit._core.printable import counted
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
@@ -366,7 +367,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
 
     def _overview(self) -> Overview:
         optimizers = " and ".join(type(each).__name__ for each in self._optimizers)
-        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        steps = counted(self.num_steps, "step")
         blocks = self.checkpointed_blocks
         rows = [
             ("precision", self._precision.name or "as the model is"),

@@ -28,7 +28,7 @@ def test_findings_in_lines_and_exit_code_1(capsys, script):
     first, fix, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{script}:2:1: warning[anomaly-left-on] anomaly detection is on for the whole run: ")
     assert fix.startswith("    fix: ")
-    assert last == "1 files: 0 errors, 1 warnings"
+    assert last == "1 file: 0 errors, 1 warning"
 
 
 def test_wrong_use(capsys, script):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import memkit
-from memkit.cli import main
-from memkit.cli.demo import _draw_progress, render
+from memkit.cli import demo, main
+from memkit.cli.demo import render
 from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, DemoRun, run_worker
 
 VERSIONS = {"device": "cpu", "python": "3.11.7", "torch": "2.13.0"}
@@ -52,14 +52,15 @@ def test_the_demo_for_real_from_a_bare_source_tree(tmp_path):
 
 
 def test_a_table_for_people():
-    assert render(GOOD) == (
-        "A character transformer learns the source of Python's standard library: float32, AdamW, on cpu.\n"
-        "Limited: the process gets 100.00 MiB for it, and no more. Peak: bytes in live tensors.\n"
-        "\n"
-        "run                         peak   time  result\n"
-        "full batch, limited    90.00 MiB  0.2 s  died in step 1\n"
-        "memkit, limited       300.00 MiB  8.0 s  finished 2 steps, loss 4.0000 -> 2.0000\n"
-        "full batch, no limit  300.00 MiB  8.0 s  finished 2 steps, loss 4.0000 -> 2.0000\n"
+    table, rest = render(GOOD).split("\n\n", 1)
+    assert table == (
+        "run              limit        peak   time  result\n"
+        "full batch  100.00 MiB   90.00 MiB  0.2 s  died in step 1\n"
+        "memkit      100.00 MiB  300.00 MiB  8.0 s  2 steps, loss 4.0000 -> 2.0000\n"
+        "full batch        none  300.00 MiB  8.0 s  2 steps, loss 4.0000 -> 2.0000"
+    )
+    assert rest.endswith(
+        "failed attempts count.\n"
         "\n"
         "full batch, limited: RuntimeError: can't allocate memory\n"
         "memkit, limited: survived 2 out-of-memory errors by cutting the batch of 4 rows into micro-batches of 2\n"
@@ -77,10 +78,29 @@ def test_a_table_for_people():
         replace(GOOD, plain_unlimited=DIED),
     ],
 )
-def test_what_does_not_convince_says_so(bad):
+def test_what_does_not_convince_says_so(bad, monkeypatch, capsys):
     assert GOOD.succeeded
     assert not bad.succeeded
-    assert render(bad).endswith("This is NOT what the demo is to show: see docs/demo.md.")
+    monkeypatch.setattr(demo, "run_demo", lambda _: bad)
+    assert main(["demo"]) == 1
+    verdict = capsys.readouterr().out.split("\n\n")[1]
+    assert verdict == "This is NOT what the demo is to show: see docs/demo.md."
+
+
+def test_the_first_line_is_there_before_the_first_run(monkeypatch, capsys):
+    said = []
+
+    def run_demo(on_step):
+        said.append(capsys.readouterr().out)
+        on_step("memkit", 3)
+        return GOOD
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    assert main(["demo"]) == 0
+    assert "less than a minute" in said[0]
+    out, err = capsys.readouterr()
+    assert out.startswith("\nInside 100.00 MiB the full batch ran out of memory; memkit finished")
+    assert err == ""
 
 
 def test_a_run_that_is_killed():
@@ -114,8 +134,3 @@ def test_the_command_when_every_run_crashes(tmp_path, monkeypatch, capsys):
     record = json.loads(capsys.readouterr().out)
     assert (record["plain_oom"], record["memkit_completed"], record["max_loss_difference"]) == (False, False, None)
     assert record["peaks"] == {"plain_limited": None, "memkit": None, "plain_unlimited": None}
-
-
-def test_progress(capsys):
-    _draw_progress("memkit", 3)
-    assert capsys.readouterr().err == "\r\x1b[Kmemkit, limited      [###.......] step 3 of 10"

@@ -145,7 +145,7 @@ def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd, tmp_path_factor
 def test_a_script_that_fails(capfd, ending, code, expected):
     found, out, _ = dryrun(capfd, "ends.py", ending, "--gpu", "T4")
     assert found == code
-    assert out.splitlines()[2].startswith("NOT KNOWN: the script failed")
+    assert out.splitlines()[0].startswith("NOT KNOWN: the script failed")
     for text in expected:
         assert text in out
 
@@ -160,7 +160,9 @@ def test_without_an_optimizer_a_step_is_a_backward_pass(capfd):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory_does_not_matter(capfd):
+def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory_does_not_matter(capfd, monkeypatch):
+    runs = []
+    monkeypatch.setattr("memkit.cli.dryrun.subprocess.run", lambda *a, **kw: runs.append(a) or run(*a, **kw))
     code, out, err = dryrun(capfd, "guesses.py", "size", "--gpu", "T4", "--json")
     assert code == 3
     report = json.loads(out)
@@ -171,7 +173,7 @@ def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory
     (assumption,) = report["estimate"]["assumptions"]
     assert assumption == "guesses.py:17 in <module> finds all numbers finite"
     assert "NOT KNOWN: it may take other memory than was seen\n  guesses.py:10" in render(report)
-    assert err.count("memkit: running it again with other answers") == 2
+    assert len(runs) == 3
     assert err.count("step 1:") == 1  # what it prints is printed once
 
 

@@ -3,13 +3,16 @@
 import json
 import os
 import re
-import textwrap
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import memkit as mk
 from memkit.cli import main
+from memkit.cli._codes import INTERRUPTED, MEANINGS
+from tests.helpers import ROOT
 
 STEPS = """
 import sys
@@ -88,6 +91,11 @@ def folder(tmp_path, monkeypatch):
     for name, peak in (("small", 1000), ("large", 2000), ("empty", 0)):
         (tmp_path / f"{name}.json").write_text(json.dumps([{"event": "forward", "peak_memory": peak}]))
     return tmp_path
+
+
+def joined(text):
+    """Undo the folding of lines."""
+    return text.replace("\n", " ")
 
 
 TABLE = [
@@ -175,9 +183,9 @@ def test_the_traceback_begins_at_the_users_file_and_leaves_memkit_out(folder, fu
 def test_what_is_not_known_names_the_line(folder, capsys):
     assert main(["estimate", "steps.py:guessed", "--budget", "1GiB"]) == 3
     out = capsys.readouterr().out
-    assert out.endswith("\nNOT KNOWN whether it fits into 1GiB\n")
+    assert out.startswith("NOT KNOWN whether it fits into 1GiB\n")
     line = STEPS[: STEPS.index("repeat")].count("\n") + 1
-    assert f"not known, because\n  {folder}/steps.py:{line} in guess uses a guessed value" in out
+    assert f"not known, because   {folder}/steps.py:{line} in guess uses a guessed value" in joined(out)
     assert main(["estimate", "steps.py:guessed", "--budget", "1GiB", "--json"]) == 3
     record = json.loads(capsys.readouterr().out)
     assert (record["verdict"], record["fits"]) == ("not known", None)
@@ -271,9 +279,28 @@ def test_a_link_to_nothing_is_not_followed(folder, capsys):
     assert torch.zeros(1).item() == 0
 
 
-def test_the_codes_stand_in_one_place():
-    from memkit.cli import _codes
+def test_the_codes_stand_in_one_place_and_in_the_docs(capsys):
+    assert list(MEANINGS) == [0, 1, 2, 3, 4, 130]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out.partition("exit codes:\n")[2]
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for code, meaning in MEANINGS.items():
+        assert re.search(rf"^  {code} +{re.escape(meaning)}$", shown, re.MULTILINE)
+        assert f"| {code} | {meaning} |" in page
+    assert {code for _, code in TABLE} == set(MEANINGS) - {INTERRUPTED}
 
-    names = ("YES", "NO", "WRONG_USE", "NOT_KNOWN", "FAILED")
-    assert [getattr(_codes, name) for name in names] == [0, 1, 2, 3, 4]
-    assert textwrap.dedent(main.__doc__).count(";") >= 3
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memkit.cli.presets._show_table", interrupted)
+    assert main(["presets"]) == INTERRUPTED
+    assert capsys.readouterr().err == "memkit: interrupted\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m memkit gpus --json | head -c 100 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("0\n", "")

@@ -12,14 +12,28 @@ from tests.helpers import assert_not_imported
 
 
 def test_the_table(capsys):
-    assert main(["gpus"]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
+    assert main(["gpus", "--all"]) == 0
+    table, legend = capsys.readouterr().out.split("\n\n")
+    assert [line.partition(":")[0] for line in legend.splitlines()] == ["observed", "derived"]
+    header, *rows = table.splitlines()
     assert header.split()[-5:] == ["torch", "sees", "context", "usable", "confidence"]
     names = [gpu.name for gpu in all_gpus()]
     width = max(map(len, names))
     assert [row[:width].rstrip() for row in rows] == names
     row = next(row for row in rows if row.startswith("RTX 4090 "))
     assert row[width:].split() == ["24", "23.53", "0.50", "23.03", "observed"]
+
+
+def test_all_by_size_on_one_screen(capsys):
+    assert main(["gpus"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") < 60
+    assert "*: derived from a related GPU" in out
+    sizes = [int(line[:3]) for line in out.splitlines() if line[3:7] == " GB "]
+    assert sizes == sorted({round(gpu.box_bytes / 2**30) for gpu in all_gpus()})
+    text = " ".join(out.split())
+    for gpu in all_gpus():
+        assert f"{gpu.name} {gpu.usable_bytes / 2**30:.2f}{'*' if gpu.confidence == 'derived' else ''}" in text
 
 
 def test_the_table_as_json(capsys):
@@ -43,9 +57,19 @@ def test_the_cards_that_hold_a_size_smallest_first(capsys):
     assert usable == sorted(usable)
     assert len(usable) == sum(gpu.usable_bytes >= 23.1 * 2**30 for gpu in all_gpus())
     assert main(["gpus", "--need", "2TiB"]) == 1
-    assert capsys.readouterr().err == (
-        "memkit: no card of the table holds 2TiB: the largest, Apple 512GB, leaves 384.00 GiB\n"
-    )
+    assert capsys.readouterr().out == "no GPU of the table holds 2TiB: the largest, Apple 512GB, leaves 384.00 GiB\n"
+    assert main(["gpus", "--need", "2TiB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_the_first_that_hold_a_size_and_how_to_see_the_others(capsys):
+    num = sum(gpu.usable_bytes >= 14 * 2**30 for gpu in all_gpus())
+    for arguments, num_shown in (([], 12), (["--all"], num)):
+        assert main(["gpus", "--need", "14GiB", *arguments]) == 0
+        title, table, rest = capsys.readouterr().out.split("\n\n")
+        assert title == f"{num} of 107 GPUs hold 14GiB, the smallest first"
+        assert len(table.splitlines()) == 1 + num_shown
+        assert (f"--all shows the other {num - 12} too" in rest) == (num_shown == 12)
 
 
 def test_a_file_of_own_cards(capsys, tmp_path):

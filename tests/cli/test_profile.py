@@ -60,7 +60,7 @@ def test_both_analyses_with_their_files(config, tmp_path, capsys):
     assert main(["profile", "--config", config, "--output-dir", str(folder), "--all"]) == 0  # as without it
     out, err = capsys.readouterr()
     assert out.count("no step ran on any device") == 2
-    assert err.splitlines()[:2] == ["encoder: predicted", "8, 2 coordinates, 8 features: predicted"]
+    assert "predicted" not in err  # progress is for those who watch
     assert 'no PNG: it needs matplotlib, `pip install "memkit[plots]"`' in err
     names = {path.name for path in folder.iterdir()}
     assert {"memory_analysis_data.csv", "edge_memory_results.csv", "memory_analysis_results.svg"} < names

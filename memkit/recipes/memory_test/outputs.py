@@ -14,7 +14,7 @@ from typing import Any
 from memkit._charts.charts import Figure
 from memkit._charts.pictures import to_png, to_svg
 from memkit._charts.text import align
-from memkit._core.printable import printable
+from memkit._core.printable import counted, printable
 from memkit._core.units import format_bytes
 from memkit._machine.files import write_bytes, write_text
 from memkit.predict.scaling.points import StepMode
@@ -33,6 +33,7 @@ _STEMS = {
     "core": ("edge_memory_analysis", "edge_memory_results"),
     "script": ("scaling_results", "scaling_data"),
 }
+_WIDTH = 80  # columns of a terminal
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,8 @@ class MemoryTestResult:
 
     def explain(self) -> str:
         """Return a readable summary: laws, ratios, theory against actual, what fits which cards, what makes room."""
-        parts = [[f"{_TITLES[self.analysis]}. {self.how}"], self._laws(), self._advice()]
+        own = f", {self.curves[0].name}" if self.analysis == "script" else ""
+        parts = [[f"{_TITLES[self.analysis]}{own}", self.how], self._advice(), self._laws(), self._ratios()]
         parts += filter(None, [explain_ratio(self.curves), suggest_room(self.curves)])
         for title, rows in (("NOT KNOWN, because", self.doubts), ("Answered without data:", self.guesses)):
             parts += [[title, *map(printable, rows)]] if rows else []
@@ -166,50 +168,73 @@ class MemoryTestResult:
     def _others(self) -> str:
         """A remark on the curves that are not shown."""
         num_others = len(self.curves) - len(self._shown)
-        if not num_others:
+        if self.analysis != "core":
             return ""
-        return f"Shown: {self._shown[0].name.partition(', ')[2]}. {num_others} other combinations are in the CSV file."
+        also = f" {counted(num_others, 'other combination')} {'is' if num_others == 1 else 'are'} in the CSV file."
+        return f"Shown: {self._shown[0].name.partition(', ')[2]}.{also * bool(num_others)}"
 
-    def _laws(self) -> list[str]:
-        head = ("", "law", "factor*", "smallest", "largest", "train/inf.", "actual/theory")
-        rows = [head, *(_law_row(curve, mode) for curve in self._shown for mode in curve.modes)]
-        lines = align(rows, [False, False, True, True, True, True, True])
-        note = "* the source's scaling factor, from the smallest to the largest point; it includes the constant part."
-        return [*lines, *filter(None, [self._others]), note]
+    def _label(self, curve: ScalingCurve, mode: StepMode) -> str:
+        """Name a row: what all rows share stands elsewhere."""
+        if self.analysis == "script":
+            return mode
+        return f"{curve.name.partition(', ')[0] if self.analysis == 'core' else curve.name}, {mode}"
 
     def _advice(self) -> list[str]:
-        rows = [
-            ("largest size that fits, by the law, on", *(each.card.name for each in self.capacities)),
-            ("which holds least of the cards of", *(each.name for each in self.capacities)),
-            ("rule of thumb of GAOT-3D", *(f"{each.advised or 0:,}" for each in self.capacities)),
-        ]
-        is_own = self.analysis == "script"
-        rows = rows[:1] if not self.capacities[0].name else rows[:2] if is_own else rows
-        for curve in self._shown:
-            for mode in curve.result.law:
-                sizes = [curve.largest(mode, each.card.usable_bytes) for each in self.capacities]
-                known = ("no limit known" if size is None else f"{size:,}" for size in sizes)
-                rows.append((f"{curve.name}, {mode}", *known))
-        return align(rows)
+        """Say what the cards hold; where the table would be too wide, it continues below."""
+        has_classes, has_rule = bool(self.capacities[0].name), self.analysis != "script"
+        shown = [(curve, mode) for curve in self._shown for mode in curve.result.law]
+        names = ["largest size that fits", *["of the GPUs of"] * has_classes]
+        names += ["rule of thumb of GAOT-3D"] * (has_classes and has_rule)
+        names += [self._label(curve, mode) for curve, mode in shown]
+        columns = []
+        for each in self.capacities:
+            sizes = [curve.largest(mode, each.card.usable_bytes) for curve, mode in shown]
+            column = [each.card.name, *[each.name] * has_classes]
+            column += [f"{each.advised or 0:,}"] * (has_classes and has_rule)
+            columns.append([*column, *("no limit known" if size is None else f"{size:,}" for size in sizes)])
+        lines: list[str] = []
+        while columns:
+            num = 1
+            while num < len(columns) and len(max(_table(names, columns[: num + 1]), key=len)) <= _WIDTH:
+                num += 1
+            lines += [*[""] * bool(lines), *_table(names, columns[:num])]
+            columns = columns[num:]
+        note = "by the law; of each class of GPUs, the one that holds least" if has_classes else "by the law"
+        return [*lines, note]
+
+    def _laws(self) -> list[str]:
+        head = ("", "law", "factor*", "smallest", "largest")
+        rows = [(self._label(curve, mode), *_law_row(curve, mode)) for curve in self._shown for mode in curve.modes]
+        note = (
+            "* the source's scaling factor, from the smallest to the largest point; it\n  includes the constant part."
+        )
+        return [*align([head, *rows], [False, False, True, True, True]), *filter(None, [self._others]), note]
+
+    def _ratios(self) -> list[str]:
+        head = ("", "training/inference", "actual/theory")
+        shown = [(curve, mode) for curve in self._shown for mode in curve.modes]
+        rows = [(self._label(curve, mode), *_ratio_row(curve, mode)) for curve, mode in shown]
+        return align([head, *rows])
+
+
+def _table(names: list[str], columns: list[list[str]]) -> list[str]:
+    return align(list(zip(names, *columns, strict=True)))
 
 
 def _law_row(curve: ScalingCurve, mode: StepMode) -> tuple[str, ...]:
     law, factor, peaks = curve.result.law.get(mode), curve.result.scaling_factor(mode), curve.result.peaks(mode)
+    power = "" if law is None or law.order is None else f", n^{law.order:g}"
+    ends = [format_bytes(peaks[end(peaks)]) if peaks else "-" for end in (min, max)]
+    return "none" if law is None else law.tier + power, "-" if factor is None else f"{factor:.2f}", *ends
+
+
+def _ratio_row(curve: ScalingCurve, mode: StepMode) -> tuple[str, str]:
     shares = [
         row["actual_over_theoretical"]
         for row in curve.rows()
         if row["mode"] == mode and row["actual_over_theoretical"] is not None
     ]
-    power = "" if law is None or law.order is None else f", n^{law.order:g}"
-    ends = [format_bytes(peaks[end(peaks)]) if peaks else "-" for end in (min, max)]
-    return (
-        f"{curve.name}, {mode}",
-        "none" if law is None else law.tier + power,
-        "-" if factor is None else f"{factor:.2f}",
-        *ends,
-        _span(list(curve.ratios().values())),
-        _span(shares),
-    )
+    return _span(list(curve.ratios().values())), _span(shares)
 
 
 def _span(numbers: Sequence[float]) -> str:

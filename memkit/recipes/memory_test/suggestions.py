@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memkit._charts.text import align
 from memkit._core.units import format_bytes
 from memkit.recipes.memory_test.curves import ScalingCurve
 
@@ -20,8 +19,9 @@ def explain_ratio(curves: Sequence[ScalingCurve]) -> list[str]:
     ends = list(dict.fromkeys(f"{end:.2f}" for end in (min(ratios), max(ratios))))
     return [
         f"Training takes {' to '.join(ends)} times the memory of inference:",
-        "backward needs what each layer gave for each row, so training holds the rows of all layers at once;",
-        "inference holds those of a layer and of the one before. 1.5 to 3 is the ratio of one or two hidden layers.",
+        "backward needs what each layer gave for each row, so training holds the rows of",
+        "all layers at once; inference holds those of a layer and of the one before.",
+        "1.5 to 3 is the ratio of one or two hidden layers.",
     ]
 
 
@@ -62,4 +62,4 @@ def suggest_room(curves: Sequence[ScalingCurve]) -> list[str]:
         ),
     ]
     title = f"What makes room for edges ({curve.name}, training, {size:,} edges: {format_bytes(peaks[size])})"
-    return [title, *align(rows, [False, True, False])]
+    return [title, *(line for what, left, call in rows for line in (f"- {what}: {left}", f"    {call}"))]
