@@ -18,6 +18,7 @@ _SIGNS = "*o+#@"  # by color; crosses are an x
 _LONGEST_NAME = 36
 _GAP = re.compile(r"(?<=\S) {2,}")  # between two columns
 _WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff00-\uff60"  # Chinese characters and their punctuation
+_LAST_INDENT = 0.6  # of the width: a column further right would leave too little for its text
 _WORD = re.compile(rf"\s*(?:[{_WIDE}]|[^\s{_WIDE}]+)")
 
 
@@ -123,7 +124,7 @@ def fold(line: str, width: int) -> list[str]:
     indent = display_width(line) - display_width(line.lstrip()) + 2
     for gap in _GAP.finditer(line):
         column = display_width(line[: gap.end()])
-        if column <= width / 2:
+        if column <= _LAST_INDENT * width:
             indent = column
     parts, part = [], ""
     for word in _WORD.findall(line):

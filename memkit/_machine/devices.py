@@ -176,6 +176,15 @@ def allocator_snapshot(device: torch.device) -> bytes | None:
     return pickle.dumps(machine.allocator_history())
 
 
+def record_allocator_history(device: torch.device, max_entries: int) -> None:
+    """Record the last actions of the allocator for `allocator_snapshot`, in the whole process; 0 stops it.
+
+    Only CUDA's allocator has such a history.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():  # a virtual GPU may be gone
+        machine.record_allocator_history(max_entries)
+
+
 def prefers_bfloat16(device: torch.device) -> bool:
     """Return whether a device computes faster in bfloat16 than in float32, in hardware and not by emulation."""
     if device.type == "cuda":

@@ -10,6 +10,14 @@ def allocator_history() -> object:
     return torch.cuda.memory._snapshot()
 
 
+def record_allocator_history(max_entries: int) -> None:
+    """Let torch record its CUDA allocator's last actions with the Python lines that asked for memory; 0 stops it."""
+    if max_entries:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
+    else:
+        torch.cuda.memory._record_memory_history(None)
+
+
 def has_bfloat16_instructions() -> bool:
     """Return whether this CPU multiplies bfloat16 in hardware."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="memkit",
         description="Predict, fit and prove the memory of PyTorch training.",
-        epilog="\n".join(["exit codes:", *(f"  {code:<8}  {meaning}" for code, meaning in MEANINGS.items())]),
+        epilog="\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in MEANINGS.items())]),
     )
     parser.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, width=WIDTH)
     parser.add_argument("--version", action="version", version=f"memkit {__version__}")

@@ -62,5 +62,5 @@ def _show_rules(*, as_json: bool) -> None:
     if as_json:
         say_json([dict(zip(fields, row, strict=True)) for row in rows])
         return
-    for line in align([(str(row[1]), str(row[0]), str(row[2])) for row in rows], [False] * 3):
+    for line in align([row[:3] for row in rows], [False] * 3):
         say(line)

@@ -42,6 +42,7 @@ class Interval:
         path: Path of the phases that it belongs to.
         step: Its number, if it is a step.
         error: Type of the error that left it.
+        note: What else its event says.
         trackers: The open trackers of the thread in which it began.
         tracker: The innermost tracker when it began, with that moment as ``mark``.
         live_bytes: Live bytes counted by the tracker at the end, if there was one.
@@ -56,6 +57,7 @@ class Interval:
     path: str | None = None
     step: int | None = None
     error: str | None = None
+    note: dict[str, Any] | None = None
     tracker: Tracker | None = None
     live_bytes: int | None = None
     peak: IntervalPeak | None = None
@@ -230,9 +232,14 @@ class Ledger:
             )
         return Phase(self, name)
 
-    def step(self) -> int:
-        """End a step, begin the next one, and return the number of steps so far."""
+    def step(self, note: dict[str, Any] | None = None) -> int:
+        """End a step, begin the next one, and return the number of steps so far.
+
+        Args:
+            note: What else the step's event says, as plain JSON values, which are not checked.
+        """
         here = self.here
+        self._step.note = note
         self._step.path, self._step.trackers = here.path, here.trackers
         self._step.end()
         self._step = self._begin_step()
@@ -292,6 +299,8 @@ class Ledger:
                 values["step"] = block.step
             if block.error is not None:
                 values["note"] = {"error": block.error}
+            elif block.note is not None:
+                values["note"] = block.note
             if peak.known is not None:
                 values["peak_bytes"] = peak.known
             resident_bytes = None if self.ended else devices.resident_bytes()  # the last block ended just now

@@ -9,8 +9,10 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +28,17 @@ from memkit._core.settings import Checker
 from memkit._core.units import format_bytes, parse_budget
 from memkit._core.words import guided
 from memkit._machine import devices
-from memkit._recovery.attempt import telling_errors
+from memkit._recovery.attempt import TellingErrors
+from memkit._recovery.errors import describe_error
 from memkit.memory.advice import find_tips
+from memkit.memory.batch_shapes import batch_shapes
 from memkit.memory.journal import EventJournal, header_of
 from memkit.memory.leaks import Leaks, LeakWatch
 from memkit.memory.ledger import Ledger, Phase
 from memkit.memory.phases import PhaseTotals
-from memkit.memory.postmortem import write_post_mortem
+from memkit.memory.postmortem import evidence_path, write_post_mortem
 from memkit.memory.sharing import DeviceClaim
-from memkit.memory.summary import snapshot_rows, summarize, summarize_line
+from memkit.memory.summary import memory_figures, snapshot_rows, summarize, summarize_line
 from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
@@ -63,13 +67,14 @@ _ABSENT = {
     "memory.leaks()": "check_leaks find_leaks detect_leaks",
     "memory.events.save('memory_events.jsonl')": "save export dump",
     "memory.budget_bytes": "limit",
+    "with memory.recorded_step('evidence', batch): ...": "flight_recorder record_step recorder",
 }
 
 
 @guided(
     words={"device": "target", "log": "path output"},
     absent=_ABSENT,
-    methods=("phase", "mark", "track", "release", "step", "post_mortem", "leaks", "summary", "snapshot"),
+    methods=("phase", "mark", "track", "release", "step", "post_mortem", "recorded_step", "leaks", "summary", "snapshot"),
 )
 class MemoryManager(Uncopied, Closing, Overviewed):
     """Report device and host memory (now, per phase, per step), find leaks and write the event log.
@@ -92,6 +97,9 @@ class MemoryManager(Uncopied, Closing, Overviewed):
             ``"memory_events.jsonl"`` becomes ``"memory_events.rank3.jsonl"``.
         line_every: Log a line at level INFO to the logger ``"memkit"`` every this many steps; None disables it.
         max_events: Maximum number of events to keep in memory.
+        allocator_history: On CUDA, how many of the allocator's last actions torch keeps for a post-mortem's snapshot,
+            each with the lines that asked for it: several kB of host memory each. It is recorded for the whole process,
+            until `close`. 0 leaves torch's own setting alone.
 
     Attributes:
         device: The device.
@@ -126,7 +134,9 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         log: str | os.PathLike[str] | None = None,
         line_every: int | None = None,
         max_events: int = 10_000,
+        allocator_history: int = 0,
     ) -> None:
+        Checker("MemoryManager(...)").whole("allocator_history", allocator_history)
         self.device = devices.resolve_device(device)
         if self.device.type == "meta":
             raise ConfigError(
@@ -142,10 +152,16 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         self.num_steps = 0
         self._line_every = line_every
         self._released_at = float("-inf")
+        self._reserve: bytearray | None = None
         self._leak_watch = LeakWatch()
         self._journal = EventJournal(header_of(self.device, total_bytes), path=log, max_events=max_events)
         self._ledger = Ledger(self.device, self._journal, reset_peaks=reset_peaks)
         weakref.finalize(self, _finish, self._ledger, self._journal)  # also at the end of the program
+        self._stop_history: weakref.finalize[[torch.device, int], MemoryManager] | None = None
+        if allocator_history:
+            devices.record_allocator_history(self.device, allocator_history)
+            self._stop_history = weakref.finalize(self, devices.record_allocator_history, self.device, 0)
+            self._stop_history.atexit = False
         identity = devices.device_identity(self.device)
         self._claim = None if identity is None else DeviceClaim(identity)
         self._warn_of_sharing()
@@ -202,6 +218,25 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         rows = snapshot_rows(snapshot, self._ledger.watched_bytes, is_cpu=self.device.type == "cpu")
         phases = [(f"phase {path}", _phase_cell(totals)) for path, totals in self.phases.items() if totals.num_calls]
         return Overview(headline, [*rows, ("steps", str(self.num_steps)), *phases], [str(tip) for tip in self.advice()])
+
+    def figures(self) -> dict[str, int]:
+        """Return the bytes held now as curves for a logger: TensorBoard, Weights & Biases, MLflow, any other.
+
+        Returns:
+            By name, such as ``"memory/allocated_bytes"``, ``"memory/reserved_bytes"``, ``"memory/peak_bytes"`` (of the
+            run) and ``"memory/host_resident_bytes"``. What the device does not count is left out.
+
+        Example:
+            >>> import memkit as mk
+            >>> memory = mk.MemoryManager("cpu")
+            >>> list(memory.figures())
+            ['memory/host_resident_bytes']
+        """
+        tracker = self._ledger.here.tracker
+        counters = replace(self._ledger.read(), peak_bytes=self._ledger.peak_bytes)
+        if counters.allocated_bytes is None and tracker is not None:
+            counters = replace(counters, allocated_bytes=tracker.live_bytes)
+        return {f"memory/{name}": value for name, value in memory_figures(counters).items()}
 
     def line(self) -> str:
         """Return a human-readable line: device and host memory now."""
@@ -262,7 +297,35 @@ class MemoryManager(Uncopied, Closing, Overviewed):
 
     def step(self) -> None:
         """Record the end of an optimizer step; every ``line_every`` steps, log a line."""
-        self.num_steps = self._ledger.step()
+        self._end_step(None)
+
+    def recorded_step(self, directory: str | os.PathLike[str], batch: Any = None) -> AbstractContextManager[None]:
+        """Return a context that records a training step, and keeps the evidence if it runs out of memory.
+
+        This is a flight recorder. A block that ends without an error is a `step`.
+
+        The last ``max_events`` events (steps with the shapes of their batches, phases, marks) are in memory; nothing is
+        written unless the block runs out of memory. Then `post_mortem` writes its files.
+
+        Args:
+            directory: Output directory for the evidence, created if missing.
+            batch: The batch, whose shapes are recorded; None records none.
+
+        Example:
+            >>> import tempfile
+            >>> import memkit as mk
+            >>> memory = mk.MemoryManager("cpu")
+            >>> for batch in torch.ones(3, 8, 16):
+            ...     with memory.recorded_step(tempfile.gettempdir(), batch):
+            ...         pass  # forward, backward, optimizer.step()
+            >>> [event.note["batch"] for event in memory.events][-1]
+            ['float32[8, 16]']
+        """
+        note = None if batch is None else {"batch": batch_shapes(batch)}
+        return self._evidence(directory, note, done=partial(self._end_step, note))
+
+    def _end_step(self, note: dict[str, Any] | None) -> None:
+        self.num_steps = self._ledger.step(note)
         is_due = self._line_every is not None and self.num_steps % self._line_every == 0
         if is_due and _LOGGER.isEnabledFor(logging.INFO):
             _LOGGER.info("step %d, %s", self.num_steps, self.line())
@@ -322,32 +385,39 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         self.mark("release", note={"given_back_bytes": given_back})
         return given_back
 
-    @contextlib.contextmanager
-    def post_mortem(self, directory: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a file about an out-of-memory error that leaves the block, then re-raise the error.
+    def post_mortem(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context that writes files about an out-of-memory error that leaves its block, and re-raises it.
 
         A failure while writing is only a warning: the error that propagates is always the block's own.
 
         Args:
-            directory: Output directory, created if missing. Each rank writes one file, ``out-of-memory.json``, with
-                the phase, live bytes by category, the largest storages and what holds them, the last events, and on
-                CUDA the allocator's snapshot. It replaces the file of an earlier error.
+            directory: Output directory, created if missing. Each rank writes ``out-of-memory.json``, with the phase,
+                live bytes by category, the largest storages and what holds them, and the last events;
+                ``out-of-memory.jsonl``, a log of all events in memory, for ``memkit report``; and on CUDA
+                ``out-of-memory.pickle``, the allocator's snapshot. They replace those of an earlier error.
         """
-        reserve = [bytearray(_RESERVE_BYTES)]
+        return self._evidence(directory, None)
+
+    def _evidence(
+        self, directory: str | os.PathLike[str], note: dict[str, Any] | None, done: Callable[[], None] | None = None
+    ) -> AbstractContextManager[None]:
+        if self._reserve is None:
+            self._reserve = bytearray(_RESERVE_BYTES)
 
         def tell(error: Exception, is_out_of_memory: bool) -> None:  # noqa: FBT001 - as the kernel calls it
             if is_out_of_memory:
-                reserve.clear()
-                self._write_post_mortem(directory, error)
+                self._reserve = None
+                self._write_post_mortem(directory, error, note or {})
 
-        with telling_errors(tell):
-            yield
+        return TellingErrors(tell, done)
 
     def close(self) -> None:
         """Close the log file and release the claim on the GPU. Later events are kept in memory only."""
         _finish(self._ledger, self._journal)
         if self._claim is not None:
             self._claim.close()
+        if self._stop_history is not None:
+            self._stop_history()
 
     # ---------------------------------------------------------------------------------------------- inside
 
@@ -360,12 +430,15 @@ class MemoryManager(Uncopied, Closing, Overviewed):
             return devices.host_memory().total_bytes
         return devices.device_memory(self.device).total_bytes
 
-    def _write_post_mortem(self, directory: str | os.PathLike[str], error: Exception) -> None:
+    def _write_post_mortem(self, directory: str | os.PathLike[str], error: Exception, note: dict[str, Any]) -> None:
         phase, tracker = self._ledger.here.origin_of(error)
         try:
-            self._ledger.mark("out_of_memory", phase, note={"error": type(error).__name__})
-            path = write_post_mortem(
-                directory,
+            what = {"error": type(error).__name__, "message": describe_error(error)}
+            self._ledger.mark("out_of_memory", phase, note={**what, **note})
+            path = evidence_path(directory)
+            self.events.save(path.with_suffix(".jsonl"))  # first: it takes next to no memory
+            write_post_mortem(
+                path,
                 error,
                 device=self.device,
                 phase=phase,

@@ -30,8 +30,15 @@ _NUM_LARGEST = 20
 _NUM_EVENTS = 50
 
 
+def evidence_path(directory: str | os.PathLike[str]) -> Path:
+    """Return this rank's ``out-of-memory.json`` in a directory, which is created if missing."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    return rank_path(folder / "out-of-memory.json", *devices.process_rank())
+
+
 def write_post_mortem(
-    directory: str | os.PathLike[str],
+    path: Path,
     error: BaseException,
     *,
     device: torch.device,
@@ -39,13 +46,13 @@ def write_post_mortem(
     snapshot: MemorySnapshot,
     events: Iterable[Event],
     tracker: Tracker | None,
-) -> Path:
+) -> None:
     """Write ``out-of-memory.json`` (with ranks, ``out-of-memory.rank3.json``) while the error's frames are alive.
 
     A part that cannot be produced, mostly because it needs more memory than is left, is None; ``problems`` says why.
 
     Args:
-        directory: Output directory, created if missing. The file of an earlier error is replaced: the last one counts.
+        path: The file, from `evidence_path`. That of an earlier error is replaced: the last one counts.
         error: The out-of-memory error.
         device: The device being watched.
         phase: The phase in which the error was raised; None outside all phases.
@@ -53,17 +60,11 @@ def write_post_mortem(
         events: The run's events; the last ones are written.
         tracker: The tracker of the block that failed, if any; with it, the categories are exact.
 
-    Returns:
-        Path of the file.
-
     Raises:
         OSError: The file cannot be written.
         MemoryError: There is not enough memory even for the minimal file.
     """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     rank, world_size = devices.process_rank()
-    path = rank_path(folder / "out-of-memory.json", rank, world_size)
     problems: list[str] = []
     census = _attempt(lambda: take_census(device, _NUM_LARGEST), problems)
     tracked = None if tracker is None else _attempt(lambda: _tracked(tracker), problems)
@@ -87,7 +88,6 @@ def write_post_mortem(
     if allocator is not None:
         write_bytes(path.with_suffix(".pickle"), allocator)
     write_text(path, printable_json(json.dumps(record, indent=1, ensure_ascii=False)) + "\n")
-    return path
 
 
 def _attempt(fn: Callable[[], _Result], problems: list[str]) -> _Result | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from memkit._charts.text import align
-from memkit._core.records import MemorySnapshot
+from memkit._core.records import DeviceMemory, MemorySnapshot
 from memkit._core.units import format_bytes
+from memkit._machine import devices
 from memkit.memory.phases import PhaseTotals
 
 _UNKNOWN = "not recorded"
@@ -33,6 +34,17 @@ def summarize_line(snapshot: MemorySnapshot, where: str, watched_bytes: int | No
         device = [f"tensors not counted now, peak {format_bytes(watched_bytes)} inside of track()"]
     total = "" if snapshot.total_bytes is None else f", of {format_bytes(snapshot.total_bytes)}"
     return f"{where}: {', '.join(device) or f'tensors {_UNKNOWN}'}{total} | {summarize_host(snapshot)}"
+
+
+def memory_figures(counters: DeviceMemory) -> dict[str, int]:
+    """Return the known figures for a logger, in bytes: the device's counters, and the host's resident bytes."""
+    figures = {
+        "allocated_bytes": counters.allocated_bytes,
+        "reserved_bytes": counters.reserved_bytes,
+        "peak_bytes": counters.peak_bytes,
+        "host_resident_bytes": devices.resident_bytes(),
+    }
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def snapshot_rows(snapshot: MemorySnapshot, watched_bytes: int | None, *, is_cpu: bool) -> list[tuple[str, str]]:

@@ -16,10 +16,12 @@ from memkit._core.errors import ConfigError, FileFormatError, InputError, InputT
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
+from memkit._machine.devices import allocator_counters
+from memkit.memory.summary import memory_figures
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
-from memkit.recipes.timeline import Timeline, memory_figures, memory_line
+from memkit.recipes.timeline import Timeline, memory_line
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
 from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS
 from memkit.train.loader import to_device
@@ -355,7 +357,7 @@ class MemoryEfficientTrainLoop:
             self._timeline.restart()
             return
         figures = {"loss": self._last.loss.item(), "lr": self._parts["optimizer"].param_groups[0]["lr"]}
-        memory, seconds = memory_figures(self._device), self._timeline.seconds
+        memory, seconds = memory_figures(allocator_counters(self._device)), self._timeline.seconds
         _LOGGER.info(
             "epoch %d, step %d%s: %s; %s; %s",
             self._position.epoch + 1,

@@ -1,13 +1,10 @@
-"""Where the training time goes, phase by phase, and memory figures: a readable line, and values for a writer."""
+"""Where the training time goes, phase by phase, and a readable line of memory figures."""
 
 from __future__ import annotations
 
 import time
 
-import torch
-
 from memkit._core.units import format_bytes
-from memkit._machine import devices
 
 
 class Timeline:
@@ -48,18 +45,6 @@ class TimedBlock:
 
     def __exit__(self, *_: object) -> None:
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._start
-
-
-def memory_figures(device: torch.device) -> dict[str, int]:
-    """Return the known figures: a device's allocated, reserved and peak bytes, and the host's resident bytes."""
-    counters = devices.allocator_counters(device)
-    figures = {
-        "allocated_bytes": counters.allocated_bytes,
-        "reserved_bytes": counters.reserved_bytes,
-        "peak_bytes": counters.peak_bytes,
-        "host_resident_bytes": devices.resident_bytes(),
-    }
-    return {name: value for name, value in figures.items() if value is not None}
 
 
 def memory_line(figures: dict[str, int]) -> str:

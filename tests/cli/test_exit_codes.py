@@ -12,6 +12,7 @@ import torch
 import memkit as mk
 from memkit.cli import main
 from memkit.cli._codes import INTERRUPTED, MEANINGS
+from tests.cli.commands import unfolded
 from tests.helpers import ROOT
 
 STEPS = """
@@ -91,11 +92,6 @@ def folder(tmp_path, monkeypatch):
     for name, peak in (("small", 1000), ("large", 2000), ("empty", 0)):
         (tmp_path / f"{name}.json").write_text(json.dumps([{"event": "forward", "peak_memory": peak}]))
     return tmp_path
-
-
-def joined(text):
-    """Undo the folding of lines."""
-    return text.replace("\n", " ")
 
 
 TABLE = [
@@ -185,7 +181,7 @@ def test_what_is_not_known_names_the_line(folder, capsys):
     out = capsys.readouterr().out
     assert out.startswith("NOT KNOWN whether it fits into 1GiB\n")
     line = STEPS[: STEPS.index("repeat")].count("\n") + 1
-    assert f"not known, because   {folder}/steps.py:{line} in guess uses a guessed value" in joined(out)
+    assert f"not known, because {folder}/steps.py:{line} in guess uses a guessed value" in unfolded(out)
     assert main(["estimate", "steps.py:guessed", "--budget", "1GiB", "--json"]) == 3
     record = json.loads(capsys.readouterr().out)
     assert (record["verdict"], record["fits"]) == ("not known", None)

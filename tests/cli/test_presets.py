@@ -10,7 +10,7 @@ from memkit._version import __version__
 from memkit.cli import main
 from memkit.predict.formula import estimate_by_formula
 from memkit.predict.presets import get_preset_config
-from tests.cli.commands import assert_error, assert_wrong_usage
+from tests.cli.commands import assert_error, assert_wrong_usage, unfolded
 from tests.helpers import run_python
 
 
@@ -52,7 +52,8 @@ def test_a_warning_goes_to_stderr_and_leaves_json_whole(capsys):
     assert main(["presets", "high", "--gpu-memory", "16", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["config"]["preset"] == "high"
-    assert err == "memkit: warning: preset 'high' (32 GB and more) does not fit a card of 16 GB; 'medium' fits.\n"
+    said = "memkit: warning: preset 'high' (32 GB and more) does not fit a card of 16 GB; 'medium' fits."
+    assert unfolded(err) == said
 
 
 @pytest.mark.parametrize("arguments", [["hgih"], ["low", "--gpu-memory", "nan"], ["low", "--gpu-memory", "-8"]])

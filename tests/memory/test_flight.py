@@ -1,0 +1,252 @@
+"""The flight recorder: what it keeps, what an out-of-memory error leaves of it, and what it costs until then."""
+
+import json
+import sys
+import tracemalloc
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import memkit as mk
+from memkit.cli import main
+from memkit.memory.batch_shapes import batch_shapes
+from memkit.report import read_memory_events
+from tests.helpers import run_module
+from tests.memory.test_postmortem import CHILD, read
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+def die(message="DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."):
+    raise RuntimeError(message)
+
+
+# ------------------------------------------------------------------------------------------- what is recorded
+
+
+def test_each_step_has_its_number_its_memory_and_its_batch(tmp_path):
+    memory = mk.MemoryManager("cpu")
+    for rows in (8, 16, 8):
+        with memory.recorded_step(tmp_path, {"x": torch.ones(rows, 3), "y": torch.zeros(rows, dtype=torch.int64)}):
+            pass
+    assert memory.num_steps == 3
+    assert [event.step for event in memory.events] == [1, 2, 3]
+    assert [event.note for event in memory.events] == [
+        {"batch": [f"float32[{rows}, 3]", f"int64[{rows}]"]} for rows in (8, 16, 8)
+    ]
+    assert list(tmp_path.iterdir()) == []  # nothing is written while nothing happens
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [
+        (torch.ones(2, 3), ["float32[2, 3]"]),
+        (torch.tensor(1.0), ["float32[]"]),
+        ([torch.ones(2), (torch.ones(3), {"mask": torch.ones(4).bool()})], ["float32[2]", "float32[3]", "bool[4]"]),
+        (np.ones((2, 3), np.uint8), ["uint8[2, 3]"]),
+        (Sample(torch.ones(5), "a"), ["float32[5]"]),
+        (SimpleNamespace(x=torch.ones(2)), ["SimpleNamespace"]),
+        (["a", "b"], ["list"]),
+        ([torch.ones(1)] * 16, ["float32[1]"] * 16),
+        ([torch.ones(1)] * 100_000, ["float32[1]"] * 16 + ["and more"]),
+        ([["text"] * 100_000] * 100_000, ["and more"]),
+        (torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (4,)), ["float32[4]"]),
+    ],
+)  # fmt: skip
+def test_the_shapes_of_a_batch(batch, shapes):
+    assert batch_shapes(batch) == shapes
+
+
+def test_a_step_that_fails_otherwise_is_no_step_and_leaves_no_file(tmp_path):
+    memory = mk.MemoryManager("cpu")
+    with pytest.raises(ValueError, match="mine"), memory.recorded_step(tmp_path, torch.ones(1)):
+        raise ValueError("mine")
+    assert memory.num_steps == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_people_call_it_leads_to_it():
+    with pytest.raises(AttributeError, match=r"with memory\.recorded_step\('evidence', batch\)"):
+        mk.MemoryManager("cpu").flight_recorder("evidence")
+
+
+# ------------------------------------------------------------------------------------------- the evidence
+
+
+def test_the_evidence_is_a_log_with_the_batch_that_was_too_large(tmp_path, capsys):
+    memory = mk.MemoryManager("cpu")
+    for rows in (8, 9000):
+        with memory.recorded_step(tmp_path / "new", torch.ones(rows, 4)), memory.phase("forward"):
+            pass
+    error = pytest.raises(RuntimeError, match="DefaultCPUAllocator")
+    with error, memory.recorded_step(tmp_path / "new", torch.ones(12_345, 4)), memory.phase("forward"):
+        die()
+    log = read_memory_events(tmp_path / "new")
+    assert [event.event for event in log.events] == [
+        "forward",
+        "step_1",
+        "forward",
+        "step_2",
+        "forward",
+        "out_of_memory",
+    ]
+    last = log.events[-1]
+    assert last.phase == "forward"
+    assert last.note["batch"] == ["float32[12345, 4]"]
+    assert last.note["error"] == "RuntimeError"
+    assert "you tried to allocate 64 bytes" in last.note["message"]
+    assert log.problems == ()
+    assert read(tmp_path / "new")["events"][-1]["note"] == last.note  # the same in the post-mortem beside it
+    page = tmp_path / "page.md"
+    assert main(["report", str(tmp_path / "new"), "--output", str(page)]) == 0
+    assert page.is_file()
+    capsys.readouterr()
+
+
+def test_the_ring_is_bounded_and_says_what_it_dropped(tmp_path):
+    memory = mk.MemoryManager("cpu", max_events=10)
+    for _ in range(100):
+        with memory.recorded_step(tmp_path, torch.ones(2)):
+            pass
+    with pytest.raises(RuntimeError), memory.recorded_step(tmp_path, torch.ones(3)):
+        die()
+    events = read_memory_events(tmp_path / "out-of-memory.jsonl").events
+    assert [event.event for event in events] == [
+        "events_dropped",
+        *(f"step_{n}" for n in range(92, 101)),
+        "out_of_memory",
+    ]
+    assert events[0].note == {"num_dropped": 91}
+
+
+def test_each_rank_has_its_own(tmp_path, monkeypatch):
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        memory = mk.MemoryManager("cpu")
+        with pytest.raises(RuntimeError), memory.recorded_step(tmp_path, torch.ones(rank + 1)):
+            die()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"out-of-memory.rank{rank}.{suffix}" for rank in range(2) for suffix in ("json", "jsonl")
+    }
+    log = read_memory_events(tmp_path)
+    assert [(event.rank, event.note["batch"]) for event in log.events] == [(0, ["float32[1]"]), (1, ["float32[2]"])]
+
+
+def test_a_real_one_under_a_real_limit_leaves_the_log_even_where_next_to_nothing_is_left(tmp_path):
+    passed = json.loads(run_module(CHILD, tmp_path, "tightest").stdout)
+    assert passed["is_oom"]
+    assert read_memory_events(tmp_path / "out-of-memory.jsonl").events[-1].event == "out_of_memory"
+
+
+def test_a_log_that_cannot_be_written_hides_no_error(tmp_path):
+    (tmp_path / "out-of-memory.jsonl").mkdir()
+    memory = mk.MemoryManager("cpu")
+    with (
+        pytest.warns(mk.MemkitWarning, match="could not be written"),
+        pytest.raises(RuntimeError, match="DefaultCPUAllocator"),
+        memory.recorded_step(tmp_path, torch.ones(2)),
+    ):
+        die()
+
+
+# ------------------------------------------------------------------------------------------- CUDA's history
+
+
+def test_on_a_card_the_allocators_history_is_recorded_and_stopped(tmp_path, monkeypatch):
+    with mk.VirtualGPU("T4"):
+        calls = []
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **kw: calls.append((a, kw)))
+        memory = mk.MemoryManager("cuda", allocator_history=5000)
+        assert calls == [((), {"stacks": "python", "max_entries": 5000})]
+        x = torch.ones(2**20, device="cuda")
+        error = pytest.raises(torch.OutOfMemoryError)
+        with error, memory.recorded_step(tmp_path, x), memory.phase("forward"):
+            torch.empty(2**40, device="cuda")
+        memory.close()
+        assert calls[1:] == [((None,), {})]
+        memory.close()
+        assert len(calls) == 2
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"out-of-memory.json", "out-of-memory.jsonl", "out-of-memory.pickle"}
+    last = read_memory_events(tmp_path).events[-1]
+    assert (last.phase, last.allocated_bytes, last.note["batch"]) == ("forward", 4 * 2**20, ["float32[1048576]"])
+    actions = read_memory_events(tmp_path / "out-of-memory.pickle").events
+    assert any("oom" in (event.note or {}) for event in actions)
+
+
+def test_without_it_torchs_own_setting_is_left_alone(monkeypatch):
+    with mk.VirtualGPU("T4"):
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **kw: pytest.fail("called"))
+        mk.MemoryManager("cuda").close()
+
+
+def test_a_cpu_has_no_such_history(monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **kw: pytest.fail("called"))
+    mk.MemoryManager("cpu", allocator_history=10).close()
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "all"])
+def test_a_history_is_a_number_of_entries(value):
+    with pytest.raises(mk.MemkitError, match="allocator_history"):
+        mk.MemoryManager("cpu", allocator_history=value)
+
+
+# ------------------------------------------------------------------------------------------- what it costs
+
+
+def count_calls(fn):
+    """Python functions that a call enters."""
+    entered = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
+    """Counted, as times are not: a step without news is read from the counters, and evaluated later."""
+    memory = mk.MemoryManager("cpu")
+    batch = (torch.ones(8, 3), torch.ones(8))
+    memory._ledger.settled_ns = 2**62  # no tenth of a second passes
+
+    def step():
+        with memory.recorded_step(tmp_path, batch):
+            pass
+
+    step()
+    recorded, plain = len(count_calls(step)), len(count_calls(memory.step))
+    assert plain <= 12
+    assert recorded <= plain + 12
+
+
+def test_a_thousand_steps_hold_no_more_than_the_ring(tmp_path):
+    memory = mk.MemoryManager("cpu", max_events=50)
+    batch = torch.ones(8, 3)
+
+    def steps(num):
+        for _ in range(num):
+            with memory.recorded_step(tmp_path, batch):
+                pass
+        memory.events  # noqa: B018 - evaluates what has ended
+
+    steps(200)
+    tracemalloc.start()
+    try:
+        steps(200)
+        before = tracemalloc.get_traced_memory()[0]
+        steps(1000)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 20_000  # 1,000 events would be 200 kB
+    assert len(memory.events) == 50
