@@ -71,6 +71,7 @@ CASES = {
     "dryrun_scripts": Case(5, ("scripts/*/is_*", "scripts/*_bytes"), "public scripts", (SOURCES,)),
     "edge_mlp": Case(7, (BYTES,), "8 GB"),
     "first_step": Case(5, ("summary/num_cases", "*/whole_batch_bytes")),
+    "flight_cost": Case(1.5, ("counters/*",), environment=STEADY_HEAP),
     "graph_layers": Case(0.7, (PEAKS, "*/flops")),
     "grid_backends": Case(2, ("identical/*",)),
     "grid_sampler": Case(3, ("*/num_cells", "*/most_points_in_a_cell", "*/extra_bytes")),

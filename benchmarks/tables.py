@@ -483,6 +483,12 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "{size/ways/@way/steps_ratio:.2f} ({size/ways/@way/whole_ratio:.2f})",
         ),
     ),
+    "flight_cost": Table(
+        "loops/{name}",
+        "in each training step | added",
+        "{label} | {extra_us:.0f} us ({percent:.1%}), known to {standard_error_us:.0f} us",
+        {"label": lambda row: row["name"], "percent": lambda row: row["ratio"] - 1},
+    ),
     "manager_cost": Table(
         lambda _: ({"step": step} for step in ("step()", "3 phases, step()", "4 phases, step()")),
         "in each training step | memory only | log file | `reset_peaks=True`",
