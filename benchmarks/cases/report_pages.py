@@ -37,7 +37,7 @@ S1 = Path(__file__).parents[2] / "tests" / "data" / "report_s1.json"
 
 
 def judge(log: Path, target: Path) -> int:
-    """Make a report by the command, and check: exit 0 and a whole file, or 2, one line on stderr and no file."""
+    """Make a report by the command, and check: exit 0 and a whole file, or 2, one error on stderr and no file."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = shell(["report", "--log", str(log), "--output", str(target)])
     files = [path.name for path in target.parent.iterdir()]
@@ -51,7 +51,9 @@ def judge(log: Path, target: Path) -> int:
     else:
         assert (code, files, out.getvalue()) == (2, [], "")
         assert err.getvalue().startswith("memkit: error: ")
-        assert err.getvalue().count("\n") == 1
+        first, *rest = err.getvalue().splitlines()
+        assert first.startswith("memkit: error: ")
+        assert all(line.startswith("  ") for line in rest)  # it is folded, and its way out begins a line
     return code
 
 

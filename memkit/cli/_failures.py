@@ -11,6 +11,7 @@ from memkit._core.errors import MemkitError, NotSimulatedError
 from memkit.cli._codes import FAILED, INTERRUPTED, NOT_KNOWN, WRONG_USE
 from memkit.cli._terminal import say, say_verbatim
 
+_WAY_OUT = " Way out: "
 _PACKAGE = str(Path(__file__).parents[1])
 # Code in these folders, and frozen code, does not belong to the user.
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), _PACKAGE, "<")
@@ -25,10 +26,10 @@ def code_of(error: BaseException) -> int | None:
         say(f"memkit: error: the code ended itself: {type(error).__name__}({error.code!r})", is_error=True)
         return FAILED
     if isinstance(error, NotSimulatedError):
-        say(f"memkit: not known: {error}", is_error=True)
+        say_error("memkit: not known", error)
         return NOT_KNOWN
     if isinstance(error, MemkitError) or (isinstance(error, OSError) and not is_users):
-        say(f"memkit: error: {error}", is_error=True)
+        say_error("memkit: error", error)
         return WRONG_USE
     if isinstance(error, KeyboardInterrupt):
         say("memkit: interrupted", is_error=True)
@@ -40,6 +41,14 @@ def code_of(error: BaseException) -> int | None:
         return FAILED
     say("memkit: this is an error of memkit's own; please report it with what stands above", is_error=True)
     return NOT_KNOWN
+
+
+def say_error(what: str, error: BaseException) -> None:
+    """Write an error to standard error; its way out, which may be copied, begins a line."""
+    text, separator, fix = str(error).partition(_WAY_OUT)
+    say(f"{what}: {text}", is_error=True)
+    if separator:
+        say(f"  {_WAY_OUT.lstrip()}{fix}", is_error=True)
 
 
 def _first_own(error: BaseException) -> TracebackType | None:

@@ -19,6 +19,7 @@ from memkit._core.errors import InputError, StateError
 from memkit._core.printable import counted, printable
 from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
+from memkit.cli._failures import say_error
 from memkit.cli._terminal import Progress, Tone, is_watched, say, say_all, say_json
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, capability_of, find_gpu
@@ -88,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         report = _report(arguments, [*own, *given[end + 1 :]], gpu)
     except _NoReportError as error:
-        say(f"memkit: {'not known' if error.is_killed else 'error'}: {error}", is_error=True)
+        say_error(f"memkit: {'not known' if error.is_killed else 'error'}", error)
         return NOT_KNOWN if error.is_killed else FAILED
     if arguments.json:
         say_json(report)

@@ -18,9 +18,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import StateError
 from memkit._core.foreign import PEAK, SUMMARY
+from memkit._core.printable import counted
 from memkit._core.protocols import Uncopied
+from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._machine.files import write_bytes
 from memkit._recorder.recorder import Recorder
@@ -47,7 +50,7 @@ _ABSENT = {
 
 
 @guided(words=GPU_WORDS, absent=_ABSENT, methods=("save_snapshot",))
-class VirtualGPU(Uncopied):
+class VirtualGPU(Uncopied, Overviewed):
     """A context in which ``cuda`` is a simulated GPU.
 
     Code inside builds models, moves them with ``.cuda()`` or ``.to("cuda")`` and runs training steps as it would on the
@@ -153,6 +156,17 @@ class VirtualGPU(Uncopied):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         empty_caches(self._simulation.tensors)
+
+    def _overview(self) -> Overview:
+        total = format_bytes(self.gpu.total_bytes)
+        num_guesses = self.guesses.total()
+        rows = [
+            ("allocated now", format_bytes(self.allocated_bytes)),
+            ("reserved, at most", format_bytes(self.reserved_peak_bytes)),
+            ("driver and libraries", format_bytes(self.gpu.context_bytes)),
+            *[("answered without data", counted(num_guesses, "time"))] * bool(num_guesses),
+        ]
+        return Overview(f"virtual {self.gpu.name}: peak {format_bytes(self.peak_bytes)} of {total}", rows)
 
     @property
     def device(self) -> torch.device:

@@ -33,7 +33,14 @@ def objects():
         "tracker": tracker,
         "wrapper": mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1)),
         "worst batch": mk.predict.find_worst_batch([batch], model, loss_fn, target="T4"),
+        "virtual GPU": _virtual(),
     }
+
+
+def _virtual():
+    with mk.VirtualGPU("T4") as gpu:
+        torch.ones(2**20, device="cuda")
+    return gpu
 
 
 def _too_large():
@@ -50,6 +57,7 @@ HEADLINES = {
     "manager": r"cpu: [\d.]+ (B|[KMG]iB) available within a budget of 1\.00 GiB",
     "tracker": r"peak [\d.]+ KiB of live tensors on cpu",
     "wrapper": r"trains Sequential with SGD on cpu: 0 steps",
+    "virtual GPU": r"virtual T4: peak 4\.00 MiB of 14\.56 GiB",
     "worst batch": r"batch 0 of 1 is the largest; fits T4: it needs at most .*",
 }
 

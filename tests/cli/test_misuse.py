@@ -3,6 +3,7 @@
 import pytest
 
 from memkit.cli import main
+from tests.cli.commands import unfolded
 
 STEPS = """
 import torch
@@ -51,7 +52,7 @@ def test_the_last_line_is_the_right_command(tmp_path, monkeypatch, capsys, comma
     except SystemExit as left:
         code = left.code
     assert code == 2
-    assert capsys.readouterr().err.rstrip().endswith(end)
+    assert unfolded(capsys.readouterr().err).endswith(end)
 
 
 def test_a_step_may_take_the_mode(tmp_path, monkeypatch, capsys):

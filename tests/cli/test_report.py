@@ -7,7 +7,7 @@ import pytest
 from benchmarks.cases import report_pages
 from memkit.cli import main
 from memkit.report.words import texts
-from tests.cli.commands import assert_error, assert_wrong_usage
+from tests.cli.commands import assert_error, assert_wrong_usage, unfolded
 from tests.report.foreign import save, snapshot
 from tests.report.pages import S1, markdown_rows
 
@@ -15,7 +15,8 @@ from tests.report.pages import S1, markdown_rows
 def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--log", str(S1)]) == 0
-    verdict, path = capsys.readouterr().out.splitlines()
+    *verdict, path = capsys.readouterr().out.splitlines()
+    verdict = unfolded("\n".join(verdict))
     assert verdict.startswith("Peak 23.15 GiB (24,860,109,824 B) in tensors, first seen at inference_end; ")
     assert path == "memory_analysis_report.md"
     assert (tmp_path / path).read_text("utf-8").startswith("<!-- memkit.report/1 -->\n# Memory report\n")

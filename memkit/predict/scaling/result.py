@@ -74,6 +74,9 @@ class ScalingResult:
         first, last = min(peaks), max(peaks)
         return math.log(peaks[last] / peaks[first]) / math.log(last / first)
 
+    def __str__(self) -> str:
+        return self.explain()
+
     def explain(self) -> str:
         """Return a readable table: laws, points, and the ratio of training to inference."""
         lines = [line for mode, law in self.law.items() for line in self._explain_law(mode, law)]

@@ -159,6 +159,9 @@ class AdviceTable(Sequence[Advice]):
     def __iter__(self) -> Iterator[Advice]:
         return iter(self.items)
 
+    def __str__(self) -> str:
+        return self.explain()
+
     def explain(self) -> str:
         """Return everything as readable text."""
         return "\n".join([self._summary("en"), *map(str, self.items)])

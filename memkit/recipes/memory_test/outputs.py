@@ -148,6 +148,9 @@ class MemoryTestResult:
             write_bytes(paths[-1], png)
         return paths
 
+    def __str__(self) -> str:
+        return self.explain()
+
     def explain(self) -> str:
         """Return a readable summary: laws, ratios, theory against actual, what fits which cards, what makes room."""
         own = f", {self.curves[0].name}" if self.analysis == "script" else ""
