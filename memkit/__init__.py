@@ -1,15 +1,22 @@
 """memkit: train the PyTorch model you have on the GPU you have.
 
-- `MemoryEfficientTrainingWrapper` runs your training step so that it fits, with the gradient of the whole batch.
-- `estimate_memory_usage` says how much memory a step will need, and whether it fits, before it runs.
-- `VirtualGPU` runs your own code on a GPU that is not there, and shows where memory runs out.
-- `prepare` plans micro-batches, precision and checkpointing for a budget, and returns the wrapper set so.
-- `ChunkedProcessor` computes a function of many rows in chunks, forward and backward.
+- `MemoryEfficientTrainingWrapper` runs your training step so that it fits, with
+  the gradient of the whole batch.
+- `estimate_memory_usage` says how much memory a step will need, and whether it
+  fits, before it runs.
+- `VirtualGPU` runs your own code on a GPU that is not there, and shows where
+  memory runs out.
+- `prepare` plans micro-batches, precision and checkpointing for a budget, and
+  returns the wrapper set so.
+- `ChunkedProcessor` computes a function of many rows in chunks, forward and
+  backward.
 - `MemoryManager` measures what was really used, and logs it for `write_report`.
 
-Everything else is in the package of its topic: `memkit.predict`, `memkit.train`, `memkit.chunk`, `memkit.memory`,
-`memkit.points`, `memkit.voxel`, `memkit.report`, `memkit.check`, `memkit.recipes`, `memkit.errors`, and for other
-frameworks `memkit.integrations`. `dir()` of each lists its names.
+Everything else is in the package of its topic: `memkit.predict`,
+`memkit.train`, `memkit.chunk`, `memkit.memory`, `memkit.points`,
+`memkit.voxel`, `memkit.report`, `memkit.check`, `memkit.recipes`,
+`memkit.errors`, and for other frameworks `memkit.integrations`. `dir()` of each
+lists its names.
 """
 
 import logging

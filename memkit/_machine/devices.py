@@ -182,7 +182,7 @@ def record_allocator_history(device: torch.device, max_entries: int) -> None:
     Only CUDA's allocator has such a history.
     """
     if device.type == "cuda" and torch.cuda.is_available():  # a virtual GPU may be gone
-        machine.record_allocator_history(max_entries)
+        machine.keep_allocator_history(max_entries)
 
 
 def prefers_bfloat16(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ def allocator_history() -> object:
     return torch.cuda.memory._snapshot()
 
 
-def record_allocator_history(max_entries: int) -> None:
+def keep_allocator_history(max_entries: int) -> None:
     """Let torch record its CUDA allocator's last actions with the Python lines that asked for memory; 0 stops it."""
     if max_entries:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)

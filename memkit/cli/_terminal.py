@@ -73,7 +73,7 @@ def is_watched(file: TextIO) -> bool:
     return file.isatty() and os.environ.get("TERM") != "dumb"  # noqa: TID251 - what the terminal says about itself
 
 
-class Progress:
+class ProgressLine:
     """A line on standard error that says what runs and for how long; only on a terminal. It is erased at the end.
 
     Args:

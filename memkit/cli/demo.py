@@ -8,7 +8,7 @@ from memkit._charts.text import align
 from memkit._core.printable import counted
 from memkit._core.units import format_bytes
 from memkit.cli._codes import NO, YES
-from memkit.cli._terminal import Progress, say, say_all, say_json
+from memkit.cli._terminal import ProgressLine, say, say_all, say_json
 from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, DemoRun, RunName, run_demo
 
 _TITLES: dict[RunName, str] = {
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         say_all(_INTRODUCTION)
-    with Progress("starting") as progress:
+    with ProgressLine("starting") as progress:
         result = run_demo(lambda name, num_done: progress.show(_progress_text(name, num_done)))
     if arguments.json:
         say_json(result.as_dict())

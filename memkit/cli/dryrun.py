@@ -20,7 +20,7 @@ from memkit._core.printable import counted, printable
 from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._failures import say_error
-from memkit.cli._terminal import Progress, Tone, is_watched, say, say_all, say_json
+from memkit.cli._terminal import ProgressLine, Tone, is_watched, say, say_all, say_json
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, capability_of, find_gpu
 
@@ -230,7 +230,7 @@ class _Script:
         """Return whether the script takes other memory with these answers, and what was different."""
         timeout = _LEAST_SECONDS + _SLOWER * first["seconds"]
         try:
-            with Progress(f"running {self._order['script']} again with other answers to what was guessed"):
+            with ProgressLine(f"running {self._order['script']} again with other answers to what was guessed"):
                 found = self.run(answers, sizes, is_quiet=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return True, "with another answer it does not end"

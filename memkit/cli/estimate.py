@@ -9,7 +9,7 @@ from typing import Any
 from memkit._core.errors import InputError
 from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
-from memkit.cli._terminal import Progress, Tone, say, say_all, say_json
+from memkit.cli._terminal import ProgressLine, Tone, say, say_all, say_json
 from memkit.predict.estimate import MemoryEstimate, Verdict
 from memkit.predict.gpus import GPU, find_gpu, is_size_text
 from memkit.predict.presets import PRESETS, get_preset_config
@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
     capacity = gpu if arguments.budget is None else _budget(arguments.budget, arguments.calibrated)
     if arguments.calibrated is not None and gpu is None and not isinstance(capacity, GPU):
         arguments.parser.error("--calibrated needs a GPU: pass --gpu or --budget with a GPU name")
-    with Progress(f"running a step of {arguments.step} on tensors without data"):
+    with ProgressLine(f"running a step of {arguments.step} on tensors without data"):
         estimate = _estimate(arguments, gpu)
         verdict = None if capacity is None else estimate.verdict(capacity)
     if arguments.json:

@@ -13,7 +13,7 @@ from memkit._core.errors import InputError
 from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
-from memkit.cli._terminal import Progress, say, say_all, say_json
+from memkit.cli._terminal import ProgressLine, say, say_all, say_json
 from memkit.predict.scaling.points import ScalingPoint
 from memkit.recipes.memory_test.config import MemoryTestConfig
 
@@ -64,7 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
                     f"--{name.replace('_', '-')} applies only to measured runs: pass --measured as well"
                 )
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    with Progress("starting") as progress, redirect_stdout(sys.stderr):  # for output of the user's own code
+    with (
+        ProgressLine("preparing the steps") as progress,
+        redirect_stdout(sys.stderr),
+    ):  # for output of the user's own code
         results = _results(arguments, config, progress)
     paths = [path for result in results for path in result.write(arguments.output_dir)]
     if arguments.json:
@@ -95,7 +98,7 @@ def _config(arguments: argparse.Namespace) -> MemoryTestConfig:
     return config.replace(**changes)
 
 
-def _results(arguments: argparse.Namespace, config: MemoryTestConfig, progress: Progress) -> list[MemoryTestResult]:
+def _results(arguments: argparse.Namespace, config: MemoryTestConfig, progress: ProgressLine) -> list[MemoryTestResult]:
     from memkit.recipes.memory_test.sweep import run_memory_test, sweep  # these import torch
 
     def on_point(name: str, point: ScalingPoint) -> None:

@@ -7,7 +7,7 @@ import argparse
 from memkit._events.reader import read_memory_events
 from memkit.cli._codes import YES
 from memkit.cli._collector import without_collector
-from memkit.cli._terminal import Progress, say
+from memkit.cli._terminal import ProgressLine, say
 from memkit.recipes.report import make_report
 from memkit.report.write import SUFFIXES, check_target, save_report
 
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     check_target(arguments.output)  # before the work
     log = arguments.log or arguments.named_log
-    with Progress(f"reading {log}") as progress:
+    with ProgressLine(f"reading {log}") as progress:
         events = read_memory_events(log)
         baseline = None if arguments.baseline is None else read_memory_events(arguments.baseline)
         progress.show(f"writing {arguments.output}")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from memkit._core.units import MIB
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 LIMIT_BYTES = 100 * MIB  # a third of what the full batch needs
 TOLERANCE = 1e-5  # float32 sums in a different order differ by about 1e-7
 _PACKAGE = Path(__file__).parents[1]
