@@ -74,7 +74,18 @@ _ABSENT = {
 @guided(
     words={"device": "target", "log": "path output"},
     absent=_ABSENT,
-    methods=("phase", "mark", "track", "release", "step", "post_mortem", "recorded_step", "leaks", "summary", "snapshot"),
+    methods=(
+        "phase",
+        "mark",
+        "track",
+        "release",
+        "step",
+        "post_mortem",
+        "recorded_step",
+        "leaks",
+        "summary",
+        "snapshot",
+    ),
 )
 class MemoryManager(Uncopied, Closing, Overviewed):
     """Report device and host memory (now, per phase, per step), find leaks and write the event log.
