@@ -42,7 +42,7 @@ def test_unknown_is_left_out_and_sizes_are_gib_with_two_decimals(capsys):
     text = file.getvalue()
     assert "gpu_memory_gb" not in text
     assert "None" not in text
-    assert len(re.findall(r" \d+\.\d\d GiB", text)) == 10
+    assert len(re.findall(r" \d+\.\d\d GiB", text)) == 11
     assert capsys.readouterr().out == ""
 
 
