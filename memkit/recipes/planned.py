@@ -266,7 +266,8 @@ def prepare(
         >>> trainer.train_step(batch, loss_fn).num_microbatches == trainer.plan.accumulation_steps
         True
     """
-    list_optimizers(optimizer, Caller("prepare", "trainer"))  # before anything is simulated
+    if isinstance(model, nn.Module):  # else swapped arguments are better explained below
+        list_optimizers(optimizer, Caller("prepare", "trainer", ", sample_batch, loss_fn"))  # before the simulation
     plan = _plan(
         "prepare",
         model,

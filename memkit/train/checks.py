@@ -21,10 +21,12 @@ class Caller:
     Attributes:
         kind: Its class, which is also its constructor.
         name: What its users call it.
+        others: Its further required arguments, as they follow the optimizer in a call.
     """
 
     kind: str
     name: str
+    others: str = ""
 
 
 ACCUMULATOR = Caller("GradientAccumulator", "accumulator")

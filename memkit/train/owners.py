@@ -198,7 +198,8 @@ def list_optimizers(optimizer: Any, caller: Caller) -> list[Optimizer]:
 
 
 def _built(caller: Caller, optimizer: str = "optimizer") -> str:
-    return f"{caller.kind}({optimizer})" if caller is ACCUMULATOR else f"{caller.kind}(model, {optimizer})"
+    first = "" if caller is ACCUMULATOR else "model, "
+    return f"{caller.kind}({first}{optimizer}{caller.others})"
 
 
 def _no_optimizer(value: object, caller: Caller) -> InputTypeError:

@@ -348,7 +348,7 @@ SPLIT = [
     (
         lambda: mk.prepare(net(), torch.optim.Adam, BATCH, mean_square, budget="1GiB"),
         InputTypeError,
-        "write prepare(model, torch.optim.Adam(model.parameters())).",
+        "write prepare(model, torch.optim.Adam(model.parameters()), sample_batch, loss_fn).",
     ),
 ]
 

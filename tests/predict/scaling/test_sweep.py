@@ -215,15 +215,15 @@ def test_a_device_that_is_not_there_is_predicted_for_and_said():
 
 
 @pytest.mark.parametrize(
-    ("changes", "analysis"),
+    ("changes", "analysis", "words"),
     [
-        ({"test_encoder": False, "test_decoder": False, "test_full_model": False}, "full"),
-        ({"test_training_mode": False, "test_inference_mode": False}, "core"),
-        ({}, "whole"),
+        ({"test_encoder": False, "test_decoder": False, "test_full_model": False}, "full", "switched on"),
+        ({"test_training_mode": False, "test_inference_mode": False}, "core", "switched on"),
+        ({}, "whole", "pass analysis='full'"),
     ],
 )
-def test_nothing_to_do_is_an_error(changes, analysis):
-    assert_refused(lambda: run_memory_test(SMALL.replace(**changes), analysis), ConfigError, "switched on")
+def test_nothing_to_do_is_an_error(changes, analysis, words):
+    assert_refused(lambda: run_memory_test(SMALL.replace(**changes), analysis), ConfigError, words)
 
 
 @pytest.mark.parametrize(
