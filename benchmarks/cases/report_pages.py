@@ -44,7 +44,7 @@ def judge(log: Path, target: Path) -> int:
     if code == 0:
         assert files == [target.name]
         text = target.read_text("utf-8")
-        assert MARK in text[:200]
+        assert MARK in text[:4096]
         assert text.rstrip().endswith({".html": "</html>", ".json": "}", ".md": "*", ".txt": ""}[target.suffix])
         assert not err.getvalue()
         target.unlink()

@@ -33,7 +33,7 @@ class Facts:
         others: Other processes that use the device.
         components: Name and bytes of each loaded component.
         loaded_bytes: Memory in use once all were loaded.
-        growth: Bytes of growth in each step, if it grows: the slope, and the ends of its 95 % interval.
+        growth_bytes: Bytes that each step keeps, if memory grows.
         unattributed_bytes: The part of the peak that no component accounts for, if nothing else takes it apart.
         lacks_stages: Whether the recorded peaks are those of the run, not of its stages.
         lacks_reserved: Whether what the allocator reserved was not recorded.
@@ -49,7 +49,7 @@ class Facts:
     others: tuple[int, ...] = ()
     components: tuple[tuple[str, int], ...] = ()
     loaded_bytes: int | None = None
-    growth: tuple[float, float, float] | None = None
+    growth_bytes: int | None = None
     unattributed_bytes: int | None = None
     lacks_stages: bool = False
     lacks_reserved: bool = False
@@ -158,9 +158,8 @@ def _about_work(facts: Facts) -> Iterator[_Symptom]:
 
 
 def _about_growth(facts: Facts) -> Iterator[_Symptom]:
-    if facts.growth is not None:
-        values = {name: f"{round(each):,}" for name, each in zip(("slope", "low", "high"), facts.growth, strict=True)}
-        yield _Symptom("growth", values, {"find_leak": None})
+    if facts.growth_bytes is not None:
+        yield _Symptom("growth", {"size": facts.growth_bytes}, {"find_leak": None})
 
 
 def _about_cache(facts: Facts) -> Iterator[_Symptom]:

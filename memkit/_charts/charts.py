@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from memkit._core.errors import InputError
-from memkit._core.units import GIB, KIB, MIB
+from memkit._core.units import GIB, KIB, MIB, format_bytes
 
 Style: TypeAlias = Literal["line", "dashed", "points", "crosses"]
 Scale: TypeAlias = Literal["linear", "log-x", "log"]
@@ -60,6 +60,21 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """When something ran: a row of bars along the horizontal axis, in a page.
+
+    Attributes:
+        name: Name of the row.
+        spans: Begin and end of each bar, as positions on the axis.
+        is_marked: Whether it stands out.
+    """
+
+    name: str
+    spans: tuple[tuple[float, float], ...]
+    is_marked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Lines:
     """Curves on one pair of axes.
 
@@ -71,6 +86,7 @@ class Lines:
         unit: Unit that the values, which are bytes, are shown in; empty for plain numbers.
         levels: Name and height of horizontal lines; those above all values are left out, but for the next one.
         scale: Which axes are logarithmic. A vertical axis that is not shows zero.
+        strips: Rows below the axis that say when something ran; in a page only.
 
     Raises:
         InputError: There is no curve; a curve has no point, or not one value for each position; or a position or value
@@ -84,6 +100,7 @@ class Lines:
     unit: Unit = "GiB"
     levels: Sequence[tuple[str, float]] = ()
     scale: Scale = "linear"
+    strips: Sequence[Strip] = ()
 
     def __post_init__(self) -> None:
         if not self.lines:
@@ -111,8 +128,8 @@ class Lines:
         return {name: number for number, name in enumerate(dict.fromkeys(line.name for line in self.lines))}
 
     def text(self, value: float) -> str:
-        """Return a value with its unit, two digits after the point."""
-        return f"{value / self.factor:.2f} {self.unit}".rstrip()
+        """Return a value with two digits after the point, and bytes with the unit that suits them."""
+        return format_bytes(round(value)) if self.unit else f"{value:.2f}"
 
 
 @dataclass(frozen=True, slots=True)

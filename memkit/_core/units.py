@@ -131,11 +131,12 @@ def _parse_text(value: str, call: str) -> int:
     return int(Decimal(match[1].replace("_", "")) * factor)
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: int, *, is_change: bool = False) -> str:
     """Format a size for people: binary units with two decimals, plain bytes below 1 KiB.
 
     Args:
         num_bytes: A size or a difference of sizes in bytes; may be negative.
+        is_change: Whether it is a difference, which has a sign unless it is zero.
 
     Returns:
         Text such as ``"1.50 GiB"``.
@@ -146,7 +147,7 @@ def format_bytes(num_bytes: int) -> str:
         ('23.12 GiB', '-512 B')
     """
     magnitude = abs(num_bytes)
-    sign = "-" if num_bytes < 0 else ""
+    sign = "-" if num_bytes < 0 else "+" if is_change and num_bytes else ""
     for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         # Two decimals can round up to the next unit's 1.00: 1,048,575 B is "1.00 MiB", never "1024.00 KiB".
         if round(magnitude / size, 2) >= 1:

@@ -66,6 +66,7 @@ class Event:
         device_used_bytes: Bytes of the device in use by all processes, as counted by the driver.
         host_rss_bytes: Resident bytes of the process.
         host_peak_bytes: Largest resident bytes of the process.
+        children_bytes: Bytes that its child processes, such as data loader workers, hold for themselves.
         incremental_bytes: Bytes that the event added, if only that is known.
         source: Source of this event's numbers, if different from the header's; see `Origin`.
         kind: Kind of this event's numbers, if different from the header's; see `Origin`.
@@ -101,6 +102,7 @@ class Event:
     device_used_bytes: int | None = None
     host_rss_bytes: int | None = None
     host_peak_bytes: int | None = None
+    children_bytes: int | None = None
     incremental_bytes: int | None = None
     source: str | None = None
     kind: RecordKind | None = None

@@ -232,6 +232,23 @@ def resident_bytes() -> int:
         os.close(file)
 
 
+def children_bytes() -> int | None:
+    """Read the bytes that the children of this process hold for themselves; None without children.
+
+    Data loader workers are such children. Pages that they share with this process since the fork do not count, until
+    writing to them makes a copy: so a list that all workers come to copy shows. Only Linux tells; about a millisecond
+    for each child of a gigabyte.
+    """
+    total = None
+    for tasks in Path("/proc/self/task").glob("*/children"):
+        for pid in read_text(tasks).split():
+            text = read_text(Path("/proc", pid, "smaps_rollup"))  # empty if it is gone by now, or another user's
+            kilobytes = [int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")]
+            if kilobytes:
+                total = (total or 0) + 1024 * sum(kilobytes)
+    return total
+
+
 class ResidentPeak:
     """Peak of the resident bytes of this process since its start, or since the counter was restarted."""
 

@@ -251,6 +251,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             return sum(self._live.values())
         return self._live.get(torch.device(device), 0)
 
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's storage; None if none of its own was seen."""
+        try:
+            block = self._blocks.get(id(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):
+            return None
+        return None if block is None else block.number
+
     def num_events(self) -> int:
         """Return the number of events so far: a mark for `peak_since`."""
         return len(self._event_bytes)

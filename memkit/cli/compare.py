@@ -19,6 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("after", help="the log to examine")
     parser.add_argument("--output", metavar="FILE", help=".md, .html, .txt or .json; without it, text to the terminal")
     parser.add_argument("--max-growth", type=float, metavar="PERCENT", help="exit with 1 if the peak grew by more")
+    parser.add_argument("--force", action="store_true", help="replace an earlier report")
     parser.add_argument("--language", default="en", metavar="LANGUAGE", help="en, or zh for Chinese")
     parser.set_defaults(run=_run)
 
@@ -26,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 @without_collector
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
-        check_target(arguments.output)  # before the work
+        check_target(arguments.output, replaces=arguments.force)  # before the work
     before, after = read_memory_events(arguments.before), read_memory_events(arguments.after)
     report = build_comparison(before, after, language=arguments.language)
     growth = report.figures()["peak_share"]
@@ -34,7 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
         say_all(render_report(report, ".txt"))
     else:
         save_report(report, arguments.output)
-        say(report.verdict)
+        say(report.headline)
         say(arguments.output)
     if arguments.max_growth is None:
         return YES

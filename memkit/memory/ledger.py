@@ -7,6 +7,7 @@ they are read, or for a tenth of a second.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -21,11 +22,14 @@ from memkit._core.records import DeviceMemory
 from memkit._events.log import Event
 from memkit._events.writer import event_text
 from memkit._machine import devices
+from memkit._torch.graph import next_sequence_number
 from memkit.memory.journal import EventJournal
 from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, larger, peak_by_record
 from memkit.memory.track import Tracker
 
 _INTERVAL_NS = 100_000_000
+_CHILDREN_NS, _CHILDREN_SHARE = 250_000_000, 200  # child processes: a reading each 250 ms, in at most 1/200 of the time
+_FIRST_LOOK = _NEXT_LOOK = 4  # steps in a tracked block; it looks for what is kept whenever they are four times as many
 _NO_COUNTERS = DeviceMemory()
 
 
@@ -46,6 +50,7 @@ class Interval:
         trackers: The open trackers of the thread in which it began.
         tracker: The innermost tracker when it began, with that moment as ``mark``.
         live_bytes: Live bytes counted by the tracker at the end, if there was one.
+        num_nodes: Number of autograd nodes that its thread created in it.
         peak: Its peak, if known other than from the counter at both ends.
         host_peak: The same for the process's resident bytes.
     """
@@ -60,6 +65,7 @@ class Interval:
     note: dict[str, Any] | None = None
     tracker: Tracker | None = None
     live_bytes: int | None = None
+    num_nodes = 0
     peak: IntervalPeak | None = None
     host_peak: IntervalPeak | None = None
 
@@ -75,12 +81,14 @@ class Interval:
         self.host_first = ledger.read_host()
         if ledger.reset_peaks:
             ledger.begin_peaks(self)
+        self._first_node = next_sequence_number()
         self.start_ns = time.monotonic_ns()
 
     def end(self) -> None:
         """Record the counters at the end, and queue the block for `Ledger.settle`."""
         ledger = self._ledger
         self.end_ns = end_ns = time.monotonic_ns()
+        self.num_nodes = next_sequence_number() - self._first_node
         if ledger.read_device is not None:
             self.last = ledger.read_device()
         self.host_last = ledger.read_host()
@@ -221,6 +229,7 @@ class Ledger:
         self._host_peaks = (
             RestartedPeaks(self._restart_host_peak) if reset_peaks and self._host_peak.restart() else None
         )
+        self._children_due_ns = 0
         self._num_steps = 0
         self._step = self._begin_step()
 
@@ -242,8 +251,18 @@ class Ledger:
         self._step.note = note
         self._step.path, self._step.trackers = here.path, here.trackers
         self._step.end()
+        if here.trackers:
+            self._look(here.trackers[-1], here.path)
         self._step = self._begin_step()
         return self._num_steps - 1
+
+    def _look(self, tracker: Tracker, path: str | None) -> None:
+        """Look for what is kept at each step, now and then: after the block, its function's variables are gone."""
+        tracker.num_steps += 1
+        if tracker.num_steps == _NEXT_LOOK ** round(math.log(tracker.num_steps, _NEXT_LOOK)) > 1:
+            note = tracker.note_of_kept()
+            if note:
+                self.mark("kept", path, note={"num_steps": tracker.num_steps, **note})
 
     def _begin_step(self) -> Interval:
         self._num_steps += 1
@@ -255,16 +274,32 @@ class Ledger:
         step.begin()
         return step
 
-    def note_watched(self, tracker: Tracker, path: str | None) -> None:
-        """Record the peak of a tracker that has ended, also as an event: a log may have no other one."""
+    def note_watched(self, tracker: Tracker, path: str | None, *, is_whole: bool) -> None:
+        """Record the peak of a tracker whose block ends, also as an event: a log may have no other one.
+
+        A block of several steps, or with a new peak, also says what it was, and what it left behind.
+
+        Args:
+            tracker: The tracker, still inside its block.
+            path: Path of the phases around it.
+            is_whole: Whether the block came to its end. An error that leaves it may be one of memory: then nothing is
+                looked for.
+        """
         peak_bytes = tracker.peak_since(0)
+        is_new = self.watched_bytes is None or peak_bytes > self.watched_bytes
         self.watched_bytes = larger(self.watched_bytes, peak_bytes)
         counters = self.read()
         values: dict[str, Any] = {"event": "track", "phase": path}
+        note: dict[str, Any] = {}
+        if is_whole and (is_new or tracker.num_steps >= _FIRST_LOOK):
+            note = {"num_steps": tracker.num_steps, **tracker.note_of_peak()}
+        if is_whole and tracker.num_steps >= _FIRST_LOOK:
+            note |= tracker.note_of_kept()
         if counters.peak_bytes is None:
             values["peak_bytes"] = peak_bytes
         else:  # the counter sees more than this block
-            values["note"] = {"tracked_peak_bytes": peak_bytes}
+            note["tracked_peak_bytes"] = peak_bytes
+        values["note"] = note or None
         self._journal.add(
             [self._text(values, time.monotonic_ns(), counters, tracker.live_bytes, devices.resident_bytes())]
         )
@@ -301,6 +336,8 @@ class Ledger:
                 values["note"] = {"error": block.error}
             elif block.note is not None:
                 values["note"] = block.note
+            elif block.step is None and block.num_nodes > 0:  # less if the block ended in another thread
+                values["note"] = {"graph_nodes": block.num_nodes}
             if peak.known is not None:
                 values["peak_bytes"] = peak.known
             resident_bytes = None if self.ended else devices.resident_bytes()  # the last block ended just now
@@ -354,11 +391,22 @@ class Ledger:
         values["allocated_bytes"] = live_bytes if counters.allocated_bytes is None else counters.allocated_bytes
         values["host_rss_bytes"] = resident_bytes
         values["host_peak_bytes"] = self.host_peak_bytes
+        values["children_bytes"] = self._read_children(time_ns)
         if counters is not _NO_COUNTERS:
             values["peak_total_bytes"] = self.peak_bytes
             values["reserved_bytes"] = counters.reserved_bytes
             values["reserved_peak_bytes"] = self.reserved_peak_bytes
         return event_text(values)
+
+    def _read_children(self, time_ns: int) -> int | None:
+        """Read the bytes of child processes now and then: it takes long where they are many, or large."""
+        if time_ns < self._children_due_ns:
+            return None
+        start_ns = time.monotonic_ns()
+        num_bytes = devices.children_bytes()
+        end_ns = time.monotonic_ns()
+        self._children_due_ns = end_ns + max(_CHILDREN_NS, _CHILDREN_SHARE * (end_ns - start_ns))
+        return num_bytes
 
     def _keep(self, counters: DeviceMemory, host_peak: int) -> None:
         """Merge a reading into the run's peaks, which stay correct even if other code resets a counter later."""

@@ -35,6 +35,7 @@ from memkit.memory.batch_shapes import batch_shapes
 from memkit.memory.journal import EventJournal, header_of
 from memkit.memory.leaks import Leaks, LeakWatch
 from memkit.memory.ledger import Ledger, Phase
+from memkit.memory.notes import noted_leak
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.postmortem import evidence_path, write_post_mortem
 from memkit.memory.sharing import DeviceClaim
@@ -43,6 +44,7 @@ from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
 _RELEASE_INTERVAL_S = 10.0
+_MOST_NOTED = 3  # leaks in an event of the log
 _RESERVE_BYTES = 2**20  # held in reserve for writing a post-mortem, and freed first
 
 
@@ -354,14 +356,16 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         here.failure = None  # another error may come with the same id
         with Tracker(device=self.device, workspace=workspace) as tracker:
             here.trackers.append(tracker)
+            is_whole = False
             try:
                 yield tracker
+                is_whole = True
             except BaseException as error:
                 here.note_error(error)
                 raise
             finally:
                 here.trackers.remove(tracker)
-                self._ledger.note_watched(tracker, here.path)
+                self._ledger.note_watched(tracker, here.path, is_whole=is_whole)
 
     def leaks(self) -> Leaks:
         """Return what has grown since the last call and what holds it; call it every step, or every few steps.
@@ -369,7 +373,10 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         The first call takes the baseline and compares nothing; most leaks need three calls (``docs/leaks.md``). The
         returned list says so when printed, and through ``is_baseline`` and ``is_certain``.
         """
-        return self._leak_watch.check()
+        leaks = self._leak_watch.check()
+        if leaks:
+            self.mark("leaks", note={"kept": [noted_leak(leak) for leak in leaks[:_MOST_NOTED]]})
+        return leaks
 
     def release(self, *, min_interval_s: float = _RELEASE_INTERVAL_S) -> int:
         """Free unused memory: reference cycles, torch's cached blocks, the C library's free heap.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -16,6 +16,7 @@ from memkit._core.words import guided
 from memkit._machine.devices import resolve_device
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import IntArray, Label, Moment, Recording, StepPhase, StorageRecord
+from memkit.memory.notes import note_of_kept, note_of_peak
 
 _ROWS = 8  # per table of a summary
 _SHOWN = 8  # of each split, when printed
@@ -88,6 +89,8 @@ class Tracker(Uncopied, Overviewed):
     """
 
     instead = "keep what it says, such as peak_by_category: plain values."
+    num_steps = 0
+    """Number of steps that a `MemoryManager` has counted in the block."""
 
     def __init__(self, *, device: str | torch.device | None = "auto", workspace: bool = False) -> None:
         self._device = None if device is None else str(resolve_device(device))
@@ -236,6 +239,20 @@ class Tracker(Uncopied, Overviewed):
         """Return the largest storages that were live at the peak, or at the end, largest first."""
         recording, device = self._asked
         return recording.top(count, device, at=at)
+
+    def note_of_peak(self) -> dict[str, Any]:
+        """Return what a log says of the peak so far, as plain JSON values: taken apart three ways."""
+        recording, device = self._asked
+        return note_of_peak(recording, device)
+
+    def note_of_kept(self) -> dict[str, Any]:
+        """Return what a log says of tensors that a line made again and again and that are still there.
+
+        Call it inside the block; it tells the variable that holds them. Empty if there are none. Among 170,000 objects
+        of Python it takes 0.1 s, and 0.4 s if there are any: it then collects reference cycles first.
+        """
+        recording, device = self._asked
+        return note_of_kept(recording, device, self._entered.number_of)
 
     def _overview(self) -> Overview:
         where = self._device or "all devices"

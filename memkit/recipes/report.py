@@ -57,7 +57,7 @@ def write_report(
         ...     '[{"event": "init", "peak_memory": 0}, {"event": "t5_loaded", "peak_memory": 11362869248}]'
         ... )
         >>> mk.write_report(mk.report.read_memory_events(folder / "log.json"), folder / "report.md")
-        >>> "| t5 | 10.58 GiB (11,362,869,248 B) |" in (folder / "report.md").read_text("utf-8")
+        >>> "| t5 | 10.58 GiB |" in (folder / "report.md").read_text("utf-8")
         True
     """
     _check_order(log, path)

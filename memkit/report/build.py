@@ -13,12 +13,14 @@ from memkit._core.settings import Checker
 from memkit._events.reader import EventLog
 from memkit.report.advice import recommend
 from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
-from memkit.report.comparing import CHANGE_COLUMNS, compare_figures, compare_section
-from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, overview, verdict
+from memkit.report.comparing import CHANGE_COLUMNS, compare_figures, compare_headline, compare_section, judge
+from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, hints, overview, verdict
 from memkit.report.figures import ReportFigures, read_figures
+from memkit.report.finding import ReportFinding
+from memkit.report.findings import find_findings, headline
 from memkit.report.nodes import Cell, Paragraph, Report, Section, SectionMaker, Share
 from memkit.report.rating import Rating, rate
-from memkit.report.usage import usage_sections
+from memkit.report.usage import missing_line, timeline_section, usage_sections
 from memkit.report.words import Words
 
 
@@ -50,23 +52,29 @@ def build_report(
     figures = _figures("log", log, total_bytes)
     before = None if baseline is None else _figures("baseline", baseline, total_bytes)
     fits = () if figures.held_bytes is None else find_fits(figures.held_bytes, cards)
-    rating, advice = rate(figures), recommend(figures, words)
-    built = [overview(log, figures, words)]
-    if before is not None:
-        built.append(compare_section(before, figures, words))
-    built += usage_sections(figures, words, missing=log.missing_stages)
-    built += [efficiency(rating, words), advice_section(advice, words)]
+    findings = find_findings(figures)
+    rating, advice = rate(figures, findings), recommend(figures, findings, words)
+    facts = overview(log, figures, words)
+    missing = missing_line(figures, words)
+    built = [] if before is None else [compare_section(before, figures, words)]
+    built += [timeline_section(figures, words), conclusions(figures, findings, advice, fits, words)]
+    built += [advice_section(advice, words), *usage_sections(figures, words, missing=log.missing_stages)]
     built.append(Section(words("cards_title"), tuple(card_nodes(figures, fits, words))))
-    built.append(conclusions(figures, rating, advice, fits, words))
+    if rating.num_inputs:
+        built.append(efficiency(rating, words, is_on_cpu=figures.is_on_cpu))
+    built.append(facts if missing is None else Section(facts.title, (*facts.nodes, missing)))
     built += [section for maker in sections if (section := _own_section(maker, log, language)) is not None]
     built.append(Section(words("reading_title"), tuple(Paragraph(words(f"reading_{n}")) for n in range(1, 5))))
     return Report(
         title=words("title"),
+        headline=headline(findings[0], words),
+        severity=findings[0].severity,
+        hints=hints(findings[0], words),
         verdict=verdict(figures, fits, words),
         highlights=highlights(figures, rating, fits, words),
-        sections=tuple(built),
+        sections=tuple(section for section in built if section.nodes),
         language=language,
-        figures=functools.partial(_plain, figures, rating, advice, fits, before),
+        figures=functools.partial(_plain, figures, findings, rating, advice, fits, before),
     )
 
 
@@ -77,10 +85,12 @@ def build_comparison(before: EventLog, after: EventLog, *, language: str = "en")
     changes = compare_figures(old, new)
     peak = changes[0]
     cells: tuple[Cell, ...] = (*peak.sizes, Share(peak.share, is_change=True))
-    texts = [words.cell(cell) for cell in cells]
     return Report(
         title=words("compare_title"),
-        verdict=words("compare_line", before=texts[0], after=texts[1], change=texts[2], share=texts[3]),
+        headline=compare_headline(old, new, peak, words),
+        severity=judge(old, new, peak),
+        hints=(),
+        verdict=words("compare_text"),
         highlights=tuple((words(key), cell) for key, cell in zip(CHANGE_COLUMNS, cells, strict=True)),
         sections=(compare_section(old, new, words),),
         language=language,
@@ -116,6 +126,7 @@ def _own_section(maker: SectionMaker, log: EventLog, language: str) -> Section |
 
 def _plain(
     figures: ReportFigures,
+    findings: Sequence[ReportFinding],
     rating: Rating,
     advice: Sequence[Tip],
     fits: Sequence[Fit],
@@ -134,6 +145,7 @@ def _plain(
             for each in rating.marks
         },
     }
+    values["findings"] = _jsonable(findings)
     values["advice"] = _jsonable(advice)
     values["cards"] = {fit.card.name: fit.verdict for fit in fits}
     if before is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memkit.report.figures import ReportFigures
+from memkit.report.finding import Severity
 from memkit.report.nodes import Cell, Node, Paragraph, Section, Share, Size, clean
 from memkit.report.words import Words
 
@@ -77,6 +78,39 @@ def _named(figures: ReportFigures, group: str) -> dict[str, int | None]:
     return {"largest": max(known), "smallest": min(known)} if known else {}
 
 
+_MATTERS = 0.01  # of the peak: less is the allocators' rounding
+
+
+def compare_headline(before: ReportFigures, after: ReportFigures, peak: FigureChange, words: Words) -> str:
+    """Say what became of the peak, and of the growth per step."""
+    sizes = [words.size(size) for size in peak.sizes]
+    key = "peak" if peak.share is not None else "peak_unknown"
+    if peak.change_bytes == 0:
+        key = "peak_same"
+    share = words.cell(Share(peak.share, is_change=True))
+    parts = [words(f"compare_{key}", before=sizes[0], after=sizes[1], share=share)]
+    rates = [_rate(figures) for figures in (before, after)]
+    if None not in rates:
+        old, new = (words.size(Size.of(rate, is_change=True)) if rate else words("growth_level") for rate in rates)
+        key = "compare_growth" if old != new else "compare_growth_same"
+        parts.append(words(key, before=old, after=new))
+    return words.join(parts)
+
+
+def judge(before: ReportFigures, after: ReportFigures, peak: FigureChange) -> Severity:
+    """Tell how bad a comparison's result is."""
+    if (_rate(after) or 0) > (_rate(before) or 0):
+        return "fault"
+    return "warning" if (peak.share or 0) > _MATTERS else "good"
+
+
+def _rate(figures: ReportFigures) -> int | None:
+    """Return the growth per step: 0 for none, None if it is not known."""
+    if figures.steps is None or figures.steps.course is None:
+        return None
+    return round(figures.steps.growth.rate) if figures.steps.growth is not None else 0
+
+
 def compare_section(before: ReportFigures, after: ReportFigures, words: Words) -> Section:
     """Build the section that compares with a baseline."""
     return Section(words("compare_title"), tuple(_nodes(before, after, words)))
@@ -84,7 +118,6 @@ def compare_section(before: ReportFigures, after: ReportFigures, words: Words) -
 
 def _nodes(before: ReportFigures, after: ReportFigures, words: Words) -> Iterator[Node]:
     changes = compare_figures(before, after)
-    yield Paragraph(words("compare_text"))
     differences = tuple(_settings(before, after))
     if differences:
         yield words.table(("col_fact", "col_before", "col_after"), differences, words("compare_settings"))

@@ -17,7 +17,7 @@ class Load:
 
     Attributes:
         name: Such as ``"t5"``.
-        num_bytes: Growth of memory; None if its event is missing.
+        num_bytes: HeldGrowth of memory; None if its event is missing.
         since: Name of the event that it is counted from; None if there is none before, so that it includes whatever was
             there already.
         is_record: Whether it is the growth of a record over the run: loading may have briefly taken more than remained.

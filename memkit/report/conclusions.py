@@ -11,8 +11,10 @@ from memkit._core.printable import printable
 from memkit._events.reader import EventLog
 from memkit.report.cards import Fit, smallest_card
 from memkit.report.figures import LogPeak, ReportFigures
+from memkit.report.finding import ReportFinding
+from memkit.report.findings import headline, next_step
 from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, clean
-from memkit.report.rating import Rating
+from memkit.report.rating import CAPS, Rating
 from memkit.report.usage import rise_text, shortage_texts
 from memkit.report.words import Words, describe, share_text
 
@@ -37,26 +39,28 @@ def verdict(figures: ReportFigures, fits: Sequence[Fit], words: Words) -> str:
 def highlights(
     figures: ReportFigures, rating: Rating, fits: Sequence[Fit], words: Words
 ) -> tuple[tuple[str, Cell], ...]:
-    """Return the headline figures."""
+    """Return the headline figures that are known."""
     held, total, card = figures.held_bytes, figures.layers.total_bytes, smallest_card(fits)
-    return (
+    steps = figures.steps
+    growth = None
+    if steps is not None and steps.course is not None:
+        level = words("growth_level")
+        growth = Size.of(round(steps.growth.rate), is_change=True) if steps.growth is not None else level
+    tiles: tuple[tuple[str, Cell], ...] = (
         (words("fact_peak"), figures.peak.size if figures.peak else None),
+        (words("tile_growth"), growth),
         (words("tile_free"), Share(1 - held / total if held is not None and total else None)),
         (words("tile_rating"), None if rating.points is None else f"{rating.points} / 100"),
-        (words("tile_card"), card.card.name if card else None),
+        (words("tile_card"), card.card.name if card and not figures.is_on_cpu else None),
     )
+    return tuple(tile for tile in tiles if words.cell(tile[1]) != words("not_recorded"))
 
 
 def overview(log: EventLog, figures: ReportFigures, words: Words) -> Section:
     """Build the section about the run and its environment."""
     facts = tuple(_facts(log, figures, words))
     rows = tuple(fact for fact in facts if words.cell(fact[1]) != words("not_recorded"))
-    missing = [name for name, value in facts if words.cell(value) == words("not_recorded")]
     nodes: list[Node] = [words.table(("col_fact", "col_value"), rows)]
-    if missing:
-        nodes.append(Paragraph(words("facts_missing", names=words.join(missing))))
-    if figures.layers.total_bytes is None and not figures.is_on_cpu:
-        nodes.append(Paragraph(words("facts_gpu")))
     if figures.ranks:
         peaks = tuple((str(rank), Size.of(num_bytes)) for rank, num_bytes in figures.ranks.items())
         nodes.append(words.table(("col_rank", "col_peak"), peaks, words("ranks_caption")))
@@ -122,26 +126,29 @@ def _date(wall_s: float) -> str:
     return dt.datetime.fromtimestamp(wall_s, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def efficiency(rating: Rating, words: Words) -> Section:
+def efficiency(rating: Rating, words: Words, *, is_on_cpu: bool) -> Section:
     """Build the section with efficiency figures and the rating."""
     total = sum(each.rule.weight for each in rating.marks if each.mark is not None)
     rows = tuple(
         (
             words(f"rule_{each.rule.name}"),
             Share(each.value),
-            None if each.mark is None else f"{100 * each.mark:.0f} / 100",
-            Share(each.rule.weight / total) if each.mark is not None else "",
+            f"{100 * each.mark:.0f} / 100",
+            Share(each.rule.weight / total),
             words.join([f"{share_text(Share(place))} → {100 * mark:.0f}" for place, mark in each.rule.points]),
         )
         for each in rating.marks
+        if each.mark is not None
     )
     columns = ("col_figure", "col_value", "col_mark", "col_weight", "col_curve")
     if rating.points is None:
         text = words("rating_none", count=rating.num_inputs, least=rating.least_inputs)
-        if any(each.rule.name == "headroom" and each.value is None for each in rating.marks):
+        if not is_on_cpu and any(each.rule.name == "headroom" and each.value is None for each in rating.marks):
             text += words("rating_gpu")
     else:
         text = words("rating_text", points=rating.points, count=rating.num_inputs, total=len(rating.marks))
+        if rating.points != rating.uncapped:
+            text += words("rating_cap", points=rating.uncapped, **CAPS)
     table = words.table(columns, rows)
     return Section(words("efficiency_title"), (Paragraph(text), table, Paragraph(words("rating_method"))))
 
@@ -157,11 +164,9 @@ def advice_section(advice: Sequence[Tip], words: Words) -> Section:
             for each in advice
             if each.horizon == horizon
         )
-        caption = words(f"horizon_{horizon}")
-        nodes.append(
-            words.table(columns, rows, caption) if rows else Paragraph(words("horizon_empty", horizon=caption))
-        )
-    nodes.append(Paragraph(words("advice_method")))
+        if rows:
+            nodes.append(words.table(columns, rows, words(f"horizon_{horizon}")))
+    nodes.append(Paragraph(words("advice_method") if nodes else words("advice_none")))
     return Section(words("advice_title"), tuple(nodes))
 
 
@@ -170,30 +175,39 @@ def _saving(num_bytes: int | None, words: Words) -> Cell:
 
 
 def conclusions(
-    figures: ReportFigures, rating: Rating, advice: Sequence[Tip], fits: Sequence[Fit], words: Words
+    figures: ReportFigures, findings: Sequence[ReportFinding], advice: Sequence[Tip], fits: Sequence[Fit], words: Words
 ) -> Section:
     """Build the section with findings, priorities and deployment."""
     priorities = advice[:_NUM_PRIORITIES]
+    nodes: list[Node] = []
+    if len(findings) > 1:
+        nodes += [Paragraph(words("also_head")), Bullets(tuple(full_text(each, words) for each in findings[1:]))]
+    nodes += [Paragraph(words("findings_head")), Bullets(tuple(_facts_found(figures, words)))]
+    if priorities:
+        texts = tuple(each.action for each in priorities)
+        nodes += [Paragraph(words("priorities_head")), Bullets(texts, is_numbered=True)]
     card = smallest_card(fits)
-    if figures.held_bytes is None:
-        deployment = words("cards_none")
-    elif card is None:
-        deployment = words("deploy_none", size=words.size(Size.of(figures.held_bytes)))
-    else:
-        deployment = words("deploy_card", name=card.card.name, share=f"{card.share:.1%}")
-    return Section(
-        words("conclusions_title"),
-        (
-            Paragraph(words("findings_head")),
-            Bullets(tuple(_findings(figures, rating, words))),
-            Paragraph(words("priorities_head") if priorities else words("priorities_none")),
-            Bullets(tuple(each.action for each in priorities), is_numbered=True),
-            Paragraph(words("deployment_head", text=deployment)),
-        ),
-    )
+    if fits:
+        size = words.size(Size.of(figures.held_bytes))
+        text = words("deploy_none", size=size)
+        if card is not None:
+            text = words("deploy_card", name=card.card.name, share=f"{card.share:.1%}")
+        nodes.append(Paragraph(words("deployment_head", text=text)))
+    return Section(words("conclusions_title"), tuple(nodes))
 
 
-def _findings(figures: ReportFigures, rating: Rating, words: Words) -> Iterator[str]:
+def full_text(finding: ReportFinding, words: Words) -> str:
+    """Say what was found, what it comes from, and what to do."""
+    return " ".join(words("sentence", text=line) for line in (headline(finding, words), *hints(finding, words)))
+
+
+def hints(finding: ReportFinding, words: Words) -> tuple[str, ...]:
+    """Return the lines below a headline: the suspect, and the next step."""
+    texts = (("line_suspect", finding.suspect), ("line_next", next_step(finding, words)))
+    return tuple(words(key, text=text) for key, text in texts if text is not None)
+
+
+def _facts_found(figures: ReportFigures, words: Words) -> Iterator[str]:
     peak, found = figures.peak, figures.components
     yield from shortage_texts(figures, words)
     if peak is None:
@@ -213,5 +227,3 @@ def _findings(figures: ReportFigures, rating: Rating, words: Words) -> Iterator[
         yield words(f"finding_{figures.steps.course}")
     if figures.steps and figures.steps.rise is not None:
         yield rise_text(figures.steps.rise, words)
-    if rating.points is not None:
-        yield words("finding_rating", points=rating.points)

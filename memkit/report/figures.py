@@ -10,6 +10,7 @@ from typing import Any
 from memkit._events.log import Event, LogHeader, Origin
 from memkit._events.reader import EventLog
 from memkit.report.components import Components, find_components
+from memkit.report.cycles import Cycle, find_cycle
 from memkit.report.nodes import Size
 from memkit.report.observed import PEAK_FIELDS, Observed, observe
 from memkit.report.stages import EventStage, LoggedSteps, find_stages, find_steps
@@ -18,6 +19,7 @@ _SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_li
 
 _LEAST_RANKS = 2  # a table with one row is pointless
 _KINDS = ("small", "large")
+_PRELOADED = 1.5  # growth over what was only seen for the first time: more than that is more than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,27 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTensors:
+    """Tensors, or graphs, that a line of code keeps: as a tracker found at the end of its block, or `leaks()`.
+
+    Attributes:
+        made_at: The line that made them, as ``"file:line in function"``; empty if it is not known.
+        num_tensors: Number of them.
+        nbytes: Their bytes, and those that their graphs saved.
+        is_graph: Whether they keep graphs.
+        holder: The variable that keeps them.
+        grows_at: ``"file:line"`` of the statement that adds to it.
+    """
+
+    made_at: str
+    num_tensors: int
+    nbytes: int
+    is_graph: bool
+    holder: str | None
+    grows_at: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EarlierRun:
     """A run that had ended before another one began to write to the same log. The figures do not cover it.
 
@@ -155,10 +178,14 @@ class ReportFigures:
         components: Loaded components.
         stages: In order of first appearance.
         steps: None if the log has no steps.
+        cycle: A phase, such as an epoch, that leaves something behind each time; None if there is none.
         splits: The peak broken down.
         segments: Of an allocator at the end; empty if not recorded.
         shortages: Allocations that failed.
         num_survived: Out-of-memory errors that training survived, by ``"oom"`` marks.
+        kept: What a tracker, or `leaks()`, found to be kept at each step; most bytes first.
+        twice_bytes: State of optimizers for parameters that another optimizer has state for as well; 0 if none.
+        tracking_rate: Bytes of host memory that tracking itself took for each step.
         observed: The events that count.
     """
 
@@ -174,10 +201,14 @@ class ReportFigures:
     components: Components
     stages: tuple[EventStage, ...]
     steps: LoggedSteps | None
+    cycle: Cycle | None
     splits: tuple[Split, ...]
     segments: tuple[SegmentFigures, ...]
     shortages: tuple[Shortage, ...]
     num_survived: int
+    kept: tuple[KeptTensors, ...]
+    twice_bytes: int
+    tracking_rate: float
     observed: Sequence[Observed] = field(repr=False)
 
     @property
@@ -219,6 +250,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
     splits = tuple(_find_splits(events))
     header = next((log.headers[run] for run in reversed(range(len(log.headers))) if run not in is_over), None)
     own_total = header.device.total_bytes if header and header.device and header.device.backend != "cpu" else None
+    cycle = find_cycle(observed)
     return ReportFigures(
         num_events=len(log.events),
         earlier=earlier,
@@ -237,13 +269,35 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
         ),
         components=find_components(observed, missing=log.missing_loads),
         stages=find_stages(observed),
-        steps=find_steps(observed),
+        steps=_with_cycle(_without_preloaded(find_steps(observed), events), cycle),
+        cycle=cycle,
         splits=splits,
         segments=tuple(_find_segments(events)),
         shortages=tuple(_find_shortages(events)),
         num_survived=sum(map(_survived, events)),
+        kept=_find_kept(events),
+        twice_bytes=max((_noted(event, "optimizer_twice_bytes") for event in events), default=0),
+        tracking_rate=max(
+            (_noted(event, "tracker_bytes") / max(1, _noted(event, "num_steps")) for event in events), default=0.0
+        ),
         observed=observed,
     )
+
+
+def _without_preloaded(steps: LoggedSteps | None, events: Iterable[Event]) -> LoggedSteps | None:
+    """Leave out a growth that is none: a tracker counts a batch that was there before from its first use."""
+    rates = (_noted(event, "preloaded_bytes") / max(1, _noted(event, "num_steps")) for event in events)
+    rate = max(rates, default=0.0)
+    is_it = steps is not None and steps.growth is not None and rate > 0 and steps.growth.rate < _PRELOADED * rate
+    return replace(steps, growth=None) if steps is not None and is_it else steps
+
+
+def _with_cycle(steps: LoggedSteps | None, cycle: Cycle | None) -> LoggedSteps | None:
+    """Let steps grow, on average, where only the ends of a longer phase show it."""
+    if steps is None or cycle is None or steps.growth is not None or cycle.num_calls < 2:
+        return steps
+    every = max(1, len(steps.steps) // cycle.num_calls)
+    return replace(steps, growth=replace(cycle.growth, rate=cycle.growth.rate / every, every=every))
 
 
 def _events_by_run(log: EventLog) -> dict[int | None, list[Event]]:
@@ -355,5 +409,29 @@ def _find_shortages(events: Iterable[Event]) -> Iterable[Shortage]:
 
 
 def _survived(event: Event) -> int:
-    number = event.note.get("num_ooms") if event.event == "oom" and event.note else None
+    return _noted(event, "num_ooms") if event.event == "oom" else 0
+
+
+_KEPT_TYPES = {"made_at": (str,), "num_tensors": (int,), "nbytes": (int,), "is_graph": (bool,)} | dict.fromkeys(
+    ("holder", "grows_at"), (str, type(None))
+)
+
+
+def _find_kept(events: Iterable[Event]) -> tuple[KeptTensors, ...]:
+    """Return what the last event with such a note says is kept."""
+    for event in reversed(list(events)):
+        noted = event.note.get("kept") if event.note else None
+        kept = [
+            KeptTensors(**{name: each[name] for name in _KEPT_TYPES})
+            for each in (noted if isinstance(noted, list) else ())
+            if isinstance(each, dict) and all(type(each.get(name)) in kinds for name, kinds in _KEPT_TYPES.items())
+        ]
+        if kept:
+            return tuple(sorted(kept, key=lambda each: -each.nbytes))
+    return ()
+
+
+def _noted(event: Event, name: str) -> int:
+    """Return a number in an event's note; 0 without one."""
+    number = event.note.get(name) if event.note else None
     return number if type(number) is int and number > 0 else 0

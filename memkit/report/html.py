@@ -9,11 +9,11 @@ from pathlib import Path
 
 from memkit._charts.axes import ChartAxis, shown_levels, x_axis, y_axis
 from memkit._charts.charts import Bars, Curve, Lines
-from memkit._core.units import format_gib
+from memkit._core.units import format_bytes
 from memkit._version import __version__
 from memkit.report.markdown import is_right
 from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Size, Table
-from memkit.report.words import Words, bytes_text
+from memkit.report.words import Words, exact_bytes
 
 # The page may run its own script and style, and load nothing else.
 _POLICY = (
@@ -30,16 +30,19 @@ def to_html(report: Report, mark: str) -> str:
     words = Words(report.language)
     links = (f'<li><a href="#s{n}">{_text(section.title)}</a></li>' for n, section in enumerate(report.sections))
     tiles = (f"<div><dt>{_text(name)}</dt><dd>{_cell(value, words)}</dd></div>" for name, value in report.highlights)
+    hints = "".join(f'<p class="hint">{_text(hint)}</p>' for hint in report.hints)
     parts = [
         f'<!doctype html>\n<html lang="{report.language}">\n<!-- {mark} -->\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        f'<link rel="icon" href="data:,">\n<title>{_text(report.title)}</title>',
+        f'<link rel="icon" href="data:,">\n<title>{_text(report.headline)}</title>',
         f"<style>\n{_resource('page.css')}</style>",
-        f'</head>\n<body>\n<header>\n<div class="bar-top"><h1>{_text(report.title)}</h1>',
-        f'<button type="button">{_text(words("theme"))}</button></div>',
+        "</head>\n<body>\n<header>",
+        f'<div class="finding {report.severity}"><h1>{_text(report.headline)}</h1>{hints}</div>',
         f'<p class="verdict">{_text(report.verdict)}</p>\n<dl class="tiles">{"".join(tiles)}</dl>',
-        f'<nav aria-label="{_text(words("contents"))}"><ul>{"".join(links)}</ul></nav>\n</header>\n<main>',
+        f'<nav aria-label="{_text(words("contents"))}"><ul>{"".join(links)}</ul>',
+        f'<div><button type="button" id="exact" aria-pressed="false">{_text(words("exact_bytes"))}</button>',
+        f'<button type="button" id="theme">{_text(words("theme"))}</button></div></nav>\n</header>\n<main>',
     ]
     for number, section in enumerate(report.sections):
         parts.append(f'<section id="s{number}"><h2>{_text(section.title)}</h2>')
@@ -95,13 +98,14 @@ def _table(table: Table, words: Words) -> Iterator[str]:
 
 
 def _cell(cell: Cell, words: Words) -> str:
-    text = _text(words.cell(cell, exact=False))
+    text = _text(words.cell(cell))
     if text == _text(words("not_recorded")):
         return f'<span class="none">{text}</span>'
-    if isinstance(cell, Size):
-        ends = dict.fromkeys(bytes_text(each, cell) for each in (cell.low, cell.high) if each is not None)
-        return f"{text}<small>{' … '.join(ends)}</small>"
-    return text
+    return (
+        f'<data title="{exact_bytes(cell)}" value="{cell.low or cell.high or 0}">{text}</data>'
+        if isinstance(cell, Size)
+        else text
+    )
 
 
 def _bars(bars: Bars) -> Iterator[str]:
@@ -109,7 +113,7 @@ def _bars(bars: Bars) -> Iterator[str]:
     for name, size in bars.rows:
         share = f" · {size / bars.whole_bytes:.1%}" if bars.whole_bytes else ""
         width = min(100.0, 100 * max(0, size) / bars.full_bytes)
-        value = f"<b>{format_gib(size)}{share}</b>"
+        value = f'<b><data title="{size:,} B" value="{size}">{format_bytes(size)}</data>{share}</b>'
         yield f'<div><span>{_text(name)}</span><i style="--w:{width:.2f}%"></i>{value}</div>'
     yield "</div></figure>"
 
@@ -146,8 +150,16 @@ def _lines(chart: Lines, words: Words) -> Iterator[str]:
     place = at(highest.x[list(highest.y).index(top)], top)
     yield f'<span class="top {_classes(chart, highest)}" style="{place}"></span>'
     yield f'<span class="dot"></span><output class="tip"></output>{_data(chart, across, up)}</div>'
+    for strip in chart.strips:
+        spans = (_span(*(100 * min(1, max(0, across.place(x))) for x in span)) for span in strip.spans)
+        kind = "strip marked" if strip.is_marked else "strip"
+        yield f'<div class="strip-name">{_text(strip.name)}</div><div class="{kind}">{"".join(spans)}</div>'
     marks = (f'<span style="{at(tick, None)}">{text}</span>' for tick, text in across.ticks)
     yield f'<div class="xs">{"".join(marks)}</div><div class="x">{_text(chart.x_name)}</div></div></figure>'
+
+
+def _span(begin: float, end: float) -> str:
+    return f'<i style="left:{begin:.2f}%;width:{max(0.3, end - begin):.2f}%"></i>'
 
 
 def _rule(y: float, name: str = "rule") -> str:

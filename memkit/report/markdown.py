@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from memkit._charts.charts import Bars, Lines
-from memkit._charts.text import align, chart_lines
+from memkit._charts.text import chart_lines, in_columns, wrap
 from memkit._version import __version__
 from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Table
 from memkit.report.words import Words
@@ -19,9 +19,12 @@ _AT_START = re.compile(r"^(\d*)([#+=-]|(?<=\d)[.)](?=\s|$))")
 def to_markdown(report: Report, mark: str) -> str:
     """Render a report as Markdown."""
     words = Words(report.language)
-    lines = [f"<!-- {mark} -->", f"# {escape(report.title)}", "", f"**{escape(report.verdict)}**", ""]
-    names, values = zip(*report.highlights, strict=True)
-    lines += _markdown_rows(tuple(names), (tuple(values),), words)
+    lines = [f"<!-- {mark} -->", f"# {escape(report.headline)}", ""]
+    lines += [line for hint in report.hints for line in (f"**{escape(hint)}**", "")]
+    lines += [escape(report.verdict), ""]
+    if report.highlights:
+        names, values = zip(*report.highlights, strict=True)
+        lines += _markdown_rows(tuple(names), (tuple(values),), words)
     for section in report.sections:
         lines += ["", f"## {escape(section.title)}"]
         for node in section.nodes:
@@ -30,9 +33,10 @@ def to_markdown(report: Report, mark: str) -> str:
 
 
 def to_text(report: Report, mark: str) -> str:
-    """Render a report as plain text."""
+    """Render a report as plain text, in 80 columns."""
     words = Words(report.language)
-    lines = [f"{report.title} ({mark})", "", report.verdict]
+    lines = [*wrap(report.headline), *(line for hint in report.hints for line in wrap(hint))]
+    lines += ["", *wrap(report.verdict), "", f"{report.title} ({mark})"]
     for section in report.sections:
         lines += ["", section.title, "-" * 60]
         for node in section.nodes:
@@ -85,19 +89,20 @@ def _markdown_rows(columns: tuple[str, ...], rows: tuple[tuple[Cell, ...], ...],
 def _text(node: Node, words: Words) -> Iterator[str]:
     match node:
         case Paragraph():
-            yield node.text
+            yield from wrap(node.text)
         case Bullets():
-            yield from (f"{mark} {item}" for mark, item in _marked(node))
+            for mark, item in _marked(node):
+                yield from wrap(item, f"{mark} ")
         case Table():
             if node.caption:
-                yield node.caption
+                yield from wrap(node.caption)
             if node.is_folded:
                 yield words("folded", count=len(node.rows))
                 return
             rows = [node.columns, *([words.cell(cell) for cell in row] for row in node.rows)]
-            yield from align(rows, is_right(len(node.columns), node.rows))
+            yield from in_columns(rows, is_right(len(node.columns), node.rows))
         case Bars() | Lines():
-            yield f"{node.caption}:"
+            yield from wrap(f"{node.caption}:")
             yield from (f"  {line}" for line in chart_lines(node))
 
 

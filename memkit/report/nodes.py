@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from memkit._charts.charts import Bars as Bars, Curve as Curve, Lines as Lines
 from memkit._core.printable import printable
 from memkit._events.reader import EventLog
+from memkit.report.finding import Severity
 
 _LONGEST_NAME = 80
 
@@ -112,7 +113,10 @@ class Report:
     """A whole report.
 
     Attributes:
-        title: Its heading.
+        title: What kind of report it is.
+        headline: What was found, in one sentence: the first line of every form.
+        severity: How bad that is.
+        hints: What it comes from, and what to do next.
         verdict: The most important figures in one sentence.
         highlights: Those figures one by one: label and value.
         sections: In reading order.
@@ -121,6 +125,9 @@ class Report:
     """
 
     title: str
+    headline: str
+    severity: Severity
+    hints: tuple[str, ...]
     verdict: str
     highlights: tuple[tuple[str, Cell], ...]
     sections: tuple[Section, ...]

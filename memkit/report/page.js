@@ -1,7 +1,10 @@
 "use strict";
 const root = document.documentElement;
 const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme:dark)").matches ? "dark" : "light")) === "dark";
-document.querySelector("button").addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
+document.querySelector("#theme").addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
+document.querySelector("#exact").addEventListener("click", event => {
+  event.target.ariaPressed = String(document.body.classList.toggle("exact"));
+});
 for (const area of document.querySelectorAll(".area")) {
   const {across, up, xName, unit, factor, lines} = JSON.parse(area.querySelector("script").textContent);
   const points = lines.flatMap(line => line.x.map((x, i) => ({x, y: line.y[i], text: line.t[i], name: line.n, color: line.l})));

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memkit.report.figures import ReportFigures
+from memkit.report.finding import ReportFinding
 
 _LEAST_INPUTS = 3
 
@@ -45,6 +47,10 @@ RULES = (
 """Room at the peak; reserved, not in tensors; growth over all steps; how far their peaks lie apart; no component."""
 
 
+CAPS: dict[str, int] = {"fault": 40, "warning": 80}
+"""The most points with such a finding: a run that leaks is not a good one, however little else it wastes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """One rule's figure and its mark from 0 to 1; None if not recorded."""
@@ -60,12 +66,15 @@ class Rating:
 
     Attributes:
         marks: One for each of `RULES`.
-        points: From 0 to 100: the weighted mean of the available marks; None with fewer than three.
+        points: From 0 to 100: the weighted mean of the available marks, but at most `CAPS` of the worst finding; None
+            with fewer than three.
+        uncapped: The same without the cap.
         least_inputs: Three.
     """
 
     marks: tuple[Mark, ...]
     points: int | None
+    uncapped: int | None = None
     least_inputs: int = _LEAST_INPUTS
 
     @property
@@ -74,8 +83,8 @@ class Rating:
         return sum(each.mark is not None for each in self.marks)
 
 
-def rate(figures: ReportFigures) -> Rating:
-    """Rate a run by its figures."""
+def rate(figures: ReportFigures, findings: Sequence[ReportFinding] = ()) -> Rating:
+    """Rate a run by its figures; what is found to be wrong limits the rating."""
     values = _values(figures)
     marks = tuple(
         Mark(rule, values[rule.name], None if (value := values[rule.name]) is None else rule.mark(value))
@@ -85,7 +94,8 @@ def rate(figures: ReportFigures) -> Rating:
     if len(known) < _LEAST_INPUTS:
         return Rating(marks, None)
     weighed = sum(weight * mark for weight, mark in known)
-    return Rating(marks, round(100 * weighed / sum(weight for weight, _ in known)))
+    uncapped = round(100 * weighed / sum(weight for weight, _ in known))
+    return Rating(marks, min([uncapped, *(CAPS.get(each.severity, 100) for each in findings)]), uncapped)
 
 
 def _values(figures: ReportFigures) -> dict[str, float | None]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from memkit.report.growth import LEAST_RATE, HeldGrowth, Trend, find_trend, growth_of, is_of_inputs
 from memkit.report.nodes import Size
 from memkit.report.observed import Observed
 
-_LEAST_FOR_TREND = 8  # steps; with fewer, the interval of a slope is meaningless
-_MOST_FOR_TREND = 200  # evenly chosen steps: the slopes of all pairs are computed
-_LEAST_GROWTH_BYTES = 2**20  # per step; anything smaller is not a leak worth looking for
+OWN_MARKS = frozenset({"track", "kept", "leaks"})
+"""Events that memkit adds by itself: what they say of the run stands elsewhere."""
 
 Measure = Literal["incremental", "held", "record"]
 
@@ -55,23 +54,6 @@ class LoggedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Trend:
-    """Growth of held memory, in bytes per step: the median slope of all pairs, and its 95 % interval.
-
-    If the log has only what steps added, not what was held, it is the growth of their sum.
-    """
-
-    slope: float
-    low: float
-    high: float
-
-    @property
-    def is_growth(self) -> bool:
-        """Whether growth is certain, and large enough to matter."""
-        return self.low > 0 and self.slope >= _LEAST_GROWTH_BYTES
-
-
-@dataclass(frozen=True, slots=True)
 class LoggedSteps:
     """All steps, in order of their numbers.
 
@@ -81,8 +63,10 @@ class LoggedSteps:
         measure: How a change is measured: ``"incremental"``, as the program wrote it; ``"held"``, the difference
             between the memory held at the ends of two steps; ``"record"``, the growth of a record over the run; None
             without any.
-        trend: Growth of held memory, or of the sum of what the steps added; None for too few steps, and if a record
+        trend: Slope of held memory, or of the sum of what the steps added; None for too few steps, and if a record
             shows that what they added was freed, or may have been.
+        growth: The same as a verdict: None if it does not grow for certain.
+        has_larger_inputs: Whether what is held grows only since the steps take more and more, and give it back.
         rise: The sum of what the steps added, and the rise of a record over them, if that is less; else None.
     """
 
@@ -90,6 +74,8 @@ class LoggedSteps:
     num_missing: int
     measure: Measure | None
     trend: Trend | None
+    growth: HeldGrowth | None
+    has_larger_inputs: bool
     rise: tuple[int, int] | None
 
     @property
@@ -102,19 +88,20 @@ class LoggedSteps:
 
     @property
     def course(self) -> Literal["growth", "flat", "growth_added", "flat_added"] | None:
-        """Whether the trend is a growth, and whether it is that of what the steps added; None without a trend."""
-        if self.trend is None:
+        """Whether it grows, and whether that is the sum of what the steps added; None if that is not known."""
+        if self.trend is None and self.growth is None:
             return None
         if self.measure == "incremental":
-            return "growth_added" if self.trend.is_growth else "flat_added"
-        return "growth" if self.trend.is_growth else "flat"
+            return "growth_added" if self.growth else "flat_added"
+        return "growth" if self.growth else "flat"
 
     @property
     def growth_bytes(self) -> float | None:
-        """Growth over all steps: by the trend, or else by the rise of a record that did not stand above them."""
+        """HeldGrowth over all steps: by the trend, or else by the rise of a record that did not stand above them."""
+        if self.growth is not None:
+            return self.growth.rate * (self.steps[-1].number - self.steps[0].number)
         if self.trend is not None:
-            num_steps = self.steps[-1].number - self.steps[0].number
-            return max(0.0, self.trend.slope) * num_steps if self.trend.low > 0 else 0.0
+            return 0.0
         return self.rise[1] if self.rise is not None and self.rise[1] > 0 else None
 
 
@@ -152,8 +139,13 @@ def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
     """Collect the events of each stage; steps are not stages."""
     found: dict[str, _Bounds] = {}
     for each in observed:
-        if each.step is None and any(
-            value is not None for value in (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes)
+        if (
+            each.step is None
+            and each.event.event not in OWN_MARKS
+            and any(
+                value is not None
+                for value in (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes)
+            )
         ):
             found.setdefault(each.event.phase or each.event.event, _Bounds()).add(each)
     return tuple(
@@ -180,13 +172,27 @@ def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
     held = [(step.number, step.held_bytes) for step in steps if step.held_bytes is not None]
     added = [(number, found[number].bounds.added) for number in numbers]
     rise = _find_rise(observed, [num_bytes for _, num_bytes in added])
+    series = held if len(held) > 1 else _summed(added) if rise is None else []
+    growth = _growth_per_step(series)
+    peaks = [step.peak.low for step in steps if step.peak.is_known and step.peak.low is not None]
+    is_enough = growth is not None and 2 * len(peaks) > len(steps)
+    has_larger_inputs = is_enough and growth is not None and is_of_inputs(growth, peaks)
     return LoggedSteps(
         tuple(steps),
         num_missing=numbers[-1] - numbers[0] + 1 - len(numbers),
         measure=measure,
-        trend=_find_trend(held) or (_find_trend(_summed(added)) if rise is None else None),
+        trend=find_trend(series),
+        growth=None if has_larger_inputs else growth,
+        has_larger_inputs=has_larger_inputs,
         rise=rise,
     )
+
+
+def _growth_per_step(series: Sequence[tuple[int, int]]) -> HeldGrowth | None:
+    """Return the growth per step, also if only every tenth step is in the log."""
+    gap = max(1, (series[-1][0] - series[0][0]) // (len(series) - 1)) if len(series) > 1 else 1
+    growth = growth_of([num_bytes for _, num_bytes in series], least_rate=gap * LEAST_RATE)
+    return None if growth is None else replace(growth, rate=growth.rate / gap, every=growth.every * gap)
 
 
 def _summed(added: Sequence[tuple[int, int | None]]) -> list[tuple[int, int]]:
@@ -216,24 +222,6 @@ def _choose_change(
     if any(one.grown is not None for one in steps):
         return "record", lambda one, _: one.grown
     return None, lambda _, __: None
-
-
-def _find_trend(held: Sequence[tuple[int, int]]) -> Trend | None:
-    """Estimate a slope by Theil and Sen, with an interval from Kendall's statistic."""
-    if len(held) < _LEAST_FOR_TREND:
-        return None
-    stride = math.ceil(len(held) / _MOST_FOR_TREND)
-    points = held[::stride]
-    count = len(points)
-    slopes = sorted(
-        (later[1] - earlier[1]) / (later[0] - earlier[0])
-        for index, earlier in enumerate(points)
-        for later in points[index + 1 :]
-    )
-    half = 1.96 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-    low = max(0, round((len(slopes) - half) / 2))
-    high = min(len(slopes) - 1, round((len(slopes) + half) / 2))
-    return Trend(slopes[len(slopes) // 2], slopes[low], slopes[high])
 
 
 def _find_rise(observed: Sequence[Observed], increments: Sequence[int | None]) -> tuple[int, int] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from memkit._charts.charts import Strip, unit_of
 from memkit.report.components import Components, Load
 from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Bars, Bullets, Cell, Curve, Lines, Node, Paragraph, Section, Share, Size, clean
+from memkit.report.peaking import is_evaluation, ran_out
 from memkit.report.stages import EventStage, LoggedStep, LoggedSteps
 from memkit.report.thin import thin
 from memkit.report.words import Words
@@ -15,17 +17,45 @@ from memkit.report.words import Words
 MOST_ROWS = 40  # of a table; the number left out is shown
 _MOST_SHORTAGES = 5
 _FIRST_STEPS, _LAST_STEPS = 12, 3
+_MOST_STRIPS, _MOST_SPANS = 5, 60  # phases shown along the time axis: more often, and they are a gray bar
 _T = TypeVar("_T")
 
 
 def usage_sections(figures: ReportFigures, words: Words, *, missing: Sequence[str] = ()) -> Iterator[Section]:
-    """Build all sections about memory usage; stages known to be ``missing`` are listed without figures."""
+    """Build the sections about memory usage that the log has figures for, as one without any has no nodes.
+
+    Args:
+        figures: The figures.
+        words: The texts.
+        missing: Stages known to be missing, which are listed without figures.
+    """
+    yield Section(words("split_title"), tuple(_splits(figures, words)))
     yield Section(words("layers_title"), tuple(_layers(figures, words)))
     yield Section(words("components_title"), tuple(_components(figures, words)))
     yield Section(words("stages_title"), tuple(_stages(figures, words, missing)))
     yield Section(words("steps_title"), tuple(_steps(figures.steps, words)))
-    yield Section(words("timeline_title"), tuple(_timeline(figures, words)))
     yield Section(words("pattern_title"), (Bullets(tuple(_pattern(figures, words))),))
+
+
+def timeline_section(figures: ReportFigures, words: Words) -> Section:
+    """Build the section with the curve of the run and its marks."""
+    return Section(words("timeline_title"), tuple(_timeline(figures, words)))
+
+
+def missing_line(figures: ReportFigures, words: Words) -> Paragraph | None:
+    """Say in one line what the log does not have, and how to record it."""
+    wanted = {
+        "components": ("components_title", not figures.components.loads),
+        "stages": ("stages_title", not figures.stages),
+        "steps": ("steps_title", figures.steps is None),
+        "split": ("missing_split", not figures.splits),
+        "gpu": ("missing_capacity", figures.layers.total_bytes is None and not figures.is_on_cpu),
+    }
+    absent = {key: title for key, (title, is_missing) in wanted.items() if is_missing}
+    if not absent:
+        return None
+    names = words.join(words(title) for title in absent.values())
+    return Paragraph(words("missing_line", names=names, how=words.join(words(f"how_{key}") for key in absent)))
 
 
 def _layers(figures: ReportFigures, words: Words) -> Iterator[Node]:
@@ -46,23 +76,29 @@ def _layers(figures: ReportFigures, words: Words) -> Iterator[Node]:
     )
     rows: list[tuple[Cell, ...]] = []
     bars: list[tuple[str, int]] = []
-    below: int | None = 0
+    below = 0
     was_least = False
     for key, level in levels:
-        extra = None if level is None or below is None else max(0, level - below)
-        share = Share(extra / layers.total_bytes if extra is not None and layers.total_bytes else None)
+        if level is None:
+            continue
+        extra = max(0, level - below)
+        share = Share(extra / layers.total_bytes if layers.total_bytes else None)
         # If the tensors are at least this, the layer around them adds at most that.
-        is_least = key in {"layer_tensors", "layer_rounding"} and level is not None and not is_exact
+        is_least = key in {"layer_tensors", "layer_rounding"} and not is_exact
         added = Size(extra, None) if is_least else Size(None, extra) if was_least else Size.of(extra)
         rows.append((words(key), added, Size(level, None) if is_least else Size.of(level), share))
         was_least = is_least
-        if extra is not None:
-            bars.append((words(key), extra))
+        bars.append((words(key), extra))
         below = level
-    rows.append((words("layer_host"), Size.of(layers.host_bytes), "", ""))
-    yield Paragraph(words("layers_text"))
-    yield words.table(("col_layer", "col_layer_own", "col_layer_level", "col_of_device"), rows)
-    if bars:
+    if layers.host_bytes is not None:
+        rows.append((words("layer_host"), Size.of(layers.host_bytes), "", "" if layers.total_bytes else None))
+    if not layers.total_bytes:
+        rows = [row[:-1] for row in rows]
+    if rows:
+        yield Paragraph(words("layers_text"))
+        columns = ("col_layer", "col_layer_own", "col_layer_level", "col_of_device")
+        yield words.table(columns if layers.total_bytes else columns[:-1], rows)
+    if len(bars) > 1:
         yield Bars(tuple(bars), words("layers_chart"), layers.total_bytes)
     if figures.segments:
         heads = ("col_segments", "col_number", "col_blocks", "col_asked", "col_rounded", "col_reserved", "col_largest")
@@ -77,7 +113,6 @@ def _layers(figures: ReportFigures, words: Words) -> Iterator[Node]:
 def _components(figures: ReportFigures, words: Words) -> Iterator[Node]:
     found = figures.components
     if not found.loads and found.whole_bytes is None:
-        yield Paragraph(words("components_none"))
         return
     whole = found.whole_bytes
     loads, num_left = _cut(found.loads, MOST_ROWS)
@@ -118,12 +153,11 @@ def _unattributed_row(found: Components, words: Words) -> tuple[Cell, ...]:
 
 
 def _stages(figures: ReportFigures, words: Words, missing: Sequence[str]) -> Iterator[Node]:
-    if figures.is_cumulative:
-        yield Paragraph(words("cumulative_text"))
     stages, num_left = _cut(figures.stages, MOST_ROWS)
     if not stages:
-        yield Paragraph(words("stages_none"))
         return
+    if figures.is_cumulative:
+        yield Paragraph(words("cumulative_text"))
     peak = figures.peak.num_bytes if figures.peak else None
     has_time = any(stage.host_ns is not None for stage in stages)
     has_added = any(stage.added_bytes is not None for stage in stages)
@@ -150,7 +184,6 @@ def _stage_row(stage: EventStage, peak: int | None, *, has_added: bool, has_time
 
 def _steps(steps: LoggedSteps | None, words: Words) -> Iterator[Node]:
     if steps is None:
-        yield Paragraph(words("steps_none"))
         return
     count, numbers = len(steps.steps), [step.number for step in steps.steps]
     yield Paragraph(words("steps_text", count=f"{count:,}", first=numbers[0], last=numbers[-1]))
@@ -179,7 +212,8 @@ def _steps(steps: LoggedSteps | None, words: Words) -> Iterator[Node]:
         "line_change": [step.change_bytes if is_added else None for step in steps.steps],
     }
     if lines := _curves(values, [float(number) for number in numbers], [""] * count, words):
-        yield Lines(lines, words("axis_step"), words("steps_chart"))
+        unit = unit_of(max(max(map(abs, line.y)) for line in lines))
+        yield Lines(lines, words("axis_step"), words("steps_chart"), unit=unit)
 
 
 def rise_text(rise: tuple[int, int], words: Words) -> str:
@@ -212,33 +246,83 @@ def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
     has_clock = bool(walls) and None not in walls
     start = min((wall for wall in walls if wall is not None), default=0.0)
     places = [(wall or 0.0) - start if has_clock else float(index) for index, wall in enumerate(walls)]
+    has_peaks = any(each.event.peak_bytes is not None for each in events)
     values = {
-        "line_reserved": [each.event.reserved_bytes for each in events],
-        "line_record": [each.event.peak_total_bytes for each in events],
-        "line_peak": [each.event.peak_bytes for each in events],
         "line_held": [each.event.allocated_bytes for each in events],
+        "line_peak": [each.event.peak_bytes for each in events],
+        "line_record": [None if has_peaks else each.event.peak_total_bytes for each in events],
+        "line_reserved": [each.event.reserved_bytes for each in events],
     }
-    if lines := _curves(values, places, [each.event.event for each in events], words):
-        axis = words("axis_seconds") if has_clock else words("axis_event")
-        yield Lines(lines, axis, words("timeline_chart"))
-    else:
-        yield Paragraph(words("timeline_none"))
-    if not figures.splits:
-        yield Paragraph(words("split_none"))
+    labels = [each.event.event for each in events]
+    lines = list(_curves(values, places, labels, words))
+    if not lines and figures.is_on_cpu:  # nobody counted tensors: the process is what there is
+        lines = list(_curves({"layer_host": [each.event.host_peak_bytes for each in events]}, places, labels, words))
+    if not lines:
+        return
+    lines += _slope(figures, places, words)
+    lines += _failures(figures, places, lines[0], words)
+    axis = words("axis_seconds") if has_clock else words("axis_event")
+    top = max(max(line.y) for line in lines)
+    strips = tuple(_strips(figures, start)) if has_clock else ()
+    caption = words("timeline_chart" if strips else "timeline_plain")
+    yield Lines(lines, axis, caption, unit=unit_of(top), strips=strips)
+
+
+def _slope(figures: ReportFigures, places: Sequence[float], words: Words) -> Iterator[Curve]:
+    """Draw the growth as a straight line over the steps, at what they held."""
+    steps = [(place, each) for place, each in zip(places, figures.observed, strict=True) if each.step is not None]
+    held = [(place, each.event.allocated_bytes) for place, each in steps if each.event.allocated_bytes is not None]
+    if figures.steps is None or figures.steps.growth is None or len(held) < 2:
+        return
+    rise = figures.steps.growth.rate * (figures.steps.steps[-1].number - figures.steps.steps[0].number)
+    (first, _), (last, end) = held[0], held[-1]
+    rate = words.size(Size.of(round(figures.steps.growth.rate), is_change=True))
+    name = f"{words('line_growth')}: {rate} / {words('axis_step')}"
+    yield Curve(name, (first, last), (max(0, round(end - rise)), end), (name, name), "dashed")
+
+
+def _failures(figures: ReportFigures, places: Sequence[float], line: Curve, words: Words) -> Iterator[Curve]:
+    """Mark where memory ran out, at the height of the first curve."""
+    shortages = {each.event for each in figures.shortages}
+    marked = [
+        (place, each.event.allocated_bytes, each.event.event)
+        for place, each in zip(places, figures.observed, strict=True)
+        if ran_out(each.event) or each.event.event == "oom" or each.event.event in shortages
+    ]
+    if marked:
+        heights = [max(line.y) if size is None else size for _, size, _ in marked]
+        labels = tuple(clean(label) for *_, label in marked)
+        yield Curve(words("line_oom"), tuple(place for place, *_ in marked), heights, labels, "crosses")
+
+
+def _strips(figures: ReportFigures, start: float) -> Iterator[Strip]:
+    """Show when phases ran, those that come a few times: evaluations first, then the longest."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for each in figures.observed:
+        event = each.event
+        if event.duration_ns is not None and event.phase is not None and event.wall_s is not None:
+            end = event.wall_s - start
+            spans.setdefault(event.phase, []).append((max(0.0, end - event.duration_ns / 1e9), end))
+    few = {path: times for path, times in spans.items() if len(times) <= _MOST_SPANS}
+    order = sorted(few, key=lambda path: (not is_evaluation(path), -sum(end - begin for begin, end in few[path])))
+    for path in order[:_MOST_STRIPS]:
+        yield Strip(clean(path), tuple(few[path]), is_marked=is_evaluation(path))
+
+
+def _splits(figures: ReportFigures, words: Words) -> Iterator[Node]:
     for split in figures.splits:
         parts, num_left = _cut(split.parts, 15)
         peak = figures.peak.num_bytes if figures.peak else None
         missing = None if peak is None else peak - split.whole_bytes
         parts = [(clean(name) or words("split_nameless"), size) for name, size in parts]
-        rows = [(name, Size.of(size), _share(size, split.whole_bytes)) for name, size in parts]
         rest = split.whole_bytes - sum(size for _, size in parts)
         if num_left:
-            rows.append((words("rest", count=f"{num_left:,}"), Size.of(rest), _share(rest, split.whole_bytes)))
+            parts.append((words("rest", count=f"{num_left:,}"), rest))
         caption = words(f"split_{split.name.removeprefix('peak_by_')}", event=clean(split.event))
         yield Bars(tuple(parts), caption, split.whole_bytes)
-        yield words.table(("col_part", "col_size", "col_share_split"), rows)
-        key = "split_beyond" if missing is not None and missing < 0 else "split_missing"
-        yield Paragraph(words(key, size=words.size(Size.of(None if missing is None else abs(missing)))))
+        if missing:
+            key = "split_beyond" if missing < 0 else "split_missing"
+            yield Paragraph(words(key, size=words.size(Size.of(abs(missing)))))
 
 
 def shortage_texts(figures: ReportFigures, words: Words) -> Iterator[str]:
@@ -265,7 +349,8 @@ def _pattern(figures: ReportFigures, words: Words) -> Iterator[str]:
     if found.whole_bytes is not None and peak.num_bytes:
         yield words("pattern_loaded", share=f"{found.whole_bytes / peak.num_bytes:.1%}")
     if steps and steps.trend:
-        slope, low, high = (f"{round(each):+,}" for each in (steps.trend.slope, steps.trend.low, steps.trend.high))
+        ends = (steps.trend.slope, steps.trend.low, steps.trend.high)
+        slope, low, high = (words.size(Size.of(round(each), is_change=True)) for each in ends)
         yield words(f"pattern_{steps.course}", slope=slope, low=low, high=high)
     elif steps and steps.rise is not None:
         yield rise_text(steps.rise, words)

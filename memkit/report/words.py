@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from memkit._core.settings import Checker
-from memkit._core.units import format_gib
+from memkit._core.units import format_bytes
 from memkit.report.nodes import Cell, Share, Size, Table, clean
 
 Language = Literal["en", "zh"]
@@ -28,7 +28,7 @@ class Words:
         >>> from memkit.report.words import Words
         >>> from memkit.report.nodes import Size
         >>> Words("en").size(Size.of(24_824_987_648)), Words("zh")("not_recorded")
-        ('23.12 GiB (24,824,987,648 B)', '未记录')
+        ('23.12 GiB', '未记录')
     """
 
     def __init__(self, language: str) -> None:
@@ -39,25 +39,21 @@ class Words:
         """Return a text with its placeholders filled in."""
         return texts()[key][self.language].format(**values)
 
-    def size(self, size: Size, *, exact: bool = True) -> str:
-        """Format a size in GiB with two decimals, and also in bytes if ``exact``."""
+    def size(self, size: Size) -> str:
+        """Format a size with the unit that suits it."""
         low, high = size.low, size.high
         if size.is_known or (low is None) != (high is None):
-            text = self._bytes(high if low is None else low, size, exact=exact)
+            text = format_bytes((high if low is None else low) or 0, is_change=size.is_change)
             key = "size_known" if size.is_known else "size_at_most" if low is None else "size_at_least"
             return self(key, size=text)
-        if low is None:
+        if low is None or high is None:
             return self("not_recorded")
-        return self("size_range", low=self._bytes(low, size, exact=exact), high=self._bytes(high, size, exact=exact))
+        return self("size_range", low=format_bytes(low), high=format_bytes(high))
 
-    def _bytes(self, num_bytes: int | None, size: Size, *, exact: bool) -> str:
-        gib, plain = format_gib(num_bytes or 0, is_change=size.is_change), bytes_text(num_bytes or 0, size)
-        return f"{gib} ({plain})" if exact else gib
-
-    def cell(self, cell: Cell, *, exact: bool = True) -> str:
+    def cell(self, cell: Cell) -> str:
         """Format one table cell."""
         if isinstance(cell, Size):
-            return self.size(cell, exact=exact)
+            return self.size(cell)
         if isinstance(cell, Share):
             return self("not_recorded") if cell.value is None else share_text(cell)
         if isinstance(cell, int):
@@ -83,9 +79,10 @@ def texts() -> dict[str, dict[str, str]]:
     return table
 
 
-def bytes_text(num_bytes: int, size: Size) -> str:
-    """Format bytes in full."""
-    return f"{num_bytes:+,} B" if size.is_change and num_bytes else f"{num_bytes:,} B"
+def exact_bytes(size: Size) -> str:
+    """Format a size in full: its bytes, or its bounds."""
+    ends = dict.fromkeys(each for each in (size.low, size.high) if each is not None)
+    return " … ".join(f"{each:+,} B" if size.is_change and each else f"{each:,} B" for each in ends)
 
 
 def share_text(share: Share) -> str:

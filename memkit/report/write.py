@@ -16,6 +16,8 @@ from memkit.report.nodes import Bars, Lines, Node, Paragraph, Report, Share, Siz
 
 MARK = "memkit.report/1"
 """Stands at the beginning of every report: only a file that bears it is replaced."""
+_TO_PDF = ", and print it to PDF in a browser: the page has a style for paper"
+_BEGINNING = 4096  # bytes: a text begins with what was found
 
 _FORMATS = {".md": to_markdown, ".html": to_html, ".txt": to_text}
 SUFFIXES = (*_FORMATS, ".json")
@@ -26,11 +28,15 @@ def render_report(report: Report, suffix: str) -> str:
     return _to_json(report) if suffix == ".json" else _FORMATS[suffix](report, MARK)
 
 
-def check_target(path: str | os.PathLike[str]) -> Path:
+def check_target(path: str | os.PathLike[str], *, replaces: bool = True) -> Path:
     """Refuse a path that no report can be written to.
 
+    Args:
+        path: The file to write.
+        replaces: Whether an earlier report may be replaced; any other file is refused.
+
     Raises:
-        InputError: Its suffix is not a known format, or the file exists and is not a report.
+        InputError: Its suffix is not a known format, or the file exists and may not be replaced.
         OSError: The file cannot be read.
     """
     target = Path(path)
@@ -47,7 +53,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
             call,
             got=f"the suffix {target.suffix!r}",
             expected=f"one of {', '.join(SUFFIXES)}",
-            fix="pass for example 'report.html'.",
+            fix=f"write {target.with_suffix('.html').name!r}{_TO_PDF if target.suffix.lower() == '.pdf' else ''}.",
         )
     if target.is_dir():
         raise InputError(
@@ -62,13 +68,20 @@ def check_target(path: str | os.PathLike[str]) -> Path:
                 call, got="a path that is not a regular file", expected="a path for a file", fix="choose another name."
             )
         with target.open("rb") as file:
-            if MARK.encode() not in file.read(200):
+            if MARK.encode() not in file.read(_BEGINNING):
                 raise InputError(
                     call,
                     got="an existing file that is not a memkit report",
                     expected="a new path, or the path of an earlier report",
                     fix="pass another path, or delete that file.",
                 )
+        if not replaces:
+            raise InputError(
+                call,
+                got="an earlier report there",
+                expected="a new path",
+                fix="add --force to replace it, or pass another path.",
+            )
     return target
 
 
@@ -86,6 +99,9 @@ def _to_json(report: Report) -> str:
         "schema": MARK,
         "language": report.language,
         "title": report.title,
+        "headline": report.headline,
+        "severity": report.severity,
+        "hints": report.hints,
         "verdict": report.verdict,
         "figures": report.figures(),
         "sections": sections,

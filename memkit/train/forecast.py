@@ -128,6 +128,11 @@ class Foresight:
         """Return a phase context of the manager, if there is one."""
         return contextlib.nullcontext() if self._watch is None else self._watch.phase(name)
 
+    def mark_ooms(self, num_ooms: int, sizes: Sequence[int]) -> None:
+        """Tell the manager, if there is one, of out-of-memory errors that the step survived, and how it was split."""
+        if self._watch is not None:
+            self._watch.mark("oom", note={"num_ooms": num_ooms, "sizes": list(sizes)})
+
     def num_parts(self, batch: Any, at_least: int, rehearse: Callable[[Any], None]) -> int:
         """Choose how many parts to split a batch into.
 

@@ -623,6 +623,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             self._batch_run.check_complete()
         with self._foresight.phase("optimizer"):
             stepped, _ = self._sum.end(self._following)
+        if self._batch_run is not None and self._batch_run.num_ooms:
+            self._foresight.mark_ooms(self._batch_run.num_ooms, self._batch_run.sizes)
         self._batch_run = None
         return stepped
 

@@ -40,7 +40,7 @@ CASES = [
         [("activations", "checkpoint", 2 * GIB), ("activations", "chunks", 2 * GIB)],
     ),
     (Facts(peak_bytes=8 * GIB, loaded_bytes=7 * GIB), []),
-    (Facts(growth=(1e6, 9e5, 1.1e6)), [("growth", "find_leak", None)]),
+    (Facts(growth_bytes=10**6), [("growth", "find_leak", None)]),
     (
         Facts(peak_bytes=12 * GIB, reserved_bytes=20 * GIB),
         [("fragmentation", "expandable_segments", 8 * GIB)],

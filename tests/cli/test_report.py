@@ -7,7 +7,7 @@ import pytest
 from benchmarks.cases import report_pages
 from memkit.cli import main
 from memkit.report.words import texts
-from tests.cli.commands import assert_error, assert_wrong_usage, unfolded
+from tests.cli.commands import assert_error, assert_wrong_usage
 from tests.report.foreign import save, snapshot
 from tests.report.pages import S1, markdown_rows
 
@@ -15,18 +15,29 @@ from tests.report.pages import S1, markdown_rows
 def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--log", str(S1)]) == 0
-    *verdict, path = capsys.readouterr().out.splitlines()
-    verdict = unfolded("\n".join(verdict))
-    assert verdict.startswith("Peak 23.15 GiB (24,860,109,824 B) in tensors, first seen at inference_end; ")
+    *lines, path = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert text.startswith("Nothing wrong found, in a log that cannot tell whether memory grows; peak 23.15 GiB")
+    assert "Peak 23.15 GiB in tensors, first seen at inference_end; " in text
     assert path == "memory_analysis_report.md"
-    assert (tmp_path / path).read_text("utf-8").startswith("<!-- memkit.report/1 -->\n# Memory report\n")
+    assert (tmp_path / path).read_text("utf-8").startswith("<!-- memkit.report/1 -->\n# Nothing wrong found")
 
 
 def test_the_log_may_stand_alone(capsys, tmp_path):
     assert main(["report", str(S1), "--output", str(tmp_path / "r.md")]) == 0
-    assert capsys.readouterr().out.startswith("Peak 23.15 GiB")
+    assert "\nPeak 23.15 GiB in tensors" in capsys.readouterr().out
     for arguments in ([], [str(S1), "--log", str(S1)]):
         assert_wrong_usage(capsys, ["report", *arguments], "usage: memkit report")
+
+
+def test_an_earlier_report_is_replaced_on_demand_only(capsys, tmp_path):
+    for command in (["report", str(S1)], ["compare", str(S1), str(S1)]):
+        arguments = [*command, "--output", str(tmp_path / f"{command[0]}.md")]
+        assert main(arguments) == 0
+        capsys.readouterr()
+        assert_error(capsys, arguments, "got an earlier report there; expected a new path. Way out: add --force")
+        assert main([*arguments, "--force"]) == 0
 
 
 def test_baseline_card_and_language(capsys, tmp_path):
@@ -44,18 +55,19 @@ def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
     larger.write_text(S1.read_text().replace("24860109824", "26103115315"))
     assert main(["compare", str(S1), str(larger), "--max-growth", "5.1"]) == 0
     out = capsys.readouterr().out
-    assert "+1.16 GiB (+1,243,005,491 B)" in out
-    assert "+5.0%" in out
+    assert out.startswith("Peak +5.0% (23.15 GiB → 24.31 GiB)\n")
+    assert "+1.16 GiB" in out
+    assert max(map(len, out.splitlines())) <= 80
     assert main(["compare", str(S1), str(larger), "--max-growth", "4.9"]) == 1
     assert main(["compare", str(larger), str(S1), "--max-growth", "0", "--output", str(tmp_path / "c.md")]) == 0
-    assert "-1.16 GiB (-1,243,005,491 B)" in (tmp_path / "c.md").read_text("utf-8")
+    assert "-1.16 GiB" in (tmp_path / "c.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["report", "--log", "none.json"], "no file there"),
-        (["report", "--log", str(S1), "--output", "report.pdf"], "the suffix '.pdf'"),
+        (["report", "--log", str(S1), "--output", "report.pdf"], "print it to PDF in a browser"),
         (["report", "--log", str(S1), "--output", str(S1)], "an existing file that is not a memkit report"),
         (["report", "--log", str(S1), "--language", "de"], "expected one of 'en', 'zh'"),
         (["report", "--log", str(S1), "--gpu", "none"], "an unknown GPU"),
@@ -89,9 +101,9 @@ def test_a_snapshots_page_says_what_only_snapshots_know(tmp_path, language):
     text = page.read_text("utf-8")
     for key in ("layer_requested", "layer_rounding", "layer_cache", "segments_large", "form_snapshot"):
         assert texts()[key][language] in text
-    at_least = texts()["size_at_least"][language].format(size="0.00 GiB (324 B)")
+    at_least = texts()["size_at_least"][language].format(size="324 B")
     assert markdown_rows(text)[texts()["layer_rounding"][language]][0] == at_least
-    assert "83,886,080 B" in text  # what was asked for where memory ran out
+    assert "80.00 MiB" in text  # what was asked for where memory ran out
 
 
 def test_damaged_logs_give_a_report_or_one_line():

@@ -8,7 +8,8 @@ from memkit._events.log import Event
 from memkit._events.reader import EventLog
 from memkit.report.comparing import compare_figures
 from memkit.report.figures import read_figures
-from memkit.report.rating import RULES, rate
+from memkit.report.finding import ReportFinding
+from memkit.report.rating import CAPS, RULES, rate
 from tests.report.pages import log_of
 
 GIB = 2**30
@@ -89,9 +90,9 @@ def test_growth_is_told_from_noise(slope, noise, grows):
     events = [
         Event(f"step_{n}", step=n, allocated_bytes=GIB + slope * n + chance.randint(0, noise)) for n in range(1, 101)
     ]
-    trend = read_figures(log_of(*events), None).steps.trend
-    assert trend.low <= slope <= trend.high
-    assert trend.is_growth is grows
+    steps = read_figures(log_of(*events), None).steps
+    assert steps.trend.low <= slope <= steps.trend.high
+    assert (steps.growth is not None) is grows
 
 
 def test_steps_of_several_ranks_are_the_largest():
@@ -135,6 +136,20 @@ def test_a_rating_takes_the_weights_that_are_public():
     marks = [1.0, 1 - (1 / 6 - 0.05) / 0.25, 1.0, 1 - 0.08 / 0.28]
     assert rating.points == round(100 * sum(w * m for w, m in zip((30, 25, 20, 15), marks, strict=True)) / 90)
     assert sum(rule.weight for rule in RULES) == 100
+
+
+def test_what_is_wrong_limits_a_rating():
+    events = [
+        Event(f"step_{n}", step=n, allocated_bytes=8 * GIB, peak_bytes=12 * GIB, reserved_bytes=12 * GIB)
+        for n in range(20)
+    ]
+    figures = read_figures(log_of(*events, total_bytes=16 * GIB), None)
+    assert rate(figures).points == rate(figures, [ReportFinding(kind="level", severity="good")]).points == 100
+    for severity, points in CAPS.items():
+        rating = rate(
+            figures, [ReportFinding(kind="leak", severity=severity), ReportFinding(kind="tight", severity="note")]
+        )
+        assert (rating.points, rating.uncapped) == (points, 100)
 
 
 # ---- comparing

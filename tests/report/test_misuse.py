@@ -32,7 +32,11 @@ TABLE = [
         "InputTypeError",
         "write write_report(mk.report.read_memory_events('e.json'), 'a.html').",
     ),
-    (lambda log: mk.write_report(log, "a.pdf"), "InputError", "pass for example 'report.html'."),
+    (
+        lambda log: mk.write_report(log, "a.pdf"),
+        "InputError",
+        "write 'a.html', and print it to PDF in a browser: the page has a style for paper.",
+    ),
     (lambda log: mk.write_report(log, "no/a.html"), "InputError", "make it first: os.makedirs('no')"),
     (lambda log: mk.write_report(log, "a.html", before=log), "InputTypeError", "'a.html', baseline=baseline)"),
     (lambda log: mk.write_report(log, "a.html", "e.json"), "InputTypeError", "'a.html', baseline='e.json')"),

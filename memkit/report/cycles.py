@@ -1,0 +1,64 @@
+"""Phases that come once in many steps, such as epochs, and after which more is held each time."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memkit.report.growth import HeldGrowth, growth_of
+from memkit.report.observed import Observed
+
+
+class Cycle(NamedTuple):
+    """A phase that leaves something behind: its path, the growth from one of its ends to the next, number of ends."""
+
+    path: str
+    growth: HeldGrowth
+    num_calls: int
+
+
+def find_cycle(observed: Sequence[Observed]) -> Cycle | None:
+    """Find the innermost phase, among those that come less than once in two steps, that leaves something each time."""
+    ends: dict[str, list[tuple[int, int]]] = {}
+    begins = find_begins(observed)
+    for index, each in enumerate(observed):
+        event = each.event
+        if event.phase is not None and event.duration_ns is not None and event.allocated_bytes is not None:
+            ends.setdefault(event.phase, []).append((index, event.allocated_bytes))
+    num_steps = sum(each.step is not None for each in observed)
+    found = []
+    for path, calls in ends.items():
+        growth = growth_of([num_bytes for _, num_bytes in calls])
+        if growth is not None and growth.every == 1 and not 0 < num_steps < 2 * len(calls):
+            own = (change_in(observed, index, begins[index]) for index, _ in calls[1:])
+            changes = [change for change in own if change is not None]
+            if changes and 2 * statistics.median(changes) > growth.rise_bytes:
+                found.append(Cycle(path, growth, len(calls)))
+    return max(found, key=lambda cycle: cycle.path.count("/"), default=None)
+
+
+def find_begins(observed: Sequence[Observed]) -> list[int | None]:
+    """Return for each event the index of the last one on its track before its block began; None if there is none."""
+    times: dict[int, list[int]] = {}  # per track; where a clock was set back, the latest so far
+    indices: dict[int, list[int]] = {}
+    begins: list[int | None] = []
+    for index, each in enumerate(observed):
+        event, seen, places = each.event, times.setdefault(each.track, []), indices.setdefault(each.track, [])
+        begin = None
+        if event.time_ns is not None:
+            if event.duration_ns is not None:
+                found = bisect.bisect_right(seen, event.time_ns - event.duration_ns)
+                begin = places[found - 1] if found else None
+            seen.append(max(event.time_ns, seen[-1] if seen else 0))
+            places.append(index)
+        begins.append(begin)
+    return begins
+
+
+def change_in(observed: Sequence[Observed], index: int, begin: int | None) -> int | None:
+    """Return by how much a phase changed what is held; None if that is not known."""
+    before = None if begin is None else observed[begin].event.allocated_bytes
+    after = observed[index].event.allocated_bytes
+    return None if before is None or after is None else after - before

@@ -1,0 +1,74 @@
+"""All findings of a log, the worst first, and what each says."""
+
+from __future__ import annotations
+
+import itertools
+
+from memkit.report.figures import ReportFigures
+from memkit.report.finding import ReportFinding, Severity
+from memkit.report.growing import find_growing
+from memkit.report.nodes import Size, clean
+from memkit.report.peaking import (
+    find_cached,
+    find_evaluation,
+    find_lone_peak,
+    find_optimizer_twice,
+    find_shortages,
+)
+from memkit.report.words import Words
+
+_DETECTORS = (
+    find_shortages,
+    find_growing,
+    find_evaluation,
+    find_lone_peak,
+    find_optimizer_twice,
+    find_cached,
+)
+_ORDER: tuple[Severity, ...] = ("fault", "warning", "note", "good")
+
+
+def find_findings(figures: ReportFigures) -> tuple[ReportFinding, ...]:
+    """Return what is wrong, the worst first; if nothing is, one finding that says so."""
+    found = itertools.chain.from_iterable(detect(figures) for detect in _DETECTORS)
+    ordered = sorted(found, key=lambda each: (_ORDER.index(each.severity), -each.at_stake))
+    return tuple(ordered) or (_nothing_wrong(figures),)
+
+
+def _nothing_wrong(figures: ReportFigures) -> ReportFinding:
+    peak, steps = figures.peak, figures.steps
+    if peak is None:
+        return ReportFinding(kind="unknown", severity="note", values={"count": f"{figures.num_events:,}"})
+    is_known = steps is not None and steps.trend is not None
+    values = {
+        "peak": peak.num_bytes,
+        "event": clean(peak.event),
+        "count": f"{len(steps.steps):,}" if steps else "0",
+    }
+    return ReportFinding(kind="level" if is_known else "nothing", severity="good", values=values)
+
+
+def headline(finding: ReportFinding, words: Words) -> str:
+    """Say what was found, in one sentence."""
+    values = {name: _text(value, words) for name, value in finding.values.items()}
+    if "certainty" in values:
+        values["certainty"] = words(f"certainty_{values['certainty']}")
+    return words(f"find_{finding.kind}", **values)
+
+
+def next_step(finding: ReportFinding, words: Words) -> str | None:
+    """Say what to do about it; None if there is nothing to do."""
+    if finding.severity == "good":
+        return None
+    values = {name: _text(value, words) for name, value in finding.values.items()}
+    if finding.kind in _NAMED and finding.suspect is None:
+        return words("next_leaks")
+    return words(f"next_{finding.kind}", **values)
+
+
+_NAMED = frozenset({"leak", "leak_every", "leak_cycle"})
+"""Kinds whose remedy is about a variable: without a suspect, the next step is to find it."""
+
+
+def _text(value: object, words: Words) -> str:
+    return words.size(Size.of(value)) if isinstance(value, int) else str(value)
