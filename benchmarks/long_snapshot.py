@@ -26,6 +26,10 @@ NUM_LAYERS, WIDTH = 24, 1024
 LENGTHS = (512, 640, 768, 1024)  # tokens of a batch
 _START_US = 1_760_000_000_000_000
 _SITES = ("q", "k", "v", "scores", "mix", "out", "norm1", "up", "act", "down", "norm2")
+_OPERATORS = {
+    **dict.fromkeys(("q", "k", "v", "out", "up", "down"), "addmm"),
+    **{"scores": "_softmax", "mix": "bmm", "norm1": "native_layer_norm", "norm2": "native_layer_norm", "act": "gelu"},
+}
 _FACTORS = {"up": 4, "act": 4, "scores": 2}
 _KEYS = ("action", "addr", "size", "stream", "time_us", "compile_context", "user_metadata", "pool_id", "frames")
 
@@ -137,7 +141,8 @@ def _frames_of(what: str, layer: int) -> Iterator[tuple[str, int, str]]:
     yield "??", 0, "torch::CapturedTraceback::gather(bool, bool, bool)"
     for depth in range(5 + (len(what) + layer) % 11):
         yield "??", 0, f"at::native::step_{depth}(at::Tensor const&, c10::ArrayRef<long>) of {part}"
-    yield "??", 0, f"at::_ops::{site or part}::call(at::Tensor const&, at::Tensor const&)"
+    operator = _OPERATORS.get(site, "empty_memory_format")
+    yield "??", 0, f"at::_ops::{operator}::call(at::Tensor const&, at::Tensor const&)"
     if part == "backward":
         for depth in range(12):
             yield "??", 0, f"torch::autograd::Engine::thread_{depth}(std::shared_ptr<torch::autograd::GraphTask>)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -107,10 +107,10 @@ class SnapshotStream:
 
     def _read_on(self, num_bytes: int) -> None:
         """Read until so many bytes lie ahead, or the file ends."""
-        if self._held + self.stacks.num_held_bytes > min(
-            _BYTES_ANYHOW + _BYTES_PER_BYTE * self.num_bytes, _BYTES_AT_MOST
-        ):
-            self._refuse_held()
+        most = min(_BYTES_ANYHOW + _BYTES_PER_BYTE * self.num_bytes, _BYTES_AT_MOST)
+        if self._held + self.stacks.num_held_bytes > most:
+            what = "hold almost only empty containers" if most < _BYTES_AT_MOST else f"take over {most} bytes of memory"
+            refuse_pickle(f"{self.num_bytes} bytes that {what}", "a snapshot")
         while not self._is_over and len(self._data) - self._at < num_bytes:
             chunk = next(self._chunks, None)
             self._is_over = chunk is None
@@ -367,7 +367,7 @@ class SnapshotStream:
         return np.where(inside == indices, self._stack_memo[inside], -1).astype(np.int64)
 
     _operations: ClassVar[
-        dict[int, tuple[Callable[[Self], None], int]]
+        dict[int, tuple[Callable[["SnapshotStream"], None], int]]
     ] = {  # with the memory that each one takes, at most
         0x80: (_pass, 0),
         0x95: (_pass_frame, 0),

@@ -12,6 +12,7 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._events.reader import EventLog
 from memkit.report.advice import recommend
+from memkit.report.allocations import allocation_section
 from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
 from memkit.report.comparing import CHANGE_COLUMNS, compare_figures, compare_section
 from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, overview, verdict
@@ -54,6 +55,9 @@ def build_report(
     built = [overview(log, figures, words)]
     if before is not None:
         built.append(compare_section(before, figures, words))
+    for number, found in enumerate(log.allocations):
+        of_card = words("alloc_of_card", number=number) if len(log.allocations) > 1 else ""
+        built.append(allocation_section(found, words("alloc_title") + of_card, words))
     built += usage_sections(figures, words, missing=log.missing_stages)
     built += [efficiency(rating, words), advice_section(advice, words)]
     built.append(Section(words("cards_title"), tuple(card_nodes(figures, fits, words))))

@@ -11,8 +11,9 @@ from memkit._charts.axes import ChartAxis, shown_levels, x_axis, y_axis
 from memkit._charts.charts import Bars, Curve, Lines
 from memkit._core.units import format_gib
 from memkit._version import __version__
+from memkit.report.allocation_html import view_parts
 from memkit.report.markdown import is_right
-from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Size, Table
+from memkit.report.nodes import AllocationView, Bullets, Cell, Node, Paragraph, Report, Size, Table
 from memkit.report.words import Words, bytes_text
 
 # The page may run its own script and style, and load nothing else.
@@ -28,6 +29,8 @@ _MOST_DASHED = 120  # points of a curve; among more, dashes are lost
 def to_html(report: Report, mark: str) -> str:
     """Render a report as one HTML file."""
     words = Words(report.language)
+    has_view = any(isinstance(node, AllocationView) for section in report.sections for node in section.nodes)
+    assets = ("page", "allocations") if has_view else ("page",)
     links = (f'<li><a href="#s{n}">{_text(section.title)}</a></li>' for n, section in enumerate(report.sections))
     tiles = (f"<div><dt>{_text(name)}</dt><dd>{_cell(value, words)}</dd></div>" for name, value in report.highlights)
     parts = [
@@ -35,7 +38,7 @@ def to_html(report: Report, mark: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f'<link rel="icon" href="data:,">\n<title>{_text(report.title)}</title>',
-        f"<style>\n{_resource('page.css')}</style>",
+        f"<style>\n{''.join(_resource(f'{name}.css') for name in assets)}</style>",
         f'</head>\n<body>\n<header>\n<div class="bar-top"><h1>{_text(report.title)}</h1>',
         f'<button type="button">{_text(words("theme"))}</button></div>',
         f'<p class="verdict">{_text(report.verdict)}</p>\n<dl class="tiles">{"".join(tiles)}</dl>',
@@ -44,10 +47,10 @@ def to_html(report: Report, mark: str) -> str:
     for number, section in enumerate(report.sections):
         parts.append(f'<section id="s{number}"><h2>{_text(section.title)}</h2>')
         for node in section.nodes:
-            parts += _node(node, words)
+            parts += view_parts(node, number, words) if isinstance(node, AllocationView) else _node(node, words)
         parts.append("</section>")
     parts.append(f"</main>\n<footer><p>{_text(words('made_by', version=__version__))}</p></footer>")
-    parts.append(f"<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n")
+    parts.append(f"<script>\n{''.join(_resource(f'{name}.js') for name in assets)}</script>\n</body>\n</html>\n")
     return "\n".join(parts)
 
 

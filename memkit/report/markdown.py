@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from memkit._charts.charts import Bars, Lines
 from memkit._charts.text import align, chart_lines
 from memkit._version import __version__
-from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Table
+from memkit.report.nodes import AllocationView, Bullets, Cell, Node, Paragraph, Report, Table
 from memkit.report.words import Words
 
 # Names come from a file: none of them may turn into a link, a tag, emphasis, or a new cell.
@@ -68,6 +68,8 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
             yield from _markdown_rows(node.columns, node.rows, words)
             if node.is_folded:
                 yield from ("", "</details>")
+        case AllocationView():
+            yield from _markdown(node.table, words)
         case Bars() | Lines():
             yield f"{escape(node.caption)}:"
             yield ""
@@ -96,6 +98,8 @@ def _text(node: Node, words: Words) -> Iterator[str]:
                 return
             rows = [node.columns, *([words.cell(cell) for cell in row] for row in node.rows)]
             yield from align(rows, is_right(len(node.columns), node.rows))
+        case AllocationView():
+            yield from _text(node.table, words)
         case Bars() | Lines():
             yield f"{node.caption}:"
             yield from (f"  {line}" for line in chart_lines(node))

@@ -1,0 +1,70 @@
+"""The section on a device's allocations: a view to click through in HTML, its largest blocks as a table elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from memkit.report.nodes import AllocationView, Cell, Node, Paragraph, Section, Share, Size, clean
+from memkit.report.words import Words
+
+if TYPE_CHECKING:  # needs NumPy, which most reports do without
+    from memkit._events.allocations import Allocations, Room
+
+_MOST_ROWS = 15
+
+
+def allocation_section(found: Allocations, title: str, words: Words) -> Section:
+    """Build the section of one device; its title is given."""
+    return Section(title, tuple(_nodes(found, words)))
+
+
+def _nodes(found: Allocations, words: Words) -> Iterator[Node]:
+    import numpy as np
+
+    from memkit.report.allocation_view import view_of
+
+    data = view_of(found)
+    num_left = data["numBlocks"] - data["numShown"]
+    counts = {"blocks": f"{data['numBlocks']:,}", "events": f"{data['numEvents']:,}"}
+    yield Paragraph(words("alloc_text", size=words.size(Size.of(data["peakBytes"])), **counts))
+    live = np.flatnonzero(found.is_live(data["peak"]))
+    rows: list[tuple[Cell, ...]] = []
+    codes, names = found.labels["line"]
+    for block in live[np.argsort(-found.sizes[live], kind="stable")][:_MOST_ROWS].tolist():
+        size, birth = int(found.sizes[block]), int(found.births[block])
+        asked = words("alloc_before") if birth < 0 else f"{birth + 1:,}"
+        name = clean(names[int(codes[found.origins[block]])])
+        rows.append((name, Size.of(size), Share(size / data["peakBytes"]), asked))
+    columns = ("alloc_line", "col_size", "col_of_peak", "alloc_asked")
+    rooms = tuple((_room_name(room, data["peak"], words), room.segments) for room in found.rooms)
+    yield AllocationView(data, words.table(columns, rows, words("alloc_largest", count=f"{len(live):,}")), rooms)
+    if num_left:
+        size = words.size(Size.of(data["largestLeft"]))
+        yield Paragraph(words("alloc_left", shown=f"{data['numShown']:,}", count=f"{num_left:,}", size=size))
+    if found.rooms:
+        yield from _rooms(found, data["peak"], words)
+
+
+def _room_name(room: Room, peak: int, words: Words) -> str:
+    return words("alloc_room_peak" if room.event == peak else "alloc_room_oom")
+
+
+def _rooms(found: Allocations, peak: int, words: Words) -> Iterator[Node]:
+    rows: list[tuple[Cell, ...]] = []
+    for room in found.rooms:
+        gaps = room.gaps()
+        name = _room_name(room, peak, words)
+        sizes = (room.reserved_bytes, room.used_bytes, sum(gaps), gaps[0] if gaps else 0)
+        rows.append((name, len(room.segments), *map(Size.of, sizes), len(gaps)))
+    heads = ("alloc_moment", "alloc_segments", "col_reserved", "alloc_used", "alloc_free", "col_largest", "alloc_pieces")
+    yield words.table(heads, rows, words("alloc_rooms"))
+    for asked in found.shortages[-1:]:
+        yield from _shortage(asked.asked_bytes, found.rooms[-1], words)
+
+
+def _shortage(asked_bytes: int, room: Room, words: Words) -> Iterator[Node]:
+    gaps = room.gaps()
+    sizes = {"asked": asked_bytes, "free": sum(gaps), "largest": gaps[0] if gaps else 0}
+    key = "alloc_fragmented" if sizes["largest"] < asked_bytes <= sizes["free"] else "alloc_short"
+    yield Paragraph(words(key, **{name: words.size(Size.of(size)) for name, size in sizes.items()}))
