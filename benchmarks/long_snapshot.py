@@ -28,7 +28,10 @@ _START_US = 1_760_000_000_000_000
 _SITES = ("q", "k", "v", "scores", "mix", "out", "norm1", "up", "act", "down", "norm2")
 _OPERATORS = {
     **dict.fromkeys(("q", "k", "v", "out", "up", "down"), "addmm"),
-    **{"scores": "_softmax", "mix": "bmm", "norm1": "native_layer_norm", "norm2": "native_layer_norm", "act": "gelu"},
+    **dict.fromkeys(("norm1", "norm2"), "native_layer_norm"),
+    "scores": "_softmax",
+    "mix": "bmm",
+    "act": "gelu",
 }
 _FACTORS = {"up": 4, "act": 4, "scores": 2}
 _KEYS = ("action", "addr", "size", "stream", "time_us", "compile_context", "user_metadata", "pool_id", "frames")
@@ -285,7 +288,7 @@ def write_snapshot(path: Path, num_bytes: int, *, seed: int = 0) -> int:
     Returns:
         The number of actions in it.
     """
-    num_steps = _steps_for(num_bytes, seed)
+    num_steps = steps_for(num_bytes, seed)
     played = Training(seed)
     num_actions = sum(1 for _ in played.actions(num_steps))
     with path.open("wb") as file:
@@ -308,7 +311,7 @@ def _entries(training: Training, num_steps: int) -> Iterator[_Entry]:
         yield _Entry(action, frames)
 
 
-def _steps_for(num_bytes: int, seed: int) -> int:
+def steps_for(num_bytes: int, seed: int) -> int:
     """Return the number of steps that fill a file, from the length of the first few."""
     training, lengths = Training(seed), []
     for num_steps in (1, 3):

@@ -41,8 +41,13 @@ class Room(NamedTuple):
         """Bytes in blocks in use."""
         return sum(end - start for _, blocks in self.segments for start, end in blocks)
 
+    @property
+    def empty_bytes(self) -> int:
+        """Bytes in segments without a block in use, which the allocator can give back to the device."""
+        return sum(size for size, blocks in self.segments if not blocks)
+
     def gaps(self) -> list[int]:
-        """Return the sizes of all free pieces, largest first."""
+        """Return the sizes of all free pieces, also of whole segments, largest first."""
         found = []
         for size, blocks in self.segments:
             ends = [0, *(end for _, end in blocks)]

@@ -139,7 +139,7 @@ class _History:
             origins=blocks.stacks,
             labels={key: _coded(texts) for key, texts in zip(Labels._fields, zip(*labels, strict=True), strict=True)},
             stacks=tuple(snapshot.stacks.stacks),
-            frames=tuple(f"{each.file}:{each.line} {each.name}" for each in snapshot.stacks.frames),
+            frames=tuple(each.text for each in snapshot.stacks.frames),
             seconds=self._seconds if self._has_times.all() and num else None,
             reserved=self._reserved,
             shortages=tuple(shortages),

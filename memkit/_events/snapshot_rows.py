@@ -27,6 +27,11 @@ class Frame(NamedTuple):
     line: int
     name: str
 
+    @property
+    def text(self) -> str:
+        """The place and the name, or the name alone where no file is known."""
+        return f"{self.file}:{self.line} {self.name}" if self.line else self.name
+
 
 class Stacks:
     """Each stack once, by number; number 0 is the empty one. Equal frames of several objects are one.

@@ -344,7 +344,7 @@ class SnapshotStream:
     def _kinds(self, trace: Trace, indices: Ints) -> Ints:
         """Return the number of each action's kind."""
         names, inverse = np.unique(indices, return_inverse=True)
-        texts = [text_of({"action": self._memo.get(each)}, "action") for each in names.tolist()]
+        texts = [text_of({"action": self._recall(each)}, "action") for each in names.tolist()]
         return np.asarray([trace.kind(text) for text in texts])[inverse]
 
     def _stacks_of(self, found: Actions) -> Ints:
@@ -367,7 +367,7 @@ class SnapshotStream:
         return np.where(inside == indices, self._stack_memo[inside], -1).astype(np.int64)
 
     _operations: ClassVar[
-        dict[int, tuple[Callable[["SnapshotStream"], None], int]]
+        dict[int, tuple[Callable[[SnapshotStream], None], int]]
     ] = {  # with the memory that each one takes, at most
         0x80: (_pass, 0),
         0x95: (_pass_frame, 0),

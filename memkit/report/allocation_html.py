@@ -9,44 +9,51 @@ from collections.abc import Iterator, Sequence
 from memkit.report.nodes import AllocationView, Size
 from memkit.report.words import Words
 
-_MOST_STRIPS, _WIDTH = 12, 1000
+_MOST_STRIPS, _WIDTH = 8, 1000
 _Segments = Sequence[tuple[int, Sequence[tuple[int, int]]]]
 _WORDS = (
-    "others total event peak shortage at_peak at_moment reserved all_stacks back small small_text before never whole "
-    "closer label_category label_phase label_module label_operator label_line"
-).split()
+    *("others", "total", "event", "peak", "shortage", "at_peak", "at_moment", "reserved", "all_stacks", "back"),
+    *("bare", "bare_text", "small", "small_text", "before", "never", "whole", "closer"),
+    *("label_category", "label_phase", "label_module", "label_operator", "label_line"),
+)
 
 
-def view_parts(view: AllocationView, number: int, words: Words) -> Iterator[str]:
-    """Yield the view as HTML; its number tells it from the other views of the page."""
+def view_parts(view: AllocationView, words: Words) -> Iterator[str]:
+    """Yield the view as HTML, for the page's script to fill in."""
 
     def said(key: str) -> str:
         return html.escape(words(f"alloc_{key}"))
 
+    def table(name: str, first: str, *numbers: str) -> str:
+        heads = "".join(f'<th scope="col" class="n">{said(key)}</th>' for key in numbers)
+        head = f'<thead><tr><th scope="col">{said(first)}</th>{heads}</tr></thead>'
+        return f'<table class="{name}">{head}<tbody></tbody></table>'
+
     texts = {key: words.raw(f"alloc_{key}") for key in _WORDS}
     data = json.dumps({**view.data, "words": texts}, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    yield f'<div class="alloc" id="alloc{number}"><noscript><p>{said("noscript")}</p></noscript>'
-    yield f'<fieldset class="by"><legend>{said("by")}</legend></fieldset>'
-    yield f'<fieldset class="span"><legend>{said("span")}</legend></fieldset>'
+    yield f'<div class="alloc"><noscript><p>{said("noscript")}</p></noscript>'
+    yield from (f'<fieldset class="{key}"><legend>{said(key)}</legend></fieldset>' for key in ("by", "span"))
     yield f'<p class="hint">{said("hint")}</p><div class="plot"><div class="ys"></div>'
-    yield f'<div class="field" tabindex="0" role="slider" aria-label="{said("slider")}" aria-valuemin="0" aria-valuenow="0">'
-    yield '<svg preserveAspectRatio="none" aria-hidden="true"></svg><span class="now"></span><output class="tip"></output></div>'
+    slider = f'role="slider" aria-label="{said("slider")}" aria-valuemin="0" aria-valuenow="0"'
+    yield f'<div class="field" tabindex="0" {slider}><svg preserveAspectRatio="none" aria-hidden="true"></svg>'
+    yield '<span class="now"></span><output class="tip"></output></div>'
     yield f'<div class="xs"></div><div class="x">{said("axis")}</div></div>'
     yield '<p class="moment" aria-live="polite"></p>'
-    heads = f'<th scope="col">{said("group")}</th><th scope="col" class="n">{said("live")}</th>'
-    yield f'<table class="groups two"><thead><tr>{heads}<th scope="col" class="n">{said("share")}</th></tr></thead><tbody></tbody></table>'
+    yield table("groups two", "group", "live", "share")
     yield f'<h3>{said("stacks")}</h3><div class="flame" role="group" aria-label="{said("stacks")}"></div>'
-    heads = "".join(f'<th scope="col" class="n">{said(key)}</th>' for key in ("bytes", "asked", "given"))
-    yield f'<h3>{said("largest_now")}</h3><table class="blocks"><thead><tr><th scope="col">{said("line")}</th>{heads}</tr></thead>'
-    yield f'<tbody></tbody></table><script type="application/json">{data}</script></div>'
+    yield f"<h3>{said('largest_now')}</h3>"
+    yield table("blocks", "line", "bytes", "asked", "given")
+    yield f'<script type="application/json">{data}</script></div>'
     for name, segments in view.rooms:
         yield from _room(name, segments, words)
 
 
 def _room(name: str, segments: _Segments, words: Words) -> Iterator[str]:
-    """Draw the segments with the most free bytes as strips, their blocks in use dark."""
-    free = [(size - sum(end - start for start, end in blocks), size, blocks) for size, blocks in segments]
-    shown = sorted(free, key=lambda each: -each[0])[:_MOST_STRIPS]
+    """Draw the segments in part free, those with the most free bytes, as strips with their blocks in use dark."""
+    free = [(size - sum(end - start for start, end in blocks), size, blocks) for size, blocks in segments if blocks]
+    shown = sorted((each for each in free if each[0]), key=lambda each: -each[0])[:_MOST_STRIPS]
+    if not shown:
+        return
     caption = words("alloc_strips", moment=name, shown=len(shown), count=f"{len(segments):,}")
     yield f'<figure class="room"><figcaption>{html.escape(caption)}</figcaption>'
     for num_free, size, blocks in shown:

@@ -24,7 +24,9 @@ MOST_BLOCKS, MOST_NODES = 12_000, 40_000
 LABELS = ("category", "line", "module", "operator", "phase")
 _CLOSER, _LEAST_EVENTS, _MOST_SCOPES = 24, 64, 3  # each view is so many times closer than the one before
 _LONGEST_FRAME = 160
-_HIDDEN = re.compile(r"torch::(unwind|CapturedTraceback)|\b_?Py(Eval|Object|Function|Vectorcall|Run)|__libc_start| _start$")
+_HIDDEN = re.compile(
+    r"torch::(unwind|CapturedTraceback)|\b_?Py(Eval|Object|Function|Vectorcall|Run)|__libc_start|^_start$"
+)
 _Span = tuple[Ints, Ints]  # for each block, the first column in which it is live, and the first one in which it is gone
 
 
@@ -38,7 +40,9 @@ def view_of(found: Allocations) -> dict[str, Any]:
     kept = _largest(found.sizes, is_peak, is_shown)
     left = np.setdiff1d(np.arange(len(found.sizes)), kept, assume_unique=True)
     origins, owners = np.unique(found.origins[kept], return_inverse=True)
-    frames, nodes, leaves = _trie(found, origins, np.bincount(owners, found.sizes[kept], len(origins)))
+    frames, nodes, leaves = _trie(
+        found, origins, np.bincount(owners, found.sizes[kept], len(origins)).astype(np.float64)
+    )
     many = [name for name in LABELS if name in found.labels and len(found.labels[name][1]) > 1]
     labels = {}
     for name in many or ["line"]:
@@ -140,12 +144,16 @@ def _bands(found: Allocations, groups: Ints, is_peak: npt.NDArray[np.bool_], sco
     """Return the groups that get a band of their own: the largest at the peak, and the largest over the run."""
     at_peak = np.bincount(groups[is_peak], found.sizes[is_peak], int(groups.max(initial=0)) + 1)
     over_run = np.bincount(groups, found.sizes * (scope.last - scope.first), len(at_peak))
-    of_peak, of_run = ([code for code in np.argsort(-held, kind="stable").tolist() if held[code]] for held in (at_peak, over_run))
+    of_peak, of_run = (
+        [code for code in np.argsort(-held, kind="stable").tolist() if held[code]] for held in (at_peak, over_run)
+    )
     chosen = dict.fromkeys([*of_peak[: NUM_BANDS // 2 + 1], *of_run[: NUM_BANDS // 2], *of_peak])
     return sorted(list(chosen)[:NUM_BANDS], key=lambda code: -at_peak[code])
 
 
-def _trie(found: Allocations, origins: Ints, weights: npt.NDArray[np.float64]) -> tuple[list[str], list[list[int]], list[int]]:
+def _trie(
+    found: Allocations, origins: Ints, weights: npt.NDArray[np.float64]
+) -> tuple[list[str], list[list[int]], list[int]]:
     """Return the frames of some origins, a tree of them (parent and frame of each node), and the leaf of each origin.
 
     The tree begins with the outermost frames. Stacks that no longer fit have no leaf (-1): those of the fewest bytes.
@@ -167,7 +175,6 @@ def _trie(found: Allocations, origins: Ints, weights: npt.NDArray[np.float64]) -
 
 
 def _short_frame(frame: str) -> str:
-    place, _, name = frame.partition(" ")
-    place = "/".join(place.replace("\\", "/").split("/")[-3:]).removeprefix("??:0")
-    text = f"{place} {name}".strip()
+    place, space, name = frame.partition(" ")
+    text = "/".join(place.replace("\\", "/").split("/")[-3:]) + space + name
     return printable(text if len(text) <= _LONGEST_FRAME else f"{text[: _LONGEST_FRAME - 1]}…")

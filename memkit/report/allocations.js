@@ -1,4 +1,4 @@
-for (const figure of document.querySelectorAll(".alloc")) {
+for (const [number, figure] of document.querySelectorAll(".alloc").entries()) {
   const data = JSON.parse(figure.querySelector("script").textContent), words = data.words;
   const area = figure.querySelector(".field"), svg = area.querySelector("svg"), tip = area.querySelector(".tip");
   const part = name => figure.querySelector("." + name);
@@ -122,9 +122,10 @@ for (const figure of document.querySelectorAll(".alloc")) {
   const flame = (blocks, whole) => {
     const box = part("flame"), held = new Float64Array(parents.length);
     box.textContent = "";
-    let known = 0;
+    let known = 0, bare = 0;
     for (const i of blocks) {
       known += data.sizes[i];
+      if (data.leaves[data.owners[i]] < 0) bare += data.sizes[i];
       for (let node = data.leaves[data.owners[i]]; node >= 0; node = parents[node]) held[node] += data.sizes[i];
     }
     const root = state.node < 0 ? whole : held[state.node];
@@ -159,8 +160,11 @@ for (const figure of document.querySelectorAll(".alloc")) {
       if (held[node] > root / 250) place(node, at, 1);
       at += held[node];
     }
-    if (state.node < 0 && whole > known) {
-      if (whole - known > root / 250) cell(say("small"), whole - known, Math.min(known, root), 1, say("small_text"), () => {}).classList.add("small");
+    if (state.node < 0) {  // what has no stack, and what is only known in sum
+      for (const [name, bytes] of [["bare", bare], ["small", whole - known]]) {
+        if (bytes > root / 250) cell(say(name), bytes, at, 1, say(name + "_text"), () => {}).classList.add("small");
+        at += bytes;
+      }
     }
     box.style.height = 1.75 * (depth + 1) + "rem";
   };
@@ -200,7 +204,7 @@ for (const figure of document.querySelectorAll(".alloc")) {
     const box = part(name);
     names.forEach(([value, text], index) => {
       const label = add(box, "label"), input = document.createElement("input");
-      Object.assign(input, {type: "radio", name: figure.id + name, checked: !index});
+      Object.assign(input, {type: "radio", name: name + number, checked: !index});
       input.addEventListener("change", () => pick(value));
       label.append(input, text);
     });

@@ -47,7 +47,7 @@ def to_html(report: Report, mark: str) -> str:
     for number, section in enumerate(report.sections):
         parts.append(f'<section id="s{number}"><h2>{_text(section.title)}</h2>')
         for node in section.nodes:
-            parts += view_parts(node, number, words) if isinstance(node, AllocationView) else _node(node, words)
+            parts += _node(node, words)
         parts.append("</section>")
     parts.append(f"</main>\n<footer><p>{_text(words('made_by', version=__version__))}</p></footer>")
     parts.append(f"<script>\n{''.join(_resource(f'{name}.js') for name in assets)}</script>\n</body>\n</html>\n")
@@ -75,6 +75,8 @@ def _node(node: Node, words: Words) -> Iterator[str]:
             yield from _bars(node)
         case Lines():
             yield from _lines(node, words)
+        case AllocationView():
+            yield from view_parts(node, words)
 
 
 def _table(table: Table, words: Words) -> Iterator[str]:
