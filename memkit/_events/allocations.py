@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 
 
-class Shortage(NamedTuple):
+class FailedRequest(NamedTuple):
     """A request that failed for lack of memory: its event, the bytes asked for, and those free on the device."""
 
     event: int
@@ -76,21 +76,21 @@ class Allocations:
     """
 
     num_events: int
-    births: Ints
-    deaths: Ints
-    sizes: Ints
-    origins: Ints
-    labels: Mapping[str, tuple[Ints, tuple[str, ...]]]
+    births: Int64s
+    deaths: Int64s
+    sizes: Int64s
+    origins: Int64s
+    labels: Mapping[str, tuple[Int64s, tuple[str, ...]]]
     stacks: tuple[tuple[int, ...], ...]
     frames: tuple[str, ...]
     seconds: npt.NDArray[np.float64] | None = None
-    reserved: Ints | None = None
-    shortages: tuple[Shortage, ...] = ()
+    reserved: Int64s | None = None
+    shortages: tuple[FailedRequest, ...] = ()
     rooms: tuple[Room, ...] = ()
 
-    def levels(self) -> Ints:
+    def levels(self) -> Int64s:
         """Return live bytes before the first event, and after each one: int64, shape ``(num_events + 1,)``."""
-        return levels_of(self.births, self.deaths, self.sizes, self.num_events)
+        return live_bytes_of(self.births, self.deaths, self.sizes, self.num_events)
 
     def is_live(self, event: int) -> npt.NDArray[np.bool_]:
         """For each block, return whether it is live after an event; -1 for the time before the first one."""
@@ -98,7 +98,7 @@ class Allocations:
         return is_live
 
 
-def levels_of(births: Ints, deaths: Ints, sizes: Ints, num_events: int) -> Ints:
+def live_bytes_of(births: Int64s, deaths: Int64s, sizes: Int64s, num_events: int) -> Int64s:
     """Return the sum of the live sizes before the first event, and after each one."""
     change = np.zeros(num_events + 2, dtype=np.int64)
     np.add.at(change, births + 1, sizes)

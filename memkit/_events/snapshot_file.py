@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from memkit._core.pickles import refuse_pickle
 from memkit._core.printable import short
-from memkit._events.snapshot_rows import Stacks, Trace, frames_of, number_of, text_of
+from memkit._events.snapshot_rows import ActionTrace, Stacks, frames_of, number_of, text_of
 from memkit._events.snapshot_stream import SnapshotStream
 
 _MOST_CARDS = 1024
@@ -99,13 +99,13 @@ class Snapshot:
             yield address, used, size
             address += size
 
-    def trace_of(self, card: int) -> Trace:
+    def trace_of(self, card: int) -> ActionTrace:
         """Return the allocator's actions on a GPU, in order."""
-        return self._traces[card] if card < len(self._traces) else Trace(self.stacks)
+        return self._traces[card] if card < len(self._traces) else ActionTrace(self.stacks)
 
-    def _trace(self, value: object, card: int) -> Trace:
-        if not isinstance(value, Trace):
-            trace = Trace(self.stacks)
+    def _trace(self, value: object, card: int) -> ActionTrace:
+        if not isinstance(value, ActionTrace):
+            trace = ActionTrace(self.stacks)
             for each in self._records(value, f"device_traces[{card}]"):
                 trace.add(each)
             return trace

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from memkit._core.pickles import refuse_pickle
-from memkit._events.allocations import Allocations, Ints, Shortage, levels_of
+from memkit._events.allocations import Allocations, FailedRequest, Int64s, live_bytes_of
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.places import NO_PLACE, Labels, labels_of
 from memkit._events.snapshot_file import Segment, Snapshot, SnapshotBlock
@@ -87,12 +87,12 @@ def _known(value: object, keys: Iterable[str]) -> dict[str, Any]:
 class _Blocks(NamedTuple):
     """All blocks of a history; an entry of each array is one of them."""
 
-    births: Ints
-    deaths: Ints
-    addresses: Ints
-    sizes: Ints
-    requested: Ints
-    stacks: Ints
+    births: Int64s
+    deaths: Int64s
+    addresses: Int64s
+    sizes: Int64s
+    requested: Int64s
+    stacks: Int64s
 
 
 class _History:
@@ -114,8 +114,8 @@ class _History:
         asked, freed = self._rows("alloc"), self._rows("free_requested")
         blocks = _replay(asked, freed, addresses, self._sizes, self._stacks, final, num)
         self._blocks = blocks
-        self._allocated = levels_of(blocks.births, blocks.deaths, blocks.sizes, num)
-        self._requested = levels_of(blocks.births, blocks.deaths, blocks.requested, num)
+        self._allocated = live_bytes_of(blocks.births, blocks.deaths, blocks.sizes, num)
+        self._requested = live_bytes_of(blocks.births, blocks.deaths, blocks.requested, num)
         self._best = int(np.argmax(self._allocated)) - 1  # -1: never again as high as before the first action
         self._final = final
         self._seconds = np.where(times < 0, np.nan, times / 1e6)
@@ -123,7 +123,7 @@ class _History:
         self.start_s = float(times[self._has_times].min() / 1e6) if self._has_times.any() else None
         self._reserved = self._held()
         shortages = [
-            Shortage(row, int(self._sizes[row]), trace.free_bytes.get(row))
+            FailedRequest(row, int(self._sizes[row]), trace.free_bytes.get(row))
             for row in np.flatnonzero(self._rows("oom")).tolist()
         ]
         moments = dict.fromkeys([self._best, *(each.event for each in shortages[-1:])])
@@ -154,12 +154,12 @@ class _History:
         """Return which actions are of these kinds."""
         return np.isin(self._kinds, [code for code, kind in enumerate(self._trace.kinds) if kind in kinds])
 
-    def _live_at(self, event: int) -> tuple[Ints, Ints]:
+    def _live_at(self, event: int) -> tuple[Int64s, Int64s]:
         """Return addresses and sizes of the blocks in use after an event."""
         is_live = (self._blocks.births <= event) & (self._blocks.deaths > event)
         return self._blocks.addresses[is_live], self._blocks.sizes[is_live]
 
-    def _held(self) -> Ints | None:
+    def _held(self) -> Int64s | None:
         """Return the bytes held before the first action and after each one; None if actions are missing."""
         signs = np.asarray([0, *(_GROWS.get(kind, 0) for kind in self._trace.kinds)], dtype=np.int64)
         changes = np.cumsum(np.append(0, signs[self._kinds + 1] * self._sizes))
@@ -247,9 +247,9 @@ class _History:
 def _replay(
     is_alloc: np.ndarray,
     is_free: np.ndarray,
-    addresses: Ints,
-    sizes: Ints,
-    stacks: Ints,
+    addresses: Int64s,
+    sizes: Int64s,
+    stacks: Int64s,
     final: Mapping[int, SnapshotBlock],
     num_actions: int,
 ) -> _Blocks:
@@ -286,7 +286,7 @@ def _replay(
     )
 
 
-def _coded(texts: Sequence[str]) -> tuple[Ints, tuple[str, ...]]:
+def _coded(texts: Sequence[str]) -> tuple[Int64s, tuple[str, ...]]:
     """Return texts as numbers, and the texts that these stand for."""
     table = {text: code for code, text in enumerate(dict.fromkeys(texts))}
     return np.asarray([table[text] for text in texts], dtype=np.int64), tuple(table)

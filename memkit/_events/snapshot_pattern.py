@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from memkit._events.allocations import Int64s
 
 _GET = rb"(?:j.{4}|h.)"
 # All but the payload has a fixed length. Nothing that torch writes takes 9 bytes, save as an unsigned address.
@@ -53,8 +53,8 @@ def memo_name(index: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Actions:
-    """Actions in a row, each an entry of every array.
+class ActionColumns:
+    """ActionColumns in a row, each an entry of every array.
 
     Attributes:
         num_bytes: Their length in the pickle.
@@ -68,14 +68,14 @@ class Actions:
     """
 
     num_bytes: int
-    kinds: Ints
-    addresses: Ints
-    sizes: Ints
-    times: Ints
-    stacks: Ints
-    known: Ints
-    lists: Ints
-    memos: Ints
+    kinds: Int64s
+    addresses: Int64s
+    sizes: Int64s
+    times: Int64s
+    stacks: Int64s
+    known: Int64s
+    lists: Int64s
+    memos: Int64s
 
     @property
     def num_rows(self) -> int:
@@ -126,7 +126,7 @@ class ActionPattern:
             values.append(value if name == first else rb"(?:" + re.escape(name) + value + rb")?")
         self._action = re.compile(rb"(?s:" + b"".join(values) + rb"u(?:e\()?)")
 
-    def match(self, data: bytes, start: int, end: int) -> Actions:
+    def match(self, data: bytes, start: int, end: int) -> ActionColumns:
         """Return the actions that lie one after the other from a place on, as far as they fit."""
         before, *pieces = data[start:end].split(self._begin)
         pieces = pieces[:-1] if not before else []  # the last one may be cut, or be followed by something else
@@ -138,9 +138,9 @@ class ActionPattern:
             if len(rows):
                 num_good = min(num_good, self._read(pieces, rows, found))
         num_bytes = int(lengths[:num_good].sum()) + num_good * len(self._begin)
-        return Actions(num_bytes, **{name: column[:num_good] for name, column in found.items()})
+        return ActionColumns(num_bytes, **{name: column[:num_good] for name, column in found.items()})
 
-    def _read(self, pieces: list[bytes], rows: Ints, found: dict[str, Ints]) -> int:
+    def _read(self, pieces: list[bytes], rows: Int64s, found: dict[str, Int64s]) -> int:
         """Fill in the rows of actions of one length; return the first row that does not fit, or the number of all."""
         length = len(pieces[rows[0]])
         table = np.frombuffer(b"".join([pieces[row] for row in rows.tolist()]), dtype=np.uint8).reshape(-1, length)
@@ -191,9 +191,9 @@ class ActionPattern:
         self,
         template: _Template,
         pieces: list[bytes],
-        rows: Ints,
+        rows: Int64s,
         table: npt.NDArray[np.uint8],
-        found: dict[str, Ints],
+        found: dict[str, Int64s],
     ) -> int | None:
         """Fill in rows that fit a template; return the first one with a number or a stack that does not, if any."""
         is_good = np.ones(len(rows), dtype=np.bool_)

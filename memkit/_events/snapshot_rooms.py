@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memkit._events.allocations import Ints, Room
+from memkit._events.allocations import Int64s, Room
 from memkit._events.snapshot_file import Segment
 
 Change = tuple[int, int, int, int]
@@ -14,7 +14,7 @@ Change = tuple[int, int, int, int]
 
 
 def find_room(
-    event: int, segments: Sequence[Segment], changes: Sequence[Change], addresses: Ints, sizes: Ints
+    event: int, segments: Sequence[Segment], changes: Sequence[Change], addresses: Int64s, sizes: Int64s
 ) -> Room | None:
     """Return the segments after an event, found backward from the final ones.
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from memkit._core.pickles import refuse_pickle
 from memkit._core.printable import short
+from memkit._events.allocations import Int64s
 from memkit._events.log import require_count
-from memkit._events.snapshot_pattern import Ints
 
 NO_STACK = 0
 _LONGEST_NAME = 400  # characters of a frame's file or function: C++ writes templates out
@@ -82,7 +82,7 @@ class Stacks:
         return self._frame_numbers[frame]
 
 
-class Trace:
+class ActionTrace:
     """The actions of one GPU's allocator, in order, as columns.
 
     Attributes:
@@ -95,7 +95,7 @@ class Trace:
         self.free_bytes: dict[int, int] = {}
         self._stacks = stacks
         self._numbers: dict[str, int] = {}
-        self._blocks: list[list[Ints]] = []
+        self._blocks: list[list[Int64s]] = []
         self._loose: list[tuple[int, ...]] = []
         self._num_rows = 0
 
@@ -122,7 +122,7 @@ class Trace:
         self._loose.append(row)
         self._num_rows += 1
 
-    def extend(self, columns: list[Ints]) -> None:
+    def extend(self, columns: list[Int64s]) -> None:
         """Add many actions: their kinds, addresses, sizes, times and stacks."""
         self._gather()
         self._blocks.append(columns)
@@ -135,7 +135,7 @@ class Trace:
             self.kinds.append(value)
         return self._numbers[value]
 
-    def columns(self) -> list[Ints]:
+    def columns(self) -> list[Int64s]:
         """Return kinds, addresses, sizes, times (in microseconds, -1 where there is none) and stacks of all actions."""
         self._gather()
         if len(self._blocks) > 1:

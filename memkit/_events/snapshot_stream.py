@@ -17,8 +17,9 @@ import numpy as np
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.pickles import refuse_pickle
 from memkit._core.printable import short
-from memkit._events.snapshot_pattern import STACK_LIST, ActionPattern, Actions, Ints, memo_indices
-from memkit._events.snapshot_rows import NO_STACK, StackNumber, Stacks, Trace, text_of
+from memkit._events.allocations import Int64s
+from memkit._events.snapshot_pattern import STACK_LIST, ActionColumns, ActionPattern, memo_indices
+from memkit._events.snapshot_rows import NO_STACK, ActionTrace, StackNumber, Stacks, text_of
 
 _FRAME, _FRAME_HEADER_BYTES, _STOP = 0x95, 9, ord(".")
 _LOOKAHEAD_BYTES = 2**16
@@ -57,14 +58,14 @@ class SnapshotStream:
         self._num_memos = 0
         self._text_memo: dict[str, int] = {}  # the index by which each text was last named
         self._held = 0
-        self._trace: Trace | None = None  # whose actions come now, directly above mark number `_trace_depth`
+        self._trace: ActionTrace | None = None  # whose actions come now, directly above mark number `_trace_depth`
         self._trace_depth = self._trace_held = -1
         self._keys: list[str] = []
         self._pattern: ActionPattern | None = None
         self._num_patterns = 0
 
     def load(self) -> Any:
-        """Return the snapshot, with `Trace` for traces and `StackNumber` for most lists of frames.
+        """Return the snapshot, with `ActionTrace` for traces and `StackNumber` for most lists of frames.
 
         Raises:
             InputError: The file holds anything but plain values, is damaged, or would take far more memory than its
@@ -137,7 +138,7 @@ class SnapshotStream:
         top = self._stack[-1] if self._stack else None
         self._marked.append(self._stack)
         self._stack = []
-        if type(top) is Trace:
+        if type(top) is ActionTrace:
             self._trace, self._trace_depth, self._trace_held = top, len(self._marked), self._held
 
     def _pop_mark(self) -> list[Any]:
@@ -192,11 +193,15 @@ class SnapshotStream:
 
     def _list(self) -> None:
         top = self._stack[-1] if self._stack else None
-        parent = self._marked[-1][-1] if self._marked and self._marked[-1] and type(top) in (type(None), Trace) else top
+        parent = (
+            self._marked[-1][-1]
+            if self._marked and self._marked[-1] and type(top) in (type(None), ActionTrace)
+            else top
+        )
         if isinstance(top, str) and top == "device_traces":
             self._stack.append(_Traces())
         elif type(parent) is _Traces:
-            self._stack.append(Trace(self.stacks))
+            self._stack.append(ActionTrace(self.stacks))
         elif found := STACK_LIST.match(self._data, self._at):  # a list of frames that were all named before
             self._at = found.end()
             number = self._stack_of(found[2])
@@ -216,9 +221,9 @@ class SnapshotStream:
 
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if type(target) not in (list, Trace, _Traces):
+        if type(target) not in (list, ActionTrace, _Traces):
             raise TypeError("an item for what is no list")
-        if type(target) is Trace:
+        if type(target) is ActionTrace:
             self._add_actions(target, items)
         else:
             target.extend(items)
@@ -296,7 +301,7 @@ class SnapshotStream:
 
     # ------------------------------------------------------------------------------------------------ actions
 
-    def _add_actions(self, trace: Trace, items: Sequence[Any]) -> None:
+    def _add_actions(self, trace: ActionTrace, items: Sequence[Any]) -> None:
         for item in items:
             if not isinstance(item, dict):
                 refuse_pickle(f"an action that is {short(item)}", "a dict")
@@ -341,13 +346,13 @@ class SnapshotStream:
         self._at += not num_rows  # past the beginning of the dict, as it was
         return num_rows > 0
 
-    def _kinds(self, trace: Trace, indices: Ints) -> Ints:
+    def _kinds(self, trace: ActionTrace, indices: Int64s) -> Int64s:
         """Return the number of each action's kind."""
         names, inverse = np.unique(indices, return_inverse=True)
         texts = [text_of({"action": self._recall(each)}, "action") for each in names.tolist()]
         return np.asarray([trace.kind(text) for text in texts])[inverse]
 
-    def _stacks_of(self, found: Actions) -> Ints:
+    def _stacks_of(self, found: ActionColumns) -> Int64s:
         """Return the number of each action's stack, and note those that later actions may name."""
         ends = self._num_memos + np.cumsum(found.memos)
         starts, self._num_memos = ends - found.memos, int(ends[-1])
@@ -361,7 +366,7 @@ class SnapshotStream:
         stacks[is_known] = self._stack_number(indices)
         return stacks
 
-    def _stack_number(self, indices: Ints) -> Ints:
+    def _stack_number(self, indices: Int64s) -> Int64s:
         """Return the number of the stack at each memo index; -1 where none is known to be."""
         inside = np.minimum(indices, len(self._stack_memo) - 1)
         return np.where(inside == indices, self._stack_memo[inside], -1).astype(np.int64)

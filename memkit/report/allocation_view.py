@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memkit._core.printable import printable
-from memkit._events.allocations import Allocations, Ints
+from memkit._events.allocations import Allocations, Int64s
 from memkit.report.nodes import clean
 
 NUM_COLUMNS, NUM_BANDS = 480, 8
@@ -27,7 +27,9 @@ _LONGEST_FRAME = 160
 _HIDDEN = re.compile(
     r"torch::(unwind|CapturedTraceback)|\b_?Py(Eval|Object|Function|Vectorcall|Run)|__libc_start|^_start$"
 )
-_Span = tuple[Ints, Ints]  # for each block, the first column in which it is live, and the first one in which it is gone
+_Span = tuple[
+    Int64s, Int64s
+]  # for each block, the first column in which it is live, and the first one in which it is gone
 
 
 def view_of(found: Allocations) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class _Scope:
         last: For each block, the first column after that in which it is gone.
     """
 
-    def __init__(self, found: Allocations, levels: Ints, start: int, end: int) -> None:
+    def __init__(self, found: Allocations, levels: Int64s, start: int, end: int) -> None:
         edges = np.unique(np.linspace(start, end, min(NUM_COLUMNS, end - start) + 1, dtype=np.int64))
         self.events = np.asarray([low + int(np.argmax(levels[low:high])) - 1 for low, high in pairwise(edges.tolist())])
         self.first = np.searchsorted(self.events, found.births, side="left")
@@ -102,7 +104,7 @@ class _Scope:
         self._found, self._levels, self._last_event = found, levels, end - 2
         self._lows = np.minimum.reduceat(levels[:end], edges[:-1])
 
-    def sums_of(self, groups: Ints, bands: Sequence[int]) -> Ints:
+    def sums_of(self, groups: Int64s, bands: Sequence[int]) -> Int64s:
         """Return the live bytes of some groups of blocks in each column: int64, shape ``(len(bands), num_columns)``."""
         rows = np.full(int(groups.max(initial=0)) + 1, -1, dtype=np.int64)
         rows[np.asarray(bands, dtype=np.int64)] = np.arange(len(bands))
@@ -110,7 +112,7 @@ class _Scope:
         is_in = (row >= 0) & (self.last > self.first)
         return self._count(row[is_in], is_in, self._found.sizes[is_in], len(bands))
 
-    def _count(self, row: Ints, is_in: npt.NDArray[np.bool_], weights: Ints, num_rows: int) -> Ints:
+    def _count(self, row: Int64s, is_in: npt.NDArray[np.bool_], weights: Int64s, num_rows: int) -> Int64s:
         change = np.zeros((num_rows, len(self.events) + 1), dtype=np.int64)
         np.add.at(change, (row, self.first[is_in]), weights)
         np.subtract.at(change, (row, self.last[is_in]), weights)
@@ -132,7 +134,7 @@ class _Scope:
         }
 
 
-def _largest(sizes: Ints, is_peak: npt.NDArray[np.bool_], is_shown: npt.NDArray[np.bool_]) -> Ints:
+def _largest(sizes: Int64s, is_peak: npt.NDArray[np.bool_], is_shown: npt.NDArray[np.bool_]) -> Int64s:
     """Return the blocks that are kept one by one: half of them for the peak, as far as it has so many."""
     order = np.argsort(-sizes, kind="stable")
     peak = order[is_peak[order]][: MOST_BLOCKS // 2]
@@ -140,7 +142,7 @@ def _largest(sizes: Ints, is_peak: npt.NDArray[np.bool_], is_shown: npt.NDArray[
     return np.sort(np.concatenate([peak, others[: MOST_BLOCKS - len(peak)]]))
 
 
-def _bands(found: Allocations, groups: Ints, is_peak: npt.NDArray[np.bool_], scope: _Scope) -> list[int]:
+def _bands(found: Allocations, groups: Int64s, is_peak: npt.NDArray[np.bool_], scope: _Scope) -> list[int]:
     """Return the groups that get a band of their own: the largest at the peak, and the largest over the run."""
     at_peak = np.bincount(groups[is_peak], found.sizes[is_peak], int(groups.max(initial=0)) + 1)
     over_run = np.bincount(groups, found.sizes * (scope.last - scope.first), len(at_peak))
@@ -152,7 +154,7 @@ def _bands(found: Allocations, groups: Ints, is_peak: npt.NDArray[np.bool_], sco
 
 
 def _trie(
-    found: Allocations, origins: Ints, weights: npt.NDArray[np.float64]
+    found: Allocations, origins: Int64s, weights: npt.NDArray[np.float64]
 ) -> tuple[list[str], list[list[int]], list[int]]:
     """Return the frames of some origins, a tree of them (parent and frame of each node), and the leaf of each origin.
 

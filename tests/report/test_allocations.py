@@ -16,7 +16,7 @@ from benchmarks.long_snapshot import write_snapshot
 from memkit._core.errors import FileFormatError, InputError
 from memkit._events.reader import read_memory_events
 from memkit._events.snapshot_rooms import find_room
-from memkit._events.snapshot_rows import Trace
+from memkit._events.snapshot_rows import ActionTrace
 from memkit._events.snapshot_stream import SnapshotStream
 from memkit.recipes.report import write_report
 from memkit.report import allocation_view
@@ -49,7 +49,7 @@ def trace_of(data, size=2**20):
     """The actions of the first GPU as dicts again."""
     stream = SnapshotStream(chunks_of(data, size))
     (trace, *_) = stream.load()["device_traces"]
-    assert isinstance(trace, Trace)
+    assert isinstance(trace, ActionTrace)
     stacks = [[tuple(stream.stacks.frames[each]) for each in stack] for stack in stream.stacks.stacks]
     return [
         (trace.kinds[kind], address, num_bytes, time, stacks[stack])
