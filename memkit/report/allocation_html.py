@@ -18,8 +18,8 @@ _WORDS = (
 )
 
 
-def view_parts(view: AllocationView, words: Words) -> Iterator[str]:
-    """Yield the view as HTML, for the page's script to fill in."""
+def view_parts(view: AllocationView, words: Words, still: str) -> Iterator[str]:
+    """Yield the view as HTML, for the page's script to fill in; ``still`` stands there without a script."""
 
     def said(key: str) -> str:
         return html.escape(words(f"alloc_{key}"))
@@ -31,7 +31,7 @@ def view_parts(view: AllocationView, words: Words) -> Iterator[str]:
 
     texts = {key: words.raw(f"alloc_{key}") for key in _WORDS}
     data = json.dumps({**view.data, "words": texts}, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    yield f'<div class="alloc"><noscript><p>{said("noscript")}</p></noscript>'
+    yield f'<div class="alloc"><noscript><p>{said("noscript")}</p>{still}</noscript>'
     yield from (f'<fieldset class="{key}"><legend>{said(key)}</legend></fieldset>' for key in ("by", "span"))
     yield f'<p class="hint">{said("hint")}</p><div class="plot"><div class="ys"></div>'
     slider = f'role="slider" aria-label="{said("slider")}" aria-valuemin="0" aria-valuenow="0"'

@@ -17,7 +17,7 @@ for (const [number, figure] of document.querySelectorAll(".alloc").entries()) {
     parent.append(made);
     return made;
   };
-  const sized = (parent, tag, bytes) => { const made = add(parent, tag, size(bytes), "n"); made.title = exact(bytes); return made; };
+  const sized = (parent, tag, bytes) => { add(add(parent, tag, "", "n"), "data", size(bytes)).title = exact(bytes); };
   const [parents, framesOf] = data.nodes, kids = parents.map(() => []), tops = [];
   parents.forEach((parent, node) => (parent < 0 ? tops : kids[parent]).push(node));
   const frame = node => data.frames[framesOf[node]];

@@ -76,7 +76,7 @@ def _node(node: Node, words: Words) -> Iterator[str]:
         case Lines():
             yield from _lines(node, words)
         case AllocationView():
-            yield from view_parts(node, words)
+            yield from view_parts(node, words, "".join(_table(node.table, words)))
 
 
 def _table(table: Table, words: Words) -> Iterator[str]:
