@@ -60,7 +60,7 @@ def _room(name: str, segments: _Segments, words: Words) -> Iterator[str]:
         ends = ((_WIDTH * start / size, _WIDTH * end / size) for start, end in blocks)
         path = "".join(f"M{start:.1f},0H{end:.1f}V1H{start:.1f}z" for start, end in ends)
         text = words("alloc_strip", free=words.size(Size.of(num_free), exact=False), share=f"{num_free / size:.0%}")
-        exact = f"{num_free:,} / {size:,} B"
+        exact = f"{num_free:,} / {size:,} bytes"
         yield f'<div title="{exact}"><span>{words.size(Size.of(size), exact=False)}</span>'
         yield f'<svg viewBox="0 0 {_WIDTH} 1" preserveAspectRatio="none" aria-hidden="true"><path d="{path}"/></svg>'
         yield f"<span>{html.escape(text)}</span></div>"
