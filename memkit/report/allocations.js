@@ -21,7 +21,9 @@ for (const [number, figure] of document.querySelectorAll(".alloc").entries()) {
   const [parents, framesOf] = data.nodes, kids = parents.map(() => []), tops = [];
   parents.forEach((parent, node) => (parent < 0 ? tops : kids[parent]).push(node));
   const frame = node => data.frames[framesOf[node]];
-  const state = {scope: 0, label: Object.keys(data.labels)[0], column: 0, band: null, node: -1, near: 0};
+  const share = label => Math.max(...data.labels[label].sums[0].map(sums => sums[data.scopes[0].events.indexOf(data.peak)])) / data.peakBytes;
+  const told = Object.keys(data.labels).find(label => share(label) < .9);  // one band for everything tells nothing
+  const state = {scope: 0, label: told ?? Object.keys(data.labels)[0], column: 0, band: null, node: -1};
   const scope = () => data.scopes[state.scope], group = () => data.labels[state.label];
   const bands = () => {  // the named ones, and what is left of the total
     const named = group().sums[state.scope].map((sums, i) => ({name: group().names[i], sums, band: i}));
@@ -200,18 +202,18 @@ for (const [number, figure] of document.querySelectorAll(".alloc").entries()) {
     if (name) [...figure.querySelectorAll(".groups button")].find(each => each.textContent === name)?.focus();
     else if (focus) focus.querySelector("button")?.focus();
   };
-  const options = (name, names, pick) => {
+  const options = (name, names, chosen, pick) => {
     const box = part(name);
-    names.forEach(([value, text], index) => {
+    names.forEach(([value, text]) => {
       const label = add(box, "label"), input = document.createElement("input");
-      Object.assign(input, {type: "radio", name: name + number, checked: !index});
+      Object.assign(input, {type: "radio", name: name + number, checked: value === chosen});
       input.addEventListener("change", () => pick(value));
       label.append(input, text);
     });
     if (names.length < 2) box.hidden = true;
   };
-  options("by", Object.keys(data.labels).map(name => [name, words["label_" + name]]), label => choose({label, band: null, node: -1}));
-  options("span", data.scopes.map((each, i) => [i, i ? say("closer", {count: count(Math.round(data.numEvents / (each.events.at(-1) - each.events[0] + 1)))}) : say("whole")]), index => {
+  options("by", Object.keys(data.labels).map(name => [name, words["label_" + name]]), state.label, label => choose({label, band: null, node: -1}));
+  options("span", data.scopes.map((each, i) => [i, i ? say("closer", {count: count(Math.round(data.numEvents / (each.events.at(-1) - each.events[0] + 1)))}) : say("whole")]), state.scope, index => {
     state.scope = index;
     choose({column: peakColumn(), node: -1});
   });
