@@ -55,6 +55,7 @@ CASES = {
     "accumulation_error": Case(0.5, ("loss / steps/*",)),
     "activation_offload": Case(4, ("*/saved_bytes", "*peak_bytes", "*bit_equal")),
     "advice": Case(3, (BYTES, "*/status", "statuses/*", "*/measured_flops_ratio")),
+    "allocation_pages": Case(4, ("*/snapshot_bytes", "*/num_actions", "*/peak_*"), "2 GB"),
     "allocator_replay": Case(0.2, ("num_*", "traces/*", "traces_that_a_wrong_model_cannot_follow/*")),
     "batch_size_search": Case(0.5, ("*",)),
     "block_treatments": Case(2, (BYTES, "*_flops", "*/is_bit_equal")),

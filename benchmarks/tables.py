@@ -483,6 +483,11 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "{size/ways/@way/steps_ratio:.2f} ({size/ways/@way/whole_ratio:.2f})",
         ),
     ),
+    "allocation_pages": Table(
+        "{size}",
+        "snapshot | actions | processor time | memory | page",
+        "{size} | {num_actions:,} | {cpu_seconds:.1f} s | {resident_bytes:,.0f in MiB} MiB | {page_bytes:.2f MB}",
+    ),
     "flight_cost": Table(
         "loops/{name}",
         "in each training step | added",

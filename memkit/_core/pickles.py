@@ -1,9 +1,9 @@
 """Read pickles without executing any code in them. No torch.
 
 A pickle is a program that can name and call any function. Before one is loaded, its operations are checked, and all but
-a few are rejected. `load_plain` accepts only lists, tuples, dicts, strings and numbers. `load_noted` also accepts
-calls, for files that hold tensors or records: each call is recorded as a `Noted`, and never made. The reader of the
-file maps each note to an object, from its own table.
+a few are rejected. `load_noted` accepts calls, for files that hold tensors or records: each call is recorded as a
+`Noted`, and never made. The reader of the file maps each note to an object, from its own table. Snapshots, which hold
+plain values only, have a reader of their own (`memkit/_events/snapshot_stream.py`).
 """
 
 from __future__ import annotations
@@ -11,38 +11,18 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, NoReturn, Self
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn, Self
 
 from memkit._core.errors import InputError
 from memkit._core.printable import short
 
 _PUT, _STOP = b"r", b"."
-# Memory that a container takes with its first entry; an empty one takes one byte of the file.
-_CONTAINERS = {b"}": 240, b"]": 96, b"t": 64, b"\x85": 56, b"\x86": 64, b"\x87": 72}
-_BYTES_PER_BYTE, _BYTES_ANYHOW = 20, 2**20  # memory limit of containers; PyTorch's own files need 5 per byte
-
-
-class _Operations(NamedTuple):
-    """Operations allowed in one kind of pickle.
-
-    Attributes:
-        fixed: A run of operations whose arguments have a fixed length.
-        texts: Operations with text-like arguments, by the size of the length field.
-        most_per_byte: Memory that containers may take for each byte of the pickle; None for any amount.
-    """
-
-    fixed: re.Pattern[bytes]
-    texts: Mapping[bytes, int]
-    most_per_byte: int | None
-
-
 _FIXED = rb"[(N\x88\x89aesu\x94)]|[\x80Khq].|M..|[Jj].{4}|[\x95G].{8}"
-_SHORT_NUMBERS = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(10))
 _NAMES = rb"|[RbQ\x81\x93]|c[\w.]{1,99}\n[\w.]{1,99}\n"
-_TEXTS = {b"\x8c": 1, b"X": 4, b"\x8d": 8}
-_PLAIN = _Operations(re.compile(rb"(?s:" + _FIXED + rb"|\x8a(?:" + _SHORT_NUMBERS + rb"))*+"), _TEXTS, _BYTES_PER_BYTE)
-_NOTED = _Operations(re.compile(rb"(?s:" + _FIXED + _NAMES + rb")*+"), _TEXTS | {b"\x8a": 1, b"\x8b": 4}, None)
+_CONTAINERS = rb"|[}\]t\x85\x86\x87]"
+_fixed = re.compile(rb"(?s:" + _FIXED + _NAMES + _CONTAINERS + rb")*+")  # a run of operations of fixed length
+_TEXTS = {b"\x8c": 1, b"X": 4, b"\x8d": 8, b"\x8a": 1, b"\x8b": 4}  # by the size of the length field
 
 
 class Noted:
@@ -79,19 +59,6 @@ def name_of(value: object) -> str | None:
     return value.name if isinstance(value, type) and issubclass(value, Noted) else None
 
 
-def load_plain(data: bytes, kind: str) -> object:
-    """Load a pickle of lists, tuples, dicts, strings and numbers.
-
-    Args:
-        data: The pickle.
-        kind: Expected kind of file, for errors.
-
-    Raises:
-        InputError: The pickle contains anything else, is damaged, or would take far more memory than its length.
-    """
-    return _load(data, kind, _PLAIN, ())
-
-
 def load_noted(data: bytes, kind: str, names: Collection[str]) -> object:
     """Load a pickle with calls, without making any of them; see `rebuild`.
 
@@ -103,37 +70,26 @@ def load_noted(data: bytes, kind: str, names: Collection[str]) -> object:
     Raises:
         InputError: The pickle contains any other operation or name, or is damaged.
     """
-    return _load(data, kind, _NOTED, names)
-
-
-def _load(data: bytes, kind: str, operations: _Operations, names: Collection[str]) -> object:
-    _check_operations(data, kind, operations)
+    _check_operations(data, kind)
     try:
         return _Unpickler(data, names).load()
     except Exception as error:  # noqa: BLE001 - a damaged pickle can make the unpickler raise any error
         refuse_pickle(f"a pickle that cannot be loaded ({type(error).__name__}: {short(str(error))})", "a whole pickle")
 
 
-def _check_operations(data: bytes, kind: str, operations: _Operations) -> None:
-    """Check that every operation is allowed and takes little memory.
+def _check_operations(data: bytes, kind: str) -> None:
+    """Check that every operation is allowed.
 
     A memo index allocates an array of that length: no index may exceed the number of bytes in the file.
     """
-    place = num_bytes = 0
-    most_bytes = None if operations.most_per_byte is None else _BYTES_ANYHOW + operations.most_per_byte * len(data)
+    place = 0
     while True:
-        found = operations.fixed.match(data, place)
+        found = _fixed.match(data, place)
         place = found.end() if found else place
         code = data[place : place + 1]
         if code == _STOP:
             return
-        if code in _CONTAINERS:
-            place += 1
-            num_bytes += _CONTAINERS[code]
-            if most_bytes is not None and num_bytes > most_bytes:
-                refuse_pickle(f"{len(data)} bytes that hold almost only empty containers", f"a {kind}")
-            continue
-        width = 4 if code == _PUT else operations.texts.get(code, 0)
+        width = 4 if code == _PUT else _TEXTS.get(code, 0)
         number = int.from_bytes(data[place + 1 : place + 1 + width], "little")
         if not width or number > len(data):
             what = f"operation {code!r} at byte {place}, which no {kind} has" if code else "no end: it was cut"

@@ -14,13 +14,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
 
 from memkit._core.errors import FileFormatError, InputError, InputTypeError
 from memkit._core.printable import short
 from memkit._events.json_stream import JsonStream, NotWholeError, check_density
 from memkit._events.log import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, require_count
 from memkit._events.writer import LONGEST_LINE_BYTES, looks_like_log
+
+if TYPE_CHECKING:  # needs NumPy, which most logs do without
+    from memkit._events.allocations import Allocations
 
 _CHUNK_BYTES = 2**20
 _LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines must be held whole: about 4 million events in the older format
@@ -46,6 +49,7 @@ class EventFile:
         seconds: For each event, the wall time for merging with other files' events; it never decreases.
         form: Format of the file.
         problems: Problems found, one sentence each.
+        allocations: All blocks of each run, where another program's file has them.
 
     Args:
         path: The file.
@@ -63,6 +67,7 @@ class EventFile:
         self.seconds: list[float] = []
         self.form: Form = "lines"
         self.problems: list[str] = []
+        self.allocations: list[Allocations] = []
         self._num_runs_before = num_runs_before
         self._unknown: Counter[str] = Counter()
         self._seen: set[int] = set()
@@ -196,7 +201,8 @@ class EventFile:
         try:
             if start.startswith(_SNAPSHOT_START):
                 self.form = "snapshot"
-                found = read_snapshot(b"".join(chunks), self._num_runs_before)
+                found = read_snapshot(iter(lambda: file.read(_CHUNK_BYTES), b""), self._num_runs_before)
+                self.allocations = found.allocations
             else:
                 self.form = "trace"
                 is_packed = start.startswith(_GZIP_START)

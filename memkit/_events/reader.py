@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.foreign import PEAK, SAVE, SUMMARY
@@ -16,6 +17,9 @@ from memkit._core.words import guided
 from memkit._events import first_program
 from memkit._events.file import EventFile, Form
 from memkit._events.log import BYTE_FIELDS, Event, LogHeader, Origin
+
+if TYPE_CHECKING:  # needs NumPy, which most logs do without
+    from memkit._events.allocations import Allocations
 
 _RANK_FILE = re.compile(r"(?P<stem>.+)\.rank(?P<rank>\d+)(?P<suffix>\.\w+)?", re.ASCII)
 
@@ -43,12 +47,14 @@ class EventLog:
             number per event; ``"snapshot"``, a CUDA memory snapshot; ``"trace"``, a trace of torch.profiler.
         problems: Caveats about the figures, one sentence each: a line that was cut, fields unknown to this version of
             memkit, several runs in one file, a missing rank.
+        allocations: For a CUDA memory snapshot, each GPU's blocks.
     """
 
     headers: tuple[LogHeader, ...]
     events: tuple[Event, ...]
     form: Form = "lines"
     problems: tuple[str, ...] = ()
+    allocations: tuple[Allocations, ...] = ()
 
     @property
     def is_legacy(self) -> bool:
@@ -166,7 +172,8 @@ def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike
         for (run_id, rank), count in Counter((header.run_id, header.rank) for header in headers).items()
         if count > 1
     ]
-    return EventLog(headers, tuple(events), parts[0].form, tuple(problems))
+    allocations = tuple(each for part in parts for each in part.allocations)
+    return EventLog(headers, tuple(events), parts[0].form, tuple(problems), allocations)
 
 
 def _find_files(path: object, problems: list[str]) -> list[Path]:

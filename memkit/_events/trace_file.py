@@ -16,7 +16,7 @@ from memkit._core.pickles import refuse_pickle
 from memkit._core.printable import short
 from memkit._events.json_stream import JsonStream
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin, require_count
-from memkit._events.snapshot_file import NO_PLACE, is_library, place_name
+from memkit._events.places import NO_PLACE, is_library, place_name
 from memkit._events.snapshot_log import Imported
 
 _MEMORY = "[memory]"
@@ -218,7 +218,7 @@ def read_profile(trace: Trace, name: str, first_run: int) -> Imported:
         )
         run = first_run + len(headers) - 1
         events += _Run(acts[device], trace.slices, base_s, run, is_own=is_own).events()
-    return Imported(headers, events, problems)
+    return Imported(headers, events, problems, [])
 
 
 class _Run:

@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     log.add_argument("log", nargs="?", metavar="LOG", help=what)
     log.add_argument("--log", dest="named_log", metavar="FILE", help="the same")
     formats = ", ".join(SUFFIXES)
-    parser.add_argument("--output", default=_OUTPUT, metavar="FILE", help=f"{formats}; without it {_OUTPUT}")
+    parser.add_argument("-o", "--output", default=_OUTPUT, metavar="FILE", help=f"{formats}; without it {_OUTPUT}")
     parser.add_argument("--baseline", metavar="FILE", help="another log to compare with")
     parser.add_argument("--gpu", metavar="NAME", help="the GPU that it ran on, if the log does not say")
     parser.add_argument("--force", action="store_true", help="replace an earlier report")

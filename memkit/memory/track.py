@@ -155,6 +155,11 @@ class Tracker(Uncopied, Overviewed):
     # ------------------------------------------------------------------------------------------------ answers
 
     @property
+    def device(self) -> str | None:
+        """The device whose bytes are counted; None for all devices together."""
+        return self._device
+
+    @property
     def live_bytes(self) -> int:
         """Live bytes now; after the block, at its end."""
         return self._entered.live_bytes(self._device)

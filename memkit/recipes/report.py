@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from memkit._core.errors import InputTypeError
 from memkit._core.words import guided
@@ -15,10 +17,13 @@ from memkit.report.cards import CatalogueRow
 from memkit.report.nodes import Report, SectionMaker
 from memkit.report.write import check_target, save_report
 
+if TYPE_CHECKING:
+    from memkit.memory.track import Tracker
+
 
 @guided(words=REPORT_WORDS)
 def write_report(
-    log: EventLog,
+    log: EventLog | Tracker,
     path: str | os.PathLike[str],
     *,
     baseline: EventLog | None = None,
@@ -28,8 +33,10 @@ def write_report(
 ) -> None:
     """Write a human-readable report of a memory log. It needs neither torch nor a device.
 
+    The page of a CUDA memory snapshot or of a `Tracker` has a view of all allocations to click through.
+
     Args:
-        log: The log that `read_memory_events` returned.
+        log: The log that `read_memory_events` returned, or a `Tracker`, whose block is then the run.
         path: The file to write; its suffix sets the format: ``.html`` (one self-contained file), ``.md``, ``.txt`` or
             ``.json`` (sizes in bytes). The file is written atomically. An earlier report is replaced, any other file is
             left alone.
@@ -80,7 +87,7 @@ def _check_order(log: object, path: object) -> None:
 
 
 def make_report(
-    log: EventLog,
+    log: EventLog | Tracker,
     *,
     baseline: EventLog | None = None,
     gpu: str | None = None,
@@ -89,10 +96,21 @@ def make_report(
 ) -> Report:
     """Build a report without writing it; arguments and errors as for `write_report`."""
     return build_report(
-        log,
+        _as_log(log),
         cards=[CatalogueRow(each.name, each.usable_bytes, each.confidence) for each in all_gpus()],
         baseline=baseline,
         total_bytes=None if gpu is None else find_gpu(gpu).total_bytes,
         language=language,
         sections=sections,
     )
+
+
+def _as_log(log: EventLog | Tracker) -> EventLog:
+    """Return a tracker as a log. Without a tracker its module, which needs torch, is not loaded."""
+    if "memkit.memory.track" in sys.modules:
+        from memkit.memory.track import Tracker
+        from memkit.recipes.recorded_log import log_of
+
+        if isinstance(log, Tracker):
+            return log_of(log)
+    return log  # type: ignore[return-value]  # anything else is refused by its reader

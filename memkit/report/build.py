@@ -12,6 +12,7 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._events.reader import EventLog
 from memkit.report.advice import recommend
+from memkit.report.allocations import allocation_section
 from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
 from memkit.report.comparing import CHANGE_COLUMNS, compare_figures, compare_headline, compare_section, judge
 from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, hints, overview, verdict
@@ -57,6 +58,9 @@ def build_report(
     facts = overview(log, figures, words)
     missing = missing_line(figures, words)
     built = [] if before is None else [compare_section(before, figures, words)]
+    for number, blocks in enumerate(log.allocations):
+        of_card = words("alloc_of_card", number=number) if len(log.allocations) > 1 else ""
+        built.append(allocation_section(blocks, words("alloc_title") + of_card, words))
     built += [timeline_section(figures, words), conclusions(figures, findings, advice, fits, words)]
     built += [advice_section(advice, words), *usage_sections(figures, words, missing=log.missing_stages)]
     built.append(Section(words("cards_title"), tuple(card_nodes(figures, fits, words))))

@@ -11,8 +11,9 @@ from memkit._charts.axes import ChartAxis, shown_levels, x_axis, y_axis
 from memkit._charts.charts import Bars, Curve, Lines
 from memkit._core.units import format_bytes
 from memkit._version import __version__
+from memkit.report.allocation_html import view_parts
 from memkit.report.markdown import is_right
-from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Size, Table
+from memkit.report.nodes import AllocationView, Bullets, Cell, Node, Paragraph, Report, Size, Table
 from memkit.report.words import Words, exact_bytes
 
 # The page may run its own script and style, and load nothing else.
@@ -28,6 +29,8 @@ _MOST_DASHED = 120  # points of a curve; among more, dashes are lost
 def to_html(report: Report, mark: str) -> str:
     """Render a report as one HTML file."""
     words = Words(report.language)
+    has_view = any(isinstance(node, AllocationView) for section in report.sections for node in section.nodes)
+    assets = ("page", "allocations") if has_view else ("page",)
     links = (f'<li><a href="#s{n}">{_text(section.title)}</a></li>' for n, section in enumerate(report.sections))
     tiles = (f"<div><dt>{_text(name)}</dt><dd>{_cell(value, words)}</dd></div>" for name, value in report.highlights)
     hints = "".join(f'<p class="hint">{_text(hint)}</p>' for hint in report.hints)
@@ -36,7 +39,7 @@ def to_html(report: Report, mark: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f'<link rel="icon" href="data:,">\n<title>{_text(report.headline)}</title>',
-        f"<style>\n{_resource('page.css')}</style>",
+        f"<style>\n{''.join(_resource(f'{name}.css') for name in assets)}</style>",
         "</head>\n<body>\n<header>",
         f'<div class="finding {report.severity}"><h1>{_text(report.headline)}</h1>{hints}</div>',
         f'<p class="verdict">{_text(report.verdict)}</p>\n<dl class="tiles">{"".join(tiles)}</dl>',
@@ -50,7 +53,7 @@ def to_html(report: Report, mark: str) -> str:
             parts += _node(node, words)
         parts.append("</section>")
     parts.append(f"</main>\n<footer><p>{_text(words('made_by', version=__version__))}</p></footer>")
-    parts.append(f"<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n")
+    parts.append(f"<script>\n{''.join(_resource(f'{name}.js') for name in assets)}</script>\n</body>\n</html>\n")
     return "\n".join(parts)
 
 
@@ -75,6 +78,8 @@ def _node(node: Node, words: Words) -> Iterator[str]:
             yield from _bars(node)
         case Lines():
             yield from _lines(node, words)
+        case AllocationView():
+            yield from view_parts(node, words, "".join(_table(node.table, words)))
 
 
 def _table(table: Table, words: Words) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from memkit._charts.charts import Bars, Lines
 from memkit._charts.text import chart_lines, in_columns, wrap
 from memkit._version import __version__
-from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Report, Table
+from memkit.report.nodes import AllocationView, Bullets, Cell, Node, Paragraph, Report, Table
 from memkit.report.words import Words
 
 # Names come from a file: none of them may turn into a link, a tag, emphasis, or a new cell.
@@ -72,6 +72,8 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
             yield from _markdown_rows(node.columns, node.rows, words)
             if node.is_folded:
                 yield from ("", "</details>")
+        case AllocationView():
+            yield from _markdown(node.table, words)
         case Bars() | Lines():
             yield f"{escape(node.caption)}:"
             yield ""
@@ -101,6 +103,8 @@ def _text(node: Node, words: Words) -> Iterator[str]:
                 return
             rows = [node.columns, *([words.cell(cell) for cell in row] for row in node.rows)]
             yield from in_columns(rows, is_right(len(node.columns), node.rows))
+        case AllocationView():
+            yield from _text(node.table, words)
         case Bars() | Lines():
             yield from wrap(f"{node.caption}:")
             yield from (f"  {line}" for line in chart_lines(node))

@@ -5,7 +5,7 @@ Sizes stay numbers until they are rendered, so that every format shows the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,7 +91,22 @@ class Table:
     is_folded: bool = False
 
 
-Node = Paragraph | Bullets | Table | Bars | Lines
+@dataclass(frozen=True, slots=True)
+class AllocationView:
+    """Allocations to click through, in HTML.
+
+    Attributes:
+        data: What the page's script draws.
+        table: What other formats show in its place.
+        rooms: Name of a moment, and the segments that the allocator then had: size, and where blocks in use lie.
+    """
+
+    data: dict[str, Any]
+    table: Table
+    rooms: tuple[tuple[str, Sequence[tuple[int, Sequence[tuple[int, int]]]]], ...] = ()
+
+
+Node = Paragraph | Bullets | Table | Bars | Lines | AllocationView
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class Words:
         """Return a text with its placeholders filled in."""
         return texts()[key][self.language].format(**values)
 
+    def raw(self, key: str) -> str:
+        """Return a text with its placeholders, for the page's script."""
+        return texts()[key][self.language]
+
     def size(self, size: Size) -> str:
         """Format a size with the unit that suits it."""
         low, high = size.low, size.high

@@ -12,7 +12,7 @@ from memkit._core.printable import printable_json
 from memkit._machine.files import write_text
 from memkit.report.html import to_html
 from memkit.report.markdown import to_markdown, to_text
-from memkit.report.nodes import Bars, Lines, Node, Paragraph, Report, Share, Size, Table
+from memkit.report.nodes import AllocationView, Bars, Lines, Node, Paragraph, Report, Share, Size, Table
 
 MARK = "memkit.report/1"
 """Stands at the beginning of every report: only a file that bears it is replaced."""
@@ -110,6 +110,8 @@ def _to_json(report: Report) -> str:
 
 
 def _plain(node: Node) -> dict[str, object]:
+    if isinstance(node, AllocationView):
+        return _plain(node.table)
     kind = type(node).__name__.lower()
     if isinstance(node, Table):
         rows = [[_plain_cell(cell) for cell in row] for row in node.rows]

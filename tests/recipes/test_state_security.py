@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memkit._core.errors import FileFormatError, MemkitWarning
-from memkit._core.pickles import load_noted, load_plain, rebuild
+from memkit._core.pickles import load_noted, rebuild
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.state.reader import TensorFile
@@ -326,10 +326,3 @@ def test_notes_of_one_file_are_not_those_of_another():
     changed.name = "changed"
     again = load_noted(b"\x80\x02ctorch\nfloat32\n.", "state", {"torch.float32"})
     assert rebuild(again, lambda noted: noted.name, 10) == "torch.float32"
-
-
-def test_plain_pickles_hold_no_names():
-    with pytest.raises(ValueError, match=r"operation b'c' at byte 2, which no list has"):
-        load_plain(b"\x80\x02ctorch\nfloat32\n.", "list")
-    with pytest.raises(ValueError, match="empty containers"):
-        load_plain(b"\x80\x02(" + b"}" * 10**6 + b"l.", "list")

@@ -105,7 +105,8 @@ def test_two_cards_are_two_runs_and_a_list_of_segments_is_a_snapshot(tmp_path):
 
 def test_actions_that_are_missing_make_no_figure_of_what_was_reserved(tmp_path):
     cut = snapshot()
-    cut["device_traces"][0] *= 40  # more segments than there are
+    trace = cut["device_traces"][0]
+    trace += [dict(each) for _ in range(39) for each in trace]  # more segments than there are
     log = read_memory_events(save(tmp_path, cut))
     assert {event.reserved_bytes for event in log.events} == {None, 42 * MIB}
 
