@@ -34,6 +34,7 @@ class Facts:
         components: Name and bytes of each loaded component.
         loaded_bytes: Memory in use once all were loaded.
         growth_bytes: Bytes that each step keeps, if memory grows.
+        growth_holder: What keeps them, if it is known.
         unattributed_bytes: The part of the peak that no component accounts for, if nothing else takes it apart.
         lacks_stages: Whether the recorded peaks are those of the run, not of its stages.
         lacks_reserved: Whether what the allocator reserved was not recorded.
@@ -50,6 +51,7 @@ class Facts:
     components: tuple[tuple[str, int], ...] = ()
     loaded_bytes: int | None = None
     growth_bytes: int | None = None
+    growth_holder: str | None = None
     unattributed_bytes: int | None = None
     lacks_stages: bool = False
     lacks_reserved: bool = False
@@ -159,7 +161,8 @@ def _about_work(facts: Facts) -> Iterator[_Symptom]:
 
 def _about_growth(facts: Facts) -> Iterator[_Symptom]:
     if facts.growth_bytes is not None:
-        yield _Symptom("growth", {"size": facts.growth_bytes}, {"find_leak": None})
+        values = {"size": facts.growth_bytes, "holder": facts.growth_holder}
+        yield _Symptom("growth", values, {"find_leak" if facts.growth_holder is None else "empty_holder": None})
 
 
 def _about_cache(facts: Facts) -> Iterator[_Symptom]:
@@ -194,7 +197,7 @@ def _about_room(facts: Facts) -> Iterator[_Symptom]:
     values = {"share": free, "size": facts.total_bytes}
     if free < _TIGHT:
         yield _Symptom("room", values, {"micro_batches": None, "larger_card": None})
-    elif free > _ROOMY:
+    elif free > _ROOMY and facts.growth_bytes is None:  # memory that grows will fill it
         yield _Symptom("room", values, {"larger_batch": None})
 
 

@@ -25,6 +25,7 @@ def recommend(figures: ReportFigures, findings: Sequence[ReportFinding], words: 
         components=tuple((clean(load.name), load.num_bytes) for load in components.loads if load.num_bytes is not None),
         loaded_bytes=components.whole_bytes,
         growth_bytes=None if leak is None else leak.at_stake // HORIZON,
+        growth_holder=None if leak is None else leak.suspect,
         unattributed_bytes=None if figures.splits else figures.unattributed.low,
         lacks_stages=figures.is_cumulative,
         lacks_reserved=layers.reserved_bytes is None and not figures.is_on_cpu,

@@ -45,7 +45,7 @@ def _nothing_wrong(figures: ReportFigures) -> ReportFinding:
         "event": clean(peak.event),
         "count": f"{len(steps.steps):,}" if steps else "0",
     }
-    return ReportFinding(kind="level" if is_known else "nothing", severity="good", values=values)
+    return ReportFinding(kind="level" if is_known else "nothing", severity="good" if is_known else "note", values=values)
 
 
 def headline(finding: ReportFinding, words: Words) -> str:
@@ -58,7 +58,7 @@ def headline(finding: ReportFinding, words: Words) -> str:
 
 def next_step(finding: ReportFinding, words: Words) -> str | None:
     """Say what to do about it; None if there is nothing to do."""
-    if finding.severity == "good":
+    if finding.kind in {"level", "nothing"}:
         return None
     values = {name: _text(value, words) for name, value in finding.values.items()}
     if finding.kind in _NAMED and finding.suspect is None:

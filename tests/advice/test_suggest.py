@@ -41,6 +41,8 @@ CASES = [
     ),
     (Facts(peak_bytes=8 * GIB, loaded_bytes=7 * GIB), []),
     (Facts(growth_bytes=10**6), [("growth", "find_leak", None)]),
+    (Facts(growth_bytes=10**6, growth_holder="global `history`"), [("growth", "empty_holder", None)]),
+    (Facts(growth_bytes=10**6, peak_bytes=GIB, total_bytes=8 * GIB), [("growth", "find_leak", None)]),
     (
         Facts(peak_bytes=12 * GIB, reserved_bytes=20 * GIB),
         [("fragmentation", "expandable_segments", 8 * GIB)],
