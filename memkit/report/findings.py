@@ -45,7 +45,9 @@ def _nothing_wrong(figures: ReportFigures) -> ReportFinding:
         "event": clean(peak.event),
         "count": f"{len(steps.steps):,}" if steps else "0",
     }
-    return ReportFinding(kind="level" if is_known else "nothing", severity="good" if is_known else "note", values=values)
+    if is_known:
+        return ReportFinding(kind="level", severity="good", values=values)
+    return ReportFinding(kind="nothing", severity="note", values=values)
 
 
 def headline(finding: ReportFinding, words: Words) -> str:
