@@ -283,5 +283,5 @@ def run(train, path, *, device="cpu", track=True, **settings):
 if __name__ == "__main__":
     from memkit.memory import ledger
 
-    ledger._CHILDREN_NS, ledger._CHILDREN_SHARE = 10_000_000, 1  # a run of seconds stands for one of hours
+    ledger._CHILDREN_NS, ledger._CHILDREN_SHARE = 0, 0  # at each event: a run of seconds stands for one of hours
     run(globals()[sys.argv[1]], sys.argv[2], track=sys.argv[3] == "track")
