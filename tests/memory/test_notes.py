@@ -2,7 +2,6 @@
 
 import multiprocessing
 import re
-import time
 
 import pytest
 import torch
@@ -131,9 +130,10 @@ def test_phases_that_build_a_graph_say_so():
     assert second is None
 
 
-def _hold(num_bytes, seconds):
+def _hold(num_bytes, here):
     data = bytearray(num_bytes)
-    time.sleep(seconds)
+    here.send("held")
+    here.recv()
     return data
 
 
@@ -141,19 +141,19 @@ def _hold(num_bytes, seconds):
 def test_child_processes_are_counted_now_and_then(monkeypatch):
     monkeypatch.setattr(ledger, "_CHILDREN_NS", 0)
     monkeypatch.setattr(ledger, "_CHILDREN_SHARE", 0)
-    assert devices.children_bytes() is None
-    child = multiprocessing.get_context("fork").Process(target=_hold, args=(64 * MIB, 3))
+    before = devices.children_bytes() or 0  # of other tests: a process that starts ranks
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_hold, args=(64 * MIB, there))
     child.start()
-    try:
-        time.sleep(1)
-        memory = mk.MemoryManager("cpu")
-        memory.mark("with a worker")
-        (event,) = memory.events
-        assert 64 * MIB < event.children_bytes < 200 * MIB
-    finally:
-        child.join()
+    assert here.recv() == "held"
+    memory = mk.MemoryManager("cpu")
+    memory.mark("with a worker")
+    here.send("done")
+    child.join()
     memory.mark("without")
-    assert list(memory.events)[-1].children_bytes is None
+    during, after = (event.children_bytes or 0 for event in memory.events)
+    assert 64 * MIB < during - before < 200 * MIB
+    assert after < before + MIB
 
 
 def test_found_leaks_are_in_the_log():
