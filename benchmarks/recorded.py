@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def held(
         "width": (high + fixed[1] - low - fixed[0]) / recorded,
         "needed_spread": needed,
     }
+
+
+def narrowest(values: Iterable[int], share: float = 2 / 3) -> tuple[int, int]:
+    """The narrowest interval with this share of the values."""
+    ordered = sorted(values)
+    count = math.ceil(share * len(ordered))
+    return min(zip(ordered, ordered[count - 1 :], strict=False), key=lambda ends: ends[1] - ends[0])
 
 
 def leave_one_family_out(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> float:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import memkit as mk
-from benchmarks.recorded import held, leave_one_family_out, roomy, shuffled_error, told_on
+from benchmarks.recorded import leave_one_family_out, roomy, shuffled_error, told_on
 from memkit._core.units import MIB
 from memkit.predict.gpus import GPU
 
@@ -54,7 +54,6 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
         estimate = gpu.estimate()
     reserved, interval = estimate.reserved_bytes, estimate.reserved_interval
     assert reserved is not None
-    assert interval is not None
     peak = None if row["oom"] else row["peak_bytes_nvml"]
     survived = [run["cap_bytes"] for run in row["capped_runs"] if run["survived"]]
     return {
@@ -64,9 +63,10 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
         "optimizer": row["optimizer"],
         "batch": row["batch"],
         "ran_out": row["oom"],
-        **({} if peak is None else held(interval, peak, spread=estimate.spread, fixed=(-before, -before))),
         "recorded_bytes": peak,
         "reserved_bytes": reserved,
+        "reserved_interval": interval,
+        "spread": estimate.spread,
         "first_sample_bytes": before,
         "predicted_bytes": reserved - before,
         "least_reserved_bytes": least,

@@ -37,6 +37,7 @@ from benchmarks.recorded import (
     held,
     leave_one_family_out,
     let_torchvision_be_imported,
+    narrowest,
     read_rows,
     roomy,
     shuffled_error,
@@ -168,18 +169,18 @@ def ended(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def totals_of(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """What nvidia-smi showed, and the estimate's interval with the context that the other families tell of.
 
-    The context is the middle half of what their smallest runs took beyond what is predicted: kernels are loaded when
-    they are needed, so that it differs between models.
+    The context is the narrowest interval that holds two thirds of what their smallest runs took beyond what is
+    predicted: kernels are loaded when they are needed, so that it differs between models.
     """
     for row in runs:
         others = [each for each in runs if each["family"] != row["family"] and each["batch"] == BATCHES[0]]
         beyond = [each["recorded_bytes"] - each["reserved_bytes"] for each in others]
-        low, middle, high = map(int, statistics.quantiles(beyond, n=4))
+        low, high = narrowest(beyond)
         estimate = row["estimate"]
         yield {
             **{name: row[name] for name in ("family", "model", "batch", "reserved_bytes")},
             "context_bytes": [low, high],
-            "error": (row["reserved_bytes"] + middle) / row["recorded_bytes"] - 1,
+            "error": (row["reserved_bytes"] + statistics.median(beyond)) / row["recorded_bytes"] - 1,
             **held(estimate.reserved_interval, row["recorded_bytes"], spread=estimate.spread, fixed=(low, high)),
         }
 

@@ -58,6 +58,7 @@ class AllocatorFigures(NamedTuple):
         allocated_bytes: Peak of allocated bytes.
         reserved_bytes: Peak of reserved bytes, where memory is plenty.
         find_least: Finds the least that it must be able to reserve: short of memory, it frees what it caches.
+        find_range: Finds the least and most that it reserves, whatever else libraries hold.
         context_interval: Least and most bytes outside the allocator.
         gpu: Name of the GPU.
         total_bytes: Memory of the GPU.
@@ -67,6 +68,7 @@ class AllocatorFigures(NamedTuple):
     allocated_bytes: int
     reserved_bytes: int
     find_least: Callable[[], int]
+    find_range: Callable[[], tuple[int, int]]
     context_interval: tuple[int, int]
     gpu: str
     total_bytes: int
@@ -195,6 +197,7 @@ class Gpu:
             allocator.peak_allocated_bytes,
             allocator.peak_reserved_bytes,
             self.memory.least_reserved(),
+            self.memory.reserved_range(),
             self._card.context_interval,
             self._card.name,
             self._card.total_bytes,

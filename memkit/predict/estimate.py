@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
     from memkit._simulation.simulation import Record
 
 _NUM_HOLDERS = 8
-SPREAD = 0.025
+SPREAD = 0.02
 """How far a GPU's figures may lie from the estimate's where convolutions run, as a share of them.
 
 How many recorded runs it holds, and what would hold 95% of them, is in `benchmarks/results/recorded_intervals.json`.
@@ -184,6 +184,7 @@ class MemoryEstimate(Overviewed):
     target: str = "cpu"
     target_bytes: int | None = None
     _find_least: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    _find_range: Callable[[], tuple[int, int]] | None = field(default=None, repr=False, compare=False)
 
     @property
     def least_reserved_bytes(self) -> int | None:
@@ -193,6 +194,17 @@ class MemoryEstimate(Overviewed):
         found when it is first asked for, in about a tenth of the time that the estimate took.
         """
         return None if self._find_least is None else self._find_least()
+
+    @property
+    def reserved_range(self) -> tuple[int, int] | None:
+        """Least and most bytes reserved if libraries hold 2, 4, 6 or 8 MiB beside what is known; None on a CPU.
+
+        Far apart, they say that few bytes decide: a small block that lies in the only room for a large one. They are
+        found when they are first asked for, in about a fifth of the time that the estimate took.
+        """
+        if self.reserved_bytes is None or self._find_range is None:
+            return None if self.reserved_bytes is None else (self.reserved_bytes, self.reserved_bytes)
+        return self._find_range()
 
     @property
     def peak_bytes(self) -> int:
@@ -210,11 +222,10 @@ class MemoryEstimate(Overviewed):
     @property
     def peak_interval(self) -> tuple[int, int]:
         """Lowest and highest peak: `peak_bytes` without and with `workspace_bytes`, and no less than `spread` apart."""
-        return self._around(self.peak_bytes)
+        return self._around(self.peak_bytes, self.peak_bytes)
 
-    def _around(self, num_bytes: int) -> tuple[int, int]:
-        most = max(num_bytes + (self.workspace_bytes or 0), int(num_bytes * (1 + self.spread)))
-        return int(num_bytes * (1 - self.spread)), most
+    def _around(self, least: int, most: int) -> tuple[int, int]:
+        return int(least * (1 - self.spread)), max(most + (self.workspace_bytes or 0), int(most * (1 + self.spread)))
 
     @property
     def total_bytes(self) -> int | None:
@@ -227,10 +238,10 @@ class MemoryEstimate(Overviewed):
     def reserved_interval(self) -> tuple[int, int] | None:
         """Lowest and highest bytes that the allocator may hold where memory is plenty; None on a CPU.
 
-        They lie apart by `workspace_bytes` and `spread`: a block of scratch memory that comes and goes decides where
-        all later blocks lie.
+        They are the ends of `reserved_range`, `workspace_bytes` and `spread` further apart: a block of scratch memory
+        that comes and goes decides where all later blocks lie.
         """
-        return None if self.reserved_bytes is None else self._around(self.reserved_bytes)
+        return None if self.reserved_range is None else self._around(*self.reserved_range)
 
     @property
     def least_required_interval(self) -> tuple[int, int]:
@@ -376,8 +387,8 @@ class MemoryEstimate(Overviewed):
         """Return all figures by name, with `peak_bytes` and `total_bytes`, ready for JSON."""
         lists = {name: list(getattr(self, name)) for name in ("guesses", "doubts", "assumptions")}
         figures = asdict(self) | lists | {"holders": [asdict(holder) for holder in self.holders]}
-        del figures["_find_least"]
-        names = ("peak_bytes", "total_bytes", "least_reserved_bytes")
+        del figures["_find_least"], figures["_find_range"]
+        names = ("peak_bytes", "total_bytes", "least_reserved_bytes", "reserved_range")
         return figures | {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -420,14 +431,16 @@ class MemoryEstimate(Overviewed):
                 for storage in recording.top(_NUM_HOLDERS)
             ),
             _find_least=None if figures is None else figures.find_least,
+            _find_range=None if figures is None else figures.find_range,
         )
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
         """Return the estimate that `as_dict` described, also after a round trip through JSON."""
-        given = {each.name: figures[each.name] for each in fields(cls) if each.name != "_find_least"}
-        least = figures["least_reserved_bytes"]
+        given = {each.name: figures[each.name] for each in fields(cls) if not each.name.startswith("_")}
+        least, reserved_range = figures["least_reserved_bytes"], figures["reserved_range"]
         given["_find_least"] = None if least is None else partial(int, least)
+        given["_find_range"] = None if reserved_range is None else partial(tuple, reserved_range)
         lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
         return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
 

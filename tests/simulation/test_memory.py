@@ -81,3 +81,58 @@ def test_the_least_is_of_what_was_done_until_then_also_in_a_copy():
     assert copied == late
     assert copied.least_reserved_bytes == mk.predict.MemoryEstimate.from_dict(late.as_dict()).least_reserved_bytes
     assert copied.least_reserved_bytes == late.least_reserved_bytes
+
+
+def blocks_of(*sizes_mib, keeps=()):
+    """Blocks are taken in order, and freed at once unless they are to be kept."""
+    with mk.VirtualGPU("RTX 3060") as gpu:
+        kept = []
+        for position, size in enumerate(sizes_mib):
+            block = torch.empty(int(size * MIB), dtype=torch.uint8, device="cuda")
+            if position in keeps:
+                kept.append(block)
+            del block
+    return gpu
+
+
+def test_a_few_bytes_at_the_start_decide_where_a_large_block_lies():
+    # 17 of the 20 MiB of a segment are taken, so that the next 5 MiB lie in what 400 MiB left; then 400 MiB need more.
+    sizes = (9, 8, 400, 5, 400)
+    figures = blocks_of(*sizes, keeps=(0, 1, 3)).record().figures
+    assert figures.reserved_bytes == 820 * MIB
+    assert figures.find_range() == (440 * MIB, 820 * MIB)
+    # The range is what such a run reserves.
+    held = {size: blocks_of(size, *sizes, keeps=(0, 1, 2, 4)).reserved_peak_bytes for size in (2, 4, 6, 8)}
+    assert {min(held.values()), max(*held.values(), figures.reserved_bytes)} == set(figures.find_range())
+    # Where the segment has room for all small blocks, there is one way only.
+    stable = blocks_of(4, 3, 400, 5, 400, keeps=(0, 1, 3)).record().figures
+    assert stable.find_range() == (stable.reserved_bytes,) * 2 == (420 * MIB,) * 2
+
+
+def test_what_shares_no_segment_moves_nothing():
+    figures = blocks_of(0.5, 12, 400, 30, 400, keeps=(0, 1, 3)).record().figures
+    assert figures.find_range() == (figures.reserved_bytes,) * 2
+
+
+def test_the_range_is_part_of_the_estimate():
+    estimate = blocks_of(9, 8, 400, 5, 400, keeps=(0, 1, 3)).estimate()
+    assert estimate.reserved_bytes == 820 * MIB  # what a run does for which all is known
+    assert estimate.reserved_interval == estimate.reserved_range == (440 * MIB, 820 * MIB)
+    for copied in (pickle.loads(pickle.dumps(estimate)), mk.predict.MemoryEstimate.from_dict(estimate.as_dict())):
+        assert copied.reserved_range == estimate.reserved_range
+        assert copied.required_bytes == estimate.required_bytes
+
+
+def test_the_range_begins_where_the_peaks_do():
+    with mk.VirtualGPU("RTX 3060") as gpu:
+        for size in (5, 600, 40):
+            block = torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
+            del block
+            if size == 600:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+    estimate = gpu.estimate()
+    assert estimate.reserved_bytes == 40 * MIB
+    low, high = estimate.reserved_range
+    assert low == 40 * MIB
+    assert high < 80 * MIB

@@ -126,6 +126,13 @@ class CachingAllocator:
         """Highest ``reserved_bytes`` ever, regardless of `reset_peaks`."""
         return max(self.peak_reserved_bytes, self._earlier_peaks[1])
 
+    def make_another(self) -> CachingAllocator:
+        """Return an allocator of the same GPU, settings and limit that has met no request."""
+        driver = self.driver
+        another = CachingAllocator(driver.capacity_bytes, other_bytes=driver.other_bytes, settings=self.settings)
+        another._limit_bytes = self._limit_bytes
+        return another
+
     def set_memory_fraction(self, fraction: float) -> None:
         """Limit the process to a fraction of the GPU, as ``torch.cuda.set_per_process_memory_fraction`` does.
 
@@ -583,6 +590,11 @@ class Pool:
 def _room(block: Block) -> int:
     after = block.next
     return block.num_bytes + (after.num_bytes if after is not None and after.state == UNMAPPED else 0)
+
+
+def shares_large_segment(num_bytes: int) -> bool:
+    """Whether a request of this size shares a segment with others, and is not small."""
+    return _LARGEST_SMALL < num_bytes < _SHARES_LARGE_SEGMENT
 
 
 class CudaDriver:

@@ -207,7 +207,7 @@ def _memory(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
         return tree
 
     def reset(device: Any = None) -> None:  # noqa: ARG001
-        allocator.reset_peaks()
+        memory.reset_peaks()
 
     def fraction(fraction: float, device: Any = None) -> None:  # noqa: ARG001
         allocator.set_memory_fraction(fraction)

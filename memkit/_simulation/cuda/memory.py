@@ -16,7 +16,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from memkit._core.protocols import SimulatedGpu
 from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
-from memkit._simulation.cuda.allocator import AllocatorSettings, Block, CachingAllocator
+from memkit._simulation.cuda.allocator import Block, CachingAllocator, shares_large_segment
 from memkit._simulation.cuda.history import Asker, History
 from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
 from memkit._simulation.tensors import is_matrix
@@ -49,7 +49,13 @@ _FIXED_BYTES = 128 * MIB
 _TILE = 4  # non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions
 Phases: TypeAlias = tuple[tuple[int, ...], ...]
 _EMPTY_CACHE = 0  # no request is for zero bytes
+_LOAN = 2**62  # added to the bytes of scratch memory that a library can do without
 _FINEST, _FINEST_SHARE = 2 * MIB, 256  # how exactly the least is sought: a segment's rounding, or a share of the whole
+_HELD_BEFORE = (2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB)
+"""Bytes that libraries may hold beside what is known, for `ReservedRange`.
+
+Only blocks of 1 to 10 MiB share segments. What is smaller or larger moves no block of a model.
+"""
 
 
 MULTIPLYING = overloads("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot", "_scaled_mm")
@@ -99,6 +105,7 @@ class CudaMemory:
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
+        self._num_before = 0  # requests before the peaks were reset
         self.convolves = False
         self.tuned: set[tuple[Any, ...]] = set()
 
@@ -115,9 +122,18 @@ class CudaMemory:
         """Return the least bytes that the allocator must be able to reserve for all that was done so far."""
         return LeastReserved(self._requests, self.allocator)
 
+    def reserved_range(self, *, of_all: bool = False) -> ReservedRange:
+        """Return how far what is reserved depends on a few MiB at the start: since the peaks were reset, or ever."""
+        return ReservedRange(self._requests, self.allocator, 0 if of_all else self._num_before)
+
     def begin(self, recorder: Recorder) -> None:
         """Follow a recorder from now on, and reset the peaks."""
         self.asker = lambda: Asker(str(recorder.operator or ""), recorder.moment().place)
+        self.reset_peaks()
+
+    def reset_peaks(self) -> None:
+        """Reset the peaks to the current figures."""
+        self._num_before = len(self._requests)
         self.allocator.reset_peaks()
 
     def hold(self, storage: torch.UntypedStorage) -> None:
@@ -179,6 +195,7 @@ class CudaMemory:
     def _lend(self, num_bytes: int) -> None:
         """Allocate and free scratch memory that cuDNN can do without: where there is no room, it takes less."""
         block = self.allocator.try_allocate(num_bytes, self.stream)
+        self._requests.lent(num_bytes, self.stream)
         if block is not None:
             self.timeline.append(self.allocator.allocated_bytes)
             self.allocator.free(block)
@@ -244,11 +261,7 @@ class CudaMemory:
 
 
 class RequestLog:
-    """The requests of a run, in order, and the least memory in which they can be met.
-
-    Reserved memory is elastic: where the driver has no more, torch's allocator frees the segments that it caches and
-    tries again. So a run may finish, more slowly, with less than it reserves where memory is plenty. How much less
-    follows from its requests alone, which are made again here on smaller and smaller cards.
+    """The requests of a run, in order, so that they can be made again of another allocator.
 
     Memory cost:
         8 bytes for each allocation and each free.
@@ -261,30 +274,57 @@ class RequestLog:
 
     def took(self, block: Block, num_bytes: int) -> None:
         """Note an allocation."""
-        position = self._positions[block.address] = len(self._log)
-        if block.pool.stream:
-            self._streams[position] = block.pool.stream
-        self._log.append(num_bytes)
+        self._positions[block.address] = len(self._log)
+        self._append(num_bytes, block.pool.stream)
 
     def freed(self, block: Block) -> None:
         """Note that a block was freed."""
         self._log.append(~self._positions.pop(block.address))
 
+    def lent(self, num_bytes: int, stream: int) -> None:
+        """Note that a block was asked for, and freed again if there was room for it."""
+        self._append(_LOAN + num_bytes, stream)
+
     def emptied(self) -> None:
         """Note that the cache was emptied."""
         self._log.append(_EMPTY_CACHE)
 
+    def _append(self, entry: int, stream: int) -> None:
+        if stream:
+            self._streams[len(self._log)] = stream
+        self._log.append(entry)
+
     def __len__(self) -> int:
         return len(self._log)
 
-    def run_in(self, capacity_bytes: int, settings: AllocatorSettings, num_requests: int) -> bool:
-        """Return whether the allocator can meet the first requests on a card with this much room."""
-        allocator = CachingAllocator(capacity_bytes, settings=settings)
-        allocator.set_memory_fraction(1.0)
-        blocks: dict[int, Block] = {}
-        for position, entry in enumerate(islice(self._log, num_requests)):
-            if entry > 0:
-                block = allocator.try_allocate(entry, self._streams.get(position, 0))
+    def first_shared(self, num_requests: int) -> int | None:
+        """Return the position of the first block that shares a large segment; None if there is none."""
+        taken = enumerate(islice(self._log, num_requests))
+        return next((position for position, entry in taken if shares_large_segment(entry)), None)
+
+    def stream_at(self, position: int) -> int:
+        """Return the stream of an allocation."""
+        return self._streams.get(position, 0)
+
+    def make_again(
+        self, allocator: CachingAllocator, blocks: dict[int, Block], start: int, stop: int, *, lends: bool
+    ) -> bool:
+        """Make the requests from ``start`` to ``stop`` of an allocator; return whether it can meet them.
+
+        Args:
+            allocator: It has met the requests before ``start``.
+            blocks: The live blocks by position, which are kept up to date.
+            start: Position of the first request.
+            stop: Position after the last one.
+            lends: Whether it lends what libraries can do without.
+        """
+        for position, entry in enumerate(islice(self._log, start, stop), start):
+            if entry > _LOAN:
+                block = allocator.try_allocate(entry - _LOAN, self.stream_at(position)) if lends else None
+                if block is not None:
+                    allocator.free(block)
+            elif entry > 0:
+                block = allocator.try_allocate(entry, self.stream_at(position))
                 if block is None:
                     return False
                 blocks[position] = block
@@ -298,7 +338,10 @@ class RequestLog:
 class LeastReserved:
     """The least bytes that an allocator must be able to reserve for the requests so far, rounded up.
 
-    They are sought when they are first asked for: each try makes all requests again.
+    Reserved memory is elastic: where the driver has no more, torch's allocator frees the segments that it caches and
+    tries again. So a run may finish, more slowly, with less than it reserves where memory is plenty. How much less
+    follows from its requests alone, which are made again on smaller and smaller cards when the bytes are first asked
+    for.
 
     Args:
         requests: The requests.
@@ -314,14 +357,64 @@ class LeastReserved:
         step = max(_FINEST, self._high // _FINEST_SHARE // _FINEST * _FINEST)
         while self._high - self._low > step:
             middle = (self._low + self._high) // 2 // _FINEST * _FINEST
-            if self._requests.run_in(middle, self._settings, self._num_requests):
+            if self._ends_in(middle):
                 self._high = middle
             else:
                 self._low = middle
         return self._high
 
+    def _ends_in(self, capacity_bytes: int) -> bool:
+        allocator = CachingAllocator(capacity_bytes, settings=self._settings)
+        allocator.set_memory_fraction(1.0)
+        return self._requests.make_again(allocator, {}, 0, self._num_requests, lends=False)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (int, self())  # a copy knows the answer
+
+
+class ReservedRange:
+    """The least and most bytes that an allocator reserves for the requests so far, whatever libraries hold beside.
+
+    Blocks of 1 to 10 MiB share segments, and lie in the remainders of larger ones. So where such a block lies may
+    decide whether a block of hundreds of MiB finds room, and this may depend on a few MiB that were taken long before:
+    workspaces and handles of libraries, which differ between their versions. The requests are made again with
+    `_HELD_BEFORE` of them next to the first block that shares a segment. They are made when the bytes are first asked
+    for.
+
+    Args:
+        requests: The requests.
+        allocator: The one that met them.
+        num_before: How many of them came before what is looked at.
+    """
+
+    def __init__(self, requests: RequestLog, allocator: CachingAllocator, num_before: int) -> None:
+        self._requests, self._num_requests, self._num_before = requests, len(requests), num_before
+        self._empty = allocator.make_another()
+        self._found = {allocator.peak_reserved_bytes if num_before else allocator.highest_reserved_bytes}
+        self._is_sought = False
+
+    def __call__(self) -> tuple[int, int]:
+        """Return the bytes, least first: the same twice if no more is reserved, and no less."""
+        first = None if self._is_sought else self._requests.first_shared(self._num_requests)
+        self._is_sought = True
+        if first is not None:
+            self._found |= {reserved for held in _HELD_BEFORE if (reserved := self._with(held, first)) is not None}
+        return min(self._found), max(self._found)
+
+    def _with(self, held_bytes: int, first: int) -> int | None:
+        """Return what is reserved with a block of this size before the first one; None where there is no room."""
+        allocator, blocks = self._empty.make_another(), dict[int, Block]()
+        for start, stop in pairwise((*sorted({0, first, self._num_before}), self._num_requests)):
+            if start == self._num_before:
+                allocator.reset_peaks()
+            if start == first:
+                allocator.try_allocate(held_bytes, self._requests.stream_at(first))
+            if not self._requests.make_again(allocator, blocks, start, stop, lends=True):
+                return None
+        return allocator.peak_reserved_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (tuple, self())  # a copy knows the answer
 
 
 def is_on_card(value: Any) -> bool:

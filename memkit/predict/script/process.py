@@ -205,6 +205,7 @@ def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
         memory.allocator.highest_allocated_bytes,
         memory.allocator.highest_reserved_bytes,
         memory.least_reserved(),
+        memory.reserved_range(of_all=True),
         gpu.gpu.context_interval,
         gpu.gpu.name,
         gpu.gpu.total_bytes,
