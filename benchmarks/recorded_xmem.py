@@ -40,7 +40,7 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
     Where the card has less than what a run would reserve, it reserves what fits: this is run on the card as it was.
     """
     card, total = card_of(row), row["gpu_total_bytes"]
-    least_context, _ = card.context_interval
+    least_context, _ = contexts = card.context_interval
     with mk.VirtualGPU(roomy(card), **VERSIONS) as gpu:
         before = train(row)
     free = estimate = gpu.estimate()
@@ -70,6 +70,7 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
         "first_sample_bytes": before,
         "predicted_bytes": reserved - before,
         "least_reserved_bytes": least,
+        "least_interval": [end - context for end, context in zip(free.least_required_interval, contexts, strict=True)],
         "error": None if peak is None else (reserved - before) / peak - 1,
         "error_without_first_sample": None if peak is None else reserved / peak - 1,
         "ran_in_bytes": min(survived + ([] if peak is None else [peak + before]), default=None),
@@ -82,11 +83,9 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
 
 
 def respects(row: Mapping[str, Any]) -> bool:
-    """Whether the least lies between what a run is known to have run in and to have run out in."""
-    ran, ran_out = row["ran_in_bytes"], row["ran_out_in_bytes"]
-    return (ran is None or row["least_reserved_bytes"] <= ran + 2 * MIB) and (
-        ran_out is None or row["least_reserved_bytes"] > ran_out
-    )
+    """Whether the least, as an interval, lies between what a run is known to have run in and to have run out in."""
+    ran, ran_out, (low, high) = row["ran_in_bytes"], row["ran_out_in_bytes"], row["least_interval"]
+    return (ran is None or low <= ran + OFFSET_SPREAD) and (ran_out is None or high > ran_out)
 
 
 def spread(errors: Iterable[float]) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "bracket_respected": sum(map(respects, rows)) / len(rows),
         "verdicts": {
             f"{word}, {what}": said[word, ran_out]
-            for word in ("fits", "too close", "does not fit")
+            for word in ("fits", "too close", "does not fit", "not known")
             for what, ran_out in (("ran", False), ("ran out", True))
         },
     }

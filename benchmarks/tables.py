@@ -57,13 +57,14 @@ LOOP_SEMANTICS = {
 }
 SCORED = (
     "models | runs | error of the recorded peak: median, worst | within 5% | the least respects what is known | "
-    "verdict: fits / too close / does not fit, of those that ran | of those that ran out"
+    "verdict: fits / too close / does not fit / not known, of those that ran | of those that ran out"
 )
 SCORES = (
     "{family} | {num_rows} | {median_error:.1%}, {worst_error:.1%} | {within_5_percent:.0%} | "
     "{bracket_respected:.0%} | "
-    "{verdicts/fits, ran} / {verdicts/too close, ran} / {verdicts/does not fit, ran} | "
-    "{verdicts/fits, ran out} / {verdicts/too close, ran out} / {verdicts/does not fit, ran out}"
+    "{verdicts/fits, ran} / {verdicts/too close, ran} / {verdicts/does not fit, ran} / {verdicts/not known, ran} | "
+    "{verdicts/fits, ran out} / {verdicts/too close, ran out} / {verdicts/does not fit, ran out} / "
+    "{verdicts/not known, ran out}"
 )
 MISSED = "run | card | error | reason"
 MISSES = (
@@ -257,14 +258,21 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "recorded_intervals.verdicts": Table(
         "verdicts/{group}",
-        "card or family | runs | that ran: fits / too close / does not fit | that ran out | too close",
-        "{group} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} | "
-        "{fits, ran out} / {too close, ran out} / {does not fit, ran out} | {share_too_close:.0%}",
+        "card or family | runs | that ran: fits / too close / does not fit / not known | that ran out | too close | "
+        "right of those that are said to fit, or not to",
+        "{group} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} / {not known, ran} | "
+        "{fits, ran out} / {too close, ran out} / {does not fit, ran out} / {not known, ran out} | "
+        "{share_too_close:.0%} | {share_right:.1%}",
     ),
     "recorded_intervals.wrong": Table(
         "wrong/{number}",
         "model | card | layout | batch | verdict | because",
         "{model?} | {gpu} | {layout?} | {batch} | {verdict}, but it {ran:ran|ran out} | {reason}",
+    ),
+    "recorded_intervals.missed": Table(
+        "missed/{number}",
+        "recorded | model | batch | spread that it would need | because",
+        "{source} | {model} | {batch?} | {needed_spread:.1%} | {reason}",
     ),
     # Public code and whole runs
     "acceptance": Table(

@@ -16,34 +16,34 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.recorded import held, narrowest
+from benchmarks.recorded_xmem import NOT_EXPLAINED
 from benchmarks.result import RESULTS, read_result, write_result
 from memkit.predict.estimate import SPREAD
 
 HELD = 0.95
-REASONS = {  # of what differs from the run, by the first part of a model's name
+REASONS = {  # what differs from the run, by the first part of a model's name
     "hrnet": "PyTorch 1.12 did not cast upsampling to float32",
     "sequencer2d": "what cuDNN's LSTM keeps is not known",
     "tnt": "timm has rewritten it since",
     "tresnet": "it had InplaceABN, timm's of today has not",
 }
+LENGTHS = "the lengths of its batches were not recorded"
 FEWEST = 6  # runs of a family that is shown on its own
 WORDS, ENDS = ("fits", "too close", "does not fit", "not known"), ((True, "ran"), (False, "ran out"))
 
 
 def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows with an interval, and those with a verdict; each has its source, family and card."""
-    convolutions, transformers = (
-        [{**row, "source": source} for row in read_result(name, RESULTS)["figures"]["rows"].values()]
-        for name, source in (
-            ("recorded_convolutions", "xMem, convolutions"),
-            ("recorded_transformers", "xMem, transformers"),
-        )
-    )
-    xmem = [*convolutions, *transformers]
+    xmem = [
+        row | {"source": f"xMem, {kind}", "reason": figures["misses"].get(name, {}).get("reason")}
+        for kind in ("convolutions", "transformers")
+        for figures in [read_result(f"recorded_{kind}", RESULTS)["figures"]]
+        for name, row in figures["rows"].items()
+    ]
     openmmlab = list(read_result("recorded_openmmlab", RESULTS)["figures"]["rows"].values())
     timm = read_result("recorded_timm", RESULTS)["figures"]
     intervals = [
@@ -68,6 +68,11 @@ def of_xmem(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         fixed = low - before, high - before
         interval = tuple(row["reserved_interval"])
         yield row | held(interval, row["recorded_bytes"], spread=row["spread"], fixed=fixed)
+
+
+def reason_of(row: Mapping[str, Any]) -> str:
+    """Why an interval does not hold, as far as it is known."""
+    return row.get("reason") or (LENGTHS if "other_lengths" in row else NOT_EXPLAINED)
 
 
 def needed(rows: Iterable[dict[str, Any]]) -> float:
@@ -103,9 +108,12 @@ def of_intervals(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def of_verdicts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     said = Counter((row["verdict"], row["ran"]) for row in rows)
+    right = said["fits", True] + said["does not fit", False]
+    answered = right + said["fits", False] + said["does not fit", True]
     return {
         "num_rows": len(rows),
         "share_too_close": sum(said["too close", ran] for ran, _ in ENDS) / len(rows),
+        "share_right": right / answered if answered else None,
         **{f"{word}, {end}": said[word, ran] for word in WORDS for ran, end in ENDS},
     }
 
@@ -124,13 +132,19 @@ def main() -> None:
         },
         "intervals": {"all": of_intervals(intervals)}
         | {source: of_intervals([row for row in intervals if row["source"] == source]) for source in sources},
+        "missed": [
+            {"source": row["source"], "model": row.get("model", row.get("config")), "batch": row.get("batch")}
+            | {"needed_spread": row["needed_spread"], "reason": reason_of(row)}
+            for row in intervals
+            if not row["holds"]
+        ],
         "verdicts": {"all": of_verdicts(verdicts)}
         | {card: of_verdicts([row for row in verdicts if row["gpu"] == card]) for card in cards}
         | {family: of_verdicts([row for row in verdicts if row["family"] == family]) for family in shown}
         | {"other families": of_verdicts([row for row in verdicts if row["family"] not in shown])},
         "wrong": [
             {name: row.get(name) for name in ("gpu", "family", "model", "layout", "batch", "verdict", "ran")}
-            | {"reason": REASONS.get(row["family"], "not explained")}
+            | {"reason": REASONS.get(row["family"], NOT_EXPLAINED)}
             for row in verdicts
             if (row["verdict"] == "fits" and not row["ran"]) or (row["verdict"] == "does not fit" and row["ran"])
         ],

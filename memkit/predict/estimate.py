@@ -200,7 +200,7 @@ class MemoryEstimate(Overviewed):
         """Least and most bytes reserved if libraries hold 2, 4, 6 or 8 MiB beside what is known; None on a CPU.
 
         Far apart, they say that few bytes decide: a small block that lies in the only room for a large one. They are
-        found when they are first asked for, in about a fifth of the time that the estimate took.
+        found when they are first asked for, in about a tenth of the time that the estimate took.
         """
         if self.reserved_bytes is None or self._find_range is None:
             return None if self.reserved_bytes is None else (self.reserved_bytes, self.reserved_bytes)
@@ -247,16 +247,17 @@ class MemoryEstimate(Overviewed):
     def least_required_interval(self) -> tuple[int, int]:
         """Bytes without which the step cannot run, and bytes with which it runs, slowly.
 
-        The allocator spares what it caches beyond `least_reserved_bytes`, known to within `spread`. Kernels of
-        convolutions have slower forms without `workspace_bytes`. The context is that of the driver that takes the
-        least, and the most.
+        The allocator spares what it caches beyond `least_reserved_bytes`, known to within `spread`; a step also runs in
+        what `reserved_range` says it may reserve. Kernels of convolutions have slower forms without `workspace_bytes`.
+        The context is that of the driver that takes the least, and the most.
         """
         least = self.least_reserved_bytes
         if least is None:
             return self.required_bytes - (self.workspace_bytes or 0), self.required_bytes
         most_context = self.context_bytes or 0
         least_context = most_context if self.least_context_bytes is None else self.least_context_bytes
-        return int(least * (1 - self.spread)) + least_context, int(least * (1 + self.spread)) + most_context
+        lowest = min((least, *(self.reserved_range or ())))
+        return int(lowest * (1 - self.spread)) + least_context, int(least * (1 + self.spread)) + most_context
 
     @property
     def required_bytes(self) -> int:
