@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import memkit as mk
-from benchmarks.recorded_xmem import figures_of, scores
+from benchmarks.cases.recorded_intervals import of_xmem
+from benchmarks.recorded import narrowest
+from benchmarks.recorded_xmem import figures_of, respects, scores
 from memkit._core.units import MIB
 
 TOTAL = 12622168064
@@ -81,3 +83,30 @@ def test_larger_misses_are_named_with_their_reason_or_as_not_explained():
         "c": "not explained",
     }
     assert found["predictors"]["memkit"]["within_5_percent"] == pytest.approx(1 / 3)
+
+
+def test_the_least_as_an_interval_is_held_against_what_ran_and_what_ran_out():
+    row = {"ran_in_bytes": 100 * MIB, "ran_out_in_bytes": 90 * MIB}
+    for low, high, holds in ((80, 120, True), (95, 95, True), (110, 120, False), (80, 85, False)):
+        assert respects(row | {"least_interval": [low * MIB, high * MIB]}) is holds
+
+
+def test_the_narrowest_interval_leaves_out_what_lies_apart():
+    assert narrowest([7, 1, 2, 3, 90, 4], 2 / 3) == (1, 4)
+    assert narrowest([5]) == (5, 5)
+
+
+def test_what_the_driver_holds_beside_the_allocator_is_told_by_other_families():
+    rows = [
+        {
+            "family": family,
+            "predicted_bytes": predicted * MIB,
+            "recorded_bytes": recorded * MIB,
+            "first_sample_bytes": 50 * MIB,
+            "reserved_interval": [(predicted + 50) * MIB] * 2,
+            "spread": 0.0,
+        }
+        for family, predicted, recorded in (("a", 100, 110), ("a", 200, 215), ("b", 300, 310), ("b", 400, 440))
+    ]
+    assert [row["holds"] for row in of_xmem(rows)] == [True, True, True, False]  # 10 to 40 MiB; 10 to 15 MiB
+    assert [row["needed_spread"] > 0 for row in of_xmem(rows)] == [False, False, False, True]
