@@ -1,9 +1,12 @@
 """How recorded GPU runs are scored: what the first sample held already, the card's own room, and unknown contexts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import memkit as mk
+from benchmarks.cases import recorded_timm
 from benchmarks.cases.recorded_intervals import of_xmem
 from benchmarks.recorded import narrowest
 from benchmarks.recorded_xmem import figures_of, respects, scores
@@ -110,3 +113,21 @@ def test_what_the_driver_holds_beside_the_allocator_is_told_by_other_families():
     ]
     assert [row["holds"] for row in of_xmem(rows)] == [True, True, True, False]  # 10 to 40 MiB; 10 to 15 MiB
     assert [row["needed_spread"] > 0 for row in of_xmem(rows)] == [False, False, False, True]
+
+
+def test_runs_that_cannot_have_trained_are_left_out():
+    def run(batch, recorded_mib):
+        estimate = SimpleNamespace(parameters_bytes=300 * MIB, peak_bytes=900 * MIB)
+        return {
+            "batch": batch,
+            "recorded_bytes": recorded_mib * MIB,
+            "faketensor_bytes": 400 * MIB,
+            "estimate": estimate,
+        }
+
+    runs = [run(8, 2200), run(16, 3000), run(32, 2900), run(64, 4000)]
+    # 1,429 MiB of context and 900 of parameters, gradients and momentum; less than with a smaller batch
+    assert [row["batch"] for row in recorded_timm.ended(runs)] == [16, 64]
+    with pytest.raises(ValueError, match="other images"):
+        recorded_timm.check_input(runs)
+    recorded_timm.check_input([row | {"faketensor_bytes": 500 * MIB} for row in runs])
