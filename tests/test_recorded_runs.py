@@ -128,6 +128,8 @@ def test_runs_that_cannot_have_trained_are_left_out():
     runs = [run(8, 2200), run(16, 3000), run(32, 2900), run(64, 4000)]
     # 1,429 MiB of context and 900 of parameters, gradients and momentum; less than with a smaller batch
     assert [row["batch"] for row in recorded_timm.ended(runs)] == [16, 64]
+    larger = runs[3] | {"faketensor_bytes": 4001 * MIB}  # of the tensors alone
+    assert [row["batch"] for row in recorded_timm.ended([*runs[:3], larger])] == [16]
     with pytest.raises(ValueError, match="other images"):
         recorded_timm.check_input(runs)
     recorded_timm.check_input([row | {"faketensor_bytes": 500 * MIB} for row in runs])

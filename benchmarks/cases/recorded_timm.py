@@ -53,19 +53,14 @@ LARGEST = 39_000 * MIB  # what nvidia-smi shows of a run near the A100's end may
 TABLE = "benchmark-train-amp-{layout}-pt112-cu113-rtx3090.csv"
 TOTAL = 24_259 * MIB  # of an RTX 3090, as in `gpus.json`
 TRIAL = "presumably nvidia-smi saw the trial of all algorithms, which may take all that is free"
+CHANGED = "timm has changed it since: FakeTensor, as recorded, found more than it takes today"
 REASONS = {  # of larger misses, by model and batch
     ("coatnet_rmlp_2_rw_224", 8): TRIAL,
     ("coatnet_rmlp_2_rw_224", 64): TRIAL,
     ("convmixer_1536_20", 8): TRIAL,
     ("seresnextaa101d_32x8d", 8): TRIAL,
     ("seresnextaa101d_32x8d", 16): TRIAL,
-    **{
-        (
-            "hiera_small_abswin_256",
-            batch,
-        ): "timm has changed it: FakeTensor, as recorded, found more than it takes today"
-        for batch in BATCHES
-    },
+    **{("hiera_small_abswin_256", batch): CHANGED for batch in BATCHES},
 }
 LEAST_CONTEXT = 1429 * MIB  # outside of the allocator, of GPUMemNet's nets without convolutions (mlp_data_step2.csv)
 MOST_OF_FAKETENSOR = 2  # it counts no optimizer, and no memory of libraries
@@ -175,21 +170,20 @@ def check_input(runs: list[dict[str, Any]]) -> None:
 
 
 def reason_of(error: float, *runs: tuple[str, int]) -> dict[str, str]:
-    """The reason of a larger miss, for any of the runs that it comes from."""
-    if abs(error) <= MISS:
-        return {}
-    return {"reason": next((REASONS[run] for run in runs if run in REASONS), NOT_EXPLAINED)}
+    """What differs in any of these runs, and that nothing is known to for a larger miss."""
+    known = [REASONS[run] for run in runs if run in REASONS]
+    return {"reason": known[0] if known else NOT_EXPLAINED} if known or abs(error) > MISS else {}
 
 
 def ended(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs of one model that did not run out of memory, as what nvidia-smi showed of them tells.
 
-    Those that did took less than one of a smaller batch, or less than parameters, gradients and momentum take; or they
-    would have taken more than the card has had they grown as before.
+    Those that did took less than one of a smaller batch, than FakeTensor found for the tensors alone, or than
+    parameters, gradients and momentum take; or they would have taken more than the card has had they grown as before.
     """
     found: list[dict[str, Any]] = []
     for row in runs:
-        if row["recorded_bytes"] < LEAST_CONTEXT + 3 * row["estimate"].parameters_bytes:
+        if row["recorded_bytes"] < max(row["faketensor_bytes"], LEAST_CONTEXT + 3 * row["estimate"].parameters_bytes):
             continue
         if found and row["recorded_bytes"] <= found[-1]["recorded_bytes"]:
             continue
