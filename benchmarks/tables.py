@@ -269,11 +269,6 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "model | card | layout | batch | verdict | because",
         "{model?} | {gpu} | {layout?} | {batch} | {verdict}, but it {ran:ran|ran out} | {reason}",
     ),
-    "recorded_intervals.missed": Table(
-        "missed/{number}",
-        "recorded | model | batch | spread that it would need | because",
-        "{source} | {model} | {batch?} | {needed_spread:.1%} | {reason}",
-    ),
     # Public code and whole runs
     "acceptance": Table(
         "{project}",
