@@ -197,14 +197,14 @@ class MemoryEstimate(Overviewed):
 
     @property
     def reserved_range(self) -> tuple[int, int] | None:
-        """Least and most bytes reserved if libraries hold 2, 4, 6 or 8 MiB beside what is known; None on a CPU.
+        """Least and most bytes reserved if libraries hold up to 8 MiB beside what is known; None on a CPU.
 
         Far apart, they say that few bytes decide: a small block that lies in the only room for a large one. They are
         found when they are first asked for, in about a tenth of the time that the estimate took.
         """
-        if self.reserved_bytes is None or self._find_range is None:
-            return None if self.reserved_bytes is None else (self.reserved_bytes, self.reserved_bytes)
-        return self._find_range()
+        if self.reserved_bytes is None:
+            return None
+        return (self.reserved_bytes, self.reserved_bytes) if self._find_range is None else self._find_range()
 
     @property
     def peak_bytes(self) -> int:
@@ -389,8 +389,9 @@ class MemoryEstimate(Overviewed):
         lists = {name: list(getattr(self, name)) for name in ("guesses", "doubts", "assumptions")}
         figures = asdict(self) | lists | {"holders": [asdict(holder) for holder in self.holders]}
         del figures["_find_least"], figures["_find_range"]
-        names = ("peak_bytes", "total_bytes", "least_reserved_bytes", "reserved_range")
-        return figures | {name: getattr(self, name) for name in names}
+        names = ("peak_bytes", "total_bytes", "least_reserved_bytes")
+        figures |= {name: getattr(self, name) for name in names}
+        return figures | {"reserved_range": self.reserved_range and list(self.reserved_range)}
 
     @classmethod
     def of(cls, record: Record) -> MemoryEstimate:
