@@ -200,7 +200,7 @@ class MemoryEstimate(Overviewed):
         """Least and most bytes reserved if libraries hold up to 8 MiB beside what is known; None on a CPU.
 
         Far apart, they say that few bytes decide: a small block that lies in the only room for a large one. They are
-        found when they are first asked for, in about a tenth of the time that the estimate took.
+        found when they are first asked for, in a small part of the time that the estimate took.
         """
         if self.reserved_bytes is None:
             return None
