@@ -53,6 +53,8 @@ def mark_samples(batch: Any) -> Any:
     Args:
         batch: The whole batch.
     """
+    if type(batch) is torch.Tensor or (type(batch) is tuple and {*map(type, batch)} == {torch.Tensor}):
+        return batch  # the usual batch, in every step
     found: list[tuple[Any, str]] = []
     sizes: set[int] = set()
     _search(batch, found, sizes, is_whole=True)

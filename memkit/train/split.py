@@ -247,7 +247,7 @@ def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool, call: 
     """Return a batch's size: rows, or elements of a packed batch.
 
     Args:
-        batch: The batch.
+        batch: The batch, as `mark_samples` returns it.
         split_fn: Splits a packed batch; None splits rows.
         may_cut: Whether the batch may have to be split. If not, a batch without common rows has size 1.
         call: The user's call, for messages.
@@ -258,7 +258,7 @@ def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool, call: 
     """
     if split_fn is None:
         try:
-            return survey(mark_samples(batch), call=call)[0]
+            return _count(_leaves(batch, _SPLIT_FN, call), _SPLIT_FN, batch, call)
         except InputError:
             check_batch(batch, call=call.partition(":")[0])
             if may_cut:
