@@ -49,7 +49,7 @@ def _too_large():
 
 
 HEADLINES = {
-    "estimate": r"fits RTX 4090: it needs at most [\d.]+ MiB and leaves 23\.\d\d GiB free",
+    "estimate": r"fits RTX 4090: it needs at most [\d.]+ MiB and leaves 2[23]\.\d\d GiB free",
     "estimate that does not fit": r"does not fit T4: it needs at least [\d.]+ GiB, [\d.]+ GiB more than there is",
     "estimate on the CPU": r"needs at most [\d.]+ KiB of live tensors on the CPU",
     "preset": r"fits a GPU of 24 GB: it needs at most .*",
