@@ -17,7 +17,8 @@ from memkit._torch.graph import current_backward, saving_hooks
 
 _CHECKPOINT, _FUNCTION = torch.utils.checkpoint.__file__, torch.autograd.function.__file__
 _TREATMENTS = "memkit.train.treatments"  # which calls the checkpoint of a treated block
-_REENTRANT = "checkpoint"  # the function of the reentrant form, which saves its inputs after it has run
+# The functions of the reentrant form, which saves its inputs after it has run; the second one from PyTorch 2.15 on.
+_REENTRANT = {"checkpoint", "_checkpoint_impl"}
 _SWITCHES = {  # by method of a model: what turns its own checkpoints off
     "activation_checkpointing_disable": "model.activation_checkpointing_disable()",
     "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
@@ -93,7 +94,7 @@ class LookInside(AbstractContextManager[None]):
 
     def _look(self, tensor: torch.Tensor) -> object:
         entered = _saving_inputs(sys._getframe(1))  # noqa: SLF001 - hooks are not told who saves
-        is_over = entered is not None and entered.f_code.co_name == _REENTRANT
+        is_over = entered is not None and entered.f_code.co_name in _REENTRANT
         self._is_run = self._is_run or is_over or (self._entered is not None and entered is not self._entered)
         kept = self._keep(tensor)  # the last one that is needed ends the forward, with an error of torch's own
         self._entered = entered or self._entered

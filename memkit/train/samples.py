@@ -53,8 +53,11 @@ def mark_samples(batch: Any) -> Any:
     Args:
         batch: The whole batch.
     """
-    if type(batch) is torch.Tensor or (type(batch) is tuple and {*map(type, batch)} == {torch.Tensor}):
-        return batch  # the usual batch, in every step
+    is_usual = type(batch) is torch.Tensor or (type(batch) is tuple and {*map(type, batch)} == {torch.Tensor})
+    return batch if is_usual else _mark_samples(batch)
+
+
+def _mark_samples(batch: Any) -> Any:
     found: list[tuple[Any, str]] = []
     sizes: set[int] = set()
     _search(batch, found, sizes, is_whole=True)

@@ -3,11 +3,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import memkit as mk
+from benchmarks.gpu.observe import events_of
 from memkit._simulation.cuda.memory import Convolution, tuned_workspaces
+from tests.simulation.allocator_replay import ALLOC, FREE_COMPLETED, replay_events
 
 
 def peak_of_convolution(
@@ -114,3 +117,18 @@ def test_a_convolution_in_another_size_or_order_is_tuned_anew():
             before = len(gpu.memory.tuned)
             conv(x)
             assert (len(gpu.memory.tuned) > before) is is_new
+
+
+def test_a_snapshot_shows_the_workspace_too():
+    """What is lent is among the requests, so that the allocator's model explains every segment from them."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU("V100 32GB"):
+        torch.cuda.memory._record_memory_history(context=None)
+        conv = torch.nn.Conv2d(64, 64, 3, padding=1, device="cuda")
+        conv(torch.zeros(8, 64, 64, 64, device="cuda")).sum().backward()
+        events = events_of(torch.cuda.memory._snapshot())
+        peak = torch.cuda.max_memory_allocated()
+    found = replay_events(events, *np.zeros((2, 0, 3), np.int64))
+    assert found.differences == []
+    assert found.num_same_address == found.num_allocations
+    kinds, blocks = events[:, 0], -(-events[:, 2] // 512) * 512
+    assert np.cumsum(blocks * ((kinds == ALLOC) * 1 - (kinds == FREE_COMPLETED))).max() == peak

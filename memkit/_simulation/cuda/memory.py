@@ -194,12 +194,19 @@ class CudaMemory:
 
     def _lend(self, num_bytes: int) -> None:
         """Allocate and free scratch memory that cuDNN can do without: where there is no room, it takes less."""
+        history = self.history
+        if history is not None:
+            history.stream = self.stream
         block = self.allocator.try_allocate(num_bytes, self.stream)
         self._requests.lent(num_bytes, self.stream)
-        if block is not None:
-            self.timeline.append(self.allocator.allocated_bytes)
-            self.allocator.free(block)
-            self.timeline.append(self.allocator.allocated_bytes)
+        if block is None:
+            return
+        self.timeline.append(self.allocator.allocated_bytes)
+        if history is not None:
+            history.note_alloc(block.address, num_bytes, self.asker())
+            history.note_free(block.address, num_bytes, self.stream)
+        self.allocator.free(block)
+        self.timeline.append(self.allocator.allocated_bytes)
 
     def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """Return a function that runs an operator's parts, if the operator was not decomposed."""
