@@ -35,8 +35,8 @@ def _run(arguments: argparse.Namespace) -> int:
         say_all(render_report(report, ".txt"))
     else:
         save_report(report, arguments.output)
-        say(report.headline)
-        say(arguments.output)
+        for text in (report.headline, *report.hints, arguments.output):
+            say(text)
     if arguments.max_growth is None:
         return YES
     if growth is None:

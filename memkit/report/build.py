@@ -14,11 +14,18 @@ from memkit._events.reader import EventLog
 from memkit.report.advice import recommend
 from memkit.report.allocations import allocation_section
 from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
-from memkit.report.comparing import CHANGE_COLUMNS, compare_figures, compare_headline, compare_section, judge
+from memkit.report.comparing import (
+    CHANGE_COLUMNS,
+    changed_findings,
+    compare_figures,
+    compare_headline,
+    compare_section,
+    judge,
+)
 from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, hints, overview, verdict
 from memkit.report.figures import ReportFigures, read_figures
 from memkit.report.finding import ReportFinding
-from memkit.report.findings import find_findings, headline
+from memkit.report.findings import find_findings, headline, is_faulty
 from memkit.report.nodes import Cell, Paragraph, Report, Section, SectionMaker, Share
 from memkit.report.rating import Rating, rate
 from memkit.report.usage import missing_line, timeline_section, usage_sections
@@ -62,7 +69,8 @@ def build_report(
         of_card = words("alloc_of_card", number=number) if len(log.allocations) > 1 else ""
         built.append(allocation_section(blocks, words("alloc_title") + of_card, words))
     built += [timeline_section(figures, words), conclusions(figures, findings, advice, fits, words)]
-    built += [advice_section(advice, words), *usage_sections(figures, words, missing=log.missing_stages)]
+    built.append(advice_section(advice, words, is_faulty=is_faulty(findings[0])))
+    built += usage_sections(figures, words, missing=log.missing_stages)
     built.append(Section(words("cards_title"), tuple(card_nodes(figures, fits, words))))
     if rating.num_inputs:
         built.append(efficiency(rating, words, is_on_cpu=figures.is_on_cpu))
@@ -88,12 +96,17 @@ def build_comparison(before: EventLog, after: EventLog, *, language: str = "en")
     old, new = _figures("before", before, None), _figures("after", after, None)
     changes = compare_figures(old, new)
     peak = changes[0]
+    came, went = changed_findings(old, new)
     cells: tuple[Cell, ...] = (*peak.sizes, Share(peak.share, is_change=True))
     return Report(
         title=words("compare_title"),
         headline=compare_headline(old, new, peak, words),
-        severity=judge(old, new, peak),
-        hints=(),
+        severity=judge(old, new, peak, came),
+        hints=tuple(
+            words(key, text=headline(each, words))
+            for key, found in (("compare_came", came), ("compare_went", went))
+            for each in found
+        ),
         verdict=words("compare_text"),
         highlights=tuple((words(key), cell) for key, cell in zip(CHANGE_COLUMNS, cells, strict=True)),
         sections=(compare_section(old, new, words),),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from memkit.report.figures import ReportFigures
-from memkit.report.finding import Severity
+from memkit.report.finding import ReportFinding, Severity
+from memkit.report.findings import find_findings, is_faulty
 from memkit.report.nodes import Cell, Node, Paragraph, Section, Share, Size, clean
 from memkit.report.words import Words
 
@@ -97,10 +98,25 @@ def compare_headline(before: ReportFigures, after: ReportFigures, peak: FigureCh
     return words.join(parts)
 
 
-def judge(before: ReportFigures, after: ReportFigures, peak: FigureChange) -> Severity:
-    """Tell how bad a comparison's result is."""
+def changed_findings(
+    before: ReportFigures, after: ReportFigures
+) -> tuple[tuple[ReportFinding, ...], tuple[ReportFinding, ...]]:
+    """Return what is wrong in the second log alone, and what is wrong in the first alone."""
+    old, new = ([each for each in find_findings(figures) if is_faulty(each)] for figures in (before, after))
+    return _without(new, old), _without(old, new)
+
+
+def _without(findings: Sequence[ReportFinding], others: Sequence[ReportFinding]) -> tuple[ReportFinding, ...]:
+    kinds = {each.kind for each in others}
+    return tuple(each for each in findings if each.kind not in kinds)
+
+
+def judge(before: ReportFigures, after: ReportFigures, peak: FigureChange, came: Sequence[ReportFinding]) -> Severity:
+    """Tell how bad a comparison's result is, with what is wrong in the second log alone."""
     if (_rate(after) or 0) > (_rate(before) or 0):
         return "fault"
+    if came:
+        return came[0].severity
     return "warning" if (peak.share or 0) > _MATTERS else "good"
 
 

@@ -153,8 +153,8 @@ def efficiency(rating: Rating, words: Words, *, is_on_cpu: bool) -> Section:
     return Section(words("efficiency_title"), (Paragraph(text), table, Paragraph(words("rating_method"))))
 
 
-def advice_section(advice: Sequence[Tip], words: Words) -> Section:
-    """Build the section with short-, middle- and long-term advice."""
+def advice_section(advice: Sequence[Tip], words: Words, *, is_faulty: bool) -> Section:
+    """Build the section with short-, middle- and long-term advice; what is at fault has its next step at the top."""
     nodes: list[Node] = []
     columns = ("col_advice", "col_evidence", "col_results", "col_saves")
     results = {True: words("results_same"), False: words("results_change"), None: ""}
@@ -166,7 +166,8 @@ def advice_section(advice: Sequence[Tip], words: Words) -> Section:
         )
         if rows:
             nodes.append(words.table(columns, rows, words(f"horizon_{horizon}")))
-    nodes.append(Paragraph(words("advice_method") if nodes else words("advice_none")))
+    last = "advice_method" if nodes else "advice_none_else" if is_faulty else "advice_none"
+    nodes.append(Paragraph(words(last)))
     return Section(words("advice_title"), tuple(nodes))
 
 

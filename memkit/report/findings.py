@@ -35,6 +35,11 @@ def find_findings(figures: ReportFigures) -> tuple[ReportFinding, ...]:
     return tuple(ordered) or (_nothing_wrong(figures),)
 
 
+def is_faulty(finding: ReportFinding) -> bool:
+    """Whether a finding says that something is wrong."""
+    return finding.severity in ("fault", "warning")
+
+
 def _nothing_wrong(figures: ReportFigures) -> ReportFinding:
     peak, steps = figures.peak, figures.steps
     if peak is None:

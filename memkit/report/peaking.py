@@ -103,9 +103,9 @@ def find_evaluation(figures: ReportFigures) -> Iterator[ReportFinding]:
     path, peak = str(largest.event.phase), largest.low if largest.low == largest.high else None
     begin = begins[index]
     base = None if begin is None else observed[begin].event.allocated_bytes
-    work = peak - base if peak is not None and base is not None else 0
     nodes = max(_num_nodes(each.event) for _, each in outer)
     if nodes:
+        work, path = max((_added(observed, each, begins[each]), str(observed[each].event.phase)) for each, _ in outer)
         values = {"name": clean(path), "nodes": f"{nodes:,}", "work": work}
         yield ReportFinding(
             kind="evaluation_graph" if work else "evaluation_nodes",
@@ -115,6 +115,7 @@ def find_evaluation(figures: ReportFigures) -> Iterator[ReportFinding]:
             suspect=clean(path),
         )
         return
+    work = _added(observed, index, begin)
     before = {each.step for each in observed[:index]}
     train = [step for step in _trainings(figures) if step.peak.is_known or step.number in before]
     highs = [step.peak.high for step in train if step.peak.high is not None]  # the first may have begun too early
@@ -149,6 +150,12 @@ def _is_plain(observed: Sequence[Observed], index: int, begin: int | None) -> bo
     """Whether no step and no backward came inside a phase: it does not train."""
     inside = observed[0 if begin is None else begin + 1 : index]
     return not any(each.step is not None or "backward" in (each.event.phase or "") for each in inside)
+
+
+def _added(observed: Sequence[Observed], index: int, begin: int | None) -> int:
+    """Return by how much a phase's peak exceeds what was held when it began; 0 if that is not known."""
+    each, base = observed[index], None if begin is None else observed[begin].event.allocated_bytes
+    return each.low - base if each.low is not None and each.low == each.high and base is not None else 0
 
 
 def _num_nodes(event: Event) -> int:

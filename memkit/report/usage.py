@@ -335,6 +335,10 @@ def shortage_texts(figures: ReportFigures, words: Words) -> Iterator[str]:
         yield words("shortage", event=clean(each.event), asked=asked, free=free, held=held)
     if num_left:
         yield words("left_out", count=f"{num_left:,}")
+    for event in (each.event for each in figures.observed if each.event.event == "out_of_memory"):
+        batch = event.note.get("batch") if event.note else None
+        if isinstance(batch, list) and batch:
+            yield words("shortage_batch", batch=clean(", ".join(map(str, batch))))
     if figures.num_survived:
         yield words("survived", count=f"{figures.num_survived:,}")
 

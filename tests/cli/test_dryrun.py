@@ -193,6 +193,13 @@ def test_steps_without_a_gradient_are_not_known(capfd):
     assert "guesses.py:22 in <module> steps AdamW, but no parameter had a gradient" in out
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_training_that_puts_nothing_on_the_card_is_not_known(capfd):
+    code, out, _ = dryrun(capfd, "on_the_cpu.py", "--gpu", "T4")
+    assert code == 3
+    assert "the script trained on the CPU and put nothing on the card" in unfolded(out)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

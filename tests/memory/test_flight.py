@@ -106,7 +106,9 @@ def test_the_evidence_is_a_log_with_the_batch_that_was_too_large(tmp_path, capsy
     assert read(tmp_path / "new")["events"][-1]["note"] == last.note  # the same in the post-mortem beside it
     page = tmp_path / "page.md"
     assert main(["report", str(tmp_path / "new"), "--output", str(page)]) == 0
-    assert page.is_file()
+    assert "The batch of the step that ran out of memory: float32[12345, 4]" in page.read_text("utf-8").replace(
+        "\\", ""
+    )
     capsys.readouterr()
 
 

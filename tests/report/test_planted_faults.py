@@ -8,10 +8,14 @@ from html import unescape
 import pytest
 
 import memkit as mk
+from memkit._core.units import MIB
+from memkit._events.log import Event
 from memkit.cli import main
 from memkit.recipes.report import make_report
+from memkit.report.build import build_comparison
 from memkit.report.nodes import Paragraph
 from tests.report import planted
+from tests.report.pages import log_of as event_log
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemoryEfficientTrainingWrapper")
 
@@ -126,3 +130,34 @@ def test_nothing_in_a_report_contradicts_its_first_line(tmp_path):
     clean = make_report(log_of("clean", "cuda untracked", tmp_path / "clean.jsonl"))
     assert dict(clean.highlights)["growth of tensors per step"] == "none"
     assert int(dict(clean.highlights)["rating"].split()[0]) > 40
+
+
+def test_a_comparison_names_what_was_mended_and_what_came(tmp_path):
+    faulty = log_of("evaluation_with_gradients", "cpu", tmp_path / "faulty.jsonl")
+    clean = log_of("clean", "cpu", tmp_path / "clean.jsonl")
+    assert [hint[:32] for hint in build_comparison(faulty, clean).hints] == ["Gone: Evaluation with gradients:"]
+    worse = build_comparison(clean, faulty)
+    assert [hint[:31] for hint in worse.hints] == ["New: Evaluation with gradients:"]
+    assert worse.severity == "warning"
+    assert build_comparison(faulty, faulty).hints == ()
+
+
+def test_an_evaluation_is_weighed_by_the_call_that_added_most():
+    """What the last one kept is given back by the next: that one peaks higher, and adds less."""
+    nodes = {"phase": "validation", "duration_ns": 10**8, "note": {"graph_nodes": 5}}
+    events = [
+        Event("step_1", time_ns=1 * 10**9, step=1, allocated_bytes=100 * MIB, peak_bytes=110 * MIB),
+        Event("validation", time_ns=2 * 10**9, allocated_bytes=500 * MIB, peak_bytes=600 * MIB, **nodes),
+        Event("step_2", time_ns=3 * 10**9, step=2, allocated_bytes=500 * MIB, peak_bytes=510 * MIB),
+        Event("validation", time_ns=4 * 10**9, allocated_bytes=500 * MIB, peak_bytes=610 * MIB, **nodes),
+    ]
+    assert "and takes 500.00 MiB" in make_report(event_log(*events)).headline
+
+
+def test_a_fault_without_advice_is_not_called_nothing(tmp_path):
+    pages = {}
+    for name in ("evaluation_with_gradients", "clean"):
+        mk.write_report(log_of(name, "cpu", tmp_path / f"{name}.jsonl"), tmp_path / f"{name}.md")
+        pages[name] = (tmp_path / f"{name}.md").read_text("utf-8")
+    assert "call for nothing beyond the next step at the top" in pages["evaluation_with_gradients"]
+    assert "The figures call for nothing." in pages["clean"]

@@ -191,15 +191,22 @@ def run_child() -> None:
         "numbers": list(gpu.guesses.numbers),
         "other_way": requests.other_way,
         "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
-        "estimate": _estimate(gpu).as_dict(),
+        "estimate": _estimate(gpu, _nothing_on_it(gpu, steps)).as_dict(),
     }
     if expected is None:
         np.save(folder / sizes.name, np.asarray(requests.sizes, dtype=np.int64))
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
-    """Return the estimate of a `VirtualGPU`, regardless of peaks that the script has reset."""
+def _nothing_on_it(gpu: VirtualGPU, steps: StepCounter) -> tuple[str, ...]:
+    """Return a doubt where the script trained and never asked the card for memory: it trained on the CPU."""
+    if not steps.num_done or gpu.memory.allocator.highest_allocated_bytes or gpu.memory.shortages:
+        return ()
+    return ("the script trained on the CPU and put nothing on the card: move model and batches to cuda",)
+
+
+def _estimate(gpu: VirtualGPU, doubts: tuple[str, ...]) -> MemoryEstimate:
+    """Return the estimate of a `VirtualGPU`, regardless of peaks that the script has reset, with further doubts."""
     record, memory = gpu.record(), gpu.memory
     figures = AllocatorFigures(
         memory.allocator.highest_allocated_bytes,
@@ -211,7 +218,7 @@ def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
         gpu.gpu.total_bytes,
         memory.convolves,
     )
-    return MemoryEstimate.of(replace(record, figures=figures))
+    return MemoryEstimate.of(replace(record, figures=figures, doubts=(*record.doubts, *doubts)))
 
 
 def _line_of(place: OperatorPlace | None) -> str:
