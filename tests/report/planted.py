@@ -166,6 +166,8 @@ def workers(memory, device):
     for number, batch in enumerate(torch.utils.data.DataLoader(Cached(), batch_size=16, num_workers=2)):
         training.step(batch)
         memory.step()
+        if number % 5 == 0:
+            memory.mark("batches_seen")  # written at once, with a reading of the workers, however fast the steps are
         if number == 100:
             break
 
