@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,14 +52,14 @@ class Overview:
         )
 
 
-class Overviewed:
+class Overviewed(ABC):
     """An object that prints as its `Overview`, and is shown as a table in a notebook."""
 
     __slots__ = ()
 
+    @abstractmethod
     def _overview(self) -> Overview:
-        """Return what to show; it must not change anything."""
-        raise NotImplementedError
+        """Return the overview, without changing anything."""
 
     def __str__(self) -> str:
         return self._overview().text()

@@ -19,7 +19,7 @@ _OWN = re.compile(r"(?P<module>.*) \((?P<phase>\w+)\)")  # a frame of a virtual 
 
 
 class Labels(NamedTuple):
-    """What a stack is counted under."""
+    """The keys under which a stack is counted, by grouping."""
 
     phase: str
     module: str
@@ -28,7 +28,7 @@ class Labels(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What one frame says; empty where it says nothing."""
+    """The fields of one stack frame; missing ones are empty."""
 
     line: str = ""
     function: str = ""

@@ -36,7 +36,7 @@ _NUM_SIGNED = 9  # of the groups of a number: those of 1 to 8 bytes, and the one
 _MOST_TEMPLATES = 4096
 
 STACK_LIST = re.compile(rb"(?s:(" + _MEMO + rb")?\((" + _RUN + rb")e)")
-"""What follows the beginning of a list of objects that were all named before: how it is memoized, and their names."""
+"""A list of objects that are all in the memo: how the list is memoized, and the objects' memo indices."""
 
 _one_name = re.compile(rb"(?s:j(.{4})|h(.))")
 _names = re.compile(rb"(?s:" + _RUN + rb")")

@@ -1,4 +1,4 @@
-"""What is kept of a snapshot's history: a row of numbers for each action, and each stack once."""
+"""A snapshot's history in memory: a row of numbers for each action, and each stack once."""
 
 from __future__ import annotations
 

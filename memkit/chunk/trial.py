@@ -32,7 +32,7 @@ class CallTensors(NamedTuple):
 
 
 class TriedCall(Protocol):
-    """What a trial needs of a `memkit.chunk.engine.ChunkedCall`."""
+    """The part of a `memkit.chunk.engine.ChunkedCall` that a trial uses."""
 
     @property
     def name(self) -> str:

@@ -733,7 +733,7 @@ class Convolution(NamedTuple):
 
     @property
     def searches(self) -> set[tuple[Any, ...]]:
-        """What tells apart the searches of ``cudnn.benchmark``, one for each pass; empty if cuDNN does not compute it.
+        """Keys of the searches that ``cudnn.benchmark`` makes, one for each pass; empty if cuDNN does not compute it.
 
         PyTorch has kernels of its own for depthwise convolutions, `use_cudnn_depthwise` in Convolution.cpp.
         """
