@@ -10,6 +10,7 @@ from torch._C import (
     DispatchKey,
     DispatchKeySet,
     TensorBase,  # attributes of tensors below their subclasses
+    _AutoDispatchBelowAutograd as below_autograd,  # a context in which autograd records nothing, as inside a mode
     _ExcludeDispatchKeyGuard as without_keys,
     _get_privateuse1_backend_name as private_backend_name,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "OpOverload",
     "TensorBase",
     "TorchDispatchMode",
+    "below_autograd",
     "counting_in_views",
     "current_modes",
     "fake_mode",

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
         CachingAllocator as CachingAllocator,
     )
     from memkit._simulation.shard import Shard as Shard
+    from memkit._tape.plan import SavedTensorPlan as SavedTensorPlan
     from memkit.predict.config import TrainingConfig as TrainingConfig
     from memkit.predict.estimate import (
         Holder as Holder,
@@ -41,6 +42,7 @@ else:  # a type checker would assume that `__getattr__` may provide any name
         "GPU": "memkit.predict.gpus",
         "Holder": "memkit.predict.estimate",
         "MemoryEstimate": "memkit.predict.estimate",
+        "SavedTensorPlan": "memkit._tape.plan",
         "ScalingPoint": "memkit.predict.scaling.points",
         "ScalingResult": "memkit.predict.scaling.result",
         "Shard": "memkit._simulation.shard",

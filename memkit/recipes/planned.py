@@ -48,6 +48,7 @@ _NUM_TIMED = 5
 _SLACK = 1.5  # predicted times may be off by this factor when candidates are timed
 
 PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
+Treat = Literal["tensors", "blocks"]
 RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
 
 
@@ -62,6 +63,7 @@ def plan_training(
     target: str | GPU | None = None,
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
+    treat: Treat | None = None,
     measure: bool = False,
     selected_fraction: float | None = None,
 ) -> TrainingPlan:
@@ -85,6 +87,8 @@ def plan_training(
             if listed.
         micro_batch_size: Rows of a micro-batch, to fix it yourself; ``notes`` say if splitting changes the gradient.
             ``micro_batch_size=len(batch)`` plans only the blocks. None: the plan chooses.
+        treat: ``"tensors"`` decides for each tensor that autograd saves whether it is kept, recomputed or offloaded,
+            ``"blocks"`` for whole blocks of the model. None tries both.
         measure: Whether to run real steps, on a copy of the model, of up to five candidates that are expected to be the
             fastest, and choose the one with the least processor time; also one step of each candidate whose fit depends
             on the kernels' workspace, to measure that workspace. CPU only.
@@ -130,6 +134,7 @@ def plan_training(
         target=target,
         precisions=precisions,
         micro_batch_size=micro_batch_size,
+        treat=treat,
         measure=measure,
         selected_fraction=selected_fraction,
     )
@@ -146,12 +151,15 @@ def _plan(
     target: str | GPU | None,
     precisions: Sequence[PlannedPrecision | None],
     micro_batch_size: int | None,
+    treat: Treat | None,
     measure: bool,
     selected_fraction: float | None,
 ) -> TrainingPlan:
     """Plan for `plan_training` or for `prepare`: ``call`` is the one that the user made."""
     check_model(call, model, sample_batch, optimizer)
     precisions = _check_precisions(call, precisions)
+    if treat is not None:
+        Checker(f"{call}(...)").choice("treat", treat, get_args(Treat), fix="write treat='tensors'.")
     gpu, budget, budget_bytes = _find_place(call, model, budget, target)
     if measure:
         _check_measurable(call, model, gpu)
@@ -172,7 +180,16 @@ def _plan(
         num_rows=num_rows,
         call=call,
     )
-    trials = search(rehearsal.run, num_rows, counts, precisions, budget_bytes, slack=_SLACK if measure else 1.0)
+    trials = search(
+        rehearsal.run,
+        num_rows,
+        counts,
+        precisions,
+        budget_bytes,
+        slack=_SLACK if measure else 1.0,
+        choices_of=None if treat == "blocks" else rehearsal.tensor_choices,
+        treats_blocks=treat != "tensors",
+    )
     run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer)
     if measure:
         trials = [_settled(each, budget_bytes, run_for_real) for each in trials]
@@ -224,6 +241,7 @@ def prepare(
     target: str | GPU | None = None,
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
+    treat: Treat | None = None,
     measure: bool = False,
     selected_fraction: float | None = None,
     max_grad_norm: float | None = None,
@@ -241,6 +259,7 @@ def prepare(
         target: As for `plan_training`.
         precisions: As for `plan_training`.
         micro_batch_size: As for `plan_training`.
+        treat: As for `plan_training`.
         measure: As for `plan_training`.
         selected_fraction: As for `plan_training`.
         max_grad_norm: As for `MemoryEfficientTrainingWrapper`.
@@ -278,6 +297,7 @@ def prepare(
         target=target,
         precisions=precisions,
         micro_batch_size=micro_batch_size,
+        treat=treat,
         measure=measure,
         selected_fraction=selected_fraction,
     )
@@ -434,6 +454,7 @@ def _wrapped(
         precision=arrangement.precision,  # type: ignore[arg-type]  # checked by the wrapper
         accumulation_steps=num_steps,
         checkpoint=dict(arrangement.treatments) or None,
+        saved_tensors=arrangement.tensors,
         probe=False,
     ) as trainer:
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         register_parameterwise as register_parameterwise,
     )
     from memkit.train.penalty import gradient_penalty as gradient_penalty
+    from memkit.train.saved_tensors import treat_saved_tensors as treat_saved_tensors
     from memkit.train.split_check import check_split as check_split
     from memkit.train.split_loss import SplitLoss as SplitLoss
     from memkit.train.state_offload import offload_state as offload_state
@@ -39,6 +40,7 @@ else:  # a type checker would accept any name through `__getattr__`
         "make_dataloader": "memkit.train.loader",
         "materialize_state": "memkit.train.parameterwise",
         "offload_activations": "memkit.train.offload",
+        "treat_saved_tensors": "memkit.train.saved_tensors",
         "offload_state": "memkit.train.state_offload",
         "recover_from_oom": "memkit._recovery.attempt",
         "register_parameterwise": "memkit.train.parameterwise",

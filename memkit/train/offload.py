@@ -20,7 +20,7 @@ from memkit._core.units import parse_bytes
 from memkit._torch import compiler
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_node
-from memkit._torch.tensors import base_of, storage_key, version_of
+from memkit._torch.tensors import base_of, is_view, storage_key, version_of
 from memkit.train.checks import WRAPPER
 from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store, span
@@ -113,23 +113,23 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         lasting = _storages(model) if model is not None else set()
 
         def pack(tensor: torch.Tensor) -> _Packed:
-            return self._pack(tensor, lasting)
+            return self.pack(tensor, lasting)
 
         with saved_tensors_hooks(_uncompiled(pack), _uncompiled(_Packed.unpack)):
             yield self
 
-    @contextlib.contextmanager
-    def around(self, other: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter another context, and offload inside it."""
-        with other, self:
-            yield
+    def pack(self, tensor: torch.Tensor, lasting: Collection[int] = ()) -> _Packed:
+        """Take a tensor that autograd saves: keep it, or move it out.
 
-    def _pack(self, tensor: torch.Tensor, lasting: set[int]) -> _Packed:
-        moves = self._may_move(tensor, lasting)
+        Args:
+            tensor: The tensor.
+            lasting: Addresses of storages that stay.
+        """
+        moves, is_alone = self._may_move(tensor, lasting), _has_own_version(tensor)
         tensor = tensor.detach()  # an operator's own result would keep its graph alive; the version stays shared
-        return _Packed(tensor, self._record(tensor) if moves else None)
+        return _Packed(tensor, self._record(tensor, is_alone=is_alone) if moves else None)
 
-    def _may_move(self, tensor: torch.Tensor, lasting: set[int]) -> bool:
+    def _may_move(self, tensor: torch.Tensor, lasting: Collection[int]) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter) or not _has_storage(tensor):
             return False
         if tensor.nbytes < self._min_bytes or tensor.device.type == "meta":
@@ -142,16 +142,19 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._has_moved = True
         return True
 
-    def _record(self, tensor: torch.Tensor) -> _Record:
+    def _record(self, tensor: torch.Tensor, *, is_alone: bool) -> _Record:
         """Find the record of a tensor's storage, or make one and move out storages that no longer fit."""
         storage = tensor.untyped_storage()
         record = self._records.get(storage_key(storage))
         first, size = _extent(tensor)
-        if record is not None and record.covers(storage, version_of(tensor), first, size):
-            return record
-        if storage.nbytes() <= _WORTH_WHOLE * size:
-            first, size = 0, storage.nbytes()
-        record = self._records[storage_key(storage)] = _Record(self, tensor, first, size)
+        if not is_alone:
+            if record is not None and record.covers(storage, version_of(tensor), first, size):
+                return record
+            if storage.nbytes() <= _WORTH_WHOLE * size:
+                first, size = 0, storage.nbytes()
+        record = _Record(self, tensor, first, size)
+        if not is_alone:
+            self._records[storage_key(storage)] = record
         self._held[id(record)] = weakref.ref(record)
         self.held_bytes += record.num_bytes
         while self.held_bytes > self._budget and self._held:
@@ -282,6 +285,14 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is just a view of one storage."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided
     return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _has_own_version(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a part of a storage whose other parts may change without its version.
+
+    `unsafe_chunk` and `unsafe_split` make such parts, as in PyTorch's own GRU on a CPU.
+    """
+    return not is_view(tensor) and _has_storage(tensor) and _extent(tensor)[1] < tensor.untyped_storage().nbytes()
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memkit._core.errors import StateError
 from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
+from memkit._tape.tape import changes_arguments, is_plain, written_arguments
 from memkit._torch.aten import FUSED_ATTENTION
 from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
@@ -159,12 +160,14 @@ class KeptResults:
 
     def __init__(self) -> None:
         self._results: list[tuple[Any, Any]] = []  # operators and results in order; None must be recomputed
+        self._by_storage: dict[int, list[_Result]] = {}  # by id(): the results hold the storages
 
     @contextlib.contextmanager
     def first(self, replay: Replay) -> Iterator[None]:
         """Record the results of the first forward in the block."""
-        with replay, _OnKept(self._keep):
+        with replay, _OnKept(self._keep, self._note_change):
             yield
+        self._by_storage.clear()
         self._results = [(func, result if _is_unchanged(result) else None) for func, result in self._results]
 
     @contextlib.contextmanager
@@ -182,7 +185,16 @@ class KeptResults:
         out = func(*args, **kwargs)
         result = tree_map(lambda part: _Result(part) if isinstance(part, torch.Tensor) else part, out)
         self._results.append((func, result))
+        for part in tree_leaves(result):
+            if isinstance(part, _Result):
+                self._by_storage.setdefault(part.storage_id, []).append(part)
         return out
+
+    def _note_change(self, written: Sequence[torch.Tensor]) -> None:
+        """Note changes that no version tells: parts by `unsafe_chunk`, as in PyTorch's GRU, have versions of their own."""
+        for tensor in filter(is_plain, written):
+            for part in self._by_storage.get(id(tensor.untyped_storage()), ()):
+                part.is_changed = True
 
     def _give(self, index: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         then, result = self._results[index] if index < len(self._results) else (None, None)
@@ -206,22 +218,32 @@ class _Result:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = _detached(tensor)
         self._version = version_of(self._tensor)
+        self._storage = tensor.untyped_storage() if is_plain(tensor) else None
+        self.is_changed = False
+
+    @property
+    def storage_id(self) -> int:
+        return id(self._storage)
 
     def is_unchanged(self) -> bool:
-        return version_of(self._tensor) == self._version
+        return not self.is_changed and version_of(self._tensor) == self._version
 
     def get(self) -> torch.Tensor:
         return _detached(self._tensor)  # a new object, which gets an autograd history
 
 
 class _OnKept(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Runs `KEPT_OPERATORS` through a function."""
+    """Runs `KEPT_OPERATORS` through a function, and may tell of tensors that other operators are about to change."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+    def __init__(
+        self,
+        run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any],
+        note_change: Callable[[Sequence[torch.Tensor]], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
+        self._run, self._note_change = run, note_change
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -232,7 +254,11 @@ class _OnKept(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        return self._run(func, args, kwargs) if _is_kept(func, args, kwargs) else func(*args, **kwargs)
+        if _is_kept(func, args, kwargs):
+            return self._run(func, args, kwargs)
+        if self._note_change is not None and changes_arguments(func):
+            self._note_change(written_arguments(func, args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

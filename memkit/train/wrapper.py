@@ -22,6 +22,7 @@ from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
+from memkit._tape.plan import SavedTensorPlan
 from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import count_graphs
 from memkit.train.blocks import Choice
@@ -45,6 +46,7 @@ from memkit.train.offload import make_offload, read_offload
 from memkit.train.owners import check_owner, list_optimizers, read_model
 from memkit.train.precision import Precision, PrecisionName
 from memkit.train.remedies import Remedies
+from memkit.train.saved_tensors import treat_saved_tensors
 from memkit.train.settings import check_config, check_on_gradients, check_settings
 from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
@@ -130,6 +132,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, a callable
             ``(name, module) -> bool``, or a mapping of patterns to ``"full"``, ``"selective"`` or ``"offload"``.
             True is ``"auto"``, False is None.
+        saved_tensors: What to do with each tensor that autograd saves: ``saved_tensors`` of `memkit.plan_training`.
         offload: ``"activations"`` (those saved for backward), ``"optimizer"`` (its state); they move to host memory,
             and from there to disk. None is neither.
         max_grad_norm: Clip the total gradient norm.
@@ -180,6 +183,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         precision: PrecisionName | None = None,
         accumulation_steps: int = 1,
         checkpoint: Choice | None = None,
+        saved_tensors: SavedTensorPlan | None = None,
         offload: Collection[str] | None = (),
         max_grad_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -269,6 +273,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             self._following: list[Callable[[], object]] = [] if scheduler is None else [scheduler.step]
             self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
+            self._treated = None if saved_tensors is None else treat_saved_tensors(saved_tensors)
             self._cleanup = cleanup.pop_all()
 
     @classmethod
@@ -457,7 +462,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         """Return a context for forward and loss that applies ``precision`` and ``offload``."""
         is_off = isinstance(self._driver.current, CheckAttempt) and self._driver.current.in_full_precision
         autocast = contextlib.nullcontext() if is_off else self._precision.autocast()
-        return autocast if self._offload is None else self._offload.around(autocast)
+        if self._offload is None and self._treated is None:
+            return autocast
+        return self._around_forward(autocast)
+
+    @contextlib.contextmanager
+    def _around_forward(self, autocast: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        with autocast, self._offload or contextlib.nullcontext(), self._treated or contextlib.nullcontext():
+            yield
 
     def backward(
         self,

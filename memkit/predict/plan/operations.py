@@ -88,7 +88,7 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out
-        seconds = self._speeds.view_seconds if func.is_view else self._seconds(func, args, kwargs, out)
+        seconds = self.seconds_of(func, args, kwargs, out)
         self.parts[-1] += seconds
         if self._running and current_backward() == _NO_BACKWARD:
             forward = self.forwards[self._running[-1]]
@@ -97,7 +97,10 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             forward.light_seconds += 0.0 if func in self._kept_operators else seconds
         return out
 
-    def _seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    def seconds_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        """Return the time of an operator."""
+        if func.is_view:
+            return self._speeds.view_seconds
         tensors = _tensors((out, args, tuple(kwargs.values())))
         return self._speeds.seconds(
             num_flops=num_flops(func, args, kwargs, out),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, overload
 
 from memkit._charts.charts import Curve, Figure, Lines, unit_of
@@ -15,6 +15,7 @@ from memkit._charts.text import align, chart_lines
 from memkit._core.foreign import AS_DICT, PEAK, SUMMARY
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
+from memkit._tape.plan import SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.trial import Arrangement, PlannedTreatment, Trial
 
@@ -28,6 +29,7 @@ class PlanCandidate:
         accumulation_steps: Micro-batches per optimizer step.
         precision: As for `MemoryEfficientTrainingWrapper`.
         checkpoint: Treatment of each treated block; empty if there are none.
+        saved_tensors: What is done with each saved tensor; None if they all stay.
         required_bytes: Bytes that must fit into the budget.
         seconds: Time of a step's operators, according to the plan's speeds.
         measured_seconds: Processor time of a step that was really run; None if none was.
@@ -46,6 +48,7 @@ class PlanCandidate:
     accumulation_steps: int
     precision: str | None
     checkpoint: Mapping[str, PlannedTreatment]
+    saved_tensors: SavedTensorPlan | None
     required_bytes: int
     seconds: float
     measured_seconds: float | None
@@ -60,6 +63,7 @@ class PlanCandidate:
             accumulation_steps=arrangement.accumulation_steps,
             precision=arrangement.precision,
             checkpoint=dict(arrangement.treatments),
+            saved_tensors=arrangement.tensors,
             required_bytes=trial.required_bytes,
             seconds=trial.seconds,
             measured_seconds=measured_seconds,
@@ -68,9 +72,17 @@ class PlanCandidate:
 
     @property
     def treatment(self) -> str:
-        """Readable summary of the treatments, such as ``"3 full, 1 offload"``."""
+        """Readable summary of the treatments, such as ``"3 full, 1 offload"``, or ``"tensors: 40% kept"``."""
+        if self.saved_tensors is not None:
+            return f"tensors: {self.saved_tensors.kept_share:.0%} kept"
         counts = Counter(self.checkpoint.values())
         return ", ".join(f"{count} {treatment}" for treatment, count in counts.items()) or "-"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name, ready for JSON; what is done with saved tensors as a summary."""
+        figures = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = None if self.saved_tensors is None else self.saved_tensors.summary
+        return figures | {"checkpoint": dict(self.checkpoint), "saved_tensors": tensors}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +172,7 @@ class TrainingPlan(Overviewed):
         accumulation_steps: Micro-batches per optimizer step.
         precision: As for `MemoryEfficientTrainingWrapper`.
         checkpoint: Treatment of each treated block, ``{"blocks.0": "full"}``; None if there are none.
+        saved_tensors: What is done with each tensor that autograd saves, for `treat_saved_tensors`; None if they stay.
         predicted_peak_bytes: Peak bytes in live tensors of the planned step, from its dry run.
         required_bytes: The peak plus scratch memory inside kernels; on a GPU, the memory that its allocator reserves
             plus the driver's context. This fits into the budget.
@@ -190,6 +203,7 @@ class TrainingPlan(Overviewed):
     accumulation_steps: int
     precision: str | None
     checkpoint: Mapping[str, PlannedTreatment] | None
+    saved_tensors: SavedTensorPlan | None
     predicted_peak_bytes: int
     required_bytes: int
     budget_bytes: int
@@ -220,6 +234,7 @@ class TrainingPlan(Overviewed):
             accumulation_steps=arrangement.accumulation_steps,
             precision=arrangement.precision,
             checkpoint=dict(arrangement.treatments) or None,
+            saved_tensors=arrangement.tensors,
             predicted_peak_bytes=best.estimate.peak_bytes,
             required_bytes=best.required_bytes,
             budget_bytes=budget_bytes,
@@ -242,6 +257,7 @@ class TrainingPlan(Overviewed):
             "accumulation_steps": self.accumulation_steps,
             "precision": self.precision,
             "checkpoint": self.checkpoint,
+            "saved_tensors": self.saved_tensors,
         }
 
     @property
@@ -254,10 +270,12 @@ class TrainingPlan(Overviewed):
         num_fitting = sum(each.fits for each in self.candidates)
         treated = Counter((self.checkpoint or {}).values())
         blocks = ", ".join(f"{count} {treatment}" for treatment, count in treated.items()) or "kept as they are"
+        tensors = self.saved_tensors
         rows = [
             ("micro-batches", f"{self.accumulation_steps} of at most {self.micro_batch_size} rows"),
             ("precision", self.precision or "as the model is"),
             ("blocks", blocks),
+            ("saved tensors", "kept as they are" if tensors is None else tensors.summary),
             ("needs", needs),
             ("budget", budget),
             ("peak of live tensors", format_bytes(self.predicted_peak_bytes)),
@@ -272,7 +290,7 @@ class TrainingPlan(Overviewed):
 
     def explain(self) -> str:
         """Return a readable report: every candidate and why it lost, and a plot of time against memory."""
-        columns = ["rows x steps", "precision", "blocks", "needs", "time", ""]
+        columns = ["rows x steps", "precision", "treated", "needs", "time", ""]
         rows = [columns, *map(self._row, sorted(self.candidates, key=lambda each: each.seconds))]
         where = f"budget {format_bytes(self.budget_bytes)}; peak in {self.estimate.peak_where}"
         notes = [where, f"time: over that of the largest micro-batches, untreated, by {self.speeds}", *self.notes]
@@ -280,8 +298,10 @@ class TrainingPlan(Overviewed):
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, ready for JSON."""
-        figures = {**asdict(self), "estimate": self.estimate.as_dict(), "notes": list(self.notes)}
-        return figures | {"candidates": [asdict(each) for each in self.candidates]}
+        figures = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = None if self.saved_tensors is None else self.saved_tensors.as_dict()
+        figures |= {"estimate": self.estimate.as_dict(), "notes": list(self.notes), "saved_tensors": tensors}
+        return figures | {"candidates": [each.as_dict() for each in self.candidates]}
 
     def _row(self, candidate: PlanCandidate) -> list[str]:
         return [
@@ -298,7 +318,8 @@ class TrainingPlan(Overviewed):
 
     def _is_chosen(self, candidate: PlanCandidate) -> bool:
         same_size = candidate.accumulation_steps == self.accumulation_steps and candidate.precision == self.precision
-        return same_size and candidate.checkpoint == (self.checkpoint or {})
+        is_treated_so = candidate.checkpoint == (self.checkpoint or {})
+        return same_size and is_treated_so and candidate.saved_tensors == self.saved_tensors
 
     def _verdict(self, candidate: PlanCandidate) -> str:
         measured = "" if candidate.measured_seconds is None else f", {candidate.measured_seconds:.3g} s when run"

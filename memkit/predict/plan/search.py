@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from memkit.predict.plan.tensors import Choice, TensorChoices
 from memkit.predict.plan.trial import Arrangement, BlockCost, PlannedTreatment, Trial
 
 _MOST_TRIALS = 5  # of treatments for one micro-batch size
+_WELL_USED = 0.99  # of a budget: nothing better is looked for
 _PATIENCE = 2  # consecutive sizes slower than the best, after which smaller ones are skipped
 RunArrangement = Callable[[Arrangement, Trial | None], Trial]
 
@@ -65,6 +67,8 @@ def search(
     budget_bytes: int,
     *,
     slack: float,
+    choices_of: Callable[[Arrangement], TensorChoices] | None,
+    treats_blocks: bool,
 ) -> list[Trial]:
     """Try the arrangements that may be the fastest that fits.
 
@@ -74,6 +78,8 @@ def search(
         counts: Micro-batch counts to try, ascending.
         precisions: Precisions to try.
         budget_bytes: The most that a trial may require.
+        choices_of: Finds what can be done with the tensors that an arrangement's micro-batches save; None leaves them.
+        treats_blocks: Whether blocks may be treated.
         slack: Arrangements up to this multiple of the fastest time are worth a trial; 1 if the times can be trusted.
 
     Returns:
@@ -101,7 +107,10 @@ def search(
             if plain.required_bytes > budget_bytes:
                 too_large.append(plain)
     for plain in sorted(too_large, key=lambda each: each.seconds):
-        _treat(tried, plain, budget_bytes, limit_seconds())
+        if choices_of is not None:
+            _treat_tensors(tried, choices_of, plain, budget_bytes, limit_seconds())
+        if treats_blocks:
+            _treat_blocks(tried, plain, budget_bytes, limit_seconds())
     return trials
 
 
@@ -114,7 +123,35 @@ def fastest(trials: Sequence[Trial], budget_bytes: int) -> list[Trial]:
     return list(best.values())
 
 
-def _treat(
+def _treat_tensors(
+    tried: Callable[[Arrangement, Trial | None], Trial],
+    choices_of: Callable[[Arrangement], TensorChoices],
+    plain: Trial,
+    budget_bytes: int,
+    limit_seconds: float,
+) -> None:
+    """Search for the fastest choice of saved tensors that makes a trial fit: by the sums, corrected by the trials."""
+    if plain.seconds >= limit_seconds:
+        return
+    choices = choices_of(plain.arrangement)
+    num_steps = plain.arrangement.accumulation_steps
+    more_bytes = plain.required_bytes - choices.choices[0].peak_bytes  # than the sum says
+    best_bytes = 0  # of a trial that fits
+    seen: set[Choice] = set()
+    for _ in range(_MOST_TRIALS):
+        choice = choices.within(budget_bytes - more_bytes) or choices.choices[-1]
+        if choice in seen or plain.seconds + num_steps * choice.seconds >= limit_seconds:
+            break
+        seen.add(choice)
+        trial = tried(replace(plain.arrangement, tensors=choices.plan(choice)), plain)
+        more_bytes = trial.required_bytes - choice.peak_bytes
+        if trial.required_bytes <= budget_bytes:
+            if trial.required_bytes <= best_bytes or trial.required_bytes >= _WELL_USED * budget_bytes:
+                break
+            best_bytes = trial.required_bytes
+
+
+def _treat_blocks(
     tried: Callable[[Arrangement, Trial | None], Trial], plain: Trial, budget_bytes: int, limit_seconds: float
 ) -> None:
     """Search for the fewest upgrades that make a trial fit, from the upgrades' savings and the trials' memory."""

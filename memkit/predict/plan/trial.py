@@ -14,22 +14,29 @@ from torch.optim import Optimizer
 from memkit._gradients.loss import LossFn, call_loss_fn
 from memkit._recorder.recording import Recording
 from memkit._simulation.simulation import (
+    Host,
     MakeOptimizer,
     Place,
     Record,
     Simulation,
+    Watch,
     noting_failures,
     optimizer_maker,
     simulate,
 )
+from memkit._tape.notes import ForwardNotes
+from memkit._tape.plan import SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
 from memkit.predict.plan.speeds import Speeds
+from memkit.predict.plan.tensors import TensorChoices
 
 PlannedTreatment = Literal["selective", "full", "offload"]
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
 # Python overhead of treating a block, per operator and counted in launches, as measured on tiny blocks on a CPU.
 _PYTHON_LAUNCHES: dict[PlannedTreatment, int] = {"selective": 35, "full": 20, "offload": 5}
+# The same for a tape: of each operator of a forward under it, and of each that runs again.
+_TAPE_LAUNCHES, _RERUN_LAUNCHES = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +48,14 @@ class Arrangement:
         accumulation_steps: Micro-batches per optimizer step.
         precision: As for `MemoryEfficientTrainingWrapper`.
         treatments: Name and treatment of each treated block.
+        tensors: What to do with each saved tensor; None keeps them.
     """
 
     micro_batch_size: int
     accumulation_steps: int
     precision: str | None
     treatments: tuple[tuple[str, PlannedTreatment], ...] = ()
+    tensors: SavedTensorPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +149,41 @@ class StepTrials:
         estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
+        tensors = arrangement.tensors
         if device_type == "cpu":
-            required_bytes += torch.get_rng_state().nbytes * (1 + len(arrangement.treatments)) + _NUMBERS_BYTES
+            num_states = 1 + len(arrangement.treatments) + (0 if tensors is None else tensors.num_random)
+            required_bytes += torch.get_rng_state().nbytes * num_states + _NUMBERS_BYTES
         seconds = self._seconds(trace.parts, arrangement)
         if plain is None:
             costs = self._block_costs(trace, record.recording, arrangement)
             return Trial(arrangement, estimate, required_bytes, seconds, costs)
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
+        if tensors is not None:
+            python = _TAPE_LAUNCHES * len(tensors.operators) + _RERUN_LAUNCHES * len(tensors.recomputed)
+            unseen = tensors.offloaded_bytes * self._moving_seconds + python * self.speeds.operator_seconds
+            seconds += arrangement.accumulation_steps * unseen
         return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs)
 
-    def _record(self, arrangement: Arrangement) -> _Recorded:
+    def tensor_choices(self, arrangement: Arrangement) -> TensorChoices:
+        """Return what can be done with the tensors that a micro-batch of an arrangement saves."""
+        all_notes: list[ForwardNotes] = []
+        record = self._record(arrangement, all_notes).record
+        notes = all_notes[-1]  # of the last micro-batch, which begins with gradients
+        is_host = isinstance(self.make_place(), Host)
+        return TensorChoices(
+            notes.operators,
+            notes.values,
+            base=record.recording.timeline(),
+            random_state_bytes=torch.get_rng_state().nbytes if is_host else 0,
+            moving_seconds=self._moving_seconds,
+            operator_seconds=_RERUN_LAUNCHES * self.speeds.operator_seconds,
+        )
+
+    @property
+    def _moving_seconds(self) -> float:
+        return 2 / self.speeds.link_bandwidth
+
+    def _record(self, arrangement: Arrangement, all_notes: list[ForwardNotes] | None = None) -> _Recorded:
         place = self.make_place()
         simulation = Simulation(place, selected_fraction=self.selected_fraction)
         names = {block: name for name, block in self.blocks.items()}
@@ -161,7 +195,10 @@ class StepTrials:
                     trace = StepTimes(self.speeds, names, self.kept_operators)
                     with trace if watch.is_recording else nullcontext(), watch:
                         watch.hold(model, batch)
-                        left_bytes = train_step(batch, _announced(loss_fn, trace))
+                        noted = loss_fn
+                        if all_notes is not None and watch.is_recording:
+                            noted = _noted(loss_fn, all_notes, watch, trace)
+                        left_bytes = train_step(batch, _announced(noted, trace))
             return _Recorded(watch.record(), trace, left_bytes, place.device_type)
 
         return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
@@ -209,6 +246,17 @@ class StepTrials:
                 kept_bytes += storage.nbytes if storage.operator in kept_names else 0
                 saved[owner] = saved_bytes + storage.nbytes, kept_bytes
         return saved
+
+
+def _noted(loss_fn: LossFn, all_notes: list[ForwardNotes], watch: Watch, trace: StepTimes) -> LossFn:
+    """Wrap a loss function so that notes are taken on each micro-batch."""
+
+    def noted(model: Any, micro_batch: Any) -> Any:
+        all_notes.append(ForwardNotes(watch.recorder.num_events, trace.seconds_of))
+        with all_notes[-1].forward():
+            return call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
+
+    return noted
 
 
 def _announced(loss_fn: LossFn, trace: StepTimes) -> LossFn:

@@ -1,0 +1,192 @@
+"""Notes on a forward and its backward: which operator makes what from what, what is saved, and when it is needed.
+
+They are taken in a simulation, where data do not matter: saved tensors are dropped, and new ones without data take
+their place in backward. So it is seen when the forward itself lets go of a tensor that autograd would keep.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memkit._tape.tape import (
+    Storages,
+    View,
+    counts,
+    is_plain,
+    is_random,
+    repeats,
+    tensors_in,
+    without_statistics,
+    written_arguments,
+)
+from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.graph import current_backward
+from memkit._torch.tensors import version_of
+
+_NO_BACKWARD = -1
+
+
+@dataclass(slots=True)
+class OperatorNote:
+    """An operator of the forward.
+
+    Attributes:
+        name: Its name.
+        seconds: Its time.
+        repeats: Whether it may run again.
+        is_random: Whether it draws random numbers.
+        sources: The values that it needs.
+        makes: The values whose storages it makes.
+        changes: The values that it changes in place.
+    """
+
+    name: str
+    seconds: float
+    repeats: bool
+    is_random: bool
+    sources: list[ValueNote] = field(default_factory=list)
+    makes: list[ValueNote] = field(default_factory=list)
+    changes: list[ValueNote] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ValueNote:
+    """The content of a storage that an operator of the forward made.
+
+    Attributes:
+        number: Its number, in the order of the forward.
+        nbytes: Bytes of the storage.
+        makers: Numbers of the operators that made and changed it.
+        death: Moment at which the forward has let go of it.
+        is_saved: Whether autograd saves it.
+        first_use: Moment at which backward first needs it.
+        readers: Operators that have read it since it last changed.
+    """
+
+    number: int
+    nbytes: int
+    makers: list[int]
+    death: int | None = None
+    is_saved: bool = False
+    first_use: int | None = None
+    readers: list[OperatorNote] = field(default_factory=list)
+
+
+class ForwardNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Takes notes on one forward and its backward, in a simulation.
+
+    Args:
+        clock: Returns the moment, as a number that grows.
+        seconds: Returns the time of an operator: ``seconds(func, args, kwargs, out)``.
+
+    Attributes:
+        operators: The operators of the forward.
+        values: The storages that they made.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, clock: Callable[[], int], seconds: Callable[[Any, Any, Any, Any], float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[OperatorNote] = []
+        self.values: list[ValueNote] = []
+        self._clock, self._seconds = clock, seconds
+        self._storages: Storages[ValueNote] = Storages()
+        self._fresh: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of values that backward has asked for
+        self._from_outside: list[tuple[weakref.ref[Tensor], int, OperatorNote]] = []
+        self._is_packing = False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Take notes on a forward within the block; on its backward, whenever that runs."""
+        with self, saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        for given, version, operator in self._from_outside:
+            tensor = given()
+            if tensor is not None and version_of(tensor) != version:  # changed by the forward: it cannot be had again
+                operator.repeats = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_packing or not counts(func) or current_backward() != _NO_BACKWARD:
+            return func(*args, **kwargs)
+        note = OperatorNote(str(func), 0.0, repeats(func), is_random(func))
+        self._note_sources(note, without_statistics(func, args), kwargs)
+        number = len(self.operators)
+        self.operators.append(note)
+        note.changes = [each for each in map(self._storages.find, written_arguments(func, args, kwargs)) if each]
+        for value in note.changes:
+            value.makers.append(number)
+            for reader in value.readers:  # what they have read is gone then
+                reader.repeats = reader.repeats and reader is note
+            value.readers = []
+        given = {id(each.untyped_storage()) for each in tensors_in((args, kwargs)) if is_plain(each)}
+        out = func(*args, **kwargs)
+        note.seconds = self._seconds(func, args, kwargs, out)
+        for tensor in tensors_in(out):
+            if not is_plain(tensor):
+                note.repeats = False
+            elif id(tensor.untyped_storage()) not in given and self._storages.find(tensor) is None:
+                self._note_value(tensor, number, note)
+        return out
+
+    def _note_sources(self, note: OperatorNote, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            value = self._storages.find(tensor)
+            if value is not None:
+                note.sources.append(value)
+                value.readers.append(note)
+            elif is_plain(tensor):
+                self._from_outside.append((weakref.ref(tensor), version_of(tensor), note))
+            else:
+                note.repeats = False
+
+    def _note_value(self, tensor: Tensor, number: int, note: OperatorNote) -> None:
+        value = ValueNote(len(self.values), tensor.untyped_storage().nbytes(), [number])
+        self.values.append(value)
+        note.makes.append(value)
+        self._storages.learn(tensor, value, self._note_death)
+
+    def _note_death(self, value: ValueNote) -> None:
+        value.death = self._clock()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        value = self._storages.find(tensor)
+        if value is None:
+            self._is_packing = True
+            try:
+                return tensor.detach()
+            finally:
+                self._is_packing = False
+        value.is_saved = True
+        return _Dropped(value, View.of(tensor))
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Dropped):
+            return packed  # type: ignore[no-any-return]  # a tensor from outside
+        value = packed.value
+        if value.first_use is None:
+            value.first_use = self._clock()
+        known = self._fresh.get(value.number)
+        storage = None if known is None else known()
+        if storage is None:
+            storage = torch.empty(value.nbytes, dtype=torch.uint8, device=packed.view.device).untyped_storage()
+            self._fresh[value.number] = weakref.ref(storage)
+        return packed.view.on(storage)
+
+
+class _Dropped(NamedTuple):
+    """What stands for a saved tensor until backward needs one of its kind."""
+
+    value: ValueNote
+    view: View

@@ -1,0 +1,103 @@
+"""`SavedTensorPlan`: which tensors that autograd saves are made again in backward, and which wait elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from memkit._charts.overview import Overview, Overviewed
+from memkit._core.settings import check_version
+from memkit._core.units import format_bytes
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensorPlan(Overviewed):
+    """What to do with each tensor that a forward saves for its backward, by the operator that made it.
+
+    Operators are counted from the start of the forward. A tensor whose operator is in neither set stays.
+
+    Attributes:
+        operators: Names of all operators of the forward, in order.
+        recomputed: Numbers of the operators that run again in backward: their results are not kept.
+        offloaded: Numbers of the operators whose results wait elsewhere: on disk, or, with an accelerator, in host
+            memory.
+        recomputed_bytes: Saved bytes that are not kept because they are recomputed.
+        offloaded_bytes: Saved bytes that wait elsewhere.
+        num_random: Operators among the recomputed ones that draw random numbers.
+        saved_bytes: All bytes that the forward saves without a plan, apart from parameters and inputs.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "123"))
+        >>> x, loss_fn = torch.ones(512, 64), lambda model, x: model(x).square().mean()
+        >>> plan = mk.plan_training(model, x, loss_fn, budget="1MiB", micro_batch_size=512, treat="tensors")
+        >>> with mk.train.treat_saved_tensors(plan.saved_tensors):
+        ...     loss = loss_fn(model, x)
+        >>> loss.backward()
+    """
+
+    operators: tuple[str, ...]
+    recomputed: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
+    recomputed_bytes: int = 0
+    offloaded_bytes: int = 0
+    num_random: int = 0
+    saved_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain types, ready for JSON; `from_dict` reads it."""
+        return {
+            "version": _VERSION,
+            "operators": list(self.operators),
+            "recomputed": sorted(self.recomputed),
+            "offloaded": sorted(self.offloaded),
+            "recomputed_bytes": self.recomputed_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "num_random": self.num_random,
+            "saved_bytes": self.saved_bytes,
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Rebuild a plan from `as_dict`.
+
+        Raises:
+            FileFormatError: Another version of memkit wrote it.
+        """
+        check_version("SavedTensorPlan.from_dict(state)", state, _VERSION)
+        return cls(
+            operators=tuple(state["operators"]),
+            recomputed=frozenset(state["recomputed"]),
+            offloaded=frozenset(state["offloaded"]),
+            recomputed_bytes=state["recomputed_bytes"],
+            offloaded_bytes=state["offloaded_bytes"],
+            num_random=state["num_random"],
+            saved_bytes=state["saved_bytes"],
+        )
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the saved bytes that stay."""
+        return 1 - (self.recomputed_bytes + self.offloaded_bytes) / max(1, self.saved_bytes)
+
+    @property
+    def summary(self) -> str:
+        """Readable summary, such as ``"35% kept, 60% recomputed, 5% offloaded"``."""
+        shares = [("recomputed", self.recomputed_bytes), ("offloaded", self.offloaded_bytes)]
+        others = "".join(f", {each / max(1, self.saved_bytes):.0%} {name}" for name, each in shares if each)
+        return f"{self.kept_share:.0%} of {format_bytes(self.saved_bytes)} kept{others}"
+
+    def _overview(self) -> Overview:
+        kept_bytes = self.saved_bytes - self.recomputed_bytes - self.offloaded_bytes
+        return Overview(
+            f"keeps {format_bytes(kept_bytes)} of the {format_bytes(self.saved_bytes)} that a forward saves",
+            [
+                ("recomputed", f"{format_bytes(self.recomputed_bytes)}, by {len(self.recomputed)} operators"),
+                ("offloaded", f"{format_bytes(self.offloaded_bytes)}, of {len(self.offloaded)} operators"),
+                ("operators", str(len(self.operators))),
+            ],
+        )

@@ -1,0 +1,427 @@
+"""Results of a forward's operators that can be made again: the operators are written down and run again when needed.
+
+Memory is held by storages, so a `Value` is the content of a storage: the operator that made it, and those that changed
+it in place. A recorded operator refers to other values, or to tensors that stay. Nothing is held longer than needed: a
+value that nobody refers to any more is gone, and so are the operators that only it needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from memkit._core.errors import StateError
+from memkit._torch.dispatch import OpOverload, below_autograd, counting_in_views
+from memkit._torch.fake import FakeTensor
+from memkit._torch.graph import current_backward, current_node, keeps_graph
+from memkit._torch.operators import schema_of
+from memkit._torch.tensors import version_of
+
+T = TypeVar("T")
+_NO_BACKWARD = -1
+_aten = torch.ops.aten
+# Places of the running mean, the running variance and the flag for training. These kernels update the statistics, and
+# in training they use nothing of them.
+_STATISTICS: Mapping[Any, tuple[int, int, int]] = {
+    _aten.native_batch_norm.default: (3, 4, 5),
+    _aten.cudnn_batch_norm.default: (3, 4, 5),
+    _aten.miopen_batch_norm.default: (3, 4, 5),
+}
+_DETACH = _aten.detach.default
+# What these do to a storage cannot be done again on another one.
+_ODD = frozenset({"set_", "resize_", "resize_as_", "resize", "set", "set_data"})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is just a view of one storage."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not tensor.is_inference()
+    )
+
+
+def repeats(func: Any) -> bool:
+    """Return whether an operator gives the same results when it runs again on the same tensors, and changes no others.
+
+    Only torch's own operators are known to; of others, what they do besides is unknown.
+    """
+    return getattr(func, "namespace", "") == "aten" and func.overloadpacket.__name__ not in _ODD
+
+
+def counts(func: Any) -> bool:
+    """Return whether an operator counts on a tape.
+
+    Not `detach`, which autograd calls where there are no hooks, and not the questions that only stand-ins are asked.
+    """
+    return func is not _DETACH and getattr(func, "namespace", "") != "prim"
+
+
+def is_random(func: Any) -> bool:
+    """Return whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def changes_arguments(func: Any) -> bool:
+    """Return whether an operator changes some of its arguments in place."""
+    return isinstance(func, OpOverload) and schema_of(func).is_mutable
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator changes in place."""
+    written = []
+    for place, argument in enumerate(schema_of(func).arguments if changes_arguments(func) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += [
+                each for each in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(each, Tensor)
+            ]
+    return written
+
+
+def without_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an operator without running statistics that it would only update."""
+    places = _STATISTICS.get(func)
+    if places is None or not args[places[2]]:
+        return args
+    return tuple(None if place in places[:2] else each for place, each in enumerate(args))
+
+
+class Value:
+    """Content of one storage, made by an operator of the forward and perhaps changed in place by others.
+
+    Attributes:
+        steps: The operators; empty if they are no longer needed.
+        num_steps: Their number.
+        storage: The storage, as soon as it was made again.
+        is_read: Whether the content after the last operator may be asked for.
+        is_lost: Whether the storage was changed since, by an operator that is not written down.
+    """
+
+    __slots__ = ("__weakref__", "_is_read_between", "is_lost", "is_read", "num_steps", "steps", "storage")
+
+    def __init__(self, step: Step) -> None:
+        self.steps, self.num_steps, self.storage = [step], 1, None
+        self.is_read = self.is_lost = self._is_read_between = False
+
+    steps: list[Step]
+    storage: torch.UntypedStorage | None
+
+    def append(self, step: Step) -> None:
+        """Append an operator that changes the storage in place."""
+        self.steps.append(step)
+        self.num_steps += 1
+        self._is_read_between |= self.is_read
+        self.is_read = False
+
+    def fill(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Hold the content; the operators are dropped unless they may be needed again."""
+        self.storage = storage
+        if not self._is_read_between and current_backward() != _NO_BACKWARD and not keeps_graph():
+            self.steps = []
+        return storage
+
+
+class Storages(Generic[T]):
+    """What is known of the storages of a forward, as long as they live."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}  # by id() of the storage's Python object, which lives as long as it
+
+    def learn(self, tensor: Tensor, known: T, on_death: Callable[[T], object] | None = None) -> T:
+        """Note something about a tensor's storage.
+
+        Args:
+            tensor: A plain tensor.
+            known: What to note.
+            on_death: Called with it when the storage is freed.
+        """
+        storage = tensor.untyped_storage()
+
+        def forget(_: object, key: int = id(storage)) -> None:
+            self._entries.pop(key, None)
+            if on_death is not None:
+                on_death(known)
+
+        entry = _Entry(storage, forget)
+        entry.known = known
+        self._entries[id(storage)] = entry
+        return known
+
+    def find(self, tensor: Tensor) -> T | None:
+        """Return what is known of a tensor's storage."""
+        entry = self._entries.get(id(tensor.untyped_storage())) if is_plain(tensor) else None
+        return None if entry is None else entry.known
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """Weak reference to a storage with what is known of it."""
+
+    __slots__ = ("known",)
+    known: Any
+
+
+class View(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        """Describe a plain tensor."""
+        offset = int(tensor.storage_offset())
+        return cls(tensor.dtype, tensor.device, offset, tuple(tensor.shape), tuple(tensor.stride()))
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return such a view of a storage."""
+        view = torch.empty(0, dtype=self.dtype, device=self.device)
+        return view.set_(storage, self.offset, self.shape, self.stride)
+
+
+class Use(NamedTuple):
+    """A view of a value, as an operator or autograd has seen it: after so many of its operators."""
+
+    value: Value
+    num_steps: int
+    view: View
+
+    @classmethod
+    def of(cls, tensor: Tensor, value: Value) -> Use:
+        """Describe a tensor over the value's storage."""
+        value.is_read = True
+        return cls(value, value.num_steps, View.of(tensor))
+
+
+class Kept:
+    """A tensor that stays, and its version.
+
+    Args:
+        tensor: The tensor.
+        is_inside: Whether an operator of this tensor is being dispatched, below autograd.
+    """
+
+    __slots__ = ("__weakref__", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, *, is_inside: bool = False) -> None:
+        with counting_in_views() if is_inside else contextlib.nullcontext():
+            self._tensor = tensor.detach()  # an operator's own result would keep its graph alive
+        self._version = version_of(self._tensor)
+
+    def copy(self) -> None:
+        """Keep a copy instead: the tensor is about to change."""
+        self._tensor = self._tensor.clone()
+        self._version = version_of(self._tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            StateError: It was changed in place.
+        """
+        if version_of(self._tensor) != self._version:
+            _refuse_changed(self._tensor)
+        return self._tensor
+
+
+class Unpackable(NamedTuple):
+    """Any other way to a tensor, such as back from the disk."""
+
+    unpack: Callable[[], Tensor]
+
+
+Source: TypeAlias = Use | Kept | Unpackable
+
+
+class Step:
+    """An operator that has run, with everything that it needs to run again.
+
+    Args:
+        func: The operator.
+        args: Its arguments, with a `Source` in place of each tensor.
+        kwargs: Its named arguments, likewise.
+        random: The random state that it started from; None if it draws no numbers.
+    """
+
+    __slots__ = ("_has_gradients", "args", "func", "kwargs", "random", "results")
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], random: RandomNumbers | None
+    ) -> None:
+        self.func, self.args, self.kwargs, self.random = func, args, kwargs, random
+        self._has_gradients = torch.is_grad_enabled()  # kernels of recurrent layers look at it
+        self.results: list[weakref.ref[Value] | None] = []  # of each tensor among its results
+
+    def uses(self) -> Iterator[Use]:
+        """Yield the values that it needs."""
+        return (each for each in _leaves((self.args, *self.kwargs.values())) if isinstance(each, Use))
+
+    def run(self, find: Callable[[Source], Tensor]) -> list[Tensor]:
+        """Run it again; return the tensors among its results."""
+        args, kwargs = mapped(find, self.args), mapped(find, self.kwargs)
+        random = contextlib.nullcontext() if self.random is None else self.random.again()
+        with random, torch.set_grad_enabled(self._has_gradients):
+            return tensors_in(self.func(*args, **kwargs))
+
+
+class RandomNumbers:
+    """State of the generator that an operator draws from.
+
+    Args:
+        generator: The operator's own; None for the default one of the device.
+        device: The device of the operator's tensors.
+    """
+
+    def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
+        module: Any = torch if device.type == "cpu" else getattr(torch, device.type)
+        if generator is not None:
+            self._get, self._set = generator.get_state, generator.set_state
+        elif device.type == "cpu":
+            self._get, self._set = module.get_rng_state, module.set_rng_state
+        else:
+            self._get = lambda: module.get_rng_state(device)
+            self._set = lambda state: module.set_rng_state(state, device)
+        self._state = self._get()
+
+    _get: Callable[[], Tensor]
+    _set: Callable[[Tensor], object]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers within the block; the generator goes on afterwards as if nothing had been drawn."""
+        now = self._get()
+        self._set(self._state)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+
+class Rerun:
+    """Makes values again; one for a forward, which several threads of its backward may use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def tensor(self, source: Source) -> Tensor:
+        """Return the tensor of a source, made again if need be."""
+        if not isinstance(source, Use):
+            return source.unpack()
+        with self._lock, below_autograd(), _without_autocast(source.view.device.type):
+            return self._view(source)
+
+    def _view(self, source: Source) -> Tensor:
+        if not isinstance(source, Use):
+            return source.unpack()
+        if source.num_steps < source.value.num_steps:
+            return source.view.on(self._run(source.value, source.num_steps))
+        return source.view.on(source.value.storage or self._make(source.value))
+
+    def _make(self, wanted: Value) -> torch.UntypedStorage:
+        """Make a value and, before it, the values that it needs. A loop: chains are longer than Python's stack."""
+        waiting = [wanted]
+        while waiting:
+            value = waiting[-1]
+            missing = [] if value.storage is not None else _missing(value)
+            waiting += missing
+            if not missing:
+                waiting.pop()
+                made = value.storage or value.fill(self._run(value, value.num_steps))
+            del value, missing  # nothing is held longer than it is needed
+        return made
+
+    def _run(self, value: Value, num_steps: int) -> torch.UntypedStorage:
+        """Run the first operators of a value on a new storage."""
+        storage: torch.UntypedStorage | None = None
+
+        def find(source: Source) -> Tensor:
+            if isinstance(source, Use) and source.value is value and storage is not None:
+                return source.view.on(storage)
+            return self._view(source)
+
+        for step in value.steps[:num_steps]:
+            results = step.run(find)
+            if storage is None:
+                for number, made in enumerate(step.results):
+                    other = None if made is None else made()
+                    if other is value:
+                        storage = results[number].untyped_storage()
+                    elif other is not None and other.num_steps == 1 and other.storage is None:
+                        other.fill(results[number].untyped_storage())
+            del results
+        if storage is None:
+            raise StateError(
+                "backward() of what treat_saved_tensors has packed",
+                got=f"{value.steps[0].func}, which made another number of tensors when it ran again",
+                expected="operators that do the same each time",
+                fix="plan with treat='blocks'.",
+            )
+        return storage
+
+
+def _missing(value: Value) -> list[Value]:
+    uses = (use for step in value.steps for use in step.uses())
+    return [
+        use.value
+        for use in uses
+        if use.value is not value and use.value.storage is None and use.num_steps == use.value.num_steps
+    ]
+
+
+@contextlib.contextmanager
+def _without_autocast(device_type: str) -> Iterator[None]:
+    if torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Replace each source, or each tensor, inside of arguments by what a function returns for it."""
+    if isinstance(value, (Tensor, Use, Kept, Unpackable)):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([mapped(function, each) for each in value])
+    if isinstance(value, dict):
+        return {name: mapped(function, each) for name, each in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors inside of arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _leaves(values: Sequence[Any]) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)) and not isinstance(each, (Use, Unpackable)):
+            yield from _leaves(each)
+        else:
+            yield each
+
+
+def _refuse_changed(tensor: Tensor) -> NoReturn:
+    node = current_node()
+    raise StateError(
+        "backward() of what treat_saved_tensors has packed",
+        got=f"a tensor of shape {tuple(tensor.shape)} that was changed in place after it was needed for "
+        f"{node.name() if node else 'backward'}",
+        expected="tensors that stay unchanged until backward",
+        fix="change a copy (x = x + 1 instead of x += 1), or change it after backward.",
+    )

@@ -1,0 +1,358 @@
+"""Which saved tensors to keep, to recompute and to offload for a memory budget, from notes on a simulated step.
+
+An operator that runs again in backward takes its time once and makes its results, whoever needs them; so the time of a
+choice is the sum over the operators that it runs again. Tensors are chosen in the order of bytes saved per second. What
+runs again needs tensors that stay, or others that run again: such a chain is made at once, and its saved results stay
+until backward has used them. Longer chains keep less in between, and more at that moment; so the order is gone through
+several times, with chains of at most so many bytes. The memory of a choice is added up from the notes; whether a plan
+fits is then found by a dry run of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from memkit._recorder.recording import IntArray
+from memkit._tape.notes import OperatorNote, ValueNote
+from memkit._tape.plan import SavedTensorPlan
+
+_CHAINS = (1, 2, 4, 8, 16, 32, 64, 128)  # all saved bytes over those of the longest chain
+_NUM_POINTS = 48  # of each order, for which memory is added up
+_SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
+_MOST_REFINEMENTS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do with the saved tensors, and what that takes.
+
+    Attributes:
+        recomputed: Numbers of the operators that run again.
+        offloaded: Numbers of the values that wait elsewhere.
+        peak_bytes: Peak bytes in live tensors of the step, added up.
+        seconds: Time that it adds to a micro-batch.
+    """
+
+    recomputed: frozenset[int]
+    offloaded: frozenset[int]
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TensorChoices:
+    """The choices for one micro-batch.
+
+    Attributes:
+        operators: The operators of its forward.
+        values: What they made.
+        base: int64, shape ``(num_events,)``: live bytes of the step if nothing that is saved were kept.
+        random_state_bytes: Bytes of a generator's state.
+        moving_seconds: Time to move a byte elsewhere and back.
+        operator_seconds: Python's time for an operator that runs again.
+    """
+
+    operators: Sequence[OperatorNote]
+    values: Sequence[ValueNote]
+    base: IntArray
+    random_state_bytes: int
+    moving_seconds: float
+    operator_seconds: float
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """All bytes of the operators' results that autograd saves."""
+        return sum(each.nbytes for each in self.values if each.is_saved)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """Choices that are worth a trial, fastest first: each needs less memory than all before."""
+        found = [self._choice(frozenset(), frozenset())]
+        for chains in _CHAINS:
+            found += self._choices_with(self.saved_bytes // chains)
+        front: list[Choice] = []
+        for each in sorted(found, key=lambda each: (each.seconds, each.peak_bytes)):
+            if not front or each.peak_bytes < front[-1].peak_bytes:
+                front.append(each)
+        return front
+
+    def within(self, peak_bytes: int) -> Choice | None:
+        """Return the fastest choice with such a peak; None if there is none."""
+        fitting = next((each for each in self.choices if each.peak_bytes <= peak_bytes), None)
+        return None if fitting is None else self._refined(fitting, peak_bytes)
+
+    def plan(self, choice: Choice) -> SavedTensorPlan:
+        """Return a choice as the plan for a forward."""
+        dropped = [each for each in self.values if each.is_saved and choice.recomputed.issuperset(each.makers)]
+        moved = [self.values[number] for number in choice.offloaded]
+        return SavedTensorPlan(
+            operators=tuple(each.name for each in self.operators),
+            recomputed=choice.recomputed,
+            offloaded=frozenset(maker for each in moved for maker in each.makers),
+            recomputed_bytes=sum(each.nbytes for each in dropped),
+            offloaded_bytes=sum(each.nbytes for each in moved),
+            num_random=sum(self.operators[number].is_random for number in choice.recomputed),
+            saved_bytes=self.saved_bytes,
+        )
+
+    def _choices_with(self, chain_bytes: int) -> Iterator[Choice]:
+        """Yield choices from nearly everything kept to as little as possible, with chains of at most so many bytes."""
+        steps = list(_Descent(self, chain_bytes).steps())
+        for place in sorted({round(each) for each in np.linspace(1, len(steps), _NUM_POINTS)} if steps else ()):
+            recomputed = frozenset(number for step in steps[:place] for number in step.operators)
+            offloaded = frozenset(step.value for step in steps[:place] if not step.operators)
+            yield self._choice(recomputed, offloaded)
+
+    def _refined(self, choice: Choice, peak_bytes: int) -> Choice:
+        """Keep again what the memory allows, the dearest first."""
+        dropped = [each for each in self.values if each.is_saved and choice.recomputed.issuperset(each.makers)]
+        dropped.sort(key=lambda each: -self._seconds_of(each.makers))
+        for each in dropped[:_MOST_REFINEMENTS]:
+            if choice.recomputed.issuperset(each.makers):
+                kept = self._needed(choice.recomputed.difference(each.makers))
+                tried = self._choice(kept, choice.offloaded)
+                if tried.peak_bytes <= peak_bytes and tried.seconds < choice.seconds:
+                    choice = tried
+        return choice
+
+    def _needed(self, recomputed: frozenset[int]) -> frozenset[int]:
+        """Return the operators among these that have to run for what is saved and not kept."""
+        needed: set[int] = set()
+        waiting = [each for each in self.values if each.is_saved and recomputed.issuperset(each.makers)]
+        while waiting:
+            for maker in waiting.pop().makers:
+                if maker not in needed:
+                    needed.add(maker)
+                    waiting += [each for each in self.operators[maker].sources if recomputed.issuperset(each.makers)]
+        return frozenset(needed)
+
+    def _seconds_of(self, operators: Iterable[int]) -> float:
+        return sum(self.operators[number].seconds + self.operator_seconds for number in operators)
+
+    # --------------------------------------------------------------------------------------------------- memory
+
+    def _choice(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> Choice:
+        """Add up memory and time."""
+        made_at = self._moments(recomputed)
+        spans: list[tuple[int, int, int]] = []  # first event, last event, bytes
+        inside: dict[int, list[int]] = {}  # moment: bytes of what is made on the way
+        for value in self.values:
+            moments = [made_at[each] for each in self._users_again(value, recomputed) if each in made_at]
+            if value.number in made_at and recomputed.issuperset(value.makers):
+                if value.is_saved:
+                    spans.append((made_at[value.number], self._first_use(value), value.nbytes))
+                else:
+                    spans.append((made_at[value.number], max(moments, default=0), value.nbytes))
+                    inside.setdefault(made_at[value.number], []).append(value.nbytes)
+            elif value.is_saved and value.number not in offloaded:
+                spans.append((self._death(value), self._first_use(value), value.nbytes))
+            elif not value.is_saved and moments:
+                spans.append((self._death(value), max(moments), value.nbytes))
+        spans += [(moment, moment + 1, sum(sorted(sizes)[-2:])) for moment, sizes in inside.items()]
+        changes = np.zeros(len(self.base) + 1, dtype=np.int64)
+        if spans:
+            table = np.asarray([each for each in spans if each[0] < each[1]], dtype=np.int64).reshape(-1, 3)
+            np.add.at(changes, np.minimum(table[:, 0], len(self.base)), table[:, 2])
+            np.subtract.at(changes, np.minimum(table[:, 1], len(self.base)), table[:, 2])
+        peak_bytes = int((self.base + np.cumsum(changes)[:-1]).max(initial=0))
+        num_random = sum(self.operators[number].is_random for number in recomputed)
+        moved_bytes = sum(self.values[number].nbytes for number in offloaded)
+        return Choice(
+            recomputed,
+            offloaded,
+            peak_bytes + num_random * self.random_state_bytes,
+            self._seconds_of(recomputed) + moved_bytes * self.moving_seconds,
+        )
+
+    def _moments(self, recomputed: frozenset[int]) -> dict[int, int]:
+        """Return the moment at which each value that is not kept is made again, by its number."""
+        moments: dict[int, int] = {}
+        for value in sorted(self.values, key=lambda each: -each.makers[-1]):
+            if not recomputed.issuperset(value.makers):
+                continue
+            if value.is_saved and value.first_use is not None:
+                moments[value.number] = min(value.first_use, moments.get(value.number, value.first_use))
+            if value.number in moments:
+                for maker in value.makers:
+                    for source in self.operators[maker].sources:
+                        moment = moments[value.number]
+                        moments[source.number] = min(moment, moments.get(source.number, moment))
+        return moments
+
+    def _users_again(self, value: ValueNote, recomputed: frozenset[int]) -> Iterator[int]:
+        """Yield the numbers of the values that are made again from this one."""
+        for number in self._users[value.number]:
+            if number in recomputed:
+                yield from (each.number for each in (*self.operators[number].makes, *self.operators[number].changes))
+
+    @cached_property
+    def _users(self) -> list[list[int]]:
+        """For each value, the operators that use it and do not only change it."""
+        users: list[list[int]] = [[] for _ in self.values]
+        for number, operator in enumerate(self.operators):
+            for source in {each.number: each for each in operator.sources}.values():
+                if source not in operator.changes:
+                    users[source.number].append(number)
+        return users
+
+    def _death(self, value: ValueNote) -> int:
+        return len(self.base) if value.death is None else value.death
+
+    def _first_use(self, value: ValueNote) -> int:
+        return len(self.base) if value.first_use is None else value.first_use
+
+
+class _Move(NamedTuple):
+    """A value that is no longer kept: the operators that run again for it, if it is not offloaded.
+
+    Attributes:
+        value: Its number.
+        operators: Operators that do not run again so far.
+        held: Numbers of unsaved values that have to stay for them.
+        rate: Bytes saved per second.
+    """
+
+    value: int
+    operators: frozenset[int]
+    held: frozenset[int]
+    rate: float
+
+
+@dataclass
+class _Descent:
+    """One way from everything kept to as little as possible: the best bytes per second first.
+
+    Attributes:
+        choices: What to choose from.
+        chain_bytes: The most saved bytes that are made at once.
+    """
+
+    choices: TensorChoices
+    chain_bytes: int
+    _again: set[int] = field(default_factory=set)
+    _held: set[int] = field(default_factory=set)
+    _moved: set[int] = field(default_factory=set)
+    _parents: dict[int, int] = field(default_factory=dict)  # of the operators in one chain
+    _chain: dict[int, int] = field(default_factory=dict)  # bytes of a chain, by its root
+
+    def steps(self) -> Iterator[_Move]:
+        """Yield the moves in order."""
+        values = self.choices.values
+        least_bytes = max(1, self.choices.saved_bytes // _SMALL)
+        queue = [(-float("inf"), each.number) for each in values if each.is_saved and each.nbytes >= least_bytes]
+        while queue:
+            _, number = heapq.heappop(queue)
+            move = self._best(values[number])
+            if move is None or move.rate <= 0:
+                continue
+            if queue and move.rate < -queue[0][0]:  # others come first
+                heapq.heappush(queue, (-move.rate, number))
+                continue
+            self._take(move)
+            yield move
+            for other in self._touched(move):
+                if other.nbytes >= least_bytes:
+                    heapq.heappush(queue, (-float("inf"), other.number))
+
+    def _best(self, value: ValueNote) -> _Move | None:
+        if self._is_gone(value):
+            return None
+        moves = [self._recomputing(value, holds=holds) for holds in (True, False)]
+        if value.is_saved:
+            moves.append(_Move(value.number, frozenset(), frozenset(), 1 / self.choices.moving_seconds))
+        return max((each for each in moves if each is not None), key=lambda each: each.rate, default=None)
+
+    def _is_gone(self, value: ValueNote) -> bool:
+        is_kept = (value.is_saved and value.number not in self._moved) or value.number in self._held
+        return not is_kept or self._again.issuperset(value.makers)
+
+    def _recomputing(self, value: ValueNote, *, holds: bool) -> _Move | None:
+        """Return the move that runs a value's operators again; what they need and is not saved is held, or runs too."""
+        values, operators = self.choices.values, self.choices.operators
+        new: set[int] = set()
+        held: set[int] = set()
+        waiting = [value]
+        while waiting:
+            for maker in waiting.pop().makers:
+                if maker in new or maker in self._again:
+                    continue
+                if not operators[maker].repeats:
+                    return None
+                new.add(maker)
+                for source in operators[maker].sources:
+                    if source.is_saved or source.number in self._held or self._again.issuperset(source.makers):
+                        continue
+                    if holds or not self._repeats(source):
+                        held.add(source.number)
+                    else:
+                        waiting.append(source)
+        held -= {number for number in held if new.issuperset(values[number].makers)}
+        dropped = self._dropped(new)
+        if self.chain_bytes < self._joined_bytes(new, dropped):
+            return None
+        gain = sum(each.nbytes for each in dropped) - sum(values[number].nbytes for number in held)
+        gain += sum(values[number].nbytes for number in self._held if new.issuperset(values[number].makers))
+        gain -= sum(operators[number].is_random for number in new) * self.choices.random_state_bytes
+        seconds = sum(operators[number].seconds + self.choices.operator_seconds for number in new)
+        return _Move(value.number, frozenset(new), frozenset(held), gain / max(seconds, 1e-12))
+
+    def _repeats(self, value: ValueNote) -> bool:
+        return all(self.choices.operators[number].repeats for number in value.makers)
+
+    def _dropped(self, new: set[int]) -> list[ValueNote]:
+        """Saved values that are no longer kept if these operators run again, too."""
+        made = {each.number: each for number in new for each in self.choices.operators[number].makes}
+        again = self._again | new if len(new) < len(self._again) else new | self._again
+        return [
+            each
+            for each in made.values()
+            if each.is_saved and each.number not in self._moved and again.issuperset(each.makers)
+        ]
+
+    def _take(self, move: _Move) -> None:
+        if not move.operators:
+            self._moved.add(move.value)
+            return
+        dropped = self._dropped(set(move.operators))
+        total = self._joined_bytes(set(move.operators), dropped)
+        roots = self._roots(move.operators)
+        self._again |= move.operators
+        root = min(move.operators)
+        for each in (*roots, *move.operators):
+            self._parents[each] = root
+        self._parents[root] = root
+        self._chain[root] = total
+        values = self.choices.values
+        self._held = {each for each in self._held | move.held if not self._again.issuperset(values[each].makers)}
+
+    def _joined_bytes(self, new: set[int], dropped: Sequence[ValueNote]) -> int:
+        return sum(each.nbytes for each in dropped) + sum(self._chain[root] for root in self._roots(new))
+
+    def _roots(self, new: Iterable[int]) -> set[int]:
+        """Chains that these operators would join: those that they use, and those that use them."""
+        operators, users = self.choices.operators, self.choices._users  # noqa: SLF001 - one mechanism in two classes
+        linked = {maker for number in new for source in operators[number].sources for maker in source.makers}
+        linked |= {user for number in new for each in operators[number].makes for user in users[each.number]}
+        return {self._root(number) for number in linked & self._again}
+
+    def _root(self, number: int) -> int:
+        while self._parents[number] != number:
+            self._parents[number] = self._parents[self._parents[number]]
+            number = self._parents[number]
+        return number
+
+    def _touched(self, move: _Move) -> Iterator[ValueNote]:
+        """Values whose rate may have changed for the better."""
+        operators, values, users = self.choices.operators, self.choices.values, self.choices._users  # noqa: SLF001 - as above
+        for number in move.operators:
+            yield from operators[number].sources
+            for made in operators[number].makes:
+                for user in users[made.number]:
+                    yield from operators[user].makes
+        yield from (values[number] for number in move.held)

@@ -1,0 +1,298 @@
+"""`treat_saved_tensors`: keep, recompute or offload each tensor that a forward saves, as a plan says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memkit._core.errors import InputTypeError, StateError, warn_user
+from memkit._core.printable import counted
+from memkit._tape.plan import SavedTensorPlan
+from memkit._tape.tape import (
+    Kept,
+    RandomNumbers,
+    Rerun,
+    Source,
+    Step,
+    Storages,
+    Unpackable,
+    Use,
+    Value,
+    changes_arguments,
+    counts,
+    is_plain,
+    is_random,
+    mapped,
+    repeats,
+    tensors_in,
+    without_statistics,
+    written_arguments,
+)
+from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.graph import current_backward
+from memkit._torch.script import as_written
+from memkit.train.offload import offload_activations
+
+_CALL = "with treat_saved_tensors(plan): ..."
+_NO_BACKWARD = -1
+Fate = Literal["recompute", "offload"]
+
+
+class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noqa: N801 - used like a function
+    """Run a forward so that each tensor that autograd saves is kept, recomputed or offloaded, as a plan says.
+
+    Gradients are bit-equal to those of the plain step: in backward the very operators of the forward run again, on the
+    same tensors and with the same random numbers; no module runs twice, and statistics of BatchNorm are updated once.
+    The same object can be entered again for each forward. A forward that runs other operators than the planned one (for
+    a batch of another shape, or by another branch) gives the same gradients too, but may take more memory: tensors
+    whose operators are not in the plan stay. That is said once, as a warning.
+
+    Args:
+        plan: The plan, from `plan_training(...).saved_tensors`. None keeps every tensor.
+
+    Attributes:
+        plan: The plan.
+        num_recomputed: Operators of the last forward that are run again if their results are needed.
+
+    Raises:
+        InputTypeError: ``plan`` is no plan for saved tensors.
+        StateError: It was entered twice, or, from the backward: a tensor that is needed was changed in place.
+
+    Warns:
+        MemkitWarning: A forward ran other operators than the planned one.
+
+    Memory cost: what the plan keeps; with random operators that run again, their generator's state for each (5 kB on
+    the CPU). Time cost: about 5 microseconds of Python for each operator of the forward.
+
+    Source: ``docs/plan.md``; the tape is `memkit/_tape/tape.py`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "123"))
+        >>> x, loss_fn = torch.ones(512, 64), lambda model, x: model(x).square().mean()
+        >>> plan = mk.plan_training(model, x, loss_fn, budget="1MiB", micro_batch_size=512, treat="tensors")
+        >>> treated = mk.train.treat_saved_tensors(plan.saved_tensors)
+        >>> with treated:
+        ...     loss = loss_fn(model, x)
+        >>> loss.backward()
+        >>> treated.num_recomputed > 0
+        True
+    """
+
+    def __init__(self, plan: SavedTensorPlan | None) -> None:
+        if plan is not None and not isinstance(plan, SavedTensorPlan):
+            raise InputTypeError(
+                "treat_saved_tensors(plan)",
+                got=f"a {type(plan).__name__}",
+                expected="a SavedTensorPlan, or None",
+                fix="write treat_saved_tensors(mk.plan_training(model, batch, loss_fn, budget=...).saved_tensors).",
+            )
+        self.plan = plan
+        self.num_recomputed = 0
+        self._fates = {} if plan is None else _fates(plan)
+        has_offloads = plan is not None and bool(plan.offloaded)
+        self._offloads = {to: offload_activations(to=to, min_bytes=0) for to in ("disk", "host") if has_offloads}
+        self._running: ExitStack | None = None
+        self._is_told = False
+
+    def __enter__(self) -> Self:
+        """Begin a forward."""
+        if self._running is not None:
+            raise StateError(
+                _CALL,
+                got="a second forward inside the first one",
+                expected="one forward at a time for each treat_saved_tensors(plan)",
+                fix="make another treat_saved_tensors(plan) for the inner forward, or write one block after the other.",
+            )
+        with ExitStack() as stack:
+            if self._fates and torch.is_grad_enabled():
+                forward = _Forward(self._fates, self._offloads)
+                stack.enter_context(as_written())  # fused operators of TorchScript come and go
+                stack.enter_context(forward)
+                stack.enter_context(saved_tensors_hooks(forward.pack, forward.unpack))
+                stack.push(lambda kind, *_: self._note(forward) if kind is None else None)
+            self._running = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End the forward; its backward may run later."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(*error)
+
+    def _note(self, forward: _Forward) -> None:
+        self.num_recomputed = forward.num_recomputed
+        missing, more = forward.differences()
+        if (missing or more) and not self._is_told:
+            self._is_told = True
+            warn_user(
+                f"{_CALL}: this forward is not the planned one: {_listed(missing, 'did not run')}"
+                f"{' and ' if missing and more else ''}{_listed(more, 'ran besides')}. Gradients are the same, but it "
+                "may take more memory than planned. Way out: plan with a batch and modes as they are in training, or "
+                "make a plan for each kind of batch."
+            )
+
+
+class _Operator:
+    """What becomes of the results of one operator, call by call."""
+
+    __slots__ = ("changes", "count", "fates")
+
+    def __init__(self, fates: Mapping[int, Fate], *, changes: bool) -> None:
+        self.count, self.fates, self.changes = 0, fates, changes
+
+
+class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """One forward under a plan.
+
+    Operators are counted by name: one that the plan does not know does not shift the others.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, fates: Mapping[str, tuple[int, Mapping[int, Fate]]], offloads: Mapping[Any, offload_activations]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_recomputed, self._is_packing = 0, False
+        self._planned, self._offloads = fates, offloads
+        self._operators: dict[Any, _Operator] = {}
+        self._storages: Storages[Value | Literal["offload"]] = Storages()
+        self._leaves: Storages[list[weakref.ref[Kept]]] = Storages()  # of operators that run again
+        self._rerun = Rerun()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of the model run compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_packing or current_backward() != _NO_BACKWARD:  # a backward inside of the block
+            return func(*args, **kwargs)
+        operator = self._operators.get(func)
+        if operator is None:
+            if not counts(func):
+                return func(*args, **kwargs)
+            fates = self._planned.get(str(func), (0, {}))[1]
+            operator = self._operators[func] = _Operator(fates, changes=changes_arguments(func))
+        fate = operator.fates.get(operator.count)
+        operator.count += 1
+        if operator.changes:
+            self._before_change(written_arguments(func, args, kwargs), is_recorded=fate == "recompute")
+        if fate is None:
+            return func(*args, **kwargs)
+        if fate == "offload":
+            out = func(*args, **kwargs)
+            for tensor in filter(is_plain, tensors_in(out)):
+                self._storages.learn(tensor, "offload")
+            return out
+        return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and write it down."""
+        if not repeats(func):
+            return func(*args, **kwargs)
+        self.num_recomputed += 1
+        random = None
+        if is_random(func):
+            device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
+            random = RandomNumbers(kwargs.get("generator"), device)
+        changed = [each for each in map(self._value_of, written_arguments(func, args, kwargs)) if each]
+        were_read = [each.is_read for each in changed]
+        step = Step(func, mapped(self._source, without_statistics(func, args)), mapped(self._source, kwargs), random)
+        given = {id(each.untyped_storage()) for each in tensors_in((args, kwargs)) if is_plain(each)}
+        for value, was_read in zip(changed, were_read, strict=True):
+            value.is_read = was_read  # the operator itself does not count
+            value.append(step)
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            made = None
+            if is_plain(tensor) and id(tensor.untyped_storage()) not in given:
+                made = Value(step)
+                self._storages.learn(tensor, made)
+            step.results.append(None if made is None else weakref.ref(made))
+        return out
+
+    def _before_change(self, written: Sequence[Tensor], *, is_recorded: bool) -> None:
+        """Copy what operators that run again need of tensors that are about to change."""
+        for tensor in written:
+            for kept in self._leaves.find(tensor) or ():
+                leaf = kept()
+                if leaf is not None:
+                    leaf.copy()
+            value = self._value_of(tensor)
+            if value is not None and not is_recorded:
+                value.is_lost = True
+
+    def _value_of(self, tensor: Tensor) -> Value | None:
+        known = self._storages.find(tensor)
+        return known if isinstance(known, Value) else None
+
+    def _source(self, tensor: Tensor) -> Source:
+        """How an operator that runs again gets this tensor; below autograd."""
+        known = self._storages.find(tensor)
+        if isinstance(known, Value) and not known.is_lost:
+            return Use.of(tensor, known)
+        if known == "offload":
+            return Unpackable(self._offload(tensor).pack(tensor).unpack)
+        leaf = Kept(tensor, is_inside=True)
+        if is_plain(tensor):
+            leaves = self._leaves.find(tensor)
+            (self._leaves.learn(tensor, []) if leaves is None else leaves).append(weakref.ref(leaf))
+        return leaf
+
+    def pack(self, tensor: Tensor) -> Source:
+        """Keep a tensor that autograd saves, or only the way to it."""
+        known = self._storages.find(tensor)
+        if isinstance(known, Value) and not known.is_lost:
+            return Use.of(tensor, known)
+        self._is_packing = True
+        try:
+            return Unpackable(self._offload(tensor).pack(tensor).unpack) if known == "offload" else Kept(tensor)
+        finally:
+            self._is_packing = False
+
+    def unpack(self, source: Source) -> Tensor:
+        """Return a saved tensor."""
+        return self._rerun.tensor(source)
+
+    def _offload(self, tensor: Tensor) -> offload_activations:
+        return self._offloads["disk" if tensor.device.type == "cpu" else "host"]
+
+    def differences(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return how many operators of the plan did not run, and how many ran besides, by name."""
+        ran = {str(func): operator.count for func, operator in self._operators.items() if operator.count}
+        names = {*ran, *self._planned}
+        by_name = {name: ran.get(name, 0) - self._planned.get(name, (0, {}))[0] for name in names}
+        missing = {name: -count for name, count in by_name.items() if count < 0}
+        return missing, {name: count for name, count in by_name.items() if count > 0}
+
+
+def _fates(plan: SavedTensorPlan) -> dict[str, tuple[int, dict[int, Fate]]]:
+    """Return, for each operator's name, how often it runs, and what becomes of the results by the number of the run."""
+    found: dict[str, tuple[int, dict[int, Fate]]] = {}
+    for number, name in enumerate(plan.operators):
+        count, fates = found.get(name, (0, {}))
+        if number in plan.recomputed:
+            fates[count] = "recompute"
+        elif number in plan.offloaded:
+            fates[count] = "offload"
+        found[name] = count + 1, fates
+    return found if plan.recomputed or plan.offloaded else {}
+
+
+def _listed(counts: Mapping[str, int], what: str) -> str:
+    if not counts:
+        return ""
+    shown = ", ".join(f"{count} x {name}" for name, count in list(counts.items())[:3])
+    return f"{counted(sum(counts.values()), 'operator')} {what} ({shown}{', ...' * (len(counts) > 3)})"
