@@ -41,6 +41,7 @@ from memkit.train.offload import offload_activations
 
 _CALL = "with treat_saved_tensors(plan): ..."
 _NO_BACKWARD = -1
+_SEED = torch.ops.aten.ones_like.default
 Fate = Literal["recompute", "offload"]
 
 
@@ -164,6 +165,7 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.num_recomputed, self._is_packing = 0, False
         self._planned, self._offloads = fates, offloads
         self._operators: dict[Any, _Operator] = {}
+        self._latest: Any = None
         self._storages: Storages[Value | Literal["offload"]] = Storages()
         self._leaves: Storages[list[weakref.ref[Kept]]] = Storages()  # of operators that run again
         self._rerun = Rerun()
@@ -177,7 +179,10 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_packing or current_backward() != _NO_BACKWARD:  # a backward inside of the block
+        if self._is_packing:
+            return func(*args, **kwargs)
+        if current_backward() != _NO_BACKWARD:  # inside of the block
+            self._leave_out_seed()
             return func(*args, **kwargs)
         operator = self._operators.get(func)
         if operator is None:
@@ -187,6 +192,7 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             operator = self._operators[func] = _Operator(fates, changes=changes_arguments(func))
         fate = operator.fates.get(operator.count)
         operator.count += 1
+        self._latest = func
         if operator.changes:
             self._before_change(written_arguments(func, args, kwargs), is_recorded=fate == "recompute")
         if fate is None:
@@ -197,6 +203,12 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 self._storages.learn(tensor, "offload")
             return out
         return self._recorded(func, args, kwargs)
+
+    def _leave_out_seed(self) -> None:
+        """Take back the gradient that `backward` makes for the loss."""
+        if self._latest is _SEED:
+            self._operators[_SEED].count -= 1
+        self._latest = None
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and write it down."""

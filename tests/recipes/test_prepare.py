@@ -59,18 +59,21 @@ def gradient(model, batch, **settings):
 
 
 @pytest.mark.parametrize(
-    ("budget", "micro_batch_size", "treatments"),
+    ("budget", "micro_batch_size", "treat", "treatments"),
     [
-        ("2500KiB", None, set()),
-        ("4800KiB", 6, {"selective", "full"}),
-        pytest.param("3800KiB", 6, {"offload"}, marks=pytest.mark.slow),
-        pytest.param("2200KiB", None, set(), marks=pytest.mark.slow),
+        ("2500KiB", None, None, set()),
+        ("4800KiB", 6, "blocks", {"selective", "full"}),
+        ("4800KiB", 6, "tensors", set()),
+        ("3800KiB", 6, None, set()),
+        pytest.param("3800KiB", 6, "blocks", {"offload"}, marks=pytest.mark.slow),
+        pytest.param("2200KiB", None, None, set(), marks=pytest.mark.slow),
     ],
 )
-def test_the_plan_fits_for_real_with_the_same_gradient(budget, micro_batch_size, treatments):
+def test_the_plan_fits_for_real_with_the_same_gradient(budget, micro_batch_size, treat, treatments):
     batch, model = digits(), make_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    with prepare(model, optimizer, batch, loss_fn, budget=budget, micro_batch_size=micro_batch_size) as trainer:
+    settings = {"budget": budget, "micro_batch_size": micro_batch_size, "treat": treat}
+    with prepare(model, optimizer, batch, loss_fn, **settings) as trainer:
         plan = trainer.plan
         peak = real_peak(trainer, model, optimizer, batch)
     # The plan counts the random state that the step and each treated block keep; a block that waits elsewhere has none.
@@ -79,7 +82,8 @@ def test_the_plan_fits_for_real_with_the_same_gradient(budget, micro_batch_size,
         assert plan.accumulation_steps > 1
     else:
         assert (plan.micro_batch_size, plan.accumulation_steps) == (6, 1)
-        assert treatments & set(plan.checkpoint.values())
+        assert not treatments or treatments & set(plan.checkpoint.values())
+        assert (plan.saved_tensors is None) == (treat == "blocks")
     plain = gradient(make_model(), batch)
     planned = gradient(make_model(), batch, **plan.wrapper_settings())
     assert (planned - plain).norm() <= 1e-13 * plain.norm()

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import memkit as mk
+from memkit._core.errors import FileFormatError, InputTypeError, MemkitWarning, StateError
 from memkit._tape.plan import SavedTensorPlan
 from memkit._tape.tape import counts
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.train.saved_tensors import treat_saved_tensors
+from tests.allocations import trace_allocations
+from tests.helpers import assert_refused, gradients
 from tests.zoo import CASES
-
-MakePlan = Callable[[int], SavedTensorPlan]
 
 
 class Names(TorchDispatchMode):
@@ -86,3 +92,289 @@ def test_trains_as_the_plain_step_does_whatever_the_plan(name):
     for make_plan in plans:
         treated = trained(name, make_plan)
         assert all(torch.equal(a, b) for a, b in zip(treated, plain, strict=True)), make_plan
+
+
+def test_a_tensor_of_another_value_would_be_noticed():
+    """The comparison above can fail: one random number more, drawn in the forward, changes the training."""
+    plain = trained("encoder_dropout", None)
+
+    def disturbed(names):
+        torch.rand(1)
+        return everything(names)
+
+    other = trained("encoder_dropout", disturbed)
+    assert not all(torch.equal(a, b) for a, b in zip(other, plain, strict=True))
+
+
+def block(width: int = 32) -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def outcome(forward: Callable[[], Tensor], model: nn.Module, backward=lambda loss: loss.backward()) -> list[Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    backward(forward())
+    return [each.clone() for each in (*gradients(model), *model.buffers())] + [torch.rand(1)]
+
+
+def compared(model: nn.Module, forward: Callable[[], Tensor], backward=lambda loss: loss.backward()) -> None:
+    """Hold treated forwards against the plain one."""
+    state = copy.deepcopy(model.state_dict())
+    names = operators_of(forward)
+    model.load_state_dict(state)
+    plain = outcome(forward, model, backward)
+    for plan in (everything(names), elsewhere(names), mixed(names, 5)):
+        model.load_state_dict(state)
+
+        def treated(plan=plan) -> Tensor:
+            with treat_saved_tensors(plan):
+                return forward()
+
+        assert all(torch.equal(a, b) for a, b in zip(outcome(treated, model, backward), plain, strict=True))
+
+
+def test_a_kept_graph_runs_twice():
+    model, x = block(), torch.randn(8, 32)
+
+    def twice(loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    compared(model, lambda: model(x).square().mean(), twice)
+
+
+def test_a_second_derivative():
+    model, x = block(), torch.randn(8, 32, requires_grad=True)
+
+    def penalized(loss):
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        slope.square().sum().backward()
+
+    compared(model, lambda: model(x).square().mean(), penalized)
+
+
+def test_a_backward_inside_of_the_block_and_another_forward_after_it():
+    model, x = block(), torch.randn(8, 32)
+    names = operators_of(lambda: model(x).sum())
+    plain = outcome(lambda: model(x).sum(), model)
+    torch.manual_seed(3)
+    model.zero_grad()
+    treated = treat_saved_tensors(everything(names))
+    with treated:
+        model(x).sum().backward()
+    found = [*gradients(model), torch.rand(1)]
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    with treated:
+        model(x).sum().backward()
+    assert treated.num_recomputed == len(names)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_around_the_models_own_checkpoints(reentrant):
+    model, x = block(), torch.randn(8, 32, requires_grad=True)
+
+    def forward():
+        return model[3](checkpoint(model[1], model[2](model[0](x)), use_reentrant=reentrant)).square().mean()
+
+    compared(model, forward)
+
+
+def test_changes_in_place_between_what_runs_again():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            u = self.first(x)
+            w = torch.sigmoid(u.clone())
+            u.neg_()
+            u[:, :4].mul_(2.0)  # a part, after a whole
+            y = torch.empty_like(u)
+            y[:, :8] = u[:, 8:]
+            y[:, 8:] = w[:, :8]
+            return self.second(y * w).add_(u)
+
+    model, x = InPlace(), torch.randn(8, 16)
+    compared(model, lambda: model(x).square().mean())
+
+
+def test_parts_with_versions_of_their_own():
+    """PyTorch's GRU on a CPU changes parts by `unsafe_chunk`: the storage's version does not tell."""
+    model, x = nn.GRU(16, 32, 2), torch.randn(6, 4, 16)
+    compared(model, lambda: model(x)[0].square().mean())
+
+
+def test_what_a_forward_changes_outside_of_itself():
+    """A vector of spectral norm is changed by each forward: what runs again gets it as it was."""
+    model, x = nn.utils.spectral_norm(nn.Linear(8, 8)), torch.randn(4, 8)
+    compared(model, lambda: model(x).square().mean())
+
+
+def test_numbers_from_a_generator_of_the_users_own():
+    generator = torch.Generator().manual_seed(5)
+    model, x = nn.Linear(16, 16), torch.randn(8, 16)
+
+    def forward():
+        generator.manual_seed(7)
+        h = model(x).sigmoid()
+        return (h * torch.rand(h.shape, generator=generator).exp()).square().mean()
+
+    compared(model, forward)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_and_backward_outside_or_inside_of_it(dtype):
+    model, x = block(), torch.randn(8, 32)
+
+    def forward():
+        with torch.autocast("cpu", dtype):
+            return model(x).float().square().mean()
+
+    def inside(loss):
+        with torch.autocast("cpu", torch.bfloat16):  # would cast what runs again
+            loss.backward()
+
+    compared(model, forward)
+    compared(model, forward, inside)
+
+
+def test_two_threads_run_their_backwards_at_once():
+    models = [block() for _ in range(4)]
+    x = torch.randn(64, 32)
+    plain = [outcome(lambda m=m: m.eval()(x).square().mean(), m)[:-1] for m in models]
+    names = operators_of(lambda: models[0](x).square().mean())
+
+    def run(model):
+        for _ in range(5):
+            model.zero_grad()
+            with treat_saved_tensors(everything(names)):
+                loss = model(x).square().mean()
+            loss.backward()
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in models]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for model, want in zip(models, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
+
+
+def test_long_chains_need_no_deep_stack():
+    x = torch.randn(4, requires_grad=True)
+
+    def forward():
+        y = x
+        for _ in range(3000):
+            y = y.sin()
+        return y.sum()
+
+    forward().backward()
+    want, x.grad = x.grad, None
+    with treat_saved_tensors(everything(operators_of(forward))):
+        loss = forward()
+    loss.backward()
+    assert torch.equal(x.grad, want)
+
+
+def test_memory_goes_as_backward_goes_on_and_with_the_graph():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+    x = torch.randn(1024, 256)
+    step = lambda: model(x).square().mean().backward()  # noqa: E731 - as short as it is
+    step()
+    names = operators_of(lambda: model(x).square().mean())
+    gelus = frozenset(k for k, name in enumerate(names) if "gelu" in name)
+    plan = SavedTensorPlan(operators=names, recomputed=gelus)
+
+    def treated():
+        with treat_saved_tensors(plan):
+            loss = model(x).square().mean()
+        loss.backward()
+
+    plain, less = trace_allocations(step).peak, trace_allocations(treated).peak
+    assert plain - less >= 6 * x.nbytes  # of eight results of GELU; the last two are there at the peak
+
+    with treat_saved_tensors(everything(names)):
+        loss = model(x).square().mean()
+    storage = weakref.ref(x.untyped_storage())
+    del loss, x
+    gc.collect()
+    assert storage() is None  # a graph that is dropped leaves nothing
+
+
+def test_another_forward_has_the_same_gradients_and_is_told():
+    model = block()
+    short, long = torch.randn(8, 32), torch.randn(12, 32)
+    names = operators_of(lambda: model(short).sum())
+    treated = treat_saved_tensors(everything(names))
+    with treated:  # another size is no other forward
+        model(long).sum().backward()
+    want = outcome(lambda: model(long).abs().relu().sum(), model)
+    torch.manual_seed(3)
+    model.zero_grad()
+    with pytest.warns(MemkitWarning, match=r"1 operator did not|2 operators ran besides") as told, treated:
+        loss = model(long).abs().relu().sum()
+    loss.backward()
+    assert "aten.abs.default" in str(told[0].message)
+    assert all(torch.equal(a, b) for a, b in zip([*gradients(model), torch.rand(1)], want, strict=True))
+    with treated:  # once
+        model(long).abs().relu().sum()
+
+
+def test_what_is_changed_after_the_forward_is_refused():
+    model, x = block(), torch.randn(8, 32)
+    names = operators_of(lambda: model(x).sum())
+    with treat_saved_tensors(everything(names)):
+        loss = model(x).sum()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(StateError, match="changed in place after it was needed"):
+        loss.backward()
+
+
+def test_without_gradients_nothing_is_done():
+    model, x = block(), torch.randn(8, 32)
+    treated = treat_saved_tensors(everything(operators_of(lambda: model(x).sum())))
+    with torch.no_grad(), treated:
+        model(x)
+    assert treated.num_recomputed == 0
+
+
+def test_wrong_calls():
+    assert_refused(lambda: treat_saved_tensors({"0": "full"}), InputTypeError, "saved_tensors")
+    treated = treat_saved_tensors(None)
+    with treated, pytest.raises(StateError, match="second forward"), treated:
+        pass
+
+
+def test_a_plan_as_a_file():
+    plan = mixed(operators_of(lambda: block()(torch.randn(2, 32))), 3)
+    assert SavedTensorPlan.from_dict(plan.as_dict()) == plan
+    with pytest.raises(FileFormatError):
+        SavedTensorPlan.from_dict(plan.as_dict() | {"version": 99})
+    assert "of" in str(plan)
+
+
+def test_in_the_wrapper_with_micro_batches():
+    model, x = block(), torch.randn(8, 32)
+    state = copy.deepcopy(model.state_dict())
+    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731 - as short as it is
+    found = []
+    for plan in (None, everything(operators_of(lambda: loss_fn(model, x)))):
+        model.load_state_dict(state)
+        torch.manual_seed(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mk.MemoryEfficientTrainingWrapper(
+            model, optimizer, accumulation_steps=2, saved_tensors=plan, probe=False
+        ) as trainer:
+            trainer.train_step(x, loss_fn)
+            for attempt in trainer.microbatches(x):
+                with attempt as micro:
+                    with trainer.autocast():
+                        loss = loss_fn(model, micro)
+                    trainer.backward(loss)
+            trainer.step()
+        found.append([each.clone() for each in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

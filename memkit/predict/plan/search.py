@@ -67,8 +67,8 @@ def search(
     budget_bytes: int,
     *,
     slack: float,
-    choices_of: Callable[[Arrangement], TensorChoices] | None,
-    treats_blocks: bool,
+    choices_of: Callable[[Arrangement], TensorChoices] | None = None,
+    treats_blocks: bool = True,
 ) -> list[Trial]:
     """Try the arrangements that may be the fastest that fits.
 
