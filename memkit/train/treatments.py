@@ -191,7 +191,7 @@ class KeptResults:
         return out
 
     def _note_change(self, written: Sequence[torch.Tensor]) -> None:
-        """Note changes that no version tells: parts by `unsafe_chunk`, as in PyTorch's GRU, have versions of their own."""
+        """Note changes that no version tells: parts by `unsafe_chunk`, as in PyTorch's GRU, have their own versions."""
         for tensor in filter(is_plain, written):
             for part in self._by_storage.get(id(tensor.untyped_storage()), ()):
                 part.is_changed = True

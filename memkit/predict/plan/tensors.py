@@ -52,7 +52,7 @@ class TensorChoices:
     Attributes:
         operators: The operators of its forward.
         values: What they made.
-        base: int64, shape ``(num_events,)``: live bytes of the step if nothing that is saved were kept.
+        base: int64, shape ``(num_moments,)``: live bytes of the step if nothing that is saved were kept.
         random_state_bytes: Bytes of a generator's state.
         moving_seconds: Time to move a byte elsewhere and back.
         operator_seconds: Python's time for an operator that runs again.

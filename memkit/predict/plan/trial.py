@@ -12,9 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._gradients.loss import LossFn, call_loss_fn
-from memkit._recorder.recording import Recording
+from memkit._recorder.recording import IntArray, Recording
 from memkit._simulation.simulation import (
-    Host,
     MakeOptimizer,
     Place,
     Record,
@@ -106,12 +105,21 @@ Arrange: TypeAlias = Callable[[nn.Module, Optimizer, Arrangement], AbstractConte
 
 
 class _Recorded(NamedTuple):
-    """A recorded planned step, and the bytes that each micro-batch keeps until the end of the step."""
+    """A recorded planned step.
+
+    Attributes:
+        record: Its memory.
+        trace: Its time.
+        left_bytes: Bytes that each micro-batch keeps until the end of the step.
+        device_type: Where it ran.
+        live: int64, shape ``(num_events + 1,)``: live bytes by the recorder's own count of events.
+    """
 
     record: Record
     trace: StepTimes
     left_bytes: int
     device_type: str
+    live: IntArray
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ class StepTrials:
             arrangement: The arrangement.
             plain: The trial of the same micro-batches without treatments; None if the arrangement has none.
         """
-        record, trace, left_bytes, device_type = self._record(arrangement)
+        record, trace, left_bytes, device_type, _ = self._record(arrangement)
         estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
@@ -167,14 +175,13 @@ class StepTrials:
     def tensor_choices(self, arrangement: Arrangement) -> TensorChoices:
         """Return what can be done with the tensors that a micro-batch of an arrangement saves."""
         all_notes: list[ForwardNotes] = []
-        record = self._record(arrangement, all_notes).record
+        recorded = self._record(arrangement, all_notes)
         notes = all_notes[-1]  # of the last micro-batch, which begins with gradients
-        is_host = isinstance(self.make_place(), Host)
         return TensorChoices(
             notes.operators,
             notes.values,
-            base=record.recording.timeline(),
-            random_state_bytes=torch.get_rng_state().nbytes if is_host else 0,
+            base=recorded.live,
+            random_state_bytes=torch.get_rng_state().nbytes if recorded.device_type == "cpu" else 0,
             moving_seconds=self._moving_seconds,
             operator_seconds=_RERUN_LAUNCHES * self.speeds.operator_seconds,
         )
@@ -199,7 +206,8 @@ class StepTrials:
                         if all_notes is not None and watch.is_recording:
                             noted = _noted(loss_fn, all_notes, watch, trace)
                         left_bytes = train_step(batch, _announced(noted, trace))
-            return _Recorded(watch.record(), trace, left_bytes, place.device_type)
+            live = watch.recorder.events_since(0).live
+            return _Recorded(watch.record(), trace, left_bytes, place.device_type, live)
 
         return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
