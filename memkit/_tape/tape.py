@@ -190,7 +190,7 @@ class View(NamedTuple):
         return view.set_(storage, self.offset, self.shape, self.stride)
 
 
-class Use(NamedTuple):
+class Reading(NamedTuple):
     """A view of a value, as an operator or autograd has seen it: after so many of its operators."""
 
     value: Value
@@ -198,13 +198,13 @@ class Use(NamedTuple):
     view: View
 
     @classmethod
-    def of(cls, tensor: Tensor, value: Value) -> Use:
+    def of(cls, tensor: Tensor, value: Value) -> Reading:
         """Describe a tensor over the value's storage."""
         value.is_read = True
         return cls(value, value.num_steps, View.of(tensor))
 
 
-class Kept:
+class Leaf:
     """A tensor that stays, and its version.
 
     Args:
@@ -212,17 +212,17 @@ class Kept:
         is_inside: Whether an operator of this tensor is being dispatched, below autograd.
     """
 
-    __slots__ = ("__weakref__", "_tensor", "_version")
+    __slots__ = ("__weakref__", "_seen_version", "_tensor")
 
     def __init__(self, tensor: Tensor, *, is_inside: bool = False) -> None:
         with counting_in_views() if is_inside else contextlib.nullcontext():
             self._tensor = tensor.detach()  # an operator's own result would keep its graph alive
-        self._version = version_of(self._tensor)
+        self._seen_version = version_of(self._tensor)
 
     def copy(self) -> None:
         """Keep a copy instead: the tensor is about to change."""
         self._tensor = self._tensor.clone()
-        self._version = version_of(self._tensor)
+        self._seen_version = version_of(self._tensor)
 
     def unpack(self) -> Tensor:
         """Return the tensor.
@@ -230,7 +230,7 @@ class Kept:
         Raises:
             StateError: It was changed in place.
         """
-        if version_of(self._tensor) != self._version:
+        if version_of(self._tensor) != self._seen_version:
             _refuse_changed(self._tensor)
         return self._tensor
 
@@ -241,7 +241,7 @@ class Unpackable(NamedTuple):
     unpack: Callable[[], Tensor]
 
 
-Source: TypeAlias = Use | Kept | Unpackable
+OperatorInput: TypeAlias = Reading | Leaf | Unpackable
 
 
 class Step:
@@ -249,7 +249,7 @@ class Step:
 
     Args:
         func: The operator.
-        args: Its arguments, with a `Source` in place of each tensor.
+        args: Its arguments, with a `OperatorInput` in place of each tensor.
         kwargs: Its named arguments, likewise.
         random: The random state that it started from; None if it draws no numbers.
     """
@@ -257,17 +257,17 @@ class Step:
     __slots__ = ("_has_gradients", "args", "func", "kwargs", "random", "results")
 
     def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], random: RandomNumbers | None
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], random: GeneratorState | None
     ) -> None:
         self.func, self.args, self.kwargs, self.random = func, args, kwargs, random
         self._has_gradients = torch.is_grad_enabled()  # kernels of recurrent layers look at it
         self.results: list[weakref.ref[Value] | None] = []  # of each tensor among its results
 
-    def uses(self) -> Iterator[Use]:
+    def uses(self) -> Iterator[Reading]:
         """Yield the values that it needs."""
-        return (each for each in _leaves((self.args, *self.kwargs.values())) if isinstance(each, Use))
+        return (each for each in _leaves((self.args, *self.kwargs.values())) if isinstance(each, Reading))
 
-    def run(self, find: Callable[[Source], Tensor]) -> list[Tensor]:
+    def run(self, find: Callable[[OperatorInput], Tensor]) -> list[Tensor]:
         """Run it again; return the tensors among its results."""
         args, kwargs = mapped(find, self.args), mapped(find, self.kwargs)
         random = contextlib.nullcontext() if self.random is None else self.random.again()
@@ -275,7 +275,7 @@ class Step:
             return tensors_in(self.func(*args, **kwargs))
 
 
-class RandomNumbers:
+class GeneratorState:
     """State of the generator that an operator draws from.
 
     Args:
@@ -314,15 +314,15 @@ class Rerun:
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
-    def tensor(self, source: Source) -> Tensor:
+    def tensor(self, source: OperatorInput) -> Tensor:
         """Return the tensor of a source, made again if need be."""
-        if not isinstance(source, Use):
+        if not isinstance(source, Reading):
             return source.unpack()
         with self._lock, below_autograd(), _without_autocast(source.view.device.type):
             return self._view(source)
 
-    def _view(self, source: Source) -> Tensor:
-        if not isinstance(source, Use):
+    def _view(self, source: OperatorInput) -> Tensor:
+        if not isinstance(source, Reading):
             return source.unpack()
         if source.num_steps < source.value.num_steps:
             return source.view.on(self._run(source.value, source.num_steps))
@@ -345,8 +345,8 @@ class Rerun:
         """Run the first operators of a value on a new storage."""
         storage: torch.UntypedStorage | None = None
 
-        def find(source: Source) -> Tensor:
-            if isinstance(source, Use) and source.value is value and storage is not None:
+        def find(source: OperatorInput) -> Tensor:
+            if isinstance(source, Reading) and source.value is value and storage is not None:
                 return source.view.on(storage)
             return self._view(source)
 
@@ -390,7 +390,7 @@ def _without_autocast(device_type: str) -> Iterator[None]:
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Replace each source, or each tensor, inside of arguments by what a function returns for it."""
-    if isinstance(value, (Tensor, Use, Kept, Unpackable)):
+    if isinstance(value, (Tensor, Reading, Leaf, Unpackable)):
         return function(value)
     if isinstance(value, (list, tuple)):
         return type(value)([mapped(function, each) for each in value])
@@ -410,7 +410,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _leaves(values: Sequence[Any]) -> Iterator[Any]:
     for each in values:
-        if isinstance(each, (list, tuple)) and not isinstance(each, (Use, Unpackable)):
+        if isinstance(each, (list, tuple)) and not isinstance(each, (Reading, Unpackable)):
             yield from _leaves(each)
         else:
             yield each

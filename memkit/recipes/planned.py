@@ -64,6 +64,7 @@ def plan_training(
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     treat: Treat | None = None,
+    curve: bool = False,
     measure: bool = False,
     selected_fraction: float | None = None,
 ) -> TrainingPlan:
@@ -89,6 +90,8 @@ def plan_training(
             ``micro_batch_size=len(batch)`` plans only the blocks. None: the plan chooses.
         treat: ``"tensors"`` decides for each tensor that autograd saves whether it is kept, recomputed or offloaded,
             ``"blocks"`` for whole blocks of the model. None tries both.
+        curve: Whether ``plan.pareto`` shows time against memory for smaller budgets too, down to the least: eight more
+            dry runs of the largest micro-batches. Not with ``treat="blocks"``.
         measure: Whether to run real steps, on a copy of the model, of up to five candidates that are expected to be the
             fastest, and choose the one with the least processor time; also one step of each candidate whose fit depends
             on the kernels' workspace, to measure that workspace. CPU only.
@@ -135,6 +138,7 @@ def plan_training(
         precisions=precisions,
         micro_batch_size=micro_batch_size,
         treat=treat,
+        curve=curve,
         measure=measure,
         selected_fraction=selected_fraction,
     )
@@ -152,6 +156,7 @@ def _plan(
     precisions: Sequence[PlannedPrecision | None],
     micro_batch_size: int | None,
     treat: Treat | None,
+    curve: bool,
     measure: bool,
     selected_fraction: float | None,
 ) -> TrainingPlan:
@@ -189,6 +194,7 @@ def _plan(
         slack=_SLACK if measure else 1.0,
         choices_of=None if treat == "blocks" else rehearsal.tensor_choices,
         treats_blocks=treat != "tensors",
+        has_curve=curve,
     )
     run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer)
     if measure:
@@ -242,6 +248,7 @@ def prepare(
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     treat: Treat | None = None,
+    curve: bool = False,
     measure: bool = False,
     selected_fraction: float | None = None,
     max_grad_norm: float | None = None,
@@ -260,6 +267,7 @@ def prepare(
         precisions: As for `plan_training`.
         micro_batch_size: As for `plan_training`.
         treat: As for `plan_training`.
+        curve: As for `plan_training`.
         measure: As for `plan_training`.
         selected_fraction: As for `plan_training`.
         max_grad_norm: As for `MemoryEfficientTrainingWrapper`.
@@ -298,6 +306,7 @@ def prepare(
         precisions=precisions,
         micro_batch_size=micro_batch_size,
         treat=treat,
+        curve=curve,
         measure=measure,
         selected_fraction=selected_fraction,
     )

@@ -15,14 +15,14 @@ from memkit._core.errors import InputTypeError, StateError, warn_user
 from memkit._core.printable import counted
 from memkit._tape.plan import SavedTensorPlan
 from memkit._tape.tape import (
-    Kept,
-    RandomNumbers,
+    GeneratorState,
+    Leaf,
+    OperatorInput,
+    Reading,
     Rerun,
-    Source,
     Step,
     Storages,
     Unpackable,
-    Use,
     Value,
     changes_arguments,
     counts,
@@ -71,7 +71,7 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     Memory cost: what the plan keeps; with random operators that run again, their generator's state for each (5 kB on
     the CPU). Time cost: about 5 microseconds of Python for each operator of the forward.
 
-    Source: ``docs/plan.md``; the tape is `memkit/_tape/tape.py`.
+    OperatorInput: ``docs/plan.md``; the tape is `memkit/_tape/tape.py`.
 
     Example:
         >>> import torch
@@ -167,7 +167,7 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._operators: dict[Any, _Operator] = {}
         self._latest: Any = None
         self._storages: Storages[Value | Literal["offload"]] = Storages()
-        self._leaves: Storages[list[weakref.ref[Kept]]] = Storages()  # of operators that run again
+        self._leaves: Storages[list[weakref.ref[Leaf]]] = Storages()  # of operators that run again
         self._rerun = Rerun()
 
     @classmethod
@@ -218,7 +218,7 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         random = None
         if is_random(func):
             device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
-            random = RandomNumbers(kwargs.get("generator"), device)
+            random = GeneratorState(kwargs.get("generator"), device)
         changed = [each for each in map(self._value_of, written_arguments(func, args, kwargs)) if each]
         were_read = [each.is_read for each in changed]
         step = Step(func, mapped(self._source, without_statistics(func, args)), mapped(self._source, kwargs), random)
@@ -250,31 +250,31 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         known = self._storages.find(tensor)
         return known if isinstance(known, Value) else None
 
-    def _source(self, tensor: Tensor) -> Source:
+    def _source(self, tensor: Tensor) -> OperatorInput:
         """How an operator that runs again gets this tensor; below autograd."""
         known = self._storages.find(tensor)
         if isinstance(known, Value) and not known.is_lost:
-            return Use.of(tensor, known)
+            return Reading.of(tensor, known)
         if known == "offload":
             return Unpackable(self._offload(tensor).pack(tensor).unpack)
-        leaf = Kept(tensor, is_inside=True)
+        leaf = Leaf(tensor, is_inside=True)
         if is_plain(tensor):
             leaves = self._leaves.find(tensor)
             (self._leaves.learn(tensor, []) if leaves is None else leaves).append(weakref.ref(leaf))
         return leaf
 
-    def pack(self, tensor: Tensor) -> Source:
+    def pack(self, tensor: Tensor) -> OperatorInput:
         """Keep a tensor that autograd saves, or only the way to it."""
         known = self._storages.find(tensor)
         if isinstance(known, Value) and not known.is_lost:
-            return Use.of(tensor, known)
+            return Reading.of(tensor, known)
         self._is_packing = True
         try:
-            return Unpackable(self._offload(tensor).pack(tensor).unpack) if known == "offload" else Kept(tensor)
+            return Unpackable(self._offload(tensor).pack(tensor).unpack) if known == "offload" else Leaf(tensor)
         finally:
             self._is_packing = False
 
-    def unpack(self, source: Source) -> Tensor:
+    def unpack(self, source: OperatorInput) -> Tensor:
         """Return a saved tensor."""
         return self._rerun.tensor(source)
 

@@ -261,6 +261,11 @@ class TrainingPlan(Overviewed):
         }
 
     @property
+    def least_bytes(self) -> int:
+        """The least that any candidate needs; with ``curve=True`` the least that the step can take."""
+        return min(each.required_bytes for each in self.candidates)
+
+    @property
     def pareto(self) -> ParetoFront:
         """The candidates that no other one beats in both time and memory; ``plan.pareto.plot()`` draws them."""
         return ParetoFront.of(self)
@@ -347,5 +352,7 @@ class TrainingPlan(Overviewed):
         if len(front) > 1:
             times, sizes = [self._slowdown(each) for each in front], [each.required_bytes for each in front]
             curves.insert(0, Curve("no other is faster and smaller", times, sizes, style="dashed"))
+        most = max(each.required_bytes for each in self.candidates)
         budget = (f"budget {format_bytes(self.budget_bytes)}", self.budget_bytes)
-        return Lines(curves, "time", "Memory by time", "memory", unit_of(self.budget_bytes), [budget])
+        lines = [budget] if self.budget_bytes <= 2 * most else []  # it would press the candidates together
+        return Lines(curves, "time", "Memory by time", "memory", unit_of(most), lines)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from memkit.predict.plan.tensors import Choice, TensorChoices
+from memkit.predict.plan.tensors import TensorChoice, TensorChoices
 from memkit.predict.plan.trial import Arrangement, BlockCost, PlannedTreatment, Trial
 
 _MOST_TRIALS = 5  # of treatments for one micro-batch size
-_WELL_USED = 0.99  # of a budget: nothing better is looked for
+_WELL_USED = 0.98  # of a budget: nothing better is looked for
+_MARGIN = 0.005  # of a budget, more with each choice of tensors that did not fit: allocators take steps
+_NUM_ON_CURVE = 8
 _PATIENCE = 2  # consecutive sizes slower than the best, after which smaller ones are skipped
 RunArrangement = Callable[[Arrangement, Trial | None], Trial]
 
@@ -69,6 +71,7 @@ def search(
     slack: float,
     choices_of: Callable[[Arrangement], TensorChoices] | None = None,
     treats_blocks: bool = True,
+    has_curve: bool = False,
 ) -> list[Trial]:
     """Try the arrangements that may be the fastest that fits.
 
@@ -80,6 +83,7 @@ def search(
         budget_bytes: The most that a trial may require.
         choices_of: Finds what can be done with the tensors that an arrangement's micro-batches save; None leaves them.
         treats_blocks: Whether blocks may be treated.
+        has_curve: Whether to try choices of tensors for all budgets, beside those for this one.
         slack: Arrangements up to this multiple of the fastest time are worth a trial; 1 if the times can be trusted.
 
     Returns:
@@ -95,6 +99,28 @@ def search(
         fitting = [each.seconds for each in trials if each.required_bytes <= budget_bytes]
         return slack * min(fitting, default=float("inf"))
 
+    too_large = _untreated(tried, num_rows, counts, precisions, budget_bytes, limit_seconds)
+    for plain in sorted(too_large, key=lambda each: each.seconds):
+        if choices_of is not None:
+            _treat_tensors(tried, choices_of, plain, budget_bytes, limit_seconds())
+        if treats_blocks:
+            _treat_blocks(tried, plain, budget_bytes, limit_seconds())
+    if has_curve and choices_of is not None:
+        choices = choices_of(trials[0].arrangement)
+        for choice in _spread(choices.choices):
+            tried(replace(trials[0].arrangement, tensors=choices.plan(choice)), trials[0])
+    return trials
+
+
+def _untreated(
+    tried: Callable[[Arrangement], Trial],
+    num_rows: int,
+    counts: Sequence[int],
+    precisions: Sequence[str | None],
+    budget_bytes: int,
+    limit_seconds: Callable[[], float],
+) -> list[Trial]:
+    """Try micro-batches of each size, until smaller ones are only slower; return the trials that do not fit."""
     too_large: list[Trial] = []
     for precision in precisions:
         num_slower = 0
@@ -106,12 +132,7 @@ def search(
                 break
             if plain.required_bytes > budget_bytes:
                 too_large.append(plain)
-    for plain in sorted(too_large, key=lambda each: each.seconds):
-        if choices_of is not None:
-            _treat_tensors(tried, choices_of, plain, budget_bytes, limit_seconds())
-        if treats_blocks:
-            _treat_blocks(tried, plain, budget_bytes, limit_seconds())
-    return trials
+    return too_large
 
 
 def fastest(trials: Sequence[Trial], budget_bytes: int) -> list[Trial]:
@@ -121,6 +142,14 @@ def fastest(trials: Sequence[Trial], budget_bytes: int) -> list[Trial]:
         if trial.required_bytes <= budget_bytes:
             best.setdefault((trial.arrangement.accumulation_steps, trial.arrangement.precision), trial)
     return list(best.values())
+
+
+def _spread(choices: Sequence[TensorChoice]) -> list[TensorChoice]:
+    """Return some choices from the one that saves least to the one that saves most, at like distances in memory."""
+    most, least = choices[0].peak_bytes, choices[-1].peak_bytes
+    marks = [most - (most - least) * number // _NUM_ON_CURVE for number in range(1, _NUM_ON_CURVE + 1)]
+    found = [next(each for each in choices if each.peak_bytes <= mark) for mark in marks]
+    return [each for each in dict.fromkeys(found) if each is not choices[0]]
 
 
 def _treat_tensors(
@@ -136,10 +165,11 @@ def _treat_tensors(
     choices = choices_of(plain.arrangement)
     num_steps = plain.arrangement.accumulation_steps
     more_bytes = plain.required_bytes - choices.choices[0].peak_bytes  # than the sum says
-    best_bytes = 0  # of a trial that fits
-    seen: set[Choice] = set()
+    best_bytes, num_misses = 0, 0  # of a trial that fits; of those that do not
+    seen: set[TensorChoice] = set()
     for _ in range(_MOST_TRIALS):
-        choice = choices.within(budget_bytes - more_bytes) or choices.choices[-1]
+        margin_bytes = round(num_misses * _MARGIN * budget_bytes)
+        choice = choices.within(budget_bytes - more_bytes - margin_bytes) or choices.choices[-1]
         if choice in seen or plain.seconds + num_steps * choice.seconds >= limit_seconds:
             break
         seen.add(choice)
@@ -149,6 +179,8 @@ def _treat_tensors(
             if trial.required_bytes <= best_bytes or trial.required_bytes >= _WELL_USED * budget_bytes:
                 break
             best_bytes = trial.required_bytes
+        else:
+            num_misses += 1
 
 
 def _treat_blocks(

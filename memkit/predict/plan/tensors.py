@@ -29,7 +29,7 @@ _MOST_REFINEMENTS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TensorChoice:
     """What to do with the saved tensors, and what that takes.
 
     Attributes:
@@ -71,23 +71,23 @@ class TensorChoices:
         return sum(each.nbytes for each in self.values if each.is_saved)
 
     @cached_property
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[TensorChoice]:
         """Choices that are worth a trial, fastest first: each needs less memory than all before."""
         found = [self._choice(frozenset(), frozenset())]
         for chains in _CHAINS:
             found += self._choices_with(self.saved_bytes // chains)
-        front: list[Choice] = []
+        front: list[TensorChoice] = []
         for each in sorted(found, key=lambda each: (each.seconds, each.peak_bytes)):
             if not front or each.peak_bytes < front[-1].peak_bytes:
                 front.append(each)
         return front
 
-    def within(self, peak_bytes: int) -> Choice | None:
+    def within(self, peak_bytes: int) -> TensorChoice | None:
         """Return the fastest choice with such a peak; None if there is none."""
         fitting = next((each for each in self.choices if each.peak_bytes <= peak_bytes), None)
         return None if fitting is None else self._refined(fitting, peak_bytes)
 
-    def plan(self, choice: Choice) -> SavedTensorPlan:
+    def plan(self, choice: TensorChoice) -> SavedTensorPlan:
         """Return a choice as the plan for a forward."""
         dropped = [each for each in self.values if each.is_saved and choice.recomputed.issuperset(each.makers)]
         moved = [self.values[number] for number in choice.offloaded]
@@ -101,7 +101,7 @@ class TensorChoices:
             saved_bytes=self.saved_bytes,
         )
 
-    def _choices_with(self, chain_bytes: int) -> Iterator[Choice]:
+    def _choices_with(self, chain_bytes: int) -> Iterator[TensorChoice]:
         """Yield choices from nearly everything kept to as little as possible, with chains of at most so many bytes."""
         steps = list(_Descent(self, chain_bytes).steps())
         for place in sorted({round(each) for each in np.linspace(1, len(steps), _NUM_POINTS)} if steps else ()):
@@ -109,7 +109,7 @@ class TensorChoices:
             offloaded = frozenset(step.value for step in steps[:place] if not step.operators)
             yield self._choice(recomputed, offloaded)
 
-    def _refined(self, choice: Choice, peak_bytes: int) -> Choice:
+    def _refined(self, choice: TensorChoice, peak_bytes: int) -> TensorChoice:
         """Keep again what the memory allows, the dearest first."""
         dropped = [each for each in self.values if each.is_saved and choice.recomputed.issuperset(each.makers)]
         dropped.sort(key=lambda each: -self._seconds_of(each.makers))
@@ -137,7 +137,7 @@ class TensorChoices:
 
     # --------------------------------------------------------------------------------------------------- memory
 
-    def _choice(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> Choice:
+    def _choice(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> TensorChoice:
         """Add up memory and time."""
         made_at = self._moments(recomputed)
         spans: list[tuple[int, int, int]] = []  # first event, last event, bytes
@@ -163,7 +163,7 @@ class TensorChoices:
         peak_bytes = int((self.base + np.cumsum(changes)[:-1]).max(initial=0))
         num_random = sum(self.operators[number].is_random for number in recomputed)
         moved_bytes = sum(self.values[number].nbytes for number in offloaded)
-        return Choice(
+        return TensorChoice(
             recomputed,
             offloaded,
             peak_bytes + num_random * self.random_state_bytes,
@@ -187,12 +187,12 @@ class TensorChoices:
 
     def _users_again(self, value: ValueNote, recomputed: frozenset[int]) -> Iterator[int]:
         """Yield the numbers of the values that are made again from this one."""
-        for number in self._users[value.number]:
+        for number in self.users[value.number]:
             if number in recomputed:
                 yield from (each.number for each in (*self.operators[number].makes, *self.operators[number].changes))
 
     @cached_property
-    def _users(self) -> list[list[int]]:
+    def users(self) -> list[list[int]]:
         """For each value, the operators that use it and do not only change it."""
         users: list[list[int]] = [[] for _ in self.values]
         for number, operator in enumerate(self.operators):
@@ -336,7 +336,7 @@ class _Descent:
 
     def _roots(self, new: Iterable[int]) -> set[int]:
         """Chains that these operators would join: those that they use, and those that use them."""
-        operators, users = self.choices.operators, self.choices._users  # noqa: SLF001 - one mechanism in two classes
+        operators, users = self.choices.operators, self.choices.users
         linked = {maker for number in new for source in operators[number].sources for maker in source.makers}
         linked |= {user for number in new for each in operators[number].makes for user in users[each.number]}
         return {self._root(number) for number in linked & self._again}
@@ -349,7 +349,7 @@ class _Descent:
 
     def _touched(self, move: _Move) -> Iterator[ValueNote]:
         """Values whose rate may have changed for the better."""
-        operators, values, users = self.choices.operators, self.choices.values, self.choices._users  # noqa: SLF001 - as above
+        operators, values, users = self.choices.operators, self.choices.values, self.choices.users
         for number in move.operators:
             yield from operators[number].sources
             for made in operators[number].makes:
