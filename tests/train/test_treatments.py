@@ -468,3 +468,27 @@ def test_generators_that_a_block_holds_are_replayed(treatment):
         states = [each.noise.get_state() for each in model[:2]] + [model[0].others[1].getstate()]
         found.append((gradients(model), states))
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_layers_that_change_parts_of_a_result(kind, treatment):
+    """PyTorch's GRU on a CPU changes parts of a product made by `unsafe_chunk`: the product's version does not tell."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = nn.Sequential(kind(16, 64, 2)), nn.Linear(64, 3)
+
+        def forward(self, x):
+            return self.head(self.block(x)[0])
+
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(6, 8, 16)
+    found = []
+    for choice in ({}, {"block": treatment}):
+        model.zero_grad()
+        with Checkpointing(model, choice):
+            mean_square(model, x).backward()
+        found.append(gradients(model))
+    assert_same(*found)
