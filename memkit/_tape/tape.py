@@ -212,24 +212,28 @@ class Leaf:
         is_inside: Whether an operator of this tensor is being dispatched, below autograd.
     """
 
-    __slots__ = ("__weakref__", "_seen_version", "_tensor")
+    __slots__ = ("__weakref__", "_num_bytes", "_seen_version", "_tensor")
 
     def __init__(self, tensor: Tensor, *, is_inside: bool = False) -> None:
         with counting_in_views() if is_inside else contextlib.nullcontext():
             self._tensor = tensor.detach()  # an operator's own result would keep its graph alive
         self._seen_version = version_of(self._tensor)
+        self._num_bytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
 
     def copy(self) -> None:
         """Keep a copy instead: the tensor is about to change."""
         self._tensor = self._tensor.clone()
         self._seen_version = version_of(self._tensor)
+        self._num_bytes = self._tensor.untyped_storage().nbytes()
 
     def unpack(self) -> Tensor:
         """Return the tensor.
 
         Raises:
-            StateError: It was changed in place.
+            StateError: It was changed in place, or its memory was released.
         """
+        if self._num_bytes and self._tensor.untyped_storage().nbytes() < self._num_bytes:
+            _refuse_released(self._tensor)
         if version_of(self._tensor) != self._seen_version:
             _refuse_changed(self._tensor)
         return self._tensor
@@ -414,6 +418,16 @@ def _leaves(values: Sequence[Any]) -> Iterator[Any]:
             yield from _leaves(each)
         else:
             yield each
+
+
+def _refuse_released(tensor: Tensor) -> NoReturn:
+    raise StateError(
+        "backward() of what treat_saved_tensors has packed",
+        got=f"a tensor of shape {tuple(tensor.shape)} whose memory was released after the forward, as FSDP does with "
+        "gathered parameters",
+        expected="parameters and inputs that are there until backward",
+        fix="plan a sharded model with treat='blocks'.",
+    )
 
 
 def _refuse_changed(tensor: Tensor) -> NoReturn:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.errors import InputError, MemkitError, StateError, warn_user
+from memkit._core.errors import ConfigError, InputError, MemkitError, StateError, warn_user
 from memkit._core.printable import counted
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit._core.words import guided, taking_settings_of
@@ -274,6 +274,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._treated = None if saved_tensors is None else treat_saved_tensors(saved_tensors)
+            if is_sharded and saved_tensors is not None:
+                raise ConfigError(
+                    f"{_CALL}(..., saved_tensors=...)",
+                    got="a model whose parameters are sharded: those that run again would not be there in backward",
+                    expected="a whole model, also in DistributedDataParallel",
+                    fix="plan with treat='blocks', and pass checkpoint=plan.checkpoint.",
+                )
             self._cleanup = cleanup.pop_all()
 
     @classmethod

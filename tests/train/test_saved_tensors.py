@@ -339,6 +339,15 @@ def test_what_is_changed_after_the_forward_is_refused():
         loss.backward()
 
 
+def test_memory_that_is_released_before_backward_is_not_read():
+    model, x = block(), torch.randn(8, 32)
+    with treat_saved_tensors(everything(operators_of(lambda: model(x).sum()))):
+        loss = model(x).sum()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(StateError, match="memory was released"):
+        loss.backward()
+
+
 def test_without_gradients_nothing_is_done():
     model, x = block(), torch.randn(8, 32)
     treated = treat_saved_tensors(everything(operators_of(lambda: model(x).sum())))

@@ -147,6 +147,8 @@ def fastest(trials: Sequence[Trial], budget_bytes: int) -> list[Trial]:
 def _spread(choices: Sequence[TensorChoice]) -> list[TensorChoice]:
     """Return some choices from the one that saves least to the one that saves most, at like distances in memory."""
     most, least = choices[0].peak_bytes, choices[-1].peak_bytes
+    if most - least < _MARGIN * most:  # there is no curve
+        return [*choices[1:]][-1:]
     marks = [most - (most - least) * number // _NUM_ON_CURVE for number in range(1, _NUM_ON_CURVE + 1)]
     found = [next(each for each in choices if each.peak_bytes <= mark) for mark in marks]
     return [each for each in dict.fromkeys(found) if each is not choices[0]]
