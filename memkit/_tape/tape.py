@@ -33,6 +33,7 @@ _STATISTICS: Mapping[Any, tuple[int, int, int]] = {
     _aten.cudnn_batch_norm.default: (3, 4, 5),
     _aten.miopen_batch_norm.default: (3, 4, 5),
 }
+_NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"})
 _DETACH = _aten.detach.default
 # What these do to a storage cannot be done again on another one.
 _ODD = frozenset({"set_", "resize_", "resize_as_", "resize", "set", "set_data"})
@@ -60,9 +61,10 @@ def repeats(func: Any) -> bool:
 def counts(func: Any) -> bool:
     """Return whether an operator counts on a tape.
 
-    Not `detach`, which autograd calls where there are no hooks, and not the questions that only stand-ins are asked.
+    Not `detach`, which autograd calls where there are no hooks, not the questions that only stand-ins are asked, and not
+    what DistributedDataParallel and profilers do around a forward.
     """
-    return func is not _DETACH and getattr(func, "namespace", "") != "prim"
+    return func is not _DETACH and getattr(func, "namespace", "") not in _NOT_COUNTED
 
 
 def is_random(func: Any) -> bool:

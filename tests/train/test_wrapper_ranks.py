@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
+from memkit._core.errors import ConfigError
 from tests.helpers import assert_same, relative_error
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, out_of_memory, trainer_of
 from tests.train.faults import FailingOperator
+from tests.train.test_saved_tensors import everything, operators_of
 from tests.versions import has
 
 STEPS, ROWS = 4, 8
@@ -52,6 +54,7 @@ def ddp_worker(rank, folder):
     check_a_budget_is_refused_where_ranks_exchange_statistics()
     check_a_bfloat16_model()
     check_gradients_are_seen_summed(rank, DistributedDataParallel)
+    check_a_plan_for_saved_tensors(rank)
     check_no_memory_to_convert_gradients_on_one_rank(rank)
     check_nothing_fits_on_one_rank(rank, Path(folder))
     leave()
@@ -71,6 +74,7 @@ def sharded_worker(rank, folder):
     state = {name: value.full_tensor() for name, value in model.state_dict().items()}
     torch.save(state, f"{folder}/{rank}.pt")
     check_gradients_are_seen_summed(rank, lambda model: fully_shard(model, mesh=mesh))
+    check_a_plan_for_saved_tensors_is_refused(model, optimizer)
     leave()
 
 
@@ -89,6 +93,27 @@ def check_gradients_are_seen_summed(rank, spread):
     (found,) = seen
     assert max(map(relative_error, found, want)) <= 1e-14
     trainer.close()
+
+
+def check_a_plan_for_saved_tensors(rank):
+    """A plan made for the model alone serves under DistributedDataParallel."""
+    model, data = make()
+    batch = data[0][rank * ROWS : (rank + 1) * ROWS]
+    plan = everything(operators_of(lambda: mean_square(model, batch)))
+    found = []
+    for saved_tensors in (None, plan):
+        twin = make()[0]
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        spread = DistributedDataParallel(twin)
+        with mk.MemoryEfficientTrainingWrapper(spread, optimizer, saved_tensors=saved_tensors) as trainer:
+            trainer.train_step(batch, mean_square)
+        found.append(list(twin.parameters()))
+    assert_same(*found)
+
+
+def check_a_plan_for_saved_tensors_is_refused(sharded, optimizer):
+    with pytest.raises(ConfigError, match="parameters are sharded"):
+        mk.MemoryEfficientTrainingWrapper(sharded, optimizer, saved_tensors=everything(("aten.addmm.default",)))
 
 
 def whole(tensor):
