@@ -61,8 +61,8 @@ def repeats(func: Any) -> bool:
 def counts(func: Any) -> bool:
     """Return whether an operator counts on a tape.
 
-    Not `detach`, which autograd calls where there are no hooks, not the questions that only stand-ins are asked, and not
-    what DistributedDataParallel and profilers do around a forward.
+    Not `detach`, which autograd calls where there are no hooks, not the questions that only stand-ins are asked, and
+    not what DistributedDataParallel and profilers do around a forward.
     """
     return func is not _DETACH and getattr(func, "namespace", "") not in _NOT_COUNTED
 
