@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memkit._core.errors import InputTypeError
 from memkit._core.words import guided
@@ -19,11 +19,12 @@ from memkit.report.write import check_target, save_report
 
 if TYPE_CHECKING:
     from memkit.memory.track import Tracker
+    from memkit.predict.plan.plan import TrainingPlan
 
 
 @guided(words=REPORT_WORDS)
 def write_report(
-    log: EventLog | Tracker,
+    log: EventLog | Tracker | TrainingPlan,
     path: str | os.PathLike[str],
     *,
     baseline: EventLog | None = None,
@@ -36,7 +37,8 @@ def write_report(
     The page of a CUDA memory snapshot or of a `Tracker` has a view of all allocations to click through.
 
     Args:
-        log: The log that `read_memory_events` returned, or a `Tracker`, whose block is then the run.
+        log: The log that `read_memory_events` returned; or a `Tracker`, whose block is then the run; or the plan of
+            `plan_training`, with its curve.
         path: The file to write; its suffix sets the format: ``.html`` (one self-contained file), ``.md``, ``.txt`` or
             ``.json`` (sizes in bytes). The file is written atomically. An earlier report is replaced, any other file is
             left alone.
@@ -87,7 +89,7 @@ def _check_order(log: object, path: object) -> None:
 
 
 def make_report(
-    log: EventLog | Tracker,
+    log: EventLog | Tracker | TrainingPlan,
     *,
     baseline: EventLog | None = None,
     gpu: str | None = None,
@@ -95,6 +97,12 @@ def make_report(
     sections: Sequence[SectionMaker] = (),
 ) -> Report:
     """Build a report without writing it; arguments and errors as for `write_report`."""
+    if "memkit.predict.plan.plan" in sys.modules:  # without a plan its module, which needs torch, is not loaded
+        from memkit.predict.plan.plan import TrainingPlan
+        from memkit.recipes.plan_report import report_of
+
+        if isinstance(log, TrainingPlan):
+            return report_of(log, language)
     return build_report(
         _as_log(log),
         cards=[CatalogueRow(each.name, each.usable_bytes, each.confidence) for each in all_gpus()],
@@ -105,7 +113,7 @@ def make_report(
     )
 
 
-def _as_log(log: EventLog | Tracker) -> EventLog:
+def _as_log(log: Any) -> EventLog:
     """Return a tracker as a log. Without a tracker its module, which needs torch, is not loaded."""
     if "memkit.memory.track" in sys.modules:
         from memkit.memory.track import Tracker
@@ -113,4 +121,4 @@ def _as_log(log: EventLog | Tracker) -> EventLog:
 
         if isinstance(log, Tracker):
             return log_of(log)
-    return log  # type: ignore[return-value]  # anything else is refused by its reader
+    return log  # type: ignore[no-any-return]  # anything else is refused by its reader

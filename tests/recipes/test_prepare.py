@@ -1,6 +1,7 @@
 """Plans are held against real steps: what they take, which gradient they have, and what is refused."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
 from memkit.predict.gpus import find_gpu
 from memkit.recipes.planned import plan_training, prepare
+from memkit.recipes.report import write_report
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same
@@ -302,3 +304,18 @@ def test_it_explains_itself():
     figures = plan.as_dict()
     assert figures["estimate"]["peak_bytes"] == plan.predicted_peak_bytes
     assert len(figures["candidates"]) == len(plan.candidates)
+
+
+def test_a_plan_has_a_report(tmp_path):
+    plan = plan_training(make_model(), digits(), loss_fn, "sgd", budget="4MiB", micro_batch_size=6, curve=True)
+    write_report(plan, tmp_path / "plan.html")
+    write_report(plan, tmp_path / "plan.json")
+    page, data = (tmp_path / "plan.html").read_text("utf-8"), json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    assert data["headline"] == str(plan).splitlines()[0]
+    assert data["figures"]["required_bytes"] == plan.required_bytes
+    assert len(data["figures"]["candidates"]) == len(plan.candidates) >= 8
+    assert page.count("tensors: ") >= 8
+    (at_peak,) = [each for each in data["sections"] if each["title"] == "At the peak"]
+    assert sum(size for _, size in at_peak["content"][0]["rows"]) == plan.predicted_peak_bytes
+    with pytest.raises(ConfigError, match="in English"):
+        write_report(plan, tmp_path / "plan.md", language="zh")
