@@ -27,7 +27,7 @@ from memkit._tape.notes import ForwardNotes
 from memkit._tape.plan import SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
-from memkit.predict.plan.speeds import Speeds
+from memkit.predict.plan.speeds import OperatorTimes
 from memkit.predict.plan.tensors import TensorChoices
 
 PlannedTreatment = Literal["selective", "full", "offload"]
@@ -140,7 +140,7 @@ class StepTrials:
     selected_fraction: float | None
     make_place: Callable[[], Place]
     arrange: Arrange
-    speeds: Speeds
+    speeds: OperatorTimes
     blocks: Mapping[str, nn.Module]
     kept_operators: frozenset[Any]
     num_rows: int
@@ -204,7 +204,7 @@ class StepTrials:
                         watch.hold(model, batch)
                         noted = loss_fn
                         if all_notes is not None and watch.is_recording:
-                            noted = _noted(loss_fn, all_notes, watch, trace)
+                            noted = _noted(loss_fn, all_notes, watch, self.speeds)
                         left_bytes = train_step(batch, _announced(noted, trace))
             live = watch.recorder.events_since(0).live
             return _Recorded(watch.record(), trace, left_bytes, place.device_type, live)
@@ -256,11 +256,11 @@ class StepTrials:
         return saved
 
 
-def _noted(loss_fn: LossFn, all_notes: list[ForwardNotes], watch: Watch, trace: StepTimes) -> LossFn:
+def _noted(loss_fn: LossFn, all_notes: list[ForwardNotes], watch: Watch, speeds: OperatorTimes) -> LossFn:
     """Wrap a loss function so that notes are taken on each micro-batch."""
 
     def noted(model: Any, micro_batch: Any) -> Any:
-        all_notes.append(ForwardNotes(watch.recorder.num_events, trace.seconds_of))
+        all_notes.append(ForwardNotes(watch.recorder.num_events, speeds.seconds))
         with all_notes[-1].forward():
             return call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
 
