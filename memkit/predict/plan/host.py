@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -22,12 +22,12 @@ from memkit.predict.plan.speeds import HALF, Speeds, num_bytes
 _MOST_SECONDS = 3.0
 _NUM_SETS = 3  # of operands for one call
 _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
-_HOT_BYTES = 2**19  # operands of this size are still in the cache when a step gets to the operator
-# glibc gives large blocks back to the system until it has seen one of that size freed, of up to 32 MiB; from then on it
-# keeps them. Training steps soon are in that state, so the cache is emptied with a block just below that size.
+_HOT_BYTES, _FAST_CACHE_BYTES = 2**19, 2**21  # smaller operands stay near, but other kernels evict code and data
+# glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
+# them. Training steps soon are in that state: measuring starts with a block of that size, which later fills the cache.
 _MOST_KEPT_BYTES = 2**25 - 2**16
 _DISK_BANDWIDTH = 2e8  # a plain disk: the page cache in front of it takes memory too
-_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES = 256, 16, 2**24, 16, 5
+_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _NUM_PROBES = 256, 16, 2**24, 9
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -35,10 +35,9 @@ class HostTimes:
     """Measured times of operators with this process's number of threads.
 
     Calls are distinct if they differ in the operator, in shapes, strides or dtypes of tensors, or in another argument.
-    Each distinct one is run a few times, and its processor time is remembered. Where operands are larger than a fast
-    cache, the time is the mean of runs in a cold and in a hot cache: in a step some operands were just computed and
-    others were saved long ago. A call that cannot be run counts by a roofline, scaled by how other calls of
-    the operator compare with theirs.
+    Each distinct one is run a few times, and its processor time is remembered: the mean of runs in a cold and in a hot
+    cache, since in a step some operands were just computed and others were saved long ago. A call that cannot be run
+    counts by a roofline, scaled by how other calls of the operator compare with theirs.
 
     Args:
         most_bytes: Most bytes of operands and results of a call that is run.
@@ -58,6 +57,8 @@ class HostTimes:
         self._scales: dict[Any, tuple[float, float]] = {}  # by operator: seconds of its longest call, and their ratio
         self._clock_seconds = self._python_seconds = self.operator_seconds = self.measuring_seconds = 0.0
         with without_modes(), random_state.preserved():
+            for _ in range(2):  # the second one is kept after the first one was freed
+                self._cache_filler = torch.zeros(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")
             self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
             self._roofline = self._measure_roofline()
             self.operator_seconds, self._python_seconds = self._measure_python()
@@ -117,12 +118,15 @@ class HostTimes:
         first = self._time(calls[0])
         if first > _LONG_SECONDS:
             return min(first, self._time(calls[0]))
-        is_cached = size < _HOT_BYTES
-        if not is_cached:
-            self._empty_cache()
-        pairs = [(self._time(each), self._time(each)) for each in calls]
-        cold, hot = (statistics.median(each[place] for each in pairs) for place in (0, 1))
-        return hot if is_cached else (cold + hot) / 2
+        if size >= _HOT_BYTES:
+            self._cache_filler.add_(1)
+        cold, hot = [], []
+        for call in calls:
+            if size < _HOT_BYTES:
+                self._cache_filler[:_FAST_CACHE_BYTES].add_(1)
+            cold.append(self._time(call))
+            hot.append(self._time(call))
+        return (statistics.median(cold) + statistics.median(hot)) / 2
 
     def _time(self, call: Callable[[], object]) -> float:
         start = time.process_time()
@@ -130,13 +134,6 @@ class HostTimes:
         seconds = time.process_time() - start
         del result  # only now: a step does not free it at once
         return max(seconds - self._clock_seconds, 1e-7)
-
-    def _empty_cache(self) -> None:
-        self._cache_filler.add_(1)
-
-    @cached_property
-    def _cache_filler(self) -> Tensor:
-        return torch.zeros(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")
 
     def _measure_roofline(self) -> Speeds:
         """Measure a matrix product, a copy, and an operator too small to compute much."""
@@ -162,15 +159,15 @@ class HostTimes:
         return min(self._time(call) for _ in range(_NUM_PROBES))
 
     def _measure_python(self) -> tuple[float, float]:
-        """Measure an operator in the forward pass of small layers: in total, and without the operator itself."""
-        make = partial(nn.Linear, _SMALL_WIDTH, _SMALL_WIDTH, device="cpu", dtype=torch.float32)
-        chain = nn.Sequential(*(layer for _ in range(_PROBE_DEPTH) for layer in (make(), nn.GELU())))
+        """Measure an operator in the forward pass of a small layer: in total, and what is not the operator itself."""
+        linear = nn.Linear(_SMALL_WIDTH, _SMALL_WIDTH, device="cpu", dtype=torch.float32)
+        layer = nn.Sequential(linear, nn.GELU())
         x = torch.ones(_SMALL_WIDTH, _SMALL_WIDTH, device="cpu", dtype=torch.float32)
         with torch.enable_grad():
-            with StepTimes(self, {chain: "chain"}, frozenset()) as trace:
-                chain(x)
-            forward = trace.forwards["chain"]
-            seconds = statistics.median(self._time(partial(chain, x)) for _ in range(_NUM_PROBES))
+            with StepTimes(self, {layer: "layer"}, frozenset()) as trace:
+                layer(x)
+            seconds = self._time_calls([partial(layer, x)] * _NUM_PROBES, 0)
+        forward = trace.forwards["layer"]
         return seconds / forward.num_operators, max(0.0, seconds - forward.seconds) / forward.num_operators
 
 
