@@ -13,21 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from memkit._machine import random_state
-from memkit._torch.dispatch import without_modes
+from memkit._torch.dispatch import TorchDispatchMode, without_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import tree_leaves, tree_map_only
-from memkit.predict.plan.operations import StepTimes
 from memkit.predict.plan.speeds import HALF, Speeds, num_bytes
 
 _MOST_SECONDS = 3.0
 _NUM_SETS = 3  # of operands for one call
 _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
-_HOT_BYTES, _FAST_CACHE_BYTES = 2**19, 2**21  # smaller operands stay near, but other kernels evict code and data
+_HOT_BYTES, _FAST_CACHE_BYTES = 2**19, 2**22  # smaller operands stay near, but other kernels evict code and data
 # glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
 # them. Training steps soon are in that state: measuring starts with a block of that size, which later fills the cache.
 _MOST_KEPT_BYTES = 2**25 - 2**16
 _DISK_BANDWIDTH = 2e8  # a plain disk: the page cache in front of it takes memory too
-_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _NUM_PROBES = 256, 16, 2**24, 9
+_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES = 256, 16, 2**24, 8, 9
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -45,7 +44,6 @@ class HostTimes:
 
     Attributes:
         link_bandwidth: Bytes per second to the disk.
-        operator_seconds: Time of a small operator in a forward pass, with all that Python adds.
         measuring_seconds: Processor time spent on measuring.
     """
 
@@ -55,19 +53,25 @@ class HostTimes:
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._seconds: dict[Any, float | None] = {}  # None: cannot be run
         self._scales: dict[Any, tuple[float, float]] = {}  # by operator: seconds of its longest call, and their ratio
-        self._clock_seconds = self._python_seconds = self.operator_seconds = self.measuring_seconds = 0.0
+        self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
+        self._clock_seconds = self.measuring_seconds = 0.0
         with without_modes(), random_state.preserved():
             for _ in range(2):  # the second one is kept after the first one was freed
                 self._cache_filler = torch.zeros(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")
             self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
             self._roofline = self._measure_roofline()
-            self.operator_seconds, self._python_seconds = self._measure_python()
+            self._added_seconds = self._measure_python()
 
     @property
     def about(self) -> str:
         """Readable source of the times."""
         rest = f", except {self.num_unmeasured} of {len(self._seconds)}, by its measured speeds"
         return "operators timed on this machine" + (rest if self.num_unmeasured else "")
+
+    @property
+    def operator_seconds(self) -> float:
+        """Time that Python and autograd add to an operator in forward, in a cold cache."""
+        return self._added_seconds[True][1]
 
     @property
     def num_measured(self) -> int:
@@ -80,7 +84,7 @@ class HostTimes:
         return sum(each is None for each in self._seconds.values())
 
     def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        """Return the time of an operator call, in forward passes with what Python and autograd add to it."""
+        """Return the time of an operator call in a step, with what Python and autograd add to it."""
         key = (func, _key((args, tuple(kwargs.items()))))
         if key not in self._seconds:
             start = time.process_time()
@@ -89,7 +93,9 @@ class HostTimes:
         seconds = self._seconds[key]
         if seconds is None:
             seconds = self._by_roofline(func, args, kwargs, out)
-        return seconds + self._python_seconds * torch.is_grad_enabled()  # formulas of backward run without Python
+        hot, cold = self._added_seconds[torch.is_grad_enabled()]
+        size = num_bytes((args, tuple(kwargs.values()), out))
+        return seconds + hot + (cold - hot) * min(1.0, size / _HOT_BYTES)
 
     def _measured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
         size = num_bytes((args, tuple(kwargs.values()), out))
@@ -158,17 +164,61 @@ class HostTimes:
     def _shortest(self, call: Callable[[], object]) -> float:
         return min(self._time(call) for _ in range(_NUM_PROBES))
 
-    def _measure_python(self) -> tuple[float, float]:
-        """Measure an operator in the forward pass of a small layer: in total, and what is not the operator itself."""
-        linear = nn.Linear(_SMALL_WIDTH, _SMALL_WIDTH, device="cpu", dtype=torch.float32)
-        layer = nn.Sequential(linear, nn.GELU())
-        x = torch.ones(_SMALL_WIDTH, _SMALL_WIDTH, device="cpu", dtype=torch.float32)
-        with torch.enable_grad():
-            with StepTimes(self, {layer: "layer"}, frozenset()) as trace:
-                layer(x)
-            seconds = self._time_calls([partial(layer, x)] * _NUM_PROBES, 0)
-        forward = trace.forwards["layer"]
-        return seconds / forward.num_operators, max(0.0, seconds - forward.seconds) / forward.num_operators
+    def _measure_python(self) -> dict[bool, tuple[float, float]]:
+        """Measure what a step adds to an operator: in forward and in backward, each in a hot and in a cold cache."""
+        with torch.enable_grad(), torch.device("cpu"):
+            x = torch.ones(_SMALL_WIDTH, _SMALL_WIDTH)
+            kinds = (nn.LayerNorm, partial(nn.Linear, out_features=_SMALL_WIDTH), lambda _: nn.GELU())
+            layers = [make(_SMALL_WIDTH) for _ in range(_PROBE_DEPTH) for make in kinds]
+            with _Tally(self) as tally:
+                nn.Sequential(*layers)(x).sum().backward()
+            hot, cold = (self._time_passes(layers, x, num_bytes) for num_bytes in (0, _FAST_CACHE_BYTES))
+        return {
+            is_forward: (max(0.0, hot[is_forward] - own) / number, max(0.0, cold[is_forward] - own) / number)
+            for is_forward, (number, own) in tally.sums.items()
+        }
+
+    def _time_passes(self, layers: Sequence[nn.Module], x: Tensor, num_bytes: int) -> dict[bool, float]:
+        """Time forward and backward with so many bytes of the cache overwritten between layers, not counting that."""
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        overwriting = 0.0
+
+        def overwrite(*_: object) -> None:
+            nonlocal overwriting
+            overwriting += self._time(partial(self._cache_filler[:num_bytes].add_, 1))
+
+        def forward() -> Tensor:
+            y = x
+            for layer in layers:
+                y = layer(y)
+                y.register_hook(overwrite)
+                overwrite()
+            return y.sum()
+
+        for _ in range(_NUM_PROBES):
+            loss = forward()
+            for is_forward, run in ((True, forward), (False, loss.backward)):
+                overwriting = 0.0
+                seconds[is_forward].append(self._time(run) - overwriting)
+        return {is_forward: statistics.median(each) for is_forward, each in seconds.items()}
+
+
+class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Counts operators and adds up their times, in forward (where gradients are enabled) and in backward."""
+
+    def __init__(self, times: HostTimes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sums = {True: (0, 0.0), False: (0, 0.0)}
+        self._times = times
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count it."""
+        out = func(*args, **(kwargs or {}))
+        number, seconds = self.sums[torch.is_grad_enabled()]
+        self.sums[torch.is_grad_enabled()] = number + 1, seconds + self._times.seconds(func, args, kwargs or {}, out)
+        return out
 
 
 def _key(value: Any) -> Any:
