@@ -70,8 +70,8 @@ class HostTimes:
 
     @property
     def operator_seconds(self) -> float:
-        """Time that Python and autograd add to an operator in forward, in a cold cache."""
-        return self._added_seconds[True][1]
+        """Time that Python and autograd add to an operator in forward, in a hot cache."""
+        return self._added_seconds[True][0]
 
     @property
     def num_measured(self) -> int:

@@ -32,8 +32,12 @@ from memkit.predict.plan.tensors import TensorChoices
 
 PlannedTreatment = Literal["selective", "full", "offload"]
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
-# Python overhead of treating a block, per operator and counted in launches, as measured on tiny blocks on a CPU.
-_PYTHON_LAUNCHES: dict[PlannedTreatment, int] = {"selective": 35, "full": 20, "offload": 5}
+# Python overhead of treating a block, in launches: per block and per operator in it, as measured in steps on a CPU.
+_PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
+    "selective": (150, 15),
+    "full": (150, 5),
+    "offload": (0, 5),
+}
 # The same for a tape: of each operator of a forward under it, and of each that runs again.
 _TAPE_LAUNCHES, _RERUN_LAUNCHES = 2, 8
 
@@ -232,14 +236,17 @@ class StepTrials:
                 "full": max(0, saved_bytes - forward.input_bytes),
                 "offload": saved_bytes,
             }
-            python_seconds = forward.num_operators * self.speeds.operator_seconds
+            launches = {
+                treatment: num_run * per_block + forward.num_operators * per_operator
+                for treatment, (per_block, per_operator) in _PYTHON_LAUNCHES.items()
+            }
             costs[name] = {
                 treatment: BlockCost(
                     saved_bytes=saved[treatment] // num_run,
                     seen_seconds=scale * seen[treatment],
-                    unseen_seconds=scale * (moving[treatment] + launches * python_seconds),
+                    unseen_seconds=scale * (moving[treatment] + number * self.speeds.operator_seconds),
                 )
-                for treatment, launches in _PYTHON_LAUNCHES.items()
+                for treatment, number in launches.items()
             }
         return costs
 
