@@ -21,7 +21,9 @@ from memkit.predict.plan.speeds import HALF, Speeds, num_bytes
 _MOST_SECONDS = 3.0
 _NUM_SETS = 3  # of operands for one call
 _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
-_HOT_BYTES, _FAST_CACHE_BYTES = 2**19, 2**22  # smaller operands stay near, but other kernels evict code and data
+_HOT_BYTES = 2**19  # smaller operands stay near, but other kernels evict code and other data
+_COLD_BYTES = 2**20  # after a kernel on so many bytes, Python starts in a cold cache
+_FAST_CACHE_BYTES = 2**22
 # glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
 # them. Training steps soon are in that state: measuring starts with a block of that size, which later fills the cache.
 _MOST_KEPT_BYTES = 2**25 - 2**16
@@ -70,8 +72,8 @@ class HostTimes:
 
     @property
     def operator_seconds(self) -> float:
-        """Time that Python and autograd add to an operator in forward, in a hot cache."""
-        return self._added_seconds[True][0]
+        """Time that Python and autograd add to an operator in forward, in a cold cache."""
+        return self._added_seconds[True][1]
 
     @property
     def num_measured(self) -> int:
@@ -95,7 +97,7 @@ class HostTimes:
             seconds = self._by_roofline(func, args, kwargs, out)
         hot, cold = self._added_seconds[torch.is_grad_enabled()]
         size = num_bytes((args, tuple(kwargs.values()), out))
-        return seconds + hot + (cold - hot) * min(1.0, size / _HOT_BYTES)
+        return seconds + hot + (cold - hot) * min(1.0, size / _COLD_BYTES)
 
     def _measured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
         size = num_bytes((args, tuple(kwargs.values()), out))
@@ -191,8 +193,9 @@ class HostTimes:
             y = x
             for layer in layers:
                 y = layer(y)
-                y.register_hook(overwrite)
-                overwrite()
+                if num_bytes:
+                    y.register_hook(overwrite)
+                    overwrite()
             return y.sum()
 
         for _ in range(_NUM_PROBES):
