@@ -23,7 +23,7 @@ _NUM_SETS = 3  # of operands for one call
 _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
 _HOT_BYTES = 2**19  # smaller operands stay near, but other kernels evict code and other data
 _COLD_BYTES = 2**20  # after a kernel on so many bytes, Python starts in a cold cache
-_FAST_CACHE_BYTES = 2**22
+_FAST_CACHE_BYTES, _PYTHON_CACHE_BYTES = 2**22, 2**23  # overwritten before a small kernel, and between Python's layers
 # glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
 # them. Training steps soon are in that state: measuring starts with a block of that size, which later fills the cache.
 _MOST_KEPT_BYTES = 2**25 - 2**16
@@ -168,13 +168,14 @@ class HostTimes:
 
     def _measure_python(self) -> dict[bool, tuple[float, float]]:
         """Measure what a step adds to an operator: in forward and in backward, each in a hot and in a cold cache."""
-        with torch.enable_grad(), torch.device("cpu"):
+        with torch.device("cpu"):  # timing within it would count it too
             x = torch.ones(_SMALL_WIDTH, _SMALL_WIDTH)
             kinds = (nn.LayerNorm, partial(nn.Linear, out_features=_SMALL_WIDTH), lambda _: nn.GELU())
             layers = [make(_SMALL_WIDTH) for _ in range(_PROBE_DEPTH) for make in kinds]
+        with torch.enable_grad():
             with _Tally(self) as tally:
                 nn.Sequential(*layers)(x).sum().backward()
-            hot, cold = (self._time_passes(layers, x, num_bytes) for num_bytes in (0, _FAST_CACHE_BYTES))
+            hot, cold = (self._time_passes(layers, x, num_bytes) for num_bytes in (0, _PYTHON_CACHE_BYTES))
         return {
             is_forward: (max(0.0, hot[is_forward] - own) / number, max(0.0, cold[is_forward] - own) / number)
             for is_forward, (number, own) in tally.sums.items()
