@@ -23,7 +23,7 @@ _NUM_SETS = 3  # of operands for one call
 _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
 _HOT_BYTES = 2**19  # smaller operands stay near, but other kernels evict code and other data
 _COLD_BYTES = 2**20  # after a kernel on so many bytes, Python starts in a cold cache
-_FAST_CACHE_BYTES, _PYTHON_CACHE_BYTES = 2**22, 2**23  # overwritten before a small kernel, and between Python's layers
+_FAST_CACHE_BYTES = 2**22
 # glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
 # them. Training steps soon are in that state: measuring starts with a block of that size, which later fills the cache.
 _MOST_KEPT_BYTES = 2**25 - 2**16
@@ -46,6 +46,7 @@ class HostTimes:
 
     Attributes:
         link_bandwidth: Bytes per second to the disk.
+        operator_seconds: Time of a small operator in forward, with what Python and autograd add, in a hot cache.
         measuring_seconds: Processor time spent on measuring.
     """
 
@@ -56,24 +57,19 @@ class HostTimes:
         self._seconds: dict[Any, float | None] = {}  # None: cannot be run
         self._scales: dict[Any, tuple[float, float]] = {}  # by operator: seconds of its longest call, and their ratio
         self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
-        self._clock_seconds = self.measuring_seconds = 0.0
+        self._clock_seconds = self.operator_seconds = self.measuring_seconds = 0.0
         with without_modes(), random_state.preserved():
             for _ in range(2):  # the second one is kept after the first one was freed
                 self._cache_filler = torch.zeros(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")
             self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
             self._roofline = self._measure_roofline()
-            self._added_seconds = self._measure_python()
+            self.operator_seconds, self._added_seconds = self._measure_python()
 
     @property
     def about(self) -> str:
         """Readable source of the times."""
         rest = f", except {self.num_unmeasured} of {len(self._seconds)}, by its measured speeds"
         return "operators timed on this machine" + (rest if self.num_unmeasured else "")
-
-    @property
-    def operator_seconds(self) -> float:
-        """Time that Python and autograd add to an operator in forward, in a cold cache."""
-        return self._added_seconds[True][1]
 
     @property
     def num_measured(self) -> int:
@@ -166,8 +162,8 @@ class HostTimes:
     def _shortest(self, call: Callable[[], object]) -> float:
         return min(self._time(call) for _ in range(_NUM_PROBES))
 
-    def _measure_python(self) -> dict[bool, tuple[float, float]]:
-        """Measure what a step adds to an operator: in forward and in backward, each in a hot and in a cold cache."""
+    def _measure_python(self) -> tuple[float, dict[bool, tuple[float, float]]]:
+        """Measure a small operator, and what a step adds to it in forward and backward, in a hot and a cold cache."""
         with torch.device("cpu"):  # timing within it would count it too
             x = torch.ones(_SMALL_WIDTH, _SMALL_WIDTH)
             kinds = (nn.LayerNorm, partial(nn.Linear, out_features=_SMALL_WIDTH), lambda _: nn.GELU())
@@ -175,11 +171,12 @@ class HostTimes:
         with torch.enable_grad():
             with _Tally(self) as tally:
                 nn.Sequential(*layers)(x).sum().backward()
-            hot, cold = (self._time_passes(layers, x, num_bytes) for num_bytes in (0, _PYTHON_CACHE_BYTES))
-        return {
+            hot, cold = (self._time_passes(layers, x, num_bytes) for num_bytes in (0, _FAST_CACHE_BYTES))
+        added = {
             is_forward: (max(0.0, hot[is_forward] - own) / number, max(0.0, cold[is_forward] - own) / number)
             for is_forward, (number, own) in tally.sums.items()
         }
+        return hot[True] / tally.sums[True][0], added
 
     def _time_passes(self, layers: Sequence[nn.Module], x: Tensor, num_bytes: int) -> dict[bool, float]:
         """Time forward and backward with so many bytes of the cache overwritten between layers, not counting that."""

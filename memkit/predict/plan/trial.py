@@ -34,12 +34,12 @@ PlannedTreatment = Literal["selective", "full", "offload"]
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
 # Python overhead of treating a block, in launches: per block and per operator in it, as measured in steps on a CPU.
 _PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
-    "selective": (150, 3),
-    "full": (100, 1),
-    "offload": (0, 1),
+    "selective": (420, 5),
+    "full": (280, 2),
+    "offload": (0, 5),
 }
 # The same for a tape: of each operator of a forward under it, and of each that runs again.
-_TAPE_LAUNCHES, _RERUN_LAUNCHES = 1, 4
+_TAPE_LAUNCHES, _RERUN_LAUNCHES = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
