@@ -269,6 +269,7 @@ def judge(
         "measured_peak_bytes": run.peak_bytes,
         "fits": run.peak_bytes <= budget,
         "seconds": run.seconds,
+        "predicted_over_measured": plan.predicted_seconds / run.seconds,
         "best": describe(best.settings),
         "best_seconds": best.seconds,
         "time_over_best": run.seconds / best.seconds,

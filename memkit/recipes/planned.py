@@ -27,9 +27,10 @@ from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
+from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import fastest, micro_batch_counts, search
-from memkit.predict.plan.speeds import card_speeds, host_speeds
+from memkit.predict.plan.speeds import OperatorTimes, card_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
 from memkit.train.blocks import choose_blocks
@@ -110,8 +111,9 @@ def plan_training(
         MemkitWarning: The memory of the planned step may depend on guessed values.
 
     Memory cost:
-        No tensor of the model or of the step; with ``measure`` a copy of the model and a step inside the budget. A
-        small model with data is also copied to check that its batch may be split (`docs/split-check.md`).
+        No tensor of the model or of the step. On the CPU the operands of one operator at a time, inside the budget, and
+        32 MiB; with ``measure`` a copy of the model and a step inside the budget. A small model with data is also
+        copied to check that its batch may be split (`docs/split-check.md`).
 
     Source:
         ``docs/plan.md``; checked against exhaustive searches in ``benchmarks/cases/planner.py``.
@@ -170,7 +172,7 @@ def _plan(
         _check_measurable(call, model, gpu)
     num_rows = _rows_to_plan(call, sample_batch)
     counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, micro_batch_size)
-    speeds = host_speeds() if gpu is None else card_speeds(gpu)
+    speeds: OperatorTimes = HostTimes(budget_bytes) if gpu is None else card_speeds(gpu)
     rehearsal = StepTrials(
         model=model,
         batch=sample_batch,

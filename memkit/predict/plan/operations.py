@@ -7,16 +7,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.flop_counter import flop_registry
 
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit._torch.graph import current_backward
-from memkit.predict.plan.speeds import Speeds
+from memkit.predict.plan.speeds import OperatorTimes, num_bytes
 
 _NO_BACKWARD = -1
+_UNTIMED = ("prim", "profiler")  # questions about tensors, and marks for torch's profiler
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     """Adds up the times of a step's operators, part by part. Enter it beneath the recorder.
 
     Args:
-        speeds: Speeds of the device.
+        speeds: Times of the device's operators.
         blocks: Modules that may be treated, with their names.
         kept_operators: Operators whose results a selective treatment keeps.
 
@@ -51,7 +51,7 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     supports_higher_order_operators = True
 
-    def __init__(self, speeds: Speeds, blocks: Mapping[nn.Module, str], kept_operators: frozenset[Any]) -> None:
+    def __init__(self, speeds: OperatorTimes, blocks: Mapping[nn.Module, str], kept_operators: frozenset[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parts = [0.0]
         self.forwards = {name: BlockForward() for name in blocks.values()}
@@ -86,9 +86,9 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         """Run an operator and count its time."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "prim":
+        if func.namespace in _UNTIMED:
             return out
-        seconds = self.seconds_of(func, args, kwargs, out)
+        seconds = self._speeds.seconds(func, args, kwargs, out)
         self.parts[-1] += seconds
         if self._running and current_backward() == _NO_BACKWARD:
             forward = self.forwards[self._running[-1]]
@@ -97,38 +97,11 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             forward.light_seconds += 0.0 if func in self._kept_operators else seconds
         return out
 
-    def seconds_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        """Return the time of an operator."""
-        if func.is_view:
-            return self._speeds.view_seconds
-        tensors = _tensors((out, args, tuple(kwargs.values())))
-        return self._speeds.seconds(
-            num_flops=num_flops(func, args, kwargs, out),
-            num_bytes=_num_bytes(tensors),
-            dtype=tensors[0].dtype if tensors else None,
-        )
-
     def _enter_block(self, module: nn.Module, inputs: Any) -> None:
         if module in self._blocks:
             self._running.append(self._blocks[module])
-            self.forwards[self._running[-1]].input_bytes += _num_bytes(_tensors(inputs))
+            self.forwards[self._running[-1]].input_bytes += num_bytes(inputs)
 
     def _leave_block(self, module: nn.Module, *_: object) -> None:
         if module in self._blocks:
             self._running.pop()
-
-
-def num_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the floating point operations of an operator by torch's formula; 0 if it has none."""
-    formula = flop_registry.get(getattr(func, "overloadpacket", None))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (tuple, list)) else []
-
-
-def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(each.numel() * each.itemsize for each in tensors)

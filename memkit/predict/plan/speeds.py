@@ -1,27 +1,41 @@
-"""Compute, transfer and launch speeds of a device: published for a GPU, or measured on this machine's CPU."""
+"""Times of a device's operators by its compute, transfer and launch speeds, such as those published for a GPU."""
 
 from __future__ import annotations
 
 import functools
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
-from memkit._machine import random_state
 from memkit.predict.gpus import GPU, all_gpus
 
 _GIGA, _TERA = 10**9, 10**12
-_HALF = (torch.float16, torch.bfloat16)
-_NUM_RUNS = 7
-_PROBE_WIDTH, _PROBE_BYTES, _PROBE_DEPTH = 384, 2**24, 32
-_PROBE_OPERATORS = 10  # in a linear layer and its backward: 3 products, a sum, 2 sums of gradients, 4 views
-_DISK_BANDWIDTH = 2e8  # a plain disk: the page cache in front of it takes memory too
+HALF = (torch.float16, torch.bfloat16)
+
+
+class OperatorTimes(Protocol):
+    """Times of a device's operators."""
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes per second to the place where activations can be offloaded."""
+
+    @property
+    def operator_seconds(self) -> float:
+        """Time of an operator that computes next to nothing."""
+
+    @property
+    def about(self) -> str:
+        """Readable source of the times."""
+
+    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        """Return the time of an operator call in a step, from its arguments and result on tensors without data."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +58,31 @@ class Speeds:
     view_seconds: float
     about: str
 
-    def seconds(self, *, num_flops: int, num_bytes: int, dtype: torch.dtype | None) -> float:
-        """Return the time of one operator.
+    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        """Return the time of an operator call."""
+        if func.is_view:
+            return self.view_seconds
+        tensors = _tensors((out, args, tuple(kwargs.values())))
+        rate = self.flops.get(tensors[0].dtype if tensors else torch.float32, self.flops[torch.float32])
+        computing, moving = num_flops(func, args, kwargs, out) / rate, num_bytes(tensors) / self.bandwidth
+        return max(computing, moving) + self.operator_seconds
 
-        Args:
-            num_flops: Its floating point operations: for matrix products, convolutions and attention; 0 for others.
-            num_bytes: Bytes that it reads and writes.
-            dtype: The dtype that it computes in.
-        """
-        rate = self.flops.get(dtype or torch.float32, self.flops[torch.float32])
-        return max(num_flops / rate, num_bytes / self.bandwidth) + self.operator_seconds
+
+def num_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Count the floating point operations of an operator by torch's formula; 0 if it has none."""
+    formula = flop_registry.get(getattr(func, "overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def num_bytes(value: Any) -> int:
+    """Add up the bytes of the tensors in nested sequences."""
+    return sum(each.numel() * each.itemsize for each in _tensors(value))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (tuple, list)) else []
 
 
 def card_speeds(gpu: GPU) -> Speeds:
@@ -69,7 +98,7 @@ def card_speeds(gpu: GPU) -> Speeds:
     return Speeds(
         flops={
             torch.float32: row["float32"] * _TERA * share,
-            **dict.fromkeys(_HALF, row["half"] * _TERA * share),
+            **dict.fromkeys(HALF, row["half"] * _TERA * share),
         },
         bandwidth=row["bandwidth"] * _GIGA * share,
         link_bandwidth=row["link"] * _GIGA,
@@ -96,38 +125,3 @@ def _table() -> dict[str, Any]:
     text = Path(__file__).parents[1].joinpath("gpu_speeds.json").read_text("utf-8")
     data: dict[str, Any] = json.loads(text)
     return data
-
-
-def host_speeds() -> Speeds:
-    """Measure this machine's CPU with a matrix product, a copy, and a chain of operators too small to compute much.
-
-    Takes less than a second and 64 MiB.
-    """
-    squares = {dtype: torch.ones(_PROBE_WIDTH, _PROBE_WIDTH, dtype=dtype) for dtype in (*_HALF, torch.float64)}
-    squares[torch.float32] = torch.ones(_PROBE_WIDTH, _PROBE_WIDTH)
-    data = torch.ones(_PROBE_BYTES // 4)
-    with random_state.preserved():
-        chain = nn.Sequential(*(nn.Linear(1, 1) for _ in range(_PROBE_DEPTH)))
-    one = torch.ones(1, 1)
-    launch = _shortest(lambda: chain(one).backward()) / (_PROBE_OPERATORS * _PROBE_DEPTH)
-    return Speeds(
-        flops={
-            dtype: 2 * _PROBE_WIDTH**3 / _shortest(functools.partial(torch.mm, each, each))
-            for dtype, each in squares.items()
-        },
-        bandwidth=2 * _PROBE_BYTES / _shortest(data.clone),
-        link_bandwidth=_DISK_BANDWIDTH,
-        operator_seconds=launch,
-        view_seconds=launch,
-        about="speeds measured on this machine",
-    )
-
-
-def _shortest(run: Callable[[], object]) -> float:
-    run()
-    seconds = []
-    for _ in range(_NUM_RUNS):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

@@ -27,13 +27,17 @@ from memkit._tape.notes import ForwardNotes
 from memkit._tape.plan import SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
-from memkit.predict.plan.speeds import Speeds
+from memkit.predict.plan.speeds import OperatorTimes
 from memkit.predict.plan.tensors import TensorChoices
 
 PlannedTreatment = Literal["selective", "full", "offload"]
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
-# Python overhead of treating a block, per operator and counted in launches, as measured on tiny blocks on a CPU.
-_PYTHON_LAUNCHES: dict[PlannedTreatment, int] = {"selective": 35, "full": 20, "offload": 5}
+# Python overhead of treating a block, in launches: per block and per operator in it, as measured in steps on a CPU.
+_PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
+    "selective": (420, 5),
+    "full": (280, 2),
+    "offload": (0, 5),
+}
 # The same for a tape: of each operator of a forward under it, and of each that runs again.
 _TAPE_LAUNCHES, _RERUN_LAUNCHES = 2, 8
 
@@ -140,7 +144,7 @@ class StepTrials:
     selected_fraction: float | None
     make_place: Callable[[], Place]
     arrange: Arrange
-    speeds: Speeds
+    speeds: OperatorTimes
     blocks: Mapping[str, nn.Module]
     kept_operators: frozenset[Any]
     num_rows: int
@@ -204,7 +208,7 @@ class StepTrials:
                         watch.hold(model, batch)
                         noted = loss_fn
                         if all_notes is not None and watch.is_recording:
-                            noted = _noted(loss_fn, all_notes, watch, trace)
+                            noted = _noted(loss_fn, all_notes, watch, self.speeds)
                         left_bytes = train_step(batch, _announced(noted, trace))
             live = watch.recorder.events_since(0).live
             return _Recorded(watch.record(), trace, left_bytes, place.device_type, live)
@@ -232,14 +236,17 @@ class StepTrials:
                 "full": max(0, saved_bytes - forward.input_bytes),
                 "offload": saved_bytes,
             }
-            python_seconds = forward.num_operators * self.speeds.operator_seconds
+            launches = {
+                treatment: num_run * per_block + forward.num_operators * per_operator
+                for treatment, (per_block, per_operator) in _PYTHON_LAUNCHES.items()
+            }
             costs[name] = {
                 treatment: BlockCost(
                     saved_bytes=saved[treatment] // num_run,
                     seen_seconds=scale * seen[treatment],
-                    unseen_seconds=scale * (moving[treatment] + launches * python_seconds),
+                    unseen_seconds=scale * (moving[treatment] + number * self.speeds.operator_seconds),
                 )
-                for treatment, launches in _PYTHON_LAUNCHES.items()
+                for treatment, number in launches.items()
             }
         return costs
 
@@ -256,11 +263,11 @@ class StepTrials:
         return saved
 
 
-def _noted(loss_fn: LossFn, all_notes: list[ForwardNotes], watch: Watch, trace: StepTimes) -> LossFn:
+def _noted(loss_fn: LossFn, all_notes: list[ForwardNotes], watch: Watch, speeds: OperatorTimes) -> LossFn:
     """Wrap a loss function so that notes are taken on each micro-batch."""
 
     def noted(model: Any, micro_batch: Any) -> Any:
-        all_notes.append(ForwardNotes(watch.recorder.num_events, trace.seconds_of))
+        all_notes.append(ForwardNotes(watch.recorder.num_events, speeds.seconds))
         with all_notes[-1].forward():
             return call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
 

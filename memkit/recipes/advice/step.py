@@ -34,7 +34,7 @@ from memkit._simulation.simulation import (
 from memkit._simulation.tensors import StandIns, StorageCopies
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.predict.estimate import MemoryEstimate
-from memkit.predict.plan.operations import num_flops
+from memkit.predict.plan.speeds import num_flops
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 AdvicePrecision: TypeAlias = Literal["bf16-mixed"] | None

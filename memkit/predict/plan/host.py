@@ -1,0 +1,251 @@
+"""Times of operators on this machine's CPU: each distinct call is run on tensors made for it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit._machine import random_state
+from memkit._torch.dispatch import TorchDispatchMode, without_modes
+from memkit._torch.fake import FakeTensor
+from memkit._torch.pytree import tree_leaves, tree_map_only
+from memkit.predict.plan.speeds import HALF, Speeds, num_bytes
+
+_MOST_SECONDS = 3.0
+_NUM_SETS = 3  # of operands for one call
+_LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
+_HOT_BYTES = 2**19  # smaller operands stay near, but other kernels evict code and other data
+_COLD_BYTES = 2**20  # after a kernel on so many bytes, Python starts in a cold cache
+_FAST_CACHE_BYTES = 2**22
+# glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
+# them. Training steps soon are in that state: measuring starts with a block of that size, which later fills the cache.
+_MOST_KEPT_BYTES = 2**25 - 2**16
+_DISK_BANDWIDTH = 2e8  # a plain disk: the page cache in front of it takes memory too
+_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES = 256, 16, 2**24, 8, 9
+_PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class HostTimes:
+    """Measured times of operators with this process's number of threads.
+
+    Calls are distinct if they differ in the operator, in shapes, strides or dtypes of tensors, or in another argument.
+    Each distinct one is run a few times, and its processor time is remembered: the mean of runs in a cold and in a hot
+    cache, since in a step some operands were just computed and others were saved long ago. A call that cannot be run
+    counts by a roofline, scaled by how other calls of the operator compare with theirs.
+
+    Args:
+        most_bytes: Most bytes of operands and results of a call that is run.
+        most_seconds: Total processor time of measuring, after which the roofline counts.
+
+    Attributes:
+        link_bandwidth: Bytes per second to the disk.
+        operator_seconds: Time of a small operator in forward, with what Python and autograd add, in a hot cache.
+        measuring_seconds: Processor time spent on measuring.
+    """
+
+    link_bandwidth = _DISK_BANDWIDTH
+
+    def __init__(self, most_bytes: int, most_seconds: float = _MOST_SECONDS) -> None:
+        self._most_bytes, self._most_seconds = most_bytes, most_seconds
+        self._seconds: dict[Any, float | None] = {}  # None: cannot be run
+        self._scales: dict[Any, tuple[float, float]] = {}  # by operator: seconds of its longest call, and their ratio
+        self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
+        self._clock_seconds = self.operator_seconds = self.measuring_seconds = 0.0
+        with without_modes(), random_state.preserved():
+            for _ in range(2):  # the second one is kept after the first one was freed
+                self._cache_filler = torch.zeros(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")
+            self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
+            self._roofline = self._measure_roofline()
+            self.operator_seconds, self._added_seconds = self._measure_python()
+
+    @property
+    def about(self) -> str:
+        """Readable source of the times."""
+        rest = f", except {self.num_unmeasured} of {len(self._seconds)}, by its measured speeds"
+        return "operators timed on this machine" + (rest if self.num_unmeasured else "")
+
+    @property
+    def num_measured(self) -> int:
+        """Number of distinct calls that were run."""
+        return len(self._seconds) - self.num_unmeasured
+
+    @property
+    def num_unmeasured(self) -> int:
+        """Number of distinct calls that could not be run."""
+        return sum(each is None for each in self._seconds.values())
+
+    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        """Return the time of an operator call in a step, with what Python and autograd add to it."""
+        key = (func, _key((args, tuple(kwargs.items()))))
+        if key not in self._seconds:
+            start = time.process_time()
+            self._seconds[key] = self._measured(func, args, kwargs, out)
+            self.measuring_seconds += time.process_time() - start
+        seconds = self._seconds[key]
+        if seconds is None:
+            seconds = self._by_roofline(func, args, kwargs, out)
+        hot, cold = self._added_seconds[torch.is_grad_enabled()]
+        size = num_bytes((args, tuple(kwargs.values()), out))
+        return seconds + hot + (cold - hot) * min(1.0, size / _COLD_BYTES)
+
+    def _measured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
+        size = num_bytes((args, tuple(kwargs.values()), out))
+        estimate = self._by_roofline(func, args, kwargs, out)
+        is_cheap = size <= self._most_bytes and self.measuring_seconds + estimate <= self._most_seconds
+        if not is_cheap or func.namespace != "aten" or not _can_be_made((args, kwargs)):  # others may do anything
+            return None
+        num_sets = min(_NUM_SETS, self._most_bytes // max(size, 1))
+        with without_modes(), torch.no_grad(), random_state.preserved():
+            try:
+                sets = [tree_map_only(Tensor, _operand, (args, kwargs)) for _ in range(num_sets)]
+                measured = self._time_calls([partial(func, *a, **k) for a, k in sets], size)
+            except Exception:  # noqa: BLE001 - operators raise what they like, if the values do not suit them
+                return None
+        longest, scale = self._scales.get(func, (0.0, 1.0))
+        if measured >= longest:
+            self._scales[func] = measured, scale * measured / estimate
+        return measured
+
+    def _by_roofline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        _, scale = self._scales.get(func, (0.0, 1.0))
+        return scale * self._roofline.seconds(func, args, kwargs, out)
+
+    def _time_calls(self, calls: Sequence[Callable[[], object]], size: int) -> float:
+        """Return the processor time of an operator call from the same call on several sets of operands."""
+        first = self._time(calls[0])
+        if first > _LONG_SECONDS:
+            return min(first, self._time(calls[0]))
+        if size >= _HOT_BYTES:
+            self._cache_filler.add_(1)
+        cold, hot = [], []
+        for call in calls:
+            if size < _HOT_BYTES:
+                self._cache_filler[:_FAST_CACHE_BYTES].add_(1)
+            cold.append(self._time(call))
+            hot.append(self._time(call))
+        return (statistics.median(cold) + statistics.median(hot)) / 2
+
+    def _time(self, call: Callable[[], object]) -> float:
+        start = time.process_time()
+        result = call()
+        seconds = time.process_time() - start
+        del result  # only now: a step does not free it at once
+        return max(seconds - self._clock_seconds, 1e-7)
+
+    def _measure_roofline(self) -> Speeds:
+        """Measure a matrix product, a copy, and an operator too small to compute much."""
+        size = _PROBE_WIDTH, _PROBE_WIDTH
+        squares = {
+            dtype: torch.ones(size, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64, *HALF)
+        }
+        data = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
+        launch = self._shortest(data[:1].clone)
+        return Speeds(
+            flops={
+                dtype: 2 * _PROBE_WIDTH**3 / self._shortest(partial(torch.mm, each, each))
+                for dtype, each in squares.items()
+            },
+            bandwidth=2 * _PROBE_BYTES / self._shortest(data.clone),
+            link_bandwidth=_DISK_BANDWIDTH,
+            operator_seconds=launch,
+            view_seconds=launch,
+            about="speeds measured on this machine",
+        )
+
+    def _shortest(self, call: Callable[[], object]) -> float:
+        return min(self._time(call) for _ in range(_NUM_PROBES))
+
+    def _measure_python(self) -> tuple[float, dict[bool, tuple[float, float]]]:
+        """Measure a small operator, and what a step adds to it in forward and backward, in a hot and a cold cache."""
+        with torch.device("cpu"):  # timing within it would count it too
+            x = torch.ones(_SMALL_WIDTH, _SMALL_WIDTH)
+            kinds = (nn.LayerNorm, partial(nn.Linear, out_features=_SMALL_WIDTH), lambda _: nn.GELU())
+            layers = [make(_SMALL_WIDTH) for _ in range(_PROBE_DEPTH) for make in kinds]
+        with torch.enable_grad():
+            with _Tally(self) as tally:
+                nn.Sequential(*layers)(x).sum().backward()
+            hot, cold = (self._time_passes(layers, x, num_bytes) for num_bytes in (0, _FAST_CACHE_BYTES))
+        added = {
+            is_forward: (max(0.0, hot[is_forward] - own) / number, max(0.0, cold[is_forward] - own) / number)
+            for is_forward, (number, own) in tally.sums.items()
+        }
+        return hot[True] / tally.sums[True][0], added
+
+    def _time_passes(self, layers: Sequence[nn.Module], x: Tensor, num_bytes: int) -> dict[bool, float]:
+        """Time forward and backward with so many bytes of the cache overwritten between layers, not counting that."""
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        overwriting = 0.0
+
+        def overwrite(*_: object) -> None:
+            nonlocal overwriting
+            overwriting += self._time(partial(self._cache_filler[:num_bytes].add_, 1))
+
+        def forward() -> Tensor:
+            y = x
+            for layer in layers:
+                y = layer(y)
+                if num_bytes:
+                    y.register_hook(overwrite)
+                    overwrite()
+            return y.sum()
+
+        for _ in range(_NUM_PROBES):
+            loss = forward()
+            for is_forward, run in ((True, forward), (False, loss.backward)):
+                overwriting = 0.0
+                seconds[is_forward].append(self._time(run) - overwriting)
+        return {is_forward: statistics.median(each) for is_forward, each in seconds.items()}
+
+
+class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Counts operators and adds up their times, in forward (where gradients are enabled) and in backward."""
+
+    def __init__(self, times: HostTimes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sums = {True: (0, 0.0), False: (0, 0.0)}
+        self._times = times
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count it."""
+        out = func(*args, **(kwargs or {}))
+        number, seconds = self.sums[torch.is_grad_enabled()]
+        self.sums[torch.is_grad_enabled()] = number + 1, seconds + self._times.seconds(func, args, kwargs or {}, out)
+        return out
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        layout = value.stride() if value.layout is torch.strided else value.layout
+        return type(value), value.shape, layout, value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    return repr(value) if isinstance(value, _PLAIN) else type(value)
+
+
+def _can_be_made(arguments: Any) -> bool:
+    return all(
+        each.layout is torch.strided and each.device.type == "cpu" and type(each) in (FakeTensor, Tensor, nn.Parameter)
+        if isinstance(each, Tensor)
+        else isinstance(each, _PLAIN)
+        for each in tree_leaves(arguments)
+    )
+
+
+def _operand(tensor: Tensor) -> Tensor:
+    """Make a tensor like this one: of its known values, or of zeros (always valid as indices) or ones."""
+    values = getattr(tensor, "constant", None)
+    if values is not None:
+        return values.clone()  # type: ignore[no-any-return]  # a tensor
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    value = int(tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool)
+    storage = torch.full((max(length, 0),), value, dtype=tensor.dtype, device="cpu")
+    return storage.as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,117 @@
+"""Measured times of operators: which calls are run, on which tensors, and what is left as it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memkit.predict.plan.host import HostTimes
+from memkit.predict.plan.operations import StepTimes
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def times():
+    made = HostTimes(2**20)
+    assert made.operator_seconds > 0
+    made._seconds.clear()  # of the probes that measure Python
+    return made
+
+
+def seconds_of(times, func, *args, **kwargs):
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args]
+        return times.seconds(func, tuple(fakes), kwargs, func(*fakes, **kwargs))
+
+
+def test_each_distinct_call_is_run_once(times):
+    x = torch.ones(8, 8)
+    first = seconds_of(times, aten.mul.Tensor, x, x)
+    assert seconds_of(times, aten.mul.Tensor, x, x.clone()) == first > 0
+    assert times.num_measured == 1
+    for other in (x.double(), x.expand(2, 8, 8), torch.ones(8, 16)[:, ::2], 2, 2.0):
+        seconds_of(times, aten.mul.Tensor, x, other)
+    seconds_of(times, aten.add.Tensor, x, x)
+    seconds_of(times, aten.add.Tensor, x, x, alpha=2)
+    assert (times.num_measured, times.num_unmeasured) == (8, 0)
+
+
+def test_a_trace_is_timed_by_real_runs(times):
+    model = nn.Sequential(nn.Embedding(10, 16), nn.Dropout(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        index = mode.from_tensor(torch.arange(8))
+        with StepTimes(times, {model[3]: "gelu"}, frozenset()) as trace:
+            model(index).sum().backward()
+    assert times.num_unmeasured == 0 < times.num_measured
+    assert 0 < trace.forwards["gelu"].seconds < trace.parts[0]
+
+
+def test_an_operator_with_larger_operands_takes_longer(times):
+    small, large = torch.ones(32, 32), torch.ones(256, 256)
+    assert seconds_of(times, aten.mm.default, small, small) < seconds_of(times, aten.mm.default, large, large)
+
+
+def test_nothing_of_the_caller_is_changed(times):
+    x, state = torch.zeros(4, 4), torch.get_rng_state()
+    with torch.device("meta"):
+        assert times.seconds(aten.bernoulli_.float, (x, 0.5), {}, x) > 0
+        assert times.seconds(aten.add_.Tensor, (x, x), {}, x) > 0
+    assert times.num_measured == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not x.any()
+
+
+def test_indices_are_valid_and_known_values_are_used(times):
+    table, index = torch.ones(3, 4), torch.tensor([0, 2, 1])
+    for func, args in (
+        (aten.embedding.default, (table, index)),
+        (aten.index.Tensor, (table, [index])),
+        (aten.index_put.default, (table, [index], torch.ones(3, 4), True)),
+        (aten.gather.default, (table, 0, index[:, None])),
+    ):
+        times.seconds(func, args, {}, func(*args))
+    assert (times.num_measured, times.num_unmeasured) == (4, 0)
+    with FakeTensorMode() as mode:
+        repeats = mode.from_tensor(index)
+    for values, num_unmeasured in ((None, 1), (index, 0)):  # zeros do not add up to three rows
+        times._seconds.clear()
+        repeats.constant = values
+        times.seconds(aten.repeat_interleave.Tensor, (repeats,), {"output_size": 3}, index)
+        assert times.num_unmeasured == num_unmeasured
+
+
+@torch.library.custom_op("memkit_test_host::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("it may do anything, so it is not run")
+
+
+def test_what_cannot_be_run_is_counted(times):
+    x, large = torch.ones(8), torch.ones(2**18)
+    calls = (
+        (torch.ops.memkit_test_host.twice.default, (x,), {}),
+        (aten.bernoulli_.float, (x,), {"generator": torch.Generator()}),
+        (aten.add.Tensor, (large, large), {}),  # together more than a MiB
+        (aten.linalg_inv_ex.default, (torch.ones(2, 2, dtype=torch.long),), {}),  # fails
+        (aten.relu.default, (torch.ones(2, 2).to_sparse(),), {}),
+    )
+    for number, (func, args, kwargs) in enumerate(calls, 1):
+        assert times.seconds(func, args, kwargs, x) > 0
+        assert (times.num_measured, times.num_unmeasured) == (0, number)
+    assert times.about == "operators timed on this machine, except 5 of 5, by its measured speeds"
+
+
+def test_no_call_is_run_after_the_time_limit():
+    times = HostTimes(2**20, most_seconds=0.0)
+    assert seconds_of(times, aten.relu.default, torch.ones(8)) > 0
+    assert times.num_measured == 0
+
+
+def test_a_call_that_is_too_large_is_estimated_from_measured_ones_of_its_operator(times):
+    def roofline(size):
+        return times._roofline.seconds(aten.relu.default, (torch.ones(size),), {}, torch.ones(size))
+
+    measured = seconds_of(times, aten.relu.default, torch.ones(2**17))
+    too_large = seconds_of(times, aten.relu.default, torch.ones(2**20))
+    _, extra = times._added_seconds[True]
+    assert too_large - extra == pytest.approx((measured - extra) / roofline(2**17) * roofline(2**20))
