@@ -100,7 +100,7 @@ def group_coords(
     """
     if not len(points):
         return group_ids(np.zeros(0, np.int64), passes, call)
-    sides = passes.sides(points)
+    sides = np.array([[column.min() for column in points.T], [column.max() for column in points.T]])
     if not np.isfinite(sides).all():
         row = int(np.flatnonzero(~np.isfinite(points).all(axis=1))[0])
         raise InputError(

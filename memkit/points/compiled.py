@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memkit.points import passes
-from memkit.points.passes import Bytes, Floats, Ints, Scratch
-from memkit.points.philox import FACTORS, ROUNDS, STEPS, Key, Stream
+from memkit.points.passes import Bits, Bytes, Floats, Ints
+from memkit.points.philox import AGAIN_BITS, FACTORS, GOLDEN, LAST_SHIFT, MIXING, ROUNDS, STEPS
 
 Words64 = NDArray[np.uint64]
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -22,13 +22,11 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 _MANY = 512  # blocks of random bits at a time
 _FEW = 128  # slots that are checked together
 _MOST_KEYS = 8  # per point: 32 bytes of counts
-_POINTS, _AGAIN = np.uint64(Stream.POINTS), np.uint64(Stream.AGAIN)
 _FACTOR_A, _FACTOR_B = (np.uint64(each) for each in FACTORS)
 _STEP_A, _STEP_B = (np.uint64(each) for each in STEPS)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-
-
-sides = passes.sides  # fast enough
+(_SHIFT_A, _MIX_A), (_SHIFT_B, _MIX_B) = ((np.uint64(each) for each in pair) for pair in MIXING)
+_GOLDEN, _LAST_SHIFT, _AGAIN_BITS = np.uint64(GOLDEN), np.uint64(LAST_SHIFT), np.uint64(AGAIN_BITS)
 
 
 def _compiled(function: Compiled) -> Compiled:
@@ -60,14 +58,19 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     return slots
 
 
-def draw_below(left: Bytes, key: Key, out: Bytes, scratch: Scratch) -> None:  # noqa: ARG001 # used by NumPy's
+def choose(
+    bounds: Ints,
+    needed: Bytes,
+    bits: Bits,
+    seed: int,
+    below: Bytes,  # noqa: ARG001 # used by NumPy's
+    chosen: Bytes,
+) -> None:
     """See `Passes`."""
-    _draw_below(left, np.uint64(key.key), np.uint64(key.tag), out)
-
-
-def keep(below: Bytes, needed: Bytes, bounds: Ints, chosen: Bytes) -> None:
-    """See `Passes`."""
-    _keep(below, needed, bounds, chosen)
+    state: Any = bits.state["state"]
+    is_fast = isinstance(bits, np.random.SFC64)
+    words = state["state"] if is_fast else np.concatenate([state["key"], state["counter"]])
+    _choose(bounds, needed, is_fast, words, np.uint64(seed), chosen)
 
 
 def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # used by NumPy's
@@ -110,29 +113,76 @@ def _find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints,
     start = 0
     for piece in range(len(sizes)):
         for place in range(sizes[piece]):
-            slots[order[start + place]] = bounds[place] + rank[piece]
+            slots[order[start + place]] = bounds[len(bounds) - 1 - sizes[piece] + place] + rank[piece]
         start += sizes[piece]
 
 
 @_compiled
-def _draw_below(left: Bytes, key: np.uint64, tag: np.uint64, out: Bytes) -> None:
-    made, again, words = np.empty((4, _MANY), np.uint64), np.empty((4, 1), np.uint64), np.empty(4 * _MANY, np.uint64)
+def _choose(bounds: Ints, needed: Bytes, is_fast: bool, state: Words64, seed: np.uint64, chosen: Bytes) -> None:
+    made, words = np.empty((4, _MANY), np.uint64), np.empty(4 * _MANY, np.uint64)
     drawn = words.view(np.uint16)
-    for first in range(0, len(left), 16 * _MANY):
-        _make_blocks(np.uint64(first // 16), key, tag, _POINTS, made[0], made[1], made[2], made[3])
-        for block in range(_MANY):
-            for word in range(4):
-                words[4 * block + word] = made[word, block]
-        stop = min(first + 16 * _MANY, len(left))
-        _scale(drawn, left[first:stop], out[first:stop])
-        for start in range(first, stop, _FEW):
-            end = min(start + _FEW, stop)
-            if _num_suspects(drawn[start - first : end - first], left[start:end]):  # rare
-                for slot in range(start, end):
-                    each = np.uint32(left[slot])
-                    if np.uint16(np.uint32(drawn[slot - first]) * each) < np.uint32(65536) % each:
-                        _make_blocks(np.uint64(slot), key, tag, _AGAIN, again[0], again[1], again[2], again[3])
-                        out[slot] = ((again[0, 0] >> np.uint64(9)) * np.uint64(each)) >> np.uint64(55)
+    step, last = 0, bounds[max(len(bounds) - 2, 0)]
+    for first in range(0, last, len(drawn)):
+        if is_fast:
+            _make_words(state, words)
+        else:
+            _make_blocks(np.uint64(first // 16), state[0], state[4], state[5], made[0], made[1], made[2], made[3])
+            for block in range(_MANY):
+                for word in range(4):
+                    words[4 * block + word] = made[word, block]
+        slot, stop = first, min(first + len(drawn), last)
+        while slot < stop:
+            end, left = min(bounds[step + 1], stop), len(bounds) - 1 - step
+            begin, part = slot - bounds[step], drawn[slot - first : end - first]
+            _redraw(part, np.uint64(slot), left, seed)
+            _one_step(part, np.uint16(65535 // left), needed[begin : begin + len(part)], chosen[slot:end])
+            step += end == bounds[step + 1]
+            slot = end
+    for slot in range(last, len(chosen)):
+        chosen[slot] = needed[slot - last]
+
+
+@_compiled
+def _redraw(drawn: NDArray[np.uint16], first: np.uint64, left: int, seed: np.uint64) -> None:
+    """Replace numbers that `left` quotients do not use by the smallest one with the quotient that `again` gives."""
+    size = np.uint16(65535 // left)
+    limit = np.uint16(size * left)
+    for start in range(0, len(drawn), _FEW):
+        few = drawn[start : start + _FEW]
+        if _num_refused(few, limit):  # rare
+            for place in range(len(few)):
+                if few[place] >= limit:
+                    more = _again(first + np.uint64(start + place), seed)
+                    few[place] = np.uint16(more * np.uint64(left) >> _AGAIN_BITS) * size
+
+
+@_compiled
+def _num_refused(drawn: NDArray[np.uint16], limit: np.uint16) -> int:
+    num = np.uint16(0)
+    for place in range(len(drawn)):  # on slices, so that it is vectorized
+        num += np.uint16(drawn[place] >= limit)
+    return int(num)
+
+
+@_compiled
+def _again(number: np.uint64, seed: np.uint64) -> np.uint64:
+    word = (number + np.uint64(1)) * _GOLDEN + seed
+    word = (word ^ (word >> _SHIFT_A)) * _MIX_A
+    word = (word ^ (word >> _SHIFT_B)) * _MIX_B
+    return (word ^ (word >> _LAST_SHIFT)) >> (np.uint64(64) - _AGAIN_BITS)
+
+
+@_compiled
+def _make_words(state: Words64, words: Words64) -> None:
+    """Continue SFC64 from its state."""
+    a, b, c, count = state
+    for place in range(len(words)):
+        word = a + b + count
+        count += np.uint64(1)
+        a, b = b ^ (b >> np.uint64(11)), c + (c << np.uint64(3))
+        c = ((c << np.uint64(24)) | (c >> np.uint64(40))) + word
+        words[place] = word
+    state[0], state[1], state[2], state[3] = a, b, c, count
 
 
 @_compiled
@@ -169,29 +219,9 @@ def _product(word: np.uint64, factor: np.uint64) -> tuple[np.uint64, np.uint64]:
 
 
 @_compiled
-def _scale(drawn: NDArray[np.uint16], left: Bytes, out: Bytes) -> None:
-    for slot in range(len(left)):  # on slices, so that it is vectorized
-        out[slot] = (np.uint32(drawn[slot]) * np.uint32(left[slot])) >> np.uint32(16)
-
-
-@_compiled
-def _num_suspects(drawn: NDArray[np.uint16], left: Bytes) -> int:
-    num = np.uint16(0)
-    for slot in range(len(left)):
-        num += np.uint16(np.uint16(np.uint32(drawn[slot]) * np.uint32(left[slot])) < np.uint16(left[slot]))
-    return int(num)
-
-
-@_compiled
-def _keep(below: Bytes, needed: Bytes, bounds: Ints, chosen: Bytes) -> None:
-    for step in range(len(bounds) - 1):
-        _one_step(below[bounds[step] : bounds[step + 1]], needed, chosen[bounds[step] : bounds[step + 1]])
-
-
-@_compiled
-def _one_step(below: Bytes, needed: Bytes, chosen: Bytes) -> None:
-    for piece in range(len(below)):  # on slices, as in `_scale`
-        chosen[piece] = np.uint8(below[piece] < needed[piece])
+def _one_step(drawn: NDArray[np.uint16], size: np.uint16, needed: Bytes, chosen: Bytes) -> None:
+    for piece in range(len(drawn)):  # compares without dividing; on slices, as above
+        chosen[piece] = np.uint8(drawn[piece] < np.uint16(needed[piece] * size))
         needed[piece] = np.uint8(needed[piece] - chosen[piece])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memkit.points.grid import GridIndex
 from memkit.points.layout import Layout
-from memkit.points.philox import Key, Stream, blocks
+from memkit.points.philox import AGAIN_BITS, Key, Stream, again, blocks
 
 
 def brought(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -32,7 +32,7 @@ class DeviceLayout(NamedTuple):
 
     Attributes:
         slots: (N,) int32.
-        left: (N + 1,) uint8; the last entry stands for no slot.
+        left: (N + 1,) uint8, the points left at each slot; the last entry stands for no slot.
         bounds: See `Layout`; `steps` holds the same on the device.
         steps: (T + 1,) int64.
         most_again: Maximum number of slots that can be redrawn; the probability of more is below 1e-18.
@@ -81,10 +81,12 @@ class DeviceDraws:
 
 
 def _layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
-    refused = float((2**16 % np.arange(1, 256) * np.bincount(layout.left, minlength=256)[1:]).sum()) / 2**16
+    taking_part = np.diff(layout.bounds)
+    left = np.arange(len(taking_part), 0, -1)
+    refused = float(((2**16 - 1) % left + 1) @ taking_part) / 2**16
     return DeviceLayout(
         slots=brought(layout.slots, device),
-        left=brought(np.append(layout.left, np.uint8(1)), device),
+        left=brought(np.append(np.repeat(left.astype(np.uint8), taking_part), np.uint8(1)), device),
         bounds=layout.bounds.tolist(),
         steps=brought(layout.bounds.copy(), device),
         most_again=int(refused + 10 * refused**0.5) + 40,
@@ -96,13 +98,10 @@ def _draw_below(layout: DeviceLayout, key: Key) -> Tensor:
     num, left = len(layout.slots), layout.left.long()
     words = torch.stack(blocks(torch.arange(-(-num // 16), device=left.device), key, Stream.POINTS), 1)
     drawn = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], 2).flatten()
-    product = torch.zeros_like(left)
-    torch.mul(drawn[:num], left[:num], out=product[:num])
-    refused = (product & 0xFFFF) < 2**16 % left
-    slots = torch.nonzero_static(refused, size=layout.most_again, fill_value=num)[:, 0]
-    more = blocks(slots, key, Stream.AGAIN)[0] >> 9 & 2**55 - 1
-    below = product >> 16
-    below[slots] = more * left[slots] >> 55
+    below = torch.zeros_like(left)
+    below[:num] = drawn[:num] // ((2**16 - 1) // left[:num])
+    slots = torch.nonzero_static(below == left, size=layout.most_again, fill_value=num)[:, 0]
+    below[slots] = again(slots, key.tag) * left[slots] >> AGAIN_BITS
     return below[:num].to(torch.uint8)
 
 

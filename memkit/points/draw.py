@@ -3,7 +3,7 @@
 Points are selected by Algorithm S (Knuth, TAOCP 2, 3.4.2), for all cells at once: a point is kept with probability
 ``needed / left``, where ``left`` counts the points of its cell from it on, and ``needed`` how many of them must still
 be kept. Every subset of the wanted size is equally likely, and the size is exact. The decision uses integers: a random
-integer below ``left`` (Lemire, 2019) is compared with ``needed``.
+integer below ``left`` is compared with ``needed``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from memkit.points.cells import Groups
 from memkit.points.layout import BigCells, Layout
-from memkit.points.passes import Passes, Scratch
-from memkit.points.philox import Key
+from memkit.points.passes import Bits, Passes
 
 Rounding = Literal["nearest", "floor"]
 
@@ -27,7 +26,6 @@ class Workspace(threading.local):
 
     def __init__(self) -> None:
         self._bytes = np.empty((2, 0), np.uint8)
-        self.scratch = Scratch()
 
     def bytes_of(self, num_points: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return two uninitialized byte arrays."""
@@ -41,7 +39,7 @@ class Workspace(threading.local):
 
 
 def kept_counts(
-    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: np.random.Philox
+    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: Bits
 ) -> NDArray[np.int64]:
     """Draw how many points each cell keeps: its own ratio of them, at least one."""
     low, high = ratio
@@ -54,16 +52,21 @@ def kept_counts(
 
 
 def choose(
-    layout: Layout, needed: NDArray[np.uint8], num_kept: int, key: Key, passes: Passes, workspace: Workspace
+    layout: Layout,
+    needed: NDArray[np.uint8],
+    num_kept: int,
+    bits: Bits,
+    seed: int,
+    passes: Passes,
+    workspace: Workspace,
 ) -> NDArray[np.int64]:
     """Choose ``needed`` points of each piece uniformly without replacement; return their rows, ascending."""
     below, chosen = workspace.bytes_of(len(layout.slots))
-    passes.draw_below(layout.left, key, below, workspace.scratch)
-    passes.keep(below, needed, layout.bounds, chosen)
+    passes.choose(layout.bounds, needed, bits, seed, below, chosen)
     return passes.rows(chosen, layout.slots, below, num_kept)  # `below` is no longer needed: reuse its memory
 
 
-def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
+def choose_one(groups: Groups, bits: Bits) -> NDArray[np.int64]:
     """Choose one point of each cell; return their rows, ascending."""
     places = _uniform(bits, len(groups.counts))
     places *= groups.counts
@@ -72,7 +75,7 @@ def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
     return rows.astype(np.int64)
 
 
-def _uniform(bits: np.random.Philox, num: int) -> NDArray[np.float64]:
+def _uniform(bits: Bits, num: int) -> NDArray[np.float64]:
     """Draw numbers in [0, 1), multiples of 2^-53."""
     drawn = bits.random_raw(num)
     drawn >>= 11
@@ -81,7 +84,7 @@ def _uniform(bits: np.random.Philox, num: int) -> NDArray[np.float64]:
     return scaled
 
 
-def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.Philox) -> NDArray[np.uint8]:
+def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: Bits) -> NDArray[np.uint8]:
     """Return how many points each piece keeps: its cell's count, or a random share of it if the cell was cut."""
     pieces = kept.astype(np.uint8).take(layout.piece_cell)
     if len(layout.big.cells):
@@ -89,7 +92,7 @@ def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.Philox)
     return pieces
 
 
-def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: np.random.Philox) -> None:
+def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: Bits) -> None:
     """Split the pieces of all cut cells in half repeatedly; the left half's share is hypergeometric."""
     rng = np.random.Generator(bits)
     first, stop = big.first, big.stop

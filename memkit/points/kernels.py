@@ -7,21 +7,23 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from memkit.points.philox import Key, Stream, signed
+from memkit.points.philox import GOLDEN, LAST_SHIFT, MIXING, Key, Stream, signed
 
 _BLOCKS = 32  # of 16 numbers each, per program: few enough that most programs redraw none
 _PIECES = 128
+_GOLDEN, _LAST = tl.constexpr(GOLDEN), tl.constexpr(LAST_SHIFT)
+(_SHIFT_A, _FACTOR_A), (_SHIFT_B, _FACTOR_B) = ((tl.constexpr(each) for each in pair) for pair in MIXING)
 
 
 def choose_on_device(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
-    """`draw_below` and `keep` of `passes`: (N,) uint8, 1 in the slots that are kept."""
+    """`choose` of `passes`: (N,) uint8, 1 in the slots that are kept."""
     num, num_pieces = len(left) - 1, len(needed)
     below = torch.empty(num, dtype=torch.uint8, device=left.device)
     chosen = torch.empty_like(below)
     if num:
         grid = (triton.cdiv(num, 16 * _BLOCKS),)
         words = signed(key.key), signed(key.tag)
-        _draw_below[grid](left, below, num, *words, int(Stream.POINTS), int(Stream.AGAIN), _BLOCKS)
+        _draw_below[grid](left, below, num, *words, int(Stream.POINTS), _BLOCKS)
         _keep[(triton.cdiv(num_pieces, _PIECES),)](below, steps, needed, chosen, len(steps) - 1, num_pieces, _PIECES)
     return chosen
 
@@ -32,7 +34,7 @@ def are_compiled() -> bool:
 
 
 @triton.jit(do_not_specialize=["num", "key", "tag"])  # type: ignore[untyped-decorator,unused-ignore]
-def _draw_below(left, below, num, key, tag, points, again, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+def _draw_below(left, below, num, key, tag, points, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
     number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     zero = number * 0
     first, second, third, fourth = tl.philox(key, number + 1, zero, zero + tag, zero + points)
@@ -42,13 +44,14 @@ def _draw_below(left, below, num, key, tag, points, again, BLOCKS: tl.constexpr)
     drawn = ((word >> (16 * (lane % 4)).to(tl.uint64)) & 0xFFFF).to(tl.uint32)
     slot = 16 * number[:, None] + lane
     here = tl.load(left + slot, mask=slot < num, other=1).to(tl.uint32)
-    product = drawn * here
-    chosen = product >> 16
-    refused = (product & 0xFFFF) < 65536 % here
+    chosen = drawn // (65535 // here)
+    refused = chosen == here
     if tl.max(refused.to(tl.int32)) > 0:  # rare
-        nothing = slot * 0
-        more, _, _, _ = tl.philox(key, slot + 1, nothing, nothing + tag, nothing + again)
-        chosen = tl.where(refused, (((more >> 9) * here.to(tl.uint64)) >> 55).to(tl.uint32), chosen)
+        more = (slot + 1).to(tl.uint64) * _GOLDEN + (tag + zero[:, None]).to(tl.uint64)  # as `philox.again`
+        more = (more ^ (more >> _SHIFT_A)) * _FACTOR_A
+        more = (more ^ (more >> _SHIFT_B)) * _FACTOR_B
+        more = (more ^ (more >> _LAST)) >> 9
+        chosen = tl.where(refused, ((more * here.to(tl.uint64)) >> 55).to(tl.uint32), chosen)
     tl.store(below + slot, chosen.to(tl.uint8), mask=slot < num)
 
 

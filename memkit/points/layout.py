@@ -1,13 +1,13 @@
-"""A scene's cells laid out for sampling: the first point of every cell, then the second of every cell, and so on.
+"""A scene's cells laid out for sampling: points with equally many left in their cell lie together.
 
-Step t of a draw then reads one contiguous slice, regardless of the cells' sizes. Cells are sorted by descending size,
-so that those that still have points at step t come first. A cell with more than 255 points is cut into pieces of at
-most 255 whose sizes differ by at most one: counts then fit a byte, and a draw has at most 255 steps.
+A step of a draw then reads one contiguous slice, regardless of the cells' sizes, and divides by one number. The first
+step is that of the largest cells' first points, the last step that of every cell's last point. Cells are sorted by
+descending size, so that those that take part in a step come first. A cell with more than 255 points is cut into pieces
+of at most 255 whose sizes differ by at most one: counts then fit a byte, and a draw has at most 255 steps.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,18 +20,17 @@ MOST = 255  # points per piece
 
 
 class Layout(NamedTuple):
-    """A scene in position-major order, with P pieces; a slot is a position in this order.
+    """A scene ordered by the points left, with P pieces; a slot is a position in this order.
 
     Attributes:
         slots: (N,) int32, the slot of each point.
-        left: (N,) uint8, for each slot the number of points its piece has from there on.
-        bounds: (T + 1,) int64, start of each step, and end of the last one.
+        bounds: (T + 1,) int64, start of each step, and end of the last one. T is the largest piece's size; a piece has
+            T points left at step 0, then T - 1, and 1 in the last step.
         piece_cell: (P,) int64, the cell of each piece, by descending piece size.
         big: The cells that were cut into pieces.
     """
 
     slots: NDArray[np.int32]
-    left: NDArray[np.uint8]
     bounds: NDArray[np.int64]
     piece_cell: NDArray[np.int64]
     big: BigCells
@@ -39,7 +38,7 @@ class Layout(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Total bytes of all arrays."""
-        return sum(each.nbytes for each in (self.slots, self.left, self.bounds, self.piece_cell, *self.big))
+        return sum(each.nbytes for each in (self.slots, self.bounds, self.piece_cell, *self.big))
 
 
 class BigCells(NamedTuple):
@@ -61,7 +60,7 @@ class BigCells(NamedTuple):
 
 
 def lay_out(groups: Groups, passes: Passes) -> Layout:
-    """Lay out a scene; takes 5 bytes per point and 8 per cell."""
+    """Lay out a scene; takes 4 bytes per point and 8 per cell."""
     counts = groups.counts
     num_pieces = -(-counts // MOST)
     piece_cell = np.repeat(np.arange(len(counts)), num_pieces)
@@ -75,20 +74,14 @@ def lay_out(groups: Groups, passes: Passes) -> Layout:
     rank[by_size] = np.arange(len(sizes))
     longest = int(sizes.max(initial=0))
     taking_part = len(sizes) - np.cumsum(np.bincount(sizes, minlength=longest + 1)[:longest])
-    bounds = np.concatenate([[0], np.cumsum(taking_part)])
-
-    left = np.empty(len(groups.order), np.uint8)
-    ordered = sizes.take(by_size).astype(np.uint8)
-    for done, (start, stop) in enumerate(pairwise(bounds.tolist())):
-        np.subtract(ordered[: stop - start], done, out=left[start:stop])
+    bounds = np.concatenate([[0], np.cumsum(taking_part[::-1])])
     layout = Layout(
         slots=passes.find_slots(groups.order, sizes, rank, bounds),
-        left=left,
         bounds=bounds,
         piece_cell=piece_cell.take(by_size),
         big=_big_cells(num_pieces, sizes, rank),
     )
-    read_only(layout.left, layout.bounds, layout.piece_cell, *layout.big)
+    read_only(layout.bounds, layout.piece_cell, *layout.big)
     return layout
 
 
