@@ -67,21 +67,22 @@ def choose(
 
 
 def choose_one(groups: Groups, bits: Bits) -> NDArray[np.int64]:
-    """Choose one point of each cell; return their rows, ascending."""
-    places = _uniform(bits, len(groups.counts))
-    places *= groups.counts
-    rows = groups.order.take(places.astype(np.int64) + groups.starts)
+    """Choose one point of each cell; return their rows, ascending.
+
+    The place in the cell is the high half of its count times 32 random bits. Where the low half is one of those that
+    would favor some places (Lemire, 2019), 53 other bits decide.
+    """
+    counts = groups.counts.view(np.uint64)
+    places = bits.random_raw(-(-len(counts) // 2)).view(np.uint32)[: len(counts)].astype(np.uint64)
+    places *= counts
+    suspects = np.flatnonzero(places.astype(np.uint32) < counts)
+    refused = suspects[places[suspects] % 2**32 < 2**32 % counts[suspects]]
+    places >>= 32
+    places[refused] = (bits.random_raw(len(refused)) >> 11) * 2.0**-53 * counts[refused]
+    places += groups.starts.view(np.uint64)
+    rows = groups.order.take(places.view(np.int64))
     rows.sort()
     return rows.astype(np.int64)
-
-
-def _uniform(bits: Bits, num: int) -> NDArray[np.float64]:
-    """Draw numbers in [0, 1), multiples of 2^-53."""
-    drawn = bits.random_raw(num)
-    drawn >>= 11
-    scaled = drawn.astype(np.float64)
-    scaled *= 2.0**-53
-    return scaled
 
 
 def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: Bits) -> NDArray[np.uint8]:
@@ -93,15 +94,15 @@ def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: Bits) -> NDArray[
 
 
 def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: Bits) -> None:
-    """Split the pieces of all cut cells in half repeatedly; the left half's share is hypergeometric."""
+    """Split what the cut cells keep among their parts, level by level; the left part's share is hypergeometric."""
     rng = np.random.Generator(bits)
-    first, stop = big.first, big.stop
-    while len(first):
-        whole = stop - first == 1
-        pieces[big.rank[first[whole]]] = kept[whole]
-        first, stop, kept = first[~whole], stop[~whole], kept[~whole]
-        middle = (first + stop) // 2
-        left, right = big.before[middle] - big.before[first], big.before[stop] - big.before[middle]
-        share = rng.hypergeometric(left, right, kept)
-        first, stop = np.concatenate([first, middle]), np.concatenate([middle, stop])
-        kept = np.concatenate([share, kept - share])
+    parts = np.empty(len(kept) + 2 * len(big.part), np.int64)
+    parts[: len(kept)] = kept
+    start, made = 0, len(kept)
+    for stop in big.level_ends.tolist():
+        whole, num = parts[big.part[start:stop]], stop - start
+        share = rng.hypergeometric(big.left[start:stop], big.right[start:stop], whole)
+        parts[made : made + num] = share
+        np.subtract(whole, share, out=parts[made + num : made + 2 * num])
+        start, made = stop, made + 2 * num
+    pieces[big.rank] = parts[big.piece]

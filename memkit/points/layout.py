@@ -2,8 +2,8 @@
 
 A step of a draw then reads one contiguous slice, regardless of the cells' sizes, and divides by one number. The first
 step is that of the largest cells' first points, the last step that of every cell's last point. Cells are sorted by
-descending size, so that those that take part in a step come first. A cell with more than 255 points is cut into pieces
-of at most 255 whose sizes differ by at most one: counts then fit a byte, and a draw has at most 255 steps.
+descending size, so that those that take part in a step come first. A cell with more than 127 points is cut into pieces
+of at most 127 whose sizes differ by at most one: counts then fit a byte, and a draw has at most 127 steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from memkit.points.cells import Groups, read_only
 from memkit.points.passes import Passes
 
-MOST = 255  # points per piece
+MOST = 127  # points per piece: fewer steps than at 255, for a few more pieces
 
 
 class Layout(NamedTuple):
@@ -42,20 +42,24 @@ class Layout(NamedTuple):
 
 
 class BigCells(NamedTuple):
-    """Cells that were cut into pieces.
+    """B cells that were cut into Q pieces, as S splits in two. Parts are numbered: the cells, then each split's parts.
 
     Attributes:
         cells: (B,) int64, their numbers.
-        first: (B,) int64, start of each cell's pieces in the two arrays below.
-        stop: (B,) int64, end of them.
-        before: (Q + 1,) int64, points in the pieces before each piece.
+        part: (S,) int64, the part that is split; by levels, a level's left parts before its right parts.
+        left: (S,) int64, points in its left part.
+        right: (S,) int64, points in its right part.
+        level_ends: Number of splits up to the end of each level.
+        piece: (Q,) int64, the part that each piece is.
         rank: (Q,) int64, number of each piece in `Layout.piece_cell`.
     """
 
     cells: NDArray[np.int64]
-    first: NDArray[np.int64]
-    stop: NDArray[np.int64]
-    before: NDArray[np.int64]
+    part: NDArray[np.int64]
+    left: NDArray[np.int64]
+    right: NDArray[np.int64]
+    level_ends: NDArray[np.int64]
+    piece: NDArray[np.int64]
     rank: NDArray[np.int64]
 
 
@@ -88,6 +92,19 @@ def lay_out(groups: Groups, passes: Passes) -> Layout:
 def _big_cells(num_pieces: NDArray[np.int64], sizes: NDArray[np.int64], rank: NDArray[np.int64]) -> BigCells:
     cells = np.flatnonzero(num_pieces > 1)
     pieces = np.repeat(num_pieces > 1, num_pieces)
-    stop = np.cumsum(num_pieces[cells])
-    before = np.concatenate([[0], np.cumsum(sizes[pieces])])
-    return BigCells(cells, stop - num_pieces[cells], stop, before, rank[pieces])
+    before = np.concatenate([[0], np.cumsum(sizes[pieces])])  # points in the pieces before each piece
+    stop = np.cumsum(num_pieces[cells])  # of the pieces of a part
+    first, part, piece = stop - num_pieces[cells], np.arange(len(cells)), np.empty(len(before) - 1, np.int64)
+    splits, level_ends = [np.zeros((3, 0), np.int64)], []
+    num_parts = len(cells)
+    while len(part):
+        whole = stop - first == 1
+        piece[first[whole]] = part[whole]
+        first, stop, part = first[~whole], stop[~whole], part[~whole]
+        middle = (first + stop) // 2
+        splits.append(np.stack([part, before[middle] - before[first], before[stop] - before[middle]]))
+        first, stop = np.concatenate([first, middle]), np.concatenate([middle, stop])
+        part = np.arange(num_parts, num_parts + len(first))
+        num_parts += len(first)
+        level_ends.append((num_parts - len(cells)) // 2)
+    return BigCells(cells, *np.concatenate(splits, axis=1), np.array(level_ends[:-1], np.int64), piece, rank[pieces])
