@@ -14,7 +14,7 @@ from memkit.points import passes
 from memkit.points.passes import Passes
 
 HostBackend = Literal["numpy", "numba"]
-GridBackend = Literal["auto", "numpy", "numba", "torch", "triton", "fastest"]
+GridBackend = Literal["auto", "numpy", "numba", "torch", "triton"]
 
 
 def host_passes(backend: HostBackend, call: str) -> Passes:
@@ -28,13 +28,6 @@ def host_passes(backend: HostBackend, call: str) -> Passes:
         return passes
     _check_installed(backend, call)
     return cast("Passes", importlib.import_module("memkit.points.compiled"))  # imported lazily: numba takes a second
-
-
-def host_backend(backend: GridBackend) -> HostBackend:
-    """Return the backend for what is done on the host: numba only where it is asked for, since it compiles."""
-    if backend == "fastest" and importlib.util.find_spec("numba") is not None:
-        return "numba"
-    return "numba" if backend == "numba" else "numpy"
 
 
 def resolved(backend: GridBackend, device: torch.device, call: str) -> GridBackend:
@@ -75,4 +68,4 @@ def _check_installed(backend: GridBackend, call: str) -> None:
 
 
 def _check_known(backend: str, call: str, known: tuple[str, ...]) -> None:
-    Checker(call).choice("backend", backend, known, fix="omit backend: all give the same samples, except 'fastest'.")
+    Checker(call).choice("backend", backend, known, fix="omit backend: all of them give the same samples.")

@@ -19,7 +19,7 @@ from memkit._core.units import parse_bytes
 from memkit._core.words import guided
 from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
-from memkit.points.philox import Stream, draw_key, random_bits
+from memkit.points.bits import draw_key, random_bits
 
 _CALL = "BudgetBatchSampler(sizes)"
 _MOST_OPEN = 64  # batches that may still take samples: more would not fill better, and cost time
@@ -148,7 +148,7 @@ class BudgetBatchSampler(EpochOrder):
 
     def _pack(self) -> list[list[int]]:
         """Return all ranks' batches of the epoch."""
-        bits = random_bits(draw_key((self.seed, self.epoch)), Stream.CELLS)
+        bits = random_bits(draw_key((self.seed, self.epoch)))
         order = bits.random_raw(len(self._sizes)).argsort(kind="stable")
         batches = _best_fit(self._sizes, list(self._budgets.values()), order)
         batches = [batches[each] for each in bits.random_raw(len(batches)).argsort(kind="stable").tolist()]

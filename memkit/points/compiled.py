@@ -13,18 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memkit.points import passes
-from memkit.points.passes import Bits, Bytes, Floats, Ints
-from memkit.points.philox import AGAIN_BITS, FACTORS, GOLDEN, LAST_SHIFT, MIXING, ROUNDS, STEPS
+from memkit.points.bits import AGAIN_BITS, GOLDEN, LAST_SHIFT, MIXING, Key, Words
+from memkit.points.passes import Bytes, Floats, Ints
 
 Words64 = NDArray[np.uint64]
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
-_MANY = 512  # blocks of random bits at a time
+_MANY = 2048  # words of random bits at a time
 _FEW = 128  # slots that are checked together
 _MOST_KEYS = 8  # per point: 32 bytes of counts
-_FACTOR_A, _FACTOR_B = (np.uint64(each) for each in FACTORS)
-_STEP_A, _STEP_B = (np.uint64(each) for each in STEPS)
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 (_SHIFT_A, _MIX_A), (_SHIFT_B, _MIX_B) = ((np.uint64(each) for each in pair) for pair in MIXING)
 _GOLDEN, _LAST_SHIFT, _AGAIN_BITS = np.uint64(GOLDEN), np.uint64(LAST_SHIFT), np.uint64(AGAIN_BITS)
 
@@ -61,16 +58,13 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
 def choose(
     bounds: Ints,
     needed: Bytes,
-    bits: Bits,
-    seed: int,
+    key: Key,
     below: Bytes,  # noqa: ARG001 # used by NumPy's
     chosen: Bytes,
+    words: Words,  # noqa: ARG001 # used by NumPy's
 ) -> None:
     """See `Passes`."""
-    state: Any = bits.state["state"]
-    is_fast = isinstance(bits, np.random.SFC64)
-    words = state["state"] if is_fast else np.concatenate([state["key"], state["counter"]])
-    _choose(bounds, needed, is_fast, words, np.uint64(seed), chosen)
+    _choose(bounds, needed, np.uint64(key.tag), np.uint64(key.key), chosen)
 
 
 def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # used by NumPy's
@@ -118,28 +112,36 @@ def _find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints,
 
 
 @_compiled
-def _choose(bounds: Ints, needed: Bytes, is_fast: bool, state: Words64, seed: np.uint64, chosen: Bytes) -> None:
-    made, words = np.empty((4, _MANY), np.uint64), np.empty(4 * _MANY, np.uint64)
+def _choose(bounds: Ints, needed: Bytes, seed: np.uint64, seed_again: np.uint64, chosen: Bytes) -> None:
+    words = np.empty(_MANY, np.uint64)
     drawn = words.view(np.uint16)
     step, last = 0, bounds[max(len(bounds) - 2, 0)]
     for first in range(0, last, len(drawn)):
-        if is_fast:
-            _make_words(state, words)
-        else:
-            _make_blocks(np.uint64(first // 16), state[0], state[4], state[5], made[0], made[1], made[2], made[3])
-            for block in range(_MANY):
-                for word in range(4):
-                    words[4 * block + word] = made[word, block]
+        _make_words(np.uint64(first // 4), seed, words)
         slot, stop = first, min(first + len(drawn), last)
         while slot < stop:
             end, left = min(bounds[step + 1], stop), len(bounds) - 1 - step
             begin, part = slot - bounds[step], drawn[slot - first : end - first]
-            _redraw(part, np.uint64(slot), left, seed)
+            _redraw(part, np.uint64(slot), left, seed_again)
             _one_step(part, np.uint16(65535 // left), needed[begin : begin + len(part)], chosen[slot:end])
             step += end == bounds[step + 1]
             slot = end
     for slot in range(last, len(chosen)):
         chosen[slot] = needed[slot - last]
+
+
+@_compiled
+def _make_words(first: np.uint64, seed: np.uint64, words: Words64) -> None:
+    for place in range(len(words)):
+        words[place] = _word(first + np.uint64(place), seed)
+
+
+@_compiled
+def _word(number: np.uint64, seed: np.uint64) -> np.uint64:
+    word = (number + np.uint64(1)) * _GOLDEN + seed
+    word = (word ^ (word >> _SHIFT_A)) * _MIX_A
+    word = (word ^ (word >> _SHIFT_B)) * _MIX_B
+    return word ^ (word >> _LAST_SHIFT)
 
 
 @_compiled
@@ -152,7 +154,7 @@ def _redraw(drawn: NDArray[np.uint16], first: np.uint64, left: int, seed: np.uin
         if _num_refused(few, limit):  # rare
             for place in range(len(few)):
                 if few[place] >= limit:
-                    more = _again(first + np.uint64(start + place), seed)
+                    more = _word(first + np.uint64(start + place), seed) >> (np.uint64(64) - _AGAIN_BITS)
                     few[place] = np.uint16(more * np.uint64(left) >> _AGAIN_BITS) * size
 
 
@@ -162,60 +164,6 @@ def _num_refused(drawn: NDArray[np.uint16], limit: np.uint16) -> int:
     for place in range(len(drawn)):  # on slices, so that it is vectorized
         num += np.uint16(drawn[place] >= limit)
     return int(num)
-
-
-@_compiled
-def _again(number: np.uint64, seed: np.uint64) -> np.uint64:
-    word = (number + np.uint64(1)) * _GOLDEN + seed
-    word = (word ^ (word >> _SHIFT_A)) * _MIX_A
-    word = (word ^ (word >> _SHIFT_B)) * _MIX_B
-    return (word ^ (word >> _LAST_SHIFT)) >> (np.uint64(64) - _AGAIN_BITS)
-
-
-@_compiled
-def _make_words(state: Words64, words: Words64) -> None:
-    """Continue SFC64 from its state."""
-    a, b, c, count = state
-    for place in range(len(words)):
-        word = a + b + count
-        count += np.uint64(1)
-        a, b = b ^ (b >> np.uint64(11)), c + (c << np.uint64(3))
-        c = ((c << np.uint64(24)) | (c >> np.uint64(40))) + word
-        words[place] = word
-    state[0], state[1], state[2], state[3] = a, b, c, count
-
-
-@_compiled
-def _make_blocks(
-    first: np.uint64,
-    key: np.uint64,
-    tag: np.uint64,
-    stream: np.uint64,
-    a: Words64,
-    b: Words64,
-    c: Words64,
-    d: Words64,
-) -> None:
-    """Compute `philox.blocks` until the arrays are full."""
-    for block in range(len(a)):
-        number, second, third, fourth = first + np.uint64(block) + np.uint64(1), np.uint64(0), tag, stream
-        key_a, key_b = key, np.uint64(0)
-        for _ in range(ROUNDS):
-            high_a, low_a = _product(number, _FACTOR_A)
-            high_b, low_b = _product(third, _FACTOR_B)
-            number, second, third, fourth = high_b ^ second ^ key_a, low_b, high_a ^ fourth ^ key_b, low_a
-            key_a += _STEP_A
-            key_b += _STEP_B
-        a[block], b[block], c[block], d[block] = number, second, third, fourth
-
-
-@_compiled
-def _product(word: np.uint64, factor: np.uint64) -> tuple[np.uint64, np.uint64]:
-    low, high, factor_low, factor_high = word & _LOW, word >> _HALF, factor & _LOW, factor >> _HALF
-    bottom = low * factor_low
-    middle = high * factor_low + (bottom >> _HALF)
-    other = low * factor_high + (middle & _LOW)
-    return high * factor_high + (middle >> _HALF) + (other >> _HALF), (other << _HALF) | (bottom & _LOW)
 
 
 @_compiled

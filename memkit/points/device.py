@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memkit.points.grid import GridIndex
 from memkit.points.layout import Layout
-from memkit.points.philox import AGAIN_BITS, Key, Stream, again, blocks
+from memkit.points.bits import AGAIN_BITS, Key, again, words_at
 
 
 def brought(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -96,12 +96,12 @@ def _layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
 def _draw_below(layout: DeviceLayout, key: Key) -> Tensor:
     """Run `passes.draw_below` with torch operators, in int64."""
     num, left = len(layout.slots), layout.left.long()
-    words = torch.stack(blocks(torch.arange(-(-num // 16), device=left.device), key, Stream.POINTS), 1)
-    drawn = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], 2).flatten()
+    words = words_at(torch.arange(-(-num // 4), device=left.device), key.tag)
+    drawn = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], 1).flatten()
     below = torch.zeros_like(left)
     below[:num] = drawn[:num] // ((2**16 - 1) // left[:num])
     slots = torch.nonzero_static(below == left, size=layout.most_again, fill_value=num)[:, 0]
-    below[slots] = again(slots, key.tag) * left[slots] >> AGAIN_BITS
+    below[slots] = again(slots, key) * left[slots] >> AGAIN_BITS
     return below[:num].to(torch.uint8)
 
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from memkit.points.bits import Key, Words
 from memkit.points.cells import Groups
 from memkit.points.layout import BigCells, Layout
-from memkit.points.passes import Bits, Passes
+from memkit.points.passes import Passes
 
 Rounding = Literal["nearest", "floor"]
 
@@ -26,6 +27,7 @@ class Workspace(threading.local):
 
     def __init__(self) -> None:
         self._bytes = np.empty((2, 0), np.uint8)
+        self.words = Words()
 
     def bytes_of(self, num_points: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return two uninitialized byte arrays."""
@@ -39,7 +41,7 @@ class Workspace(threading.local):
 
 
 def kept_counts(
-    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: Bits
+    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: np.random.Philox
 ) -> NDArray[np.int64]:
     """Draw how many points each cell keeps: its own ratio of them, at least one."""
     low, high = ratio
@@ -55,18 +57,17 @@ def choose(
     layout: Layout,
     needed: NDArray[np.uint8],
     num_kept: int,
-    bits: Bits,
-    seed: int,
+    key: Key,
     passes: Passes,
     workspace: Workspace,
 ) -> NDArray[np.int64]:
     """Choose ``needed`` points of each piece uniformly without replacement; return their rows, ascending."""
     below, chosen = workspace.bytes_of(len(layout.slots))
-    passes.choose(layout.bounds, needed, bits, seed, below, chosen)
+    passes.choose(layout.bounds, needed, key, below, chosen, workspace.words)
     return passes.rows(chosen, layout.slots, below, num_kept)  # `below` is no longer needed: reuse its memory
 
 
-def choose_one(groups: Groups, bits: Bits) -> NDArray[np.int64]:
+def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
     """Choose one point of each cell; return their rows, ascending.
 
     The place in the cell is the high half of its count times 32 random bits. Where the low half is one of those that
@@ -85,7 +86,7 @@ def choose_one(groups: Groups, bits: Bits) -> NDArray[np.int64]:
     return rows.astype(np.int64)
 
 
-def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: Bits) -> NDArray[np.uint8]:
+def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.Philox) -> NDArray[np.uint8]:
     """Return how many points each piece keeps: its cell's count, or a random share of it if the cell was cut."""
     pieces = kept.astype(np.uint8).take(layout.piece_cell)
     if len(layout.big.cells):
@@ -93,7 +94,7 @@ def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: Bits) -> NDArray[
     return pieces
 
 
-def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: Bits) -> None:
+def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: np.random.Philox) -> None:
     """Split what the cut cells keep among their parts, level by level; the left part's share is hypergeometric."""
     rng = np.random.Generator(bits)
     parts = np.empty(len(kept) + 2 * len(big.part), np.int64)

@@ -7,9 +7,9 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from memkit.points.philox import GOLDEN, LAST_SHIFT, MIXING, Key, Stream, signed
+from memkit.points.bits import GOLDEN, LAST_SHIFT, MIXING, Key
 
-_BLOCKS = 32  # of 16 numbers each, per program: few enough that most programs redraw none
+_WORDS = 128  # of 4 numbers each, per program: few enough that most programs redraw none
 _PIECES = 128
 _GOLDEN, _LAST = tl.constexpr(GOLDEN), tl.constexpr(LAST_SHIFT)
 (_SHIFT_A, _FACTOR_A), (_SHIFT_B, _FACTOR_B) = ((tl.constexpr(each) for each in pair) for pair in MIXING)
@@ -21,9 +21,8 @@ def choose_on_device(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> T
     below = torch.empty(num, dtype=torch.uint8, device=left.device)
     chosen = torch.empty_like(below)
     if num:
-        grid = (triton.cdiv(num, 16 * _BLOCKS),)
-        words = signed(key.key), signed(key.tag)
-        _draw_below[grid](left, below, num, *words, int(Stream.POINTS), _BLOCKS)
+        grid = (triton.cdiv(num, 4 * _WORDS),)
+        _draw_below[grid](left, below, num, key.tag, key.key, _WORDS)
         _keep[(triton.cdiv(num_pieces, _PIECES),)](below, steps, needed, chosen, len(steps) - 1, num_pieces, _PIECES)
     return chosen
 
@@ -33,26 +32,28 @@ def are_compiled() -> bool:
     return isinstance(_keep, triton.JITFunction)
 
 
-@triton.jit(do_not_specialize=["num", "key", "tag"])  # type: ignore[untyped-decorator,unused-ignore]
-def _draw_below(left, below, num, key, tag, points, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
-    number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    zero = number * 0
-    first, second, third, fourth = tl.philox(key, number + 1, zero, zero + tag, zero + points)
-    lane = tl.arange(0, 16)[None, :]
-    word = tl.where(lane < 4, first[:, None], second[:, None])
-    word = tl.where(lane < 8, word, tl.where(lane < 12, third[:, None], fourth[:, None]))
-    drawn = ((word >> (16 * (lane % 4)).to(tl.uint64)) & 0xFFFF).to(tl.uint32)
-    slot = 16 * number[:, None] + lane
+@triton.jit(do_not_specialize=["num", "seed", "seed_again"])  # type: ignore[untyped-decorator,unused-ignore]
+def _draw_below(left, below, num, seed, seed_again, WORDS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+    number = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    lane = tl.arange(0, 4)[None, :]
+    word = _word(number, seed)[:, None]
+    drawn = ((word >> (16 * lane).to(tl.uint64)) & 0xFFFF).to(tl.uint32)
+    slot = 4 * number[:, None] + lane
     here = tl.load(left + slot, mask=slot < num, other=1).to(tl.uint32)
     chosen = drawn // (65535 // here)
     refused = chosen == here
     if tl.max(refused.to(tl.int32)) > 0:  # rare
-        more = (slot + 1).to(tl.uint64) * _GOLDEN + (tag + zero[:, None]).to(tl.uint64)  # as `philox.again`
-        more = (more ^ (more >> _SHIFT_A)) * _FACTOR_A
-        more = (more ^ (more >> _SHIFT_B)) * _FACTOR_B
-        more = (more ^ (more >> _LAST)) >> 9
+        more = _word(slot, seed_again) >> 9
         chosen = tl.where(refused, ((more * here.to(tl.uint64)) >> 55).to(tl.uint32), chosen)
     tl.store(below + slot, chosen.to(tl.uint8), mask=slot < num)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _word(number, seed):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 # as `bits.words_at`
+    word = (number + 1).to(tl.uint64) * _GOLDEN + seed.to(tl.uint64)
+    word = (word ^ (word >> _SHIFT_A)) * _FACTOR_A
+    word = (word ^ (word >> _SHIFT_B)) * _FACTOR_B
+    return word ^ (word >> _LAST)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from memkit.points.philox import AGAIN_BITS, again
+from memkit.points.bits import AGAIN_BITS, Key, Words, again
 
 BLOCK = 1 << 15  # points at a time, so that intermediate results stay in the CPU cache
 _MOST_KEYS = 2  # per point: 16 bytes of counts
@@ -19,7 +19,6 @@ _DIVISORS = [np.array((2**16 - 1) // max(left, 1), np.uint16) for left in range(
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bits = np.random.Philox | np.random.SFC64
 
 
 class Passes(Protocol):
@@ -36,7 +35,7 @@ class Passes(Protocol):
     def find_slots(self, order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) -> NDArray[np.int32]:
         """Return each point's slot: that of its piece, at the step of the points left in the piece from it on."""
 
-    def choose(self, bounds: Ints, needed: Bytes, bits: Bits, seed: int, below: Bytes, chosen: Bytes) -> None:
+    def choose(self, bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: Words) -> None:
         """Draw for each slot an integer in [0, left), and run the steps: write 1 for each kept point.
 
         The integer is one of 16 random bits, divided by the largest number that leaves `left` quotients. The few bits
@@ -112,9 +111,9 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     return slots
 
 
-def choose(bounds: Ints, needed: Bytes, bits: Bits, seed: int, below: Bytes, chosen: Bytes) -> None:
+def choose(bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: Words) -> None:
     """See `Passes`."""
-    draw_below(bounds, bits, seed, below)
+    draw_below(bounds, key, below, words)
     flags = chosen.view(np.bool_)
     for start, stop in pairwise(bounds.tolist()):
         still = needed[: stop - start]
@@ -122,14 +121,15 @@ def choose(bounds: Ints, needed: Bytes, bits: Bits, seed: int, below: Bytes, cho
         np.subtract(still, chosen[start:stop], still)
 
 
-def draw_below(bounds: Ints, bits: Bits, seed: int, out: Bytes) -> None:
+def draw_below(bounds: Ints, key: Key, out: Bytes, words: Words) -> None:
     """Draw the integers of `choose`."""
     ends = bounds.tolist()
     step, left, last = 1, len(ends) - 1, ends[max(len(ends) - 2, 0)]
     suspects = [np.zeros(0, np.int64)]
-    for start in range(0, last, BLOCK):
-        stop = min(start + BLOCK, last)
-        drawn = bits.random_raw(-(-(stop - start) // 4)).view(np.uint16)[: stop - start]
+    words.start(-(-last // 4), key.tag)
+    for start in range(0, last, 4 * words.SIZE):
+        stop = min(start + 4 * words.SIZE, last)
+        drawn = words.next(-(-(stop - start) // 4)).view(np.uint16)[: stop - start]
         suspects.append(np.flatnonzero(drawn >= 2**16 - left) + start)
         slot = start
         while slot < stop:
@@ -145,7 +145,7 @@ def draw_below(bounds: Ints, bits: Bits, seed: int, out: Bytes) -> None:
     left_there = len(ends) - np.searchsorted(bounds, slots, "right")
     refused = out[slots] == left_there
     slots, left_there = slots[refused], left_there[refused]
-    out[slots] = again(slots, seed) * left_there >> AGAIN_BITS
+    out[slots] = again(slots, key) * left_there >> AGAIN_BITS
 
 
 def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # found, not given

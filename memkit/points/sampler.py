@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, SupportsIndex, final, get_args
 
@@ -17,7 +17,8 @@ from memkit._core.errors import ConfigError, FileFormatError, InputError, InputT
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import MIB, parse_bytes
 from memkit._core.words import guided
-from memkit.points.backends import GridBackend, HostBackend, host_backend, host_passes, resolved
+from memkit.points.backends import GridBackend, HostBackend, host_passes, resolved
+from memkit.points.bits import Key, draw_key, random_bits
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Lengths, Points, host_array
 from memkit.points.device import DeviceDraws, brought
@@ -30,8 +31,7 @@ from memkit.points.draw import (
     pieces_kept,
 )
 from memkit.points.grid import GridIndex
-from memkit.points.passes import Bits, Ints
-from memkit.points.philox import Key, Stream, draw_key, fast_bits, random_bits
+from memkit.points.passes import Ints
 from memkit.points.sample import GridSample, Scenario
 
 Ahead = tuple[tuple[int, ...], Future[dict[Scenario, GridSample]]]  # a draw's key and its future
@@ -137,12 +137,11 @@ class GridAwareSampler:
         self.device = _device(device)
         call = f"GridAwareSampler(backend={backend!r}, device={str(self.device)!r})"
         self.backend: GridBackend = resolved(backend, self.device, call)
-        self._host_backend = host_backend(self.backend)
-        self._bits = fast_bits if self.backend == "fastest" else random_bits
+        self._host_backend: HostBackend = "numba" if self.backend == "numba" else "numpy"
         self._draws = (
             DeviceDraws(self.device, with_triton=self.backend == "triton")
             if self.backend in ("torch", "triton")
-            else _HostDraws(self._host_backend, self._bits, call)
+            else _HostDraws(self._host_backend, call)
         )
         self._num_draws = 0
         self._num_waiting = 0  # of these, drawn ahead but not handed out yet
@@ -364,7 +363,7 @@ class GridAwareSampler:
 
     def _draw(self, index: GridIndex, place: int, scenario: Literal["half", "single"], key: Key) -> tuple[Tensor, Ints]:
         """Return the kept rows of a scene, on the device, and the number kept per cell."""
-        scene, bits = index.scenes[place], self._bits(key, Stream.CELLS)
+        scene, bits = index.scenes[place], random_bits(key)
         groups = scene.groups
         if scenario == "single":
             return brought(choose_one(groups, bits), self.device), np.ones(len(groups.counts), np.int64)
@@ -389,18 +388,17 @@ class GridAwareSampler:
 class _HostDraws:
     """Draws in the host's memory; the counterpart of `DeviceDraws`."""
 
-    def __init__(self, backend: HostBackend, bits: Callable[[Key, Stream], Bits], call: str) -> None:
-        self._backend, self._bits = backend, bits
+    def __init__(self, backend: HostBackend, call: str) -> None:
+        self._backend = backend
         self._passes = host_passes(backend, call)
         self._workspace = Workspace()
 
     def choose(self, index: GridIndex, place: int, needed: NDArray[np.uint8], num_kept: int, key: Key) -> Tensor:
         layout = index.scenes[place].layout
-        bits = self._bits(key, Stream.POINTS)
-        return torch.from_numpy(choose(layout, needed, num_kept, bits, key.tag, self._passes, self._workspace))
+        return torch.from_numpy(choose(layout, needed, num_kept, key, self._passes, self._workspace))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _HostDraws, (self._backend, self._bits, "GridAwareSampler")  # modules cannot be pickled
+        return _HostDraws, (self._backend, "GridAwareSampler")  # modules cannot be pickled
 
 
 def _ratio_meant(low: float, high: float) -> float | tuple[float, float]:

@@ -1,0 +1,109 @@
+"""Random bits for draws, identical on every device.
+
+Of a cell: NumPy's Philox4x64-10, on the host, which no version of NumPy changes. Of a point: SplitMix64 (Steele et al.,
+"Fast splittable pseudorandom number generators", 2014), a word of which is a function of its number and a seed, made
+with nine operations that NumPy, numba, torch and Triton all have. In NumPy they take less time than any generator that
+it has in C.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15  # from a number to the next; odd
+MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)  # shifts and factors
+LAST_SHIFT = 31
+AGAIN_BITS = 55  # with the 8 bits of a count they fit a signed word
+Numbers = TypeVar("Numbers", NDArray[np.int64], Tensor)
+
+
+class Key(NamedTuple):
+    """128 bits that identify a draw.
+
+    Attributes:
+        key: Philox's key, and the seed of the bits that are drawn `again`.
+        tag: The third word of Philox's counter, and the seed of the points' bits.
+    """
+
+    key: int
+    tag: int
+
+
+class _Given(ISeedSequence):
+    """Passes a generator its key. With ``key=``, NumPy would also read system entropy, which is slower."""
+
+    def __init__(self, key: int) -> None:
+        self._words = np.array([key, 0], np.uint64)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:  # noqa: ARG002 # two of 64 bits
+        return self._words
+
+
+def draw_key(numbers: tuple[int, ...]) -> Key:
+    """Return the key of a draw identified by numbers in [0, 2^64)."""
+    name = b"".join(number.to_bytes(8, "little") for number in numbers)
+    digest = hashlib.blake2b(name, digest_size=16).digest()
+    return Key(int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"))
+
+
+def random_bits(key: Key) -> np.random.Philox:
+    """Return the generator of the cells' bits. NumPy keeps it stable across versions."""
+    counter = np.array([0, 0, key.tag, 0], np.uint64)
+    return np.random.Philox(_Given(key.key), counter=counter)  # type: ignore[arg-type] # its stub lacks the protocol
+
+
+def words_at(numbers: Numbers, seed: int) -> Numbers:
+    """Return the words of SplitMix64 by number, from 0: int64, as arrays or on a device."""
+    word = (numbers + 1) * _signed(GOLDEN) + _signed(seed)
+    for shift, factor in MIXING:
+        word = (word ^ _shifted(word, shift)) * _signed(factor)
+    return word ^ _shifted(word, LAST_SHIFT)
+
+
+def again(slots: Numbers, key: Key) -> Numbers:
+    """Return 55 bits for each slot whose 16 bits were refused."""
+    return _shifted(words_at(slots, key.key), 64 - AGAIN_BITS)
+
+
+def _shifted(words: Numbers, shift: int) -> Numbers:
+    return words >> shift & (1 << 64 - shift) - 1  # the sign moves in with the shift
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+class Words:
+    """Memory for the words of one block after another, in NumPy."""
+
+    SIZE = 1 << 14  # a block: fits the CPU cache, and calls take little of the time
+
+    def __init__(self) -> None:
+        self._numbers, self._words, self._shifted = np.empty((3, self.SIZE), np.uint64)
+
+    def start(self, num: int, seed: int) -> None:
+        """Begin with the first word of a seed; a block has at most `num` words."""
+        numbers = self._numbers[:num]
+        numbers[:] = np.arange(1, len(numbers) + 1, dtype=np.uint64)
+        numbers *= GOLDEN
+        numbers += seed
+
+    def next(self, num: int) -> NDArray[np.uint64]:
+        """Return the first words of the next block, which the call after it overwrites."""
+        numbers, words, shifted = self._numbers[:num], self._words[:num], self._shifted[:num]
+        np.right_shift(numbers, MIXING[0][0], shifted)
+        np.bitwise_xor(numbers, shifted, words)
+        np.multiply(words, MIXING[0][1], words)
+        np.right_shift(words, MIXING[1][0], shifted)
+        np.bitwise_xor(words, shifted, words)
+        np.multiply(words, MIXING[1][1], words)
+        np.right_shift(words, LAST_SHIFT, shifted)
+        np.bitwise_xor(words, shifted, words)
+        numbers += self.SIZE * GOLDEN % 2**64
+        return words
