@@ -1,9 +1,8 @@
 """Random bits for draws, identical on every device.
 
-Of a cell: NumPy's Philox4x64-10, on the host, which no version of NumPy changes. Of a point: SplitMix64 (Steele et al.,
-"Fast splittable pseudorandom number generators", 2014), a word of which is a function of its number and a seed, made
-with nine operations that NumPy, numba, torch and Triton all have. In NumPy they take less time than any generator that
-it has in C.
+They are SplitMix64's (Steele et al., "Fast splittable pseudorandom number generators", 2014): a word is a function of
+its number and a seed, made with nine operations that NumPy, numba, torch and Triton all have. In NumPy they take less
+time than any generator that it has in C. What NumPy's own distributions draw comes from its Philox4x64-10.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15  # from a number to the next; odd
 MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)  # shifts and factors
 LAST_SHIFT = 31
+HALFWAY = 2**63  # through the words
 AGAIN_BITS = 55  # with the 8 bits of a count they fit a signed word
 Numbers = TypeVar("Numbers", NDArray[np.int64], Tensor)
 
@@ -27,8 +27,8 @@ class Key(NamedTuple):
     """128 bits that identify a draw.
 
     Attributes:
-        key: Philox's key, and the seed of the bits that are drawn `again`.
-        tag: The third word of Philox's counter, and the seed of the points' bits.
+        key: Seed of the cells' bits, and of those that are drawn `again`; Philox's key.
+        tag: Seed of the points' bits; the third word of Philox's counter.
     """
 
     key: int
@@ -53,7 +53,7 @@ def draw_key(numbers: tuple[int, ...]) -> Key:
 
 
 def random_bits(key: Key) -> np.random.Philox:
-    """Return the generator of the cells' bits. NumPy keeps it stable across versions."""
+    """Return a generator of NumPy, which keeps it stable across versions."""
     counter = np.array([0, 0, key.tag, 0], np.uint64)
     return np.random.Philox(_Given(key.key), counter=counter)  # type: ignore[arg-type] # its stub lacks the protocol
 
@@ -66,9 +66,9 @@ def words_at(numbers: Numbers, seed: int) -> Numbers:
     return word ^ _shifted(word, LAST_SHIFT)
 
 
-def again(slots: Numbers, key: Key) -> Numbers:
-    """Return 55 bits for each slot whose 16 bits were refused."""
-    return _shifted(words_at(slots, key.key), 64 - AGAIN_BITS)
+def again(numbers: Numbers, key: Key) -> Numbers:
+    """Return 55 bits for each slot, or cell, whose bits were refused: from the far half of the words, never used else."""
+    return _shifted(words_at(numbers + _signed(HALFWAY), key.key), 64 - AGAIN_BITS)
 
 
 def _shifted(words: Numbers, shift: int) -> Numbers:
@@ -86,6 +86,15 @@ class Words:
 
     def __init__(self) -> None:
         self._numbers, self._words, self._shifted = np.empty((3, self.SIZE), np.uint64)
+
+    def numbers(self, num: int, seed: int) -> NDArray[np.uint32]:
+        """Return numbers of 32 bits."""
+        drawn = np.empty(-(-num // 2), np.uint64)
+        self.start(len(drawn), seed)
+        for start in range(0, len(drawn), self.SIZE):
+            block = drawn[start : start + self.SIZE]
+            block[:] = self.next(len(block))
+        return drawn.view(np.uint32)[:num]
 
     def start(self, num: int, seed: int) -> None:
         """Begin with the first word of a seed; a block has at most `num` words."""

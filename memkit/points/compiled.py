@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memkit.points import passes
-from memkit.points.bits import AGAIN_BITS, GOLDEN, LAST_SHIFT, MIXING, Key, Words
+from memkit.points.bits import AGAIN_BITS, GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key, Words
 from memkit.points.passes import Bytes, Floats, Ints
 
 Words64 = NDArray[np.uint64]
@@ -23,7 +23,7 @@ _MANY = 2048  # words of random bits at a time
 _FEW = 128  # slots that are checked together
 _MOST_KEYS = 8  # per point: 32 bytes of counts
 (_SHIFT_A, _MIX_A), (_SHIFT_B, _MIX_B) = ((np.uint64(each) for each in pair) for pair in MIXING)
-_GOLDEN, _LAST_SHIFT, _AGAIN_BITS = np.uint64(GOLDEN), np.uint64(LAST_SHIFT), np.uint64(AGAIN_BITS)
+_GOLDEN, _LAST_SHIFT, _HALFWAY, _AGAIN_BITS = (np.uint64(each) for each in (GOLDEN, LAST_SHIFT, HALFWAY, AGAIN_BITS))
 
 
 def _compiled(function: Compiled) -> Compiled:
@@ -154,7 +154,7 @@ def _redraw(drawn: NDArray[np.uint16], first: np.uint64, left: int, seed: np.uin
         if _num_refused(few, limit):  # rare
             for place in range(len(few)):
                 if few[place] >= limit:
-                    more = _word(first + np.uint64(start + place), seed) >> (np.uint64(64) - _AGAIN_BITS)
+                    more = _word(first + np.uint64(start + place) + _HALFWAY, seed) >> (np.uint64(64) - _AGAIN_BITS)
                     few[place] = np.uint16(more * np.uint64(left) >> _AGAIN_BITS) * size
 
 

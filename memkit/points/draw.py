@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memkit.points.bits import Key, Words
+from memkit.points.bits import AGAIN_BITS, Key, Words, again, random_bits
 from memkit.points.cells import Groups
 from memkit.points.layout import BigCells, Layout
 from memkit.points.passes import Passes
@@ -41,11 +41,11 @@ class Workspace(threading.local):
 
 
 def kept_counts(
-    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: np.random.Philox
+    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, key: Key, words: Words
 ) -> NDArray[np.int64]:
     """Draw how many points each cell keeps: its own ratio of them, at least one."""
     low, high = ratio
-    kept = bits.random_raw(-(-len(counts) // 2)).view(np.uint32)[: len(counts)].astype(np.float64)
+    kept = words.numbers(len(counts), key.key).astype(np.float64)
     kept *= (high - low) / 2**32
     kept += low
     kept *= counts
@@ -67,36 +67,36 @@ def choose(
     return passes.rows(chosen, layout.slots, below, num_kept)  # `below` is no longer needed: reuse its memory
 
 
-def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
+def choose_one(groups: Groups, key: Key, words: Words) -> NDArray[np.int64]:
     """Choose one point of each cell; return their rows, ascending.
 
     The place in the cell is the high half of its count times 32 random bits. Where the low half is one of those that
-    would favor some places (Lemire, 2019), 53 other bits decide.
+    would favor some places (Lemire, 2019), other bits decide.
     """
     counts = groups.counts.view(np.uint64)
-    places = bits.random_raw(-(-len(counts) // 2)).view(np.uint32)[: len(counts)].astype(np.uint64)
+    places = words.numbers(len(counts), key.key).astype(np.uint64)
     places *= counts
-    suspects = np.flatnonzero(places.astype(np.uint32) < counts)
+    suspects = np.flatnonzero(places.astype(np.uint32) < groups.counts)
     refused = suspects[places[suspects] % 2**32 < 2**32 % counts[suspects]]
     places >>= 32
-    places[refused] = (bits.random_raw(len(refused)) >> 11) * 2.0**-53 * counts[refused]
+    places[refused] = (again(refused, key) >> AGAIN_BITS - 53) * 2.0**-53 * counts[refused]  # a float64 holds 53 bits
     places += groups.starts.view(np.uint64)
     rows = groups.order.take(places.view(np.int64))
     rows.sort()
     return rows.astype(np.int64)
 
 
-def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.Philox) -> NDArray[np.uint8]:
+def pieces_kept(layout: Layout, kept: NDArray[np.int64], key: Key) -> NDArray[np.uint8]:
     """Return how many points each piece keeps: its cell's count, or a random share of it if the cell was cut."""
     pieces = kept.astype(np.uint8).take(layout.piece_cell)
     if len(layout.big.cells):
-        _share_out(layout.big, kept[layout.big.cells], pieces, bits)
+        _share_out(layout.big, kept[layout.big.cells], pieces, key)
     return pieces
 
 
-def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: np.random.Philox) -> None:
+def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], key: Key) -> None:
     """Split what the cut cells keep among their parts, level by level; the left part's share is hypergeometric."""
-    rng = np.random.Generator(bits)
+    rng = np.random.Generator(random_bits(key))
     parts = np.empty(len(kept) + 2 * len(big.part), np.int64)
     parts[: len(kept)] = kept
     start, made = 0, len(kept)

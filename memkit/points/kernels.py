@@ -7,11 +7,11 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from memkit.points.bits import GOLDEN, LAST_SHIFT, MIXING, Key
+from memkit.points.bits import GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key
 
 _WORDS = 128  # of 4 numbers each, per program: few enough that most programs redraw none
 _PIECES = 128
-_GOLDEN, _LAST = tl.constexpr(GOLDEN), tl.constexpr(LAST_SHIFT)
+_GOLDEN, _LAST, _HALFWAY = (tl.constexpr(each) for each in (GOLDEN, LAST_SHIFT, HALFWAY))
 (_SHIFT_A, _FACTOR_A), (_SHIFT_B, _FACTOR_B) = ((tl.constexpr(each) for each in pair) for pair in MIXING)
 
 
@@ -36,21 +36,21 @@ def are_compiled() -> bool:
 def _draw_below(left, below, num, seed, seed_again, WORDS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
     number = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     lane = tl.arange(0, 4)[None, :]
-    word = _word(number, seed)[:, None]
+    word = _word(number.to(tl.uint64), seed)[:, None]
     drawn = ((word >> (16 * lane).to(tl.uint64)) & 0xFFFF).to(tl.uint32)
     slot = 4 * number[:, None] + lane
     here = tl.load(left + slot, mask=slot < num, other=1).to(tl.uint32)
     chosen = drawn // (65535 // here)
     refused = chosen == here
     if tl.max(refused.to(tl.int32)) > 0:  # rare
-        more = _word(slot, seed_again) >> 9
+        more = _word(slot.to(tl.uint64) + _HALFWAY, seed_again) >> 9
         chosen = tl.where(refused, ((more * here.to(tl.uint64)) >> 55).to(tl.uint32), chosen)
     tl.store(below + slot, chosen.to(tl.uint8), mask=slot < num)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _word(number, seed):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 # as `bits.words_at`
-    word = (number + 1).to(tl.uint64) * _GOLDEN + seed.to(tl.uint64)
+    word = (number + 1) * _GOLDEN + seed.to(tl.uint64)
     word = (word ^ (word >> _SHIFT_A)) * _FACTOR_A
     word = (word ^ (word >> _SHIFT_B)) * _FACTOR_B
     return word ^ (word >> _LAST)

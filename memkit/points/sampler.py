@@ -18,7 +18,7 @@ from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import MIB, parse_bytes
 from memkit._core.words import guided
 from memkit.points.backends import GridBackend, HostBackend, host_passes, resolved
-from memkit.points.bits import Key, draw_key, random_bits
+from memkit.points.bits import Key, draw_key
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Lengths, Points, host_array
 from memkit.points.device import DeviceDraws, brought
@@ -138,10 +138,11 @@ class GridAwareSampler:
         call = f"GridAwareSampler(backend={backend!r}, device={str(self.device)!r})"
         self.backend: GridBackend = resolved(backend, self.device, call)
         self._host_backend: HostBackend = "numba" if self.backend == "numba" else "numpy"
+        self._workspace = Workspace()
         self._draws = (
             DeviceDraws(self.device, with_triton=self.backend == "triton")
             if self.backend in ("torch", "triton")
-            else _HostDraws(self._host_backend, call)
+            else _HostDraws(self._host_backend, self._workspace, call)
         )
         self._num_draws = 0
         self._num_waiting = 0  # of these, drawn ahead but not handed out yet
@@ -363,12 +364,12 @@ class GridAwareSampler:
 
     def _draw(self, index: GridIndex, place: int, scenario: Literal["half", "single"], key: Key) -> tuple[Tensor, Ints]:
         """Return the kept rows of a scene, on the device, and the number kept per cell."""
-        scene, bits = index.scenes[place], random_bits(key)
-        groups = scene.groups
+        scene = index.scenes[place]
+        groups, words = scene.groups, self._workspace.words
         if scenario == "single":
-            return brought(choose_one(groups, bits), self.device), np.ones(len(groups.counts), np.int64)
-        kept = kept_counts(groups.counts, self.ratio, self.rounding, bits)
-        needed = pieces_kept(scene.layout, kept, bits)
+            return brought(choose_one(groups, key, words), self.device), np.ones(len(groups.counts), np.int64)
+        kept = kept_counts(groups.counts, self.ratio, self.rounding, key, words)
+        needed = pieces_kept(scene.layout, kept, key)
         return self._draws.choose(index, place, needed, int(kept.sum()), key), kept
 
     def _sample_of(
@@ -388,17 +389,16 @@ class GridAwareSampler:
 class _HostDraws:
     """Draws in the host's memory; the counterpart of `DeviceDraws`."""
 
-    def __init__(self, backend: HostBackend, call: str) -> None:
-        self._backend = backend
+    def __init__(self, backend: HostBackend, workspace: Workspace, call: str) -> None:
+        self._backend, self._workspace = backend, workspace
         self._passes = host_passes(backend, call)
-        self._workspace = Workspace()
 
     def choose(self, index: GridIndex, place: int, needed: NDArray[np.uint8], num_kept: int, key: Key) -> Tensor:
         layout = index.scenes[place].layout
         return torch.from_numpy(choose(layout, needed, num_kept, key, self._passes, self._workspace))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _HostDraws, (self._backend, "GridAwareSampler")  # modules cannot be pickled
+        return _HostDraws, (self._backend, self._workspace, "GridAwareSampler")  # modules cannot be pickled
 
 
 def _ratio_meant(low: float, high: float) -> float | tuple[float, float]:
