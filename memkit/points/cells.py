@@ -100,7 +100,7 @@ def group_coords(
     """
     if not len(points):
         return group_ids(np.zeros(0, np.int64), passes, call)
-    sides = np.array([[column.min() for column in points.T], [column.max() for column in points.T]])
+    sides = np.stack([_reduced(points, np.minimum), _reduced(points, np.maximum)])
     if not np.isfinite(sides).all():
         row = int(np.flatnonzero(~np.isfinite(points).all(axis=1))[0])
         raise InputError(
@@ -126,6 +126,13 @@ def group_coords(
         return group_ids(_compact_keys(points, size, origin), passes, call)
     keys = passes.number_cells(points, size, origin, low, np.array(extent))
     return _group_keys(keys, passes, call)
+
+
+def _reduced(points: NDArray[Any], pick: np.ufunc) -> NDArray[Any]:
+    """Return the minimum, or maximum, along each axis; NaN if a coordinate is NaN."""
+    width = min(len(points), 1 << 10)  # rows side by side: NumPy is slow over short ones
+    wide = points[: len(points) // width * width].reshape(-1, width * points.shape[1])
+    return pick.reduce(pick(pick.reduce(wide).reshape(width, -1), points[-width:]))
 
 
 def group_ids(ids: NDArray[np.int64], passes: Passes, call: str) -> Groups:

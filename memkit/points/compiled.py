@@ -107,7 +107,7 @@ def _find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints,
     start = 0
     for piece in range(len(sizes)):
         for place in range(sizes[piece]):
-            slots[order[start + place]] = bounds[len(bounds) - 1 - sizes[piece] + place] + rank[piece]
+            slots[np.uint32(order[start + place])] = bounds[len(bounds) - 1 - sizes[piece] + place] + rank[piece]
         start += sizes[piece]
 
 
@@ -175,7 +175,7 @@ def _one_step(drawn: NDArray[np.uint16], size: np.uint16, needed: Bytes, chosen:
 
 @_compiled
 def _rows(chosen: Bytes, slots: NDArray[np.int32], found: Ints) -> None:
-    num = np.int64(0)
+    num = np.uint64(0)  # unsigned, as the slots: an index that may be negative is tested each time
     for row in range(len(slots)):
         found[num] = row
-        num += np.int64(chosen[slots[row]])
+        num += np.uint64(chosen[np.uint32(slots[row])])

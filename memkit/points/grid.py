@@ -167,7 +167,7 @@ class GridIndex:
         groups, firsts = [], [points[:0]]
         for part, end in zip(_cut(points, ends), ends.tolist(), strict=True):
             groups.append(group_coords(part, size, corner, passes, _FROM_COORDS, first_row=end - len(part)))
-            firsts.append(part[groups[-1].order[groups[-1].starts]])
+            firsts.append(part.take(groups[-1].order[groups[-1].starts], axis=0))
         cells = grid_coords(np.concatenate(firsts), size, corner)
         return _assemble(groups, cells.T.astype(np.int64, order="C"), passes, is_ptr=is_ptr)
 

@@ -84,17 +84,18 @@ def group(keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
         order = sort_order(keys)
         ordered = keys.take(order)
         return order, np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
-    counts = np.bincount(keys.astype(np.intp))
+    numbers = keys.astype(np.intp)
+    counts = np.bincount(numbers)
     present = np.flatnonzero(counts)
     rank = np.empty(num_keys, np.uint16 if len(present) <= 2**16 else np.uint32)
     rank[present] = np.arange(len(present))
     ends = np.cumsum(counts[present])
-    return sort_order(rank.take(keys)), np.concatenate([[0], ends[:-1]])
+    return sort_order(rank.take(numbers)), np.concatenate([[0], ends[:-1]])
 
 
 def sort_order(keys: NDArray[Any]) -> NDArray[np.int32]:
     """Return the stable order of unsigned integers: a radix sort of 16-bit digits, which NumPy sorts by radix."""
-    order = (keys & 0xFFFF).astype(np.uint16).argsort(kind="stable")
+    order = keys.astype(np.uint16).argsort(kind="stable")  # their lowest digit
     for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
         digit = keys.take(order)
         digit >>= shift
@@ -104,10 +105,14 @@ def sort_order(keys: NDArray[Any]) -> NDArray[np.int32]:
 
 def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) -> NDArray[np.int32]:
     """See `Passes`."""
-    left = np.repeat(np.cumsum(sizes).astype(np.int32), sizes)
-    left -= np.arange(len(order), dtype=np.int32)
+    ends = np.empty(len(sizes), np.int64)
+    ends[rank] = np.cumsum(sizes)
+    rows = np.empty(len(order), np.int32)
+    for step, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        left = len(bounds) - 1 - step
+        order.take(ends[: stop - start] - left, out=rows[start:stop], mode="clip")  # all are inside; unbuffered so
     slots = np.empty(len(order), np.int32)
-    slots[order] = bounds[::-1].astype(np.int32).take(left) + np.repeat(rank.astype(np.int32), sizes)
+    slots[rows.astype(np.intp)] = np.arange(len(order), dtype=np.int32)
     return slots
 
 
