@@ -17,9 +17,9 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
 from memkit._core.words import guided
+from memkit.points.bits import draw_key, random_bits
 from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
-from memkit.points.bits import draw_key, random_bits
 
 _CALL = "BudgetBatchSampler(sizes)"
 _MOST_OPEN = 64  # batches that may still take samples: more would not fill better, and cost time

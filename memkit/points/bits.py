@@ -67,7 +67,7 @@ def words_at(numbers: Numbers, seed: int) -> Numbers:
 
 
 def again(numbers: Numbers, key: Key) -> Numbers:
-    """Return 55 bits for each slot, or cell, whose bits were refused: from the far half of the words, never used else."""
+    """Return 55 bits for each slot, or cell, whose bits were refused: of the far half of the words, not used else."""
     return _shifted(words_at(numbers + _signed(HALFWAY), key.key), 64 - AGAIN_BITS)
 
 
@@ -79,7 +79,7 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-class Words:
+class WordBlocks:
     """Memory for the words of one block after another, in NumPy."""
 
     SIZE = 1 << 14  # a block: fits the CPU cache, and calls take little of the time

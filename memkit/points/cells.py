@@ -132,7 +132,8 @@ def _reduced(points: NDArray[Any], pick: np.ufunc) -> NDArray[Any]:
     """Return the minimum, or maximum, along each axis; NaN if a coordinate is NaN."""
     width = min(len(points), 1 << 10)  # rows side by side: NumPy is slow over short ones
     wide = points[: len(points) // width * width].reshape(-1, width * points.shape[1])
-    return pick.reduce(pick(pick.reduce(wide).reshape(width, -1), points[-width:]))
+    reduced: NDArray[Any] = pick.reduce(pick(pick.reduce(wide).reshape(width, -1), points[-width:]))
+    return reduced
 
 
 def group_ids(ids: NDArray[np.int64], passes: Passes, call: str) -> Groups:

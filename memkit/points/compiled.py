@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memkit.points import passes
-from memkit.points.bits import AGAIN_BITS, GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key, Words
+from memkit.points.bits import AGAIN_BITS, GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key, WordBlocks
 from memkit.points.passes import Bytes, Floats, Ints
 
 Words64 = NDArray[np.uint64]
@@ -55,16 +55,16 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     return slots
 
 
-def choose(
+def take_steps(
     bounds: Ints,
     needed: Bytes,
     key: Key,
     below: Bytes,  # noqa: ARG001 # used by NumPy's
     chosen: Bytes,
-    words: Words,  # noqa: ARG001 # used by NumPy's
+    words: WordBlocks,  # noqa: ARG001 # used by NumPy's
 ) -> None:
     """See `Passes`."""
-    _choose(bounds, needed, np.uint64(key.tag), np.uint64(key.key), chosen)
+    _take_steps(bounds, needed, np.uint64(key.tag), np.uint64(key.key), chosen)
 
 
 def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # used by NumPy's
@@ -112,7 +112,7 @@ def _find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints,
 
 
 @_compiled
-def _choose(bounds: Ints, needed: Bytes, seed: np.uint64, seed_again: np.uint64, chosen: Bytes) -> None:
+def _take_steps(bounds: Ints, needed: Bytes, seed: np.uint64, seed_again: np.uint64, chosen: Bytes) -> None:
     words = np.empty(_MANY, np.uint64)
     drawn = words.view(np.uint16)
     step, last = 0, bounds[max(len(bounds) - 2, 0)]

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memkit.points.bits import AGAIN_BITS, Key, again, words_at
 from memkit.points.grid import GridIndex
 from memkit.points.layout import Layout
-from memkit.points.bits import AGAIN_BITS, Key, again, words_at
 
 
 def brought(array: NDArray[Any], device: torch.device) -> Tensor:

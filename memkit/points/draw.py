@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memkit.points.bits import AGAIN_BITS, Key, Words, again, random_bits
+from memkit.points.bits import AGAIN_BITS, Key, WordBlocks, again, random_bits
 from memkit.points.cells import Groups
 from memkit.points.layout import BigCells, Layout
 from memkit.points.passes import Passes
@@ -27,7 +27,7 @@ class Workspace(threading.local):
 
     def __init__(self) -> None:
         self._bytes = np.empty((2, 0), np.uint8)
-        self.words = Words()
+        self.words = WordBlocks()
 
     def bytes_of(self, num_points: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return two uninitialized byte arrays."""
@@ -41,7 +41,7 @@ class Workspace(threading.local):
 
 
 def kept_counts(
-    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, key: Key, words: Words
+    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, key: Key, words: WordBlocks
 ) -> NDArray[np.int64]:
     """Draw how many points each cell keeps: its own ratio of them, at least one."""
     low, high = ratio
@@ -63,11 +63,11 @@ def choose(
 ) -> NDArray[np.int64]:
     """Choose ``needed`` points of each piece uniformly without replacement; return their rows, ascending."""
     below, chosen = workspace.bytes_of(len(layout.slots))
-    passes.choose(layout.bounds, needed, key, below, chosen, workspace.words)
+    passes.take_steps(layout.bounds, needed, key, below, chosen, workspace.words)
     return passes.rows(chosen, layout.slots, below, num_kept)  # `below` is no longer needed: reuse its memory
 
 
-def choose_one(groups: Groups, key: Key, words: Words) -> NDArray[np.int64]:
+def choose_one(groups: Groups, key: Key, words: WordBlocks) -> NDArray[np.int64]:
     """Choose one point of each cell; return their rows, ascending.
 
     The place in the cell is the high half of its count times 32 random bits. Where the low half is one of those that

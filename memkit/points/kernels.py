@@ -16,7 +16,7 @@ _GOLDEN, _LAST, _HALFWAY = (tl.constexpr(each) for each in (GOLDEN, LAST_SHIFT, 
 
 
 def choose_on_device(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
-    """`choose` of `passes`: (N,) uint8, 1 in the slots that are kept."""
+    """`take_steps` of `passes`: (N,) uint8, 1 in the slots that are kept."""
     num, num_pieces = len(left) - 1, len(needed)
     below = torch.empty(num, dtype=torch.uint8, device=left.device)
     chosen = torch.empty_like(below)

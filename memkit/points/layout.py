@@ -107,4 +107,5 @@ def _big_cells(num_pieces: NDArray[np.int64], sizes: NDArray[np.int64], rank: ND
         part = np.arange(num_parts, num_parts + len(first))
         num_parts += len(first)
         level_ends.append((num_parts - len(cells)) // 2)
-    return BigCells(cells, *np.concatenate(splits, axis=1), np.array(level_ends[:-1], np.int64), piece, rank[pieces])
+    part, left, right = np.concatenate(splits, axis=1)
+    return BigCells(cells, part, left, right, np.array(level_ends[:-1], np.int64), piece, rank[pieces])

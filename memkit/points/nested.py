@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from memkit.points.bits import WordBlocks, draw_key
 from memkit.points.cells import Groups
 from memkit.points.device import brought
 from memkit.points.draw import choose_one
 from memkit.points.grid import GridIndex
-from memkit.points.bits import Words, draw_key
 from memkit.points.sample import GridSample
 from memkit.points.sampler import GridAwareSampler
 
@@ -44,5 +44,5 @@ def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSampl
         kept_counts = counts[scene.first_cell : scene.first_cell + len(scene.groups.counts)]
         groups = Groups(kept, kept_counts, np.cumsum(kept_counts) - kept_counts)
         key = draw_key((_WITHIN, state["seed"], state["num_draws"], place))
-        chosen.append(choose_one(groups, key, Words()) + scene.first_point)
+        chosen.append(choose_one(groups, key, WordBlocks()) + scene.first_point)
     return brought(np.concatenate(chosen), sample.device)

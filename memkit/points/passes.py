@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from memkit.points.bits import AGAIN_BITS, Key, Words, again
+from memkit.points.bits import AGAIN_BITS, Key, WordBlocks, again
 
 BLOCK = 1 << 15  # points at a time, so that intermediate results stay in the CPU cache
 _MOST_KEYS = 2  # per point: 16 bytes of counts
@@ -35,7 +35,7 @@ class Passes(Protocol):
     def find_slots(self, order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) -> NDArray[np.int32]:
         """Return each point's slot: that of its piece, at the step of the points left in the piece from it on."""
 
-    def choose(self, bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: Words) -> None:
+    def take_steps(self, bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: WordBlocks) -> None:
         """Draw for each slot an integer in [0, left), and run the steps: write 1 for each kept point.
 
         The integer is one of 16 random bits, divided by the largest number that leaves `left` quotients. The few bits
@@ -78,7 +78,7 @@ def number_cells(points: NDArray[Any], size: Floats, origin: Floats, low: Floats
 
 
 def group(keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
-    """See `Passes`. Numbers only the keys that occur, where they are dense enough to be counted: fewer digits to sort."""
+    """See `Passes`. If the keys are dense enough to be counted, only those that occur are numbered: fewer digits."""
     num_keys = int(keys.max()) + 1
     if num_keys > max(_MOST_KEYS * len(keys), 2**16):
         order = sort_order(keys)
@@ -116,7 +116,7 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     return slots
 
 
-def choose(bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: Words) -> None:
+def take_steps(bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: WordBlocks) -> None:
     """See `Passes`."""
     draw_below(bounds, key, below, words)
     flags = chosen.view(np.bool_)
@@ -126,8 +126,8 @@ def choose(bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, w
         np.subtract(still, chosen[start:stop], still)
 
 
-def draw_below(bounds: Ints, key: Key, out: Bytes, words: Words) -> None:
-    """Draw the integers of `choose`."""
+def draw_below(bounds: Ints, key: Key, out: Bytes, words: WordBlocks) -> None:
+    """Draw the integers of `take_steps`."""
     ends = bounds.tolist()
     step, left, last = 1, len(ends) - 1, ends[max(len(ends) - 2, 0)]
     suspects = [np.zeros(0, np.int64)]

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit._core.errors import ConfigError, InputError, MemkitWarning
 from memkit.points.backends import resolved
+from memkit.points.bits import Key, WordBlocks, again, draw_key, words_at
 from memkit.points.grid import GridIndex
 from memkit.points.nested import single_within
-from memkit.points.philox import Key, Stream, blocks, blocks_at, draw_key, random_bits
 from memkit.points.sampler import GridAwareSampler
 from tests.helpers import assert_not_imported, assert_refused, run_python
 from tests.points.backends import are_identical, indexes
@@ -26,24 +26,27 @@ needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reas
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def test_blocks_are_those_of_numpy():
-    """Everywhere in a stream, with keys whose words have the highest bit."""
-    for key in (draw_key((1, 2)), Key(2**64 - 1, 2**63), Key(0, 0)):
-        for stream in Stream:
-            expected = random_bits(key, stream).random_raw(4 * 500).reshape(500, 4)
-            words = torch.stack(blocks(torch.arange(500), key, stream), 1)
-            assert (words.numpy().view(np.uint64) == expected).all()
-            numbers = [0, 1, 7, 8, 499]
-            assert (blocks_at(numbers, random_bits(key, stream)) == expected[numbers, 0]).all()
+def test_words_are_those_of_splitmix():
+    """Steele's generator with the seed 1234567, as Rosetta Code prints it; by number, in blocks and as tensors."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert words_at(np.arange(4), 1234567).view(np.uint64).tolist() == published
+    for seed in (1234567, 0, 2**64 - 1):
+        expected, words = words_at(np.arange(40_000), seed), WordBlocks()
+        assert (words_at(torch.arange(40_000), seed).numpy() == expected).all()
+        words.start(40_000, seed)
+        blocks = [words.next(size).copy() for size in (WordBlocks.SIZE, WordBlocks.SIZE, 7000)]
+        assert (np.concatenate(blocks).view(np.int64) == expected[: 2 * WordBlocks.SIZE + 7000]).all()
+        assert (words.numbers(40_001, seed) == expected.view(np.uint32)[:40_001]).all()
 
 
-def test_streams_and_keys_differ():
-    words = {
-        random_bits(key, stream).random_raw()
-        for key in (Key(1, 0), Key(0, 1), draw_key((0,)), draw_key((0, 0)))
-        for stream in Stream
-    }
-    assert len(words) == 4 * len(Stream)
+def test_bits_that_are_drawn_again_are_no_others():
+    key = draw_key((1, 2))
+    numbers = again(np.arange(1000), key)
+    assert 0 <= numbers.min() <= numbers.max() < 2**55
+    others = np.concatenate([words_at(np.arange(100_000), seed) for seed in key])
+    assert not np.isin(numbers, others >> 9 & 2**55 - 1).any()
+    keys = Key(1, 0), Key(2, 0), draw_key((0,)), draw_key((0, 0))
+    assert len({int(again(np.arange(1), each)[0]) for each in keys}) == len(keys)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba), "torch"])
@@ -77,10 +80,10 @@ def test_the_kernels_compile_for_an_h100():
 
     from memkit.points import kernels
 
-    keys = {"key": "i64", "tag": "i64", "points": "constexpr", "again": "i32", "BLOCKS": "constexpr"}
+    seeds = {"seed": "u64", "seed_again": "u64", "WORDS": "constexpr"}
     counts = {"num_steps": "i32", "num_pieces": "i32", "PIECES": "constexpr"}
     for kernel, signature, constants in (
-        (kernels._draw_below, {"left": "*u8", "below": "*u8", "num": "i32"} | keys, {(5,): 1, (7,): 32}),
+        (kernels._draw_below, {"left": "*u8", "below": "*u8", "num": "i32"} | seeds, {(5,): 128}),
         (kernels._keep, {"below": "*u8", "steps": "*i64", "needed": "*u8", "chosen": "*u8"} | counts, {(6,): 128}),
     ):
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -89,10 +92,10 @@ def test_the_kernels_compile_for_an_h100():
 
 def test_some_numbers_are_drawn_again():
     """Or the comparisons above would not see whether back ends agree on these."""
-    layout = next(indexes()).scenes[0].layout
-    drawn = random_bits(draw_key((1,)), Stream.POINTS).random_raw(-(-len(layout.left) // 4)).view(np.uint16)
-    left = layout.left.astype(np.uint32)
-    assert ((drawn[: len(left)] * left) % 2**16 < 2**16 % left).sum() > 20
+    bounds, key = next(indexes()).scenes[0].layout.bounds, draw_key((1,))
+    left = np.repeat(np.arange(len(bounds) - 1, 0, -1), np.diff(bounds))
+    drawn = words_at(np.arange(-(-len(left) // 4)), key.tag).view(np.uint16)[: len(left)]
+    assert (drawn // (65535 // left) == left).sum() > 20
 
 
 class NoWaiting(TorchDispatchMode):

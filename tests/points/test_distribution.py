@@ -10,12 +10,30 @@ import numpy as np
 import pytest
 from scipy.stats import chi2, kstest
 
+from memkit.points import passes
+from memkit.points.bits import WordBlocks, again, draw_key
+from memkit.points.cells import Groups
+from memkit.points.draw import choose_one
 from memkit.points.grid import GridIndex
-from memkit.points.passes import Scratch, scale_bits
+from memkit.points.layout import MOST
 from memkit.points.sampler import GridAwareSampler
 
 LEAST_P = 1e-5
-CASES = [(2, 1), (3, 1), (4, 2), (5, 2), (6, 3), (7, 3), (13, 6), (20, 9), (33, 16), (100, 45), (255, 100), (300, 130)]
+CASES = [
+    (2, 1),
+    (3, 1),
+    (4, 2),
+    (5, 2),
+    (6, 3),
+    (7, 3),
+    (13, 6),
+    (20, 9),
+    (33, 16),
+    (100, 45),
+    (127, 60),
+    (128, 60),
+    (300, 130),
+]
 
 
 def with_memkit(num_cells, size, num_kept, seed):
@@ -147,33 +165,51 @@ def test_one_point_of_a_cell_is_any_of_its_points():
 
 
 class EveryWord:
-    """A source of random bits that gives each 16-bit number once, and where asked again only the largest number."""
+    """WordBlocks that give each 16-bit number once."""
 
-    def __init__(self):
-        self.rest = np.random.default_rng(0).permutation(2**16).astype(np.uint16)
+    SIZE = 2**14
 
-    def random_raw(self, num=None):
-        if num is None:
-            return 2**64 - 1
-        words, self.rest = self.rest[: 4 * num], self.rest[4 * num :]
-        return words.view(np.uint64)
+    def start(self, num, seed):
+        pass
 
-    def advance(self, gap):
-        return self
+    def next(self, num):
+        return np.random.default_rng(0).permutation(2**16).astype(np.uint16).view(np.uint64)
 
 
-def test_numbers_below_left_are_equally_likely():
-    """Each is made of equally many of the 2^16 numbers. The others ask again: here they become ``left - 1``."""
-    below, scratch = np.empty(2**16, np.uint8), Scratch()
-    num_unequal = 0
-    for left in range(1, 256):
-        scale_bits(np.full(2**16, left, np.uint8), EveryWord(), EveryWord(), below, scratch)
+def test_numbers_below_left_are_equally_likely(monkeypatch):
+    """Each is made of equally many of the 2^16 numbers. The others are drawn again: here they become ``left - 1``."""
+    monkeypatch.setattr(passes, "again", lambda slots, _: np.full(len(slots), 2**55 - 1))
+    below, unequal = np.empty(2**16, np.uint8), 0
+    for left in range(2, MOST + 1):
+        bounds = np.array([0, *[2**16] * left])  # all points have `left` points left
+        passes.draw_below(bounds, draw_key((0,)), below, EveryWord())
         observed = np.bincount(below, minlength=left)
         assert len(observed) == left
-        assert (observed[:-1] == 2**16 // left).all()
-        scaled = np.bincount((np.arange(2**16) * left) >> 16)  # without asking again
-        num_unequal += len(set(scaled.tolist())) > 1
-    assert num_unequal == 255 - 8  # all that are no power of 2
+        assert (observed[:-1] == 65535 // left).all()
+        assert observed[-1] == 65535 // left + 65535 % left + 1
+        unequal += len(set(np.bincount((np.arange(2**16) * left) >> 16).tolist())) > 1  # without drawing again
+    assert unequal == MOST - 1 - 6  # all that are no power of 2
+
+
+def test_the_last_point_of_a_cell_needs_no_bits():
+    below = np.full(7, 9, np.uint8)
+    passes.draw_below(np.array([0, 7]), draw_key((0,)), below, EveryWord())
+    assert not below.any()
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2**31 - 1, 2**32 - 1])
+def test_the_place_in_a_cell_is_equally_likely(drawn):
+    """32 bits times the count: the numbers whose low half would favor some places are drawn again."""
+    words, groups = WordBlocks(), Groups(np.arange(6, dtype=np.int32), np.array([1, 2, 3]), np.array([0, 1, 3]))
+    words.numbers = lambda num, _: np.full(num, drawn, np.uint32)
+    key = draw_key((0,))
+    places = choose_one(groups, key, words) - groups.starts
+    favored = (drawn * groups.counts) % 2**32 < 2**32 % groups.counts
+    expected = np.where(
+        favored, again(np.arange(3), key) * groups.counts.astype(object) >> 55, drawn * groups.counts >> 32
+    )
+    assert places.tolist() == expected.tolist()
+    assert favored.tolist() == [False, False, drawn == 0]
 
 
 def test_the_last_piece_of_a_cut_cell_is_drawn_like_the_first():

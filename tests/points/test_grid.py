@@ -197,7 +197,7 @@ def test_an_index_cannot_be_changed():
     cells = torch.tensor([1, 1, 2])
     index = GridIndex.from_cells(cells)
     scene = index.scenes[0]
-    for array in (index.cells, index.counts, index.offsets, index.cell_offsets, *scene.groups, scene.layout.left):
+    for array in (index.cells, index.counts, index.offsets, index.cell_offsets, *scene.groups, scene.layout.bounds):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 5
     with pytest.raises(AttributeError):
@@ -210,7 +210,7 @@ def test_bytes_are_known():
     index = GridIndex.from_coords(on_mesh(30_000), 3.0)
     scene = index.scenes[0]
     arrays = [index.cells, index.counts, index.offsets, index.cell_offsets, scene.groups.order, scene.groups.starts]
-    arrays += [scene.layout.slots, scene.layout.left, scene.layout.bounds, scene.layout.piece_cell, *scene.layout.big]
+    arrays += [scene.layout.slots, scene.layout.bounds, scene.layout.piece_cell, *scene.layout.big]
     assert index.nbytes == sum(each.nbytes for each in arrays)
     assert index.nbytes < 9 * index.num_points + 60 * index.num_cells
 

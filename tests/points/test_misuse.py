@@ -84,7 +84,7 @@ CALLS = [
     (lambda: sampler().load_state_dict([1]), FileFormatError, "with the name under which it was saved."),
     (lambda: sampler().load_state_dict({"version": 1}), FileFormatError, "or start a new sampler."),
     (
-        lambda: sampler().load_state_dict({"version": 1, "algo_version": 2}),
+        lambda: sampler().load_state_dict({"version": 1, "algo_version": 3}),
         FileFormatError,
         "load the state as state_dict() returned it.",
     ),
