@@ -60,22 +60,22 @@ def random_bits(key: Key) -> np.random.Philox:
 
 def words_at(numbers: Numbers, seed: int) -> Numbers:
     """Return the words of SplitMix64 by number, from 0: int64, as arrays or on a device."""
-    word = (numbers + 1) * _signed(GOLDEN) + _signed(seed)
+    word = (numbers + 1) * signed(GOLDEN) + signed(seed)
     for shift, factor in MIXING:
-        word = (word ^ _shifted(word, shift)) * _signed(factor)
+        word = (word ^ _shifted(word, shift)) * signed(factor)
     return word ^ _shifted(word, LAST_SHIFT)
 
 
 def again(numbers: Numbers, key: Key) -> Numbers:
     """Return 55 bits for each slot, or cell, whose bits were refused: of the far half of the words, not used else."""
-    return _shifted(words_at(numbers + _signed(HALFWAY), key.key), 64 - AGAIN_BITS)
+    return _shifted(words_at(numbers + signed(HALFWAY), key.key), 64 - AGAIN_BITS)
 
 
 def _shifted(words: Numbers, shift: int) -> Numbers:
     return words >> shift & (1 << 64 - shift) - 1  # the sign moves in with the shift
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 

@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from memkit.points.bits import GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key
+from memkit.points.bits import GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key, signed
 
 _WORDS = 128  # of 4 numbers each, per program: few enough that most programs redraw none
 _PIECES = 128
@@ -22,7 +22,7 @@ def choose_on_device(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> T
     chosen = torch.empty_like(below)
     if num:
         grid = (triton.cdiv(num, 4 * _WORDS),)
-        _draw_below[grid](left, below, num, key.tag, key.key, _WORDS)
+        _draw_below[grid](left, below, num, signed(key.tag), signed(key.key), _WORDS)
         _keep[(triton.cdiv(num_pieces, _PIECES),)](below, steps, needed, chosen, len(steps) - 1, num_pieces, _PIECES)
     return chosen
 
@@ -61,10 +61,11 @@ def _keep(below, steps, needed, chosen, num_steps, num_pieces, PIECES: tl.conste
     first = tl.program_id(0) * PIECES
     piece = first + tl.arange(0, PIECES)
     still = tl.load(needed + piece, mask=piece < num_pieces, other=0)
-    step = tl.arange(0, 256)  # there are at most 255
+    step = tl.arange(0, 128)  # there are at most 127
     start = tl.load(steps + step, mask=step < num_steps, other=0)
     stop = tl.load(steps + step + 1, mask=step < num_steps, other=0)
-    for number in range(tl.sum((stop - start > first).to(tl.int32))):  # pieces are in descending order of size
+    num_without = tl.sum((stop - start <= first).to(tl.int32)) - (128 - num_steps)  # of the steps: the first ones
+    for number in range(num_without, num_steps):
         start_here, stop_here = tl.load(steps + number), tl.load(steps + number + 1)
         live = start_here + piece < stop_here
         keep = live & (tl.load(below + start_here + piece, mask=live, other=255) < still)

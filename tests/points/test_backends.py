@@ -80,7 +80,7 @@ def test_the_kernels_compile_for_an_h100():
 
     from memkit.points import kernels
 
-    seeds = {"seed": "u64", "seed_again": "u64", "WORDS": "constexpr"}
+    seeds = {"seed": "i64", "seed_again": "i64", "WORDS": "constexpr"}
     counts = {"num_steps": "i32", "num_pieces": "i32", "PIECES": "constexpr"}
     for kernel, signature, constants in (
         (kernels._draw_below, {"left": "*u8", "below": "*u8", "num": "i32"} | seeds, {(5,): 128}),
