@@ -76,6 +76,7 @@ def _shifted(words: Numbers, shift: int) -> Numbers:
 
 
 def signed(word: int) -> int:
+    """Return the int64 with the bits of an unsigned 64-bit word."""
     return word - 2**64 if word >= 2**63 else word
 
 

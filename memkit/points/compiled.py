@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from memkit.points import passes
 from memkit.points.bits import AGAIN_BITS, GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key, WordBlocks
-from memkit.points.passes import Bytes, Floats, Ints
+from memkit.points.passes import Bytes, Floats, Ints, Rounding
 
 Words64 = NDArray[np.uint64]
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -23,6 +23,7 @@ _MANY = 2048  # words of random bits at a time
 _FEW = 128  # slots that are checked together
 _MOST_KEYS = 8  # per point: 32 bytes of counts
 (_SHIFT_A, _MIX_A), (_SHIFT_B, _MIX_B) = ((np.uint64(each) for each in pair) for pair in MIXING)
+_LOW = np.uint64(0xFFFFFFFF)
 _GOLDEN, _LAST_SHIFT, _HALFWAY, _AGAIN_BITS = (np.uint64(each) for each in (GOLDEN, LAST_SHIFT, HALFWAY, AGAIN_BITS))
 
 
@@ -53,6 +54,26 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     slots = np.empty(len(order), np.int32)
     _find_slots(order, sizes, rank, bounds, slots)
     return slots
+
+
+def kept_counts(
+    counts: Ints,
+    ratio: tuple[float, float],
+    rounding: Rounding,
+    key: Key,
+    words: WordBlocks,  # noqa: ARG001 # used by NumPy's
+) -> Ints:
+    """See `Passes`."""
+    kept, (low, high) = np.empty_like(counts), ratio
+    _kept_counts(counts, low, (high - low) / 2**32, np.bool_(rounding == "nearest"), np.uint64(key.key), kept)
+    return kept
+
+
+def choose_places(counts: Ints, key: Key, words: WordBlocks) -> Ints:  # noqa: ARG001 # used by NumPy's
+    """See `Passes`."""
+    places = np.empty_like(counts)
+    _choose_places(counts, np.uint64(key.key), places)
+    return places
 
 
 def take_steps(
@@ -109,6 +130,31 @@ def _find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints,
         for place in range(sizes[piece]):
             slots[np.uint32(order[start + place])] = bounds[len(bounds) - 1 - sizes[piece] + place] + rank[piece]
         start += sizes[piece]
+
+
+@_compiled
+def _kept_counts(counts: Ints, low: float, scale: float, is_nearest: np.bool_, seed: np.uint64, kept: Ints) -> None:
+    for cell in range(len(counts)):
+        share = (np.float64(_number(np.uint64(cell), seed)) * scale + low) * counts[cell]
+        rounded = np.rint(share) if is_nearest else np.floor(share)
+        kept[cell] = np.int64(max(rounded, 1.0))
+
+
+@_compiled
+def _choose_places(counts: Ints, seed: np.uint64, places: Ints) -> None:
+    for cell in range(len(counts)):
+        count = np.uint64(counts[cell])
+        product = _number(np.uint64(cell), seed) * count
+        places[cell] = product >> np.uint64(32)
+        if product & _LOW < count and product & _LOW < (_LOW + np.uint64(1)) % count:  # rare
+            bits = _word(np.uint64(cell) + _HALFWAY, seed) >> np.uint64(11)
+            places[cell] = np.int64(np.float64(bits) * 2.0**-53 * np.float64(count))
+
+
+@_compiled
+def _number(place: np.uint64, seed: np.uint64) -> np.uint64:
+    """Return the number that `WordBlocks.numbers` has at a place."""
+    return _word(place >> np.uint64(1), seed) >> (np.uint64(32) * (place & np.uint64(1))) & _LOW
 
 
 @_compiled

@@ -9,17 +9,15 @@ integer below ``left`` is compared with ``needed``.
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memkit.points.bits import AGAIN_BITS, Key, WordBlocks, again, random_bits
+from memkit.points.bits import Key, WordBlocks, random_bits
 from memkit.points.cells import Groups
 from memkit.points.layout import BigCells, Layout
 from memkit.points.passes import Passes
-
-Rounding = Literal["nearest", "floor"]
 
 
 class Workspace(threading.local):
@@ -40,19 +38,6 @@ class Workspace(threading.local):
         return Workspace, ()  # not sent to other processes
 
 
-def kept_counts(
-    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, key: Key, words: WordBlocks
-) -> NDArray[np.int64]:
-    """Draw how many points each cell keeps: its own ratio of them, at least one."""
-    low, high = ratio
-    kept = words.numbers(len(counts), key.key).astype(np.float64)
-    kept *= (high - low) / 2**32
-    kept += low
-    kept *= counts
-    (np.rint if rounding == "nearest" else np.floor)(kept, out=kept)
-    return np.maximum(kept, 1, out=kept).astype(np.int64)
-
-
 def choose(
     layout: Layout,
     needed: NDArray[np.uint8],
@@ -67,21 +52,11 @@ def choose(
     return passes.rows(chosen, layout.slots, below, num_kept)  # `below` is no longer needed: reuse its memory
 
 
-def choose_one(groups: Groups, key: Key, words: WordBlocks) -> NDArray[np.int64]:
-    """Choose one point of each cell; return their rows, ascending.
-
-    The place in the cell is the high half of its count times 32 random bits. Where the low half is one of those that
-    would favor some places (Lemire, 2019), other bits decide.
-    """
-    counts = groups.counts.view(np.uint64)
-    places = words.numbers(len(counts), key.key).astype(np.uint64)
-    places *= counts
-    suspects = np.flatnonzero(places.astype(np.uint32) < groups.counts)
-    refused = suspects[places[suspects] % 2**32 < 2**32 % counts[suspects]]
-    places >>= 32
-    places[refused] = (again(refused, key) >> AGAIN_BITS - 53) * 2.0**-53 * counts[refused]  # a float64 holds 53 bits
-    places += groups.starts.view(np.uint64)
-    rows = groups.order.take(places.view(np.int64))
+def choose_one(groups: Groups, key: Key, passes: Passes, words: WordBlocks) -> NDArray[np.int64]:
+    """Choose one point of each cell; return their rows, ascending."""
+    places = passes.choose_places(groups.counts, key, words)
+    places += groups.starts
+    rows = groups.order.take(places)
     rows.sort()
     return rows.astype(np.int64)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from memkit.points import passes
 from memkit.points.bits import WordBlocks, draw_key
 from memkit.points.cells import Groups
 from memkit.points.device import brought
@@ -44,5 +45,5 @@ def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSampl
         kept_counts = counts[scene.first_cell : scene.first_cell + len(scene.groups.counts)]
         groups = Groups(kept, kept_counts, np.cumsum(kept_counts) - kept_counts)
         key = draw_key((_WITHIN, state["seed"], state["num_draws"], place))
-        chosen.append(choose_one(groups, key, WordBlocks()) + scene.first_point)
+        chosen.append(choose_one(groups, key, passes, WordBlocks()) + scene.first_point)
     return brought(np.concatenate(chosen), sample.device)

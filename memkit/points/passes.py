@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ _DIVISORS = [np.array((2**16 - 1) // max(left, 1), np.uint16) for left in range(
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Rounding = Literal["nearest", "floor"]
 
 
 class Passes(Protocol):
@@ -34,6 +35,18 @@ class Passes(Protocol):
 
     def find_slots(self, order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) -> NDArray[np.int32]:
         """Return each point's slot: that of its piece, at the step of the points left in the piece from it on."""
+
+    def kept_counts(
+        self, counts: Ints, ratio: tuple[float, float], rounding: Rounding, key: Key, words: WordBlocks
+    ) -> Ints:
+        """Draw how many points each cell keeps: its own ratio of them, at least one."""
+
+    def choose_places(self, counts: Ints, key: Key, words: WordBlocks) -> Ints:
+        """Draw for each cell an integer in [0, count).
+
+        It is the high half of 32 random bits times the count. Where the low half is one of those that would favor some
+        integers (Lemire, 2019), other bits decide.
+        """
 
     def take_steps(self, bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: WordBlocks) -> None:
         """Draw for each slot an integer in [0, left), and run the steps: write 1 for each kept point.
@@ -114,6 +127,28 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     slots = np.empty(len(order), np.int32)
     slots[rows.astype(np.intp)] = np.arange(len(order), dtype=np.int32)
     return slots
+
+
+def kept_counts(counts: Ints, ratio: tuple[float, float], rounding: Rounding, key: Key, words: WordBlocks) -> Ints:
+    """See `Passes`."""
+    low, high = ratio
+    kept = words.numbers(len(counts), key.key).astype(np.float64)
+    kept *= (high - low) / 2**32
+    kept += low
+    kept *= counts
+    (np.rint if rounding == "nearest" else np.floor)(kept, out=kept)
+    return np.maximum(kept, 1, out=kept).astype(np.int64)
+
+
+def choose_places(counts: Ints, key: Key, words: WordBlocks) -> Ints:
+    """See `Passes`."""
+    products = words.numbers(len(counts), key.key).astype(np.int64)
+    products *= counts
+    suspects = np.flatnonzero(products.astype(np.uint32) < counts)
+    refused = suspects[products[suspects] % 2**32 < 2**32 % counts[suspects]]
+    products >>= 32
+    products[refused] = (again(refused, key) >> AGAIN_BITS - 53) * 2.0**-53 * counts[refused]  # float64 has 53 bits
+    return products
 
 
 def take_steps(bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: WordBlocks) -> None:

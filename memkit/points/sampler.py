@@ -20,18 +20,11 @@ from memkit._core.words import guided
 from memkit.points.backends import GridBackend, HostBackend, host_passes, resolved
 from memkit.points.bits import Key, draw_key
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
-from memkit.points.cells import Lengths, Points, host_array
+from memkit.points.cells import Groups, Lengths, Points, host_array
 from memkit.points.device import DeviceDraws, brought
-from memkit.points.draw import (
-    Rounding,
-    Workspace,
-    choose,
-    choose_one,
-    kept_counts,
-    pieces_kept,
-)
+from memkit.points.draw import Workspace, choose, choose_one, pieces_kept
 from memkit.points.grid import GridIndex
-from memkit.points.passes import Ints
+from memkit.points.passes import Ints, Rounding
 from memkit.points.sample import GridSample, Scenario
 
 Ahead = tuple[tuple[int, ...], Future[dict[Scenario, GridSample]]]  # a draw's key and its future
@@ -138,11 +131,11 @@ class GridAwareSampler:
         call = f"GridAwareSampler(backend={backend!r}, device={str(self.device)!r})"
         self.backend: GridBackend = resolved(backend, self.device, call)
         self._host_backend: HostBackend = "numba" if self.backend == "numba" else "numpy"
-        self._workspace = Workspace()
+        self._host = _HostDraws(self._host_backend, call)
         self._draws = (
             DeviceDraws(self.device, with_triton=self.backend == "triton")
             if self.backend in ("torch", "triton")
-            else _HostDraws(self._host_backend, self._workspace, call)
+            else self._host
         )
         self._num_draws = 0
         self._num_waiting = 0  # of these, drawn ahead but not handed out yet
@@ -365,10 +358,10 @@ class GridAwareSampler:
     def _draw(self, index: GridIndex, place: int, scenario: Literal["half", "single"], key: Key) -> tuple[Tensor, Ints]:
         """Return the kept rows of a scene, on the device, and the number kept per cell."""
         scene = index.scenes[place]
-        groups, words = scene.groups, self._workspace.words
+        counts = scene.groups.counts
         if scenario == "single":
-            return brought(choose_one(groups, key, words), self.device), np.ones(len(groups.counts), np.int64)
-        kept = kept_counts(groups.counts, self.ratio, self.rounding, key, words)
+            return brought(self._host.choose_one(scene.groups, key), self.device), np.ones(len(counts), np.int64)
+        kept = self._host.kept_counts(counts, self.ratio, self.rounding, key)
         needed = pieces_kept(scene.layout, kept, key)
         return self._draws.choose(index, place, needed, int(kept.sum()), key), kept
 
@@ -387,18 +380,25 @@ class GridAwareSampler:
 
 
 class _HostDraws:
-    """Draws in the host's memory; the counterpart of `DeviceDraws`."""
+    """Draws in the host's memory; the counterpart of `DeviceDraws`, which leaves the cells' draws to it."""
 
-    def __init__(self, backend: HostBackend, workspace: Workspace, call: str) -> None:
-        self._backend, self._workspace = backend, workspace
+    def __init__(self, backend: HostBackend, call: str) -> None:
+        self._backend = backend
         self._passes = host_passes(backend, call)
+        self._workspace = Workspace()
+
+    def kept_counts(self, counts: Ints, ratio: tuple[float, float], rounding: Rounding, key: Key) -> Ints:
+        return self._passes.kept_counts(counts, ratio, rounding, key, self._workspace.words)
+
+    def choose_one(self, groups: Groups, key: Key) -> Ints:
+        return choose_one(groups, key, self._passes, self._workspace.words)
 
     def choose(self, index: GridIndex, place: int, needed: NDArray[np.uint8], num_kept: int, key: Key) -> Tensor:
         layout = index.scenes[place].layout
         return torch.from_numpy(choose(layout, needed, num_kept, key, self._passes, self._workspace))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _HostDraws, (self._backend, self._workspace, "GridAwareSampler")  # modules cannot be pickled
+        return _HostDraws, (self._backend, "GridAwareSampler")  # modules cannot be pickled
 
 
 def _ratio_meant(low: float, high: float) -> float | tuple[float, float]:

@@ -12,8 +12,6 @@ from scipy.stats import chi2, kstest
 
 from memkit.points import passes
 from memkit.points.bits import WordBlocks, again, draw_key
-from memkit.points.cells import Groups
-from memkit.points.draw import choose_one
 from memkit.points.grid import GridIndex
 from memkit.points.layout import MOST
 from memkit.points.sampler import GridAwareSampler
@@ -200,14 +198,11 @@ def test_the_last_point_of_a_cell_needs_no_bits():
 @pytest.mark.parametrize("drawn", [0, 1, 2**31 - 1, 2**32 - 1])
 def test_the_place_in_a_cell_is_equally_likely(drawn):
     """32 bits times the count: the numbers whose low half would favor some places are drawn again."""
-    words, groups = WordBlocks(), Groups(np.arange(6, dtype=np.int32), np.array([1, 2, 3]), np.array([0, 1, 3]))
+    words, counts, key = WordBlocks(), np.array([1, 2, 3]), draw_key((0,))
     words.numbers = lambda num, _: np.full(num, drawn, np.uint32)
-    key = draw_key((0,))
-    places = choose_one(groups, key, words) - groups.starts
-    favored = (drawn * groups.counts) % 2**32 < 2**32 % groups.counts
-    expected = np.where(
-        favored, again(np.arange(3), key) * groups.counts.astype(object) >> 55, drawn * groups.counts >> 32
-    )
+    places = passes.choose_places(counts, key, words)
+    favored = (drawn * counts) % 2**32 < 2**32 % counts
+    expected = np.where(favored, again(np.arange(3), key) * counts.astype(object) >> 55, drawn * counts >> 32)
     assert places.tolist() == expected.tolist()
     assert favored.tolist() == [False, False, drawn == 0]
 
