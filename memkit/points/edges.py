@@ -10,8 +10,8 @@ from torch import Tensor
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
 from memkit.points.cells import Points
-from memkit.points.draw import Rounding
 from memkit.points.grid import GridIndex
+from memkit.points.passes import Rounding
 from memkit.points.sampler import GridAwareSampler
 
 

@@ -79,7 +79,7 @@ class GridIndex:
         cell_offsets: (B,) int64, end of each scene's cells, in the same form.
         scenes: Per-scene data read by samplers.
 
-    Memory cost: 9 bytes per point and about 50 per cell, on the host; `nbytes` gives the total.
+    Memory cost: 8 bytes per point and about 50 per cell, on the host; `nbytes` gives the total.
 
     Example:
         >>> import torch

@@ -58,7 +58,7 @@ class GridAwareSampler:
     Each cell draws its own ratio and keeps that fraction of its points, at least one; every subset of that size is
     equally likely. Each call is a new draw: its random numbers depend on the seed, the call number, the scene's
     position in the batch, and the scenario. The same calls after the same seed, or after `load_state_dict`, give the
-    same samples bit for bit, with every backend, on every machine. (Cells above 255 points use NumPy's hypergeometric
+    same samples bit for bit, with every backend, on every machine. (Cells above 127 points use NumPy's hypergeometric
     draw, which may differ in another version or on another machine.)
 
     In a DataLoader worker the worker's own seed, which is derived from torch's seed, is mixed in, so that workers and
@@ -77,8 +77,8 @@ class GridAwareSampler:
             which therefore knows how many points are kept and never waits for an accelerator. From its first draw on,
             an index holds 5 bytes per point on the device for as long as it lives.
 
-    Memory cost: 2 bytes per point of the largest scene are kept for the next draw, per thread; a draw's own arrays take
-    8 bytes per kept point and 40 per cell.
+    Memory cost: 2 bytes per point of the largest scene, and 0.5 MB, are kept for the next draw, per thread; a draw's
+    own arrays take 8 bytes per kept point and 40 per cell.
 
     Raises:
         ConfigError: A setting is out of range, or the backend does not run on the device or is not installed.
