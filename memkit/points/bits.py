@@ -86,7 +86,6 @@ class WordBlocks:
     SIZE = 1 << 14  # a block: fits the CPU cache, and calls take little of the time
 
     def __init__(self) -> None:
-        self._first = np.arange(1, self.SIZE + 1, dtype=np.uint64) * GOLDEN
         self._numbers, self._words, self._shifted = np.empty((3, self.SIZE), np.uint64)
 
     def numbers(self, num: int, seed: int) -> NDArray[np.uint32]:
@@ -100,7 +99,9 @@ class WordBlocks:
 
     def start(self, num: int, seed: int) -> None:
         """Begin with the first word of a seed; a block has at most `num` words."""
-        np.add(self._first[:num], seed, out=self._numbers[:num])
+        numbers = self._numbers[:num]
+        np.multiply(np.arange(1, len(numbers) + 1, dtype=np.uint64), GOLDEN, out=numbers)
+        numbers += seed
 
     def next(self, num: int) -> NDArray[np.uint64]:
         """Return the first words of the next block, which the call after it overwrites."""

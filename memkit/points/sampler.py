@@ -77,7 +77,7 @@ class GridAwareSampler:
             which therefore knows how many points are kept and never waits for an accelerator. From its first draw on,
             an index holds 5 bytes per point on the device for as long as it lives.
 
-    Memory cost: 2 bytes per point of the largest scene, and 0.5 MB, are kept for the next draw, per thread; a draw's
+    Memory cost: 2 bytes per point of the largest scene, and 0.4 MB, are kept for the next draw, per thread; a draw's
     own arrays take 8 bytes per kept point and 40 per cell.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from memkit._core.errors import InputError, InputTypeError, MemkitError, MemkitWarning
 from memkit.points.grid import GridIndex
 from tests.helpers import assert_refused
-from tests.points.scenes import grid_size_for, on_mesh
+from tests.points.scenes import grid_size_for, in_cube, on_mesh
 
 NUM_DEFAULT, NUM_SLOW = 2_000, 100_000
 
@@ -224,3 +224,28 @@ def test_an_index_travels():
     for here, there in zip(index.scenes, arrived.scenes, strict=True):
         assert (here.groups.order == there.groups.order).all()
         assert (here.layout.slots == there.layout.slots).all()
+
+
+@pytest.mark.parametrize("num_values", [1, 300, 2**16 - 1, 2**16 + 1, 150_000, 250_000, 2**40])
+def test_grouping_is_a_stable_sort(num_values):
+    """Below and above 2^16 cells that occur, and where keys are too far apart to be counted."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, num_values, 120_000)
+    ids[: min(num_values, 70_000)] = np.arange(min(num_values, 70_000))
+    rng.shuffle(ids)
+    index = GridIndex.from_cells(ids)
+    assert (index.scenes[0].groups.order == ids.argsort(kind="stable")).all()
+    cells, counts = np.unique(ids, return_counts=True)
+    assert (index.cells == cells).all()
+    assert (index.counts == counts).all()
+
+
+@pytest.mark.parametrize("num_points", [1, 2, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_sides_of_a_scene_are_those_of_all_its_points(num_points, place):
+    points = in_cube(num_points)
+    points[place] = [-50.0, 400.0, 3.0]
+    index = GridIndex.from_coords(points, 10.0)
+    assert (index.cells[index.cell_of_point()] == np.floor(points.astype(np.float64) / 10)).all()
+    points[place, 1] = np.nan
+    assert_refused(lambda: GridIndex.from_coords(points, 10.0), InputError, f"row {place % num_points}")
