@@ -72,6 +72,7 @@ class Guesses(Counter[str]):
         branches: Lines that branch on an answer: a different answer might take the other branch.
         numbers: Lines whose number goes where it cannot be followed: it may become a size.
         assumptions: Lines that raise an error unless the answer is the given one.
+        num_true: How often a value was read that a tensor does have: it needed no guess.
     """
 
     def __init__(self, answers: Answers = PLAIN) -> None:
@@ -80,6 +81,7 @@ class Guesses(Counter[str]):
         self.branches: dict[str, None] = {}
         self.numbers: dict[str, None] = {}
         self.assumptions: dict[str, None] = {}
+        self.num_true = 0
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -422,6 +424,7 @@ def _array(original: Any) -> Any:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         with no_dispatch():
             if self.constant is not None:
+                self.fake_mode.guesses.num_true += 1
                 return self.constant.detach().numpy()
             if guesses is None:
                 return original(self, force=force)

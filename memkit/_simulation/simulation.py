@@ -11,7 +11,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -355,6 +355,7 @@ class Record:
         doubts: Why its memory is uncertain; empty if it is certain.
         assumptions: Conditions assumed to hold.
         caller: The line that requested the simulation, which is removed from the recorded source lines.
+        reads_values: Whether the forward or backward of a step read values that a tensor has, such as lengths.
     """
 
     recording: Recording
@@ -364,6 +365,7 @@ class Record:
     doubts: tuple[str, ...]
     assumptions: tuple[str, ...]
     caller: str
+    reads_values: bool = False
 
     @property
     def workspace_bytes(self) -> int:
@@ -485,18 +487,29 @@ class TrainingStep:
         """
         check_model(call, self.model, self.batch, self.optimizer)
         simulation = Simulation(place, selected_fraction=self.selected_fraction)
+        guesses = simulation.tensors.guesses
 
         def run(model: nn.Module, optimizer: Any, loss_fn: LossFn, batch: Any) -> Record:
             with noting_failures(call, model, batch), spread(model, optimizer, place.device_type) as part:
                 for watch in simulation.passes():
+                    num_before = guesses.num_true
                     with watch:
                         watch.hold(part.model, batch, part.buckets)
-                        self._run(part.model, batch, loss_fn, part.optimizer, place.device_type)
-            return watch.record()
+                        num_true = self._run(part.model, batch, loss_fn, part.optimizer, place.device_type, guesses)
+            return replace(watch.record(), reads_values=num_true > num_before)
 
         return simulate(call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
-    def _run(self, model: nn.Module, batch: Any, loss_fn: LossFn, optimizer: Optimizer, device_type: str) -> None:
+    def _run(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: LossFn,
+        optimizer: Optimizer,
+        device_type: str,
+        guesses: Guesses,
+    ) -> int:
+        """Run a step; return how many true values were read before the optimizer reads its own count of steps."""
         outputs: list[Any] = []  # held as long as the result of a real step
         for number in range(self.accumulation_steps):
             if number > 1 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
@@ -506,8 +519,10 @@ class TrainingStep:
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        num_true = guesses.num_true
         optimizer.step()
         optimizer.zero_grad()
+        return num_true
 
 
 def loss_of(

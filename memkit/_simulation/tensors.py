@@ -277,12 +277,16 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         """Return an operator's result by torch's shape function, which runs once for the same arguments."""
         key = self._key(func, args, kwargs)
         if key is None:
-            return args[0] if self._counts_up(func, args, kwargs) else super().dispatch(func, types, args, kwargs)
+            if self._counts_up(func, args, kwargs):
+                return args[0]
+            out: Any = super().dispatch(func, types, args, kwargs)
+            self.guesses.num_true += not _READ_VALUES.isdisjoint(func.tags)  # without values it raises an error
+            return out
         recipe = _recipes.get(key)
         if recipe is not None:
             return self.again(recipe, func, args, kwargs)
         num_answers = self._num_answers
-        out: Any = super().dispatch(func, types, args, kwargs)
+        out = super().dispatch(func, types, args, kwargs)
         if func in _COUNTS_LABELS:
             out[1].constant = None
         is_certain = self._num_answers == num_answers  # otherwise its size may depend on an answer without data
@@ -597,7 +601,7 @@ class StorageCopies:
             return empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _holds_values(value: object) -> bool:
+def holds_values(value: object) -> bool:
     """Return whether an object's attributes are a batch's.
 
     A UserDict, as tokenizers return, a dataclass, or what moves itself to a device, as PyG's `Data` does.
@@ -657,7 +661,7 @@ class StandIns:
         elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
             make = getattr(value, "_make", tuple)  # a named tuple's own
             return make(self._replaced(item) for item in value)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and _holds_values(value):
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and holds_values(value):
             self._replaced(vars(value))
         return value
 

@@ -149,6 +149,8 @@ class MemoryEstimate(Overviewed):
             run, whose scratch memory is not fully known; otherwise 0.
         target: Name of the GPU that the step was run on; ``"cpu"``; or, for a preset, the size on the box.
         target_bytes: Memory of that GPU; None for the CPU, and for a preset without a size.
+        reads_values: Whether the step reads values that its batch has, such as lengths: batches of equal shapes may
+            then differ.
 
     Example:
         >>> from memkit import estimate_memory_usage
@@ -183,6 +185,7 @@ class MemoryEstimate(Overviewed):
     spread: float = 0.0
     target: str = "cpu"
     target_bytes: int | None = None
+    reads_values: bool = False
     _find_least: Callable[[], int] | None = field(default=None, repr=False, compare=False)
     _find_range: Callable[[], tuple[int, int]] | None = field(default=None, repr=False, compare=False)
 
@@ -432,6 +435,7 @@ class MemoryEstimate(Overviewed):
                 )
                 for storage in recording.top(_NUM_HOLDERS)
             ),
+            reads_values=record.reads_values,
             _find_least=None if figures is None else figures.find_least,
             _find_range=None if figures is None else figures.find_range,
         )

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from operator import neg
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._core.foreign import LOADER
 from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit._simulation.simulation import check_model
-from memkit._torch.pytree import children_of
+from memkit.predict.batch_kinds import kind_of, values_of, without_data
 from memkit.predict.estimate import MemoryEstimate
-from memkit.predict.gpus import GPU
+from memkit.predict.gpus import GPU, CapacityLike
+from memkit.predict.size_law import search_highest
 from memkit.predict.usage import estimate_memory_usage
 from memkit.predict.words import ESTIMATE_WORDS
 
@@ -34,17 +39,23 @@ _CALL = "find_worst_batch(...)"
 _SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorstBatch(Overviewed):
     """The batch whose step takes the most memory. It prints as its verdict, its place, and the parts of its memory.
 
+    `memkit.plan_training` and `memkit.prepare` take it in place of a batch: the plan then holds for each kind of batch.
+
     Attributes:
-        number: Which batch of the loader it is, from 0.
-        batch: The batch.
+        number: Which batch it is, from 0.
+        batch: The batch. With ``num_estimates`` it is without data.
+        indices: What the sampler gave for it; None without ``make_batch``.
         estimate: The memory of its step.
         num_batches: Batches that were looked at.
-        estimates: The memory of each kind of batch by the number of its first batch, the largest first. Batches of
-            equal structure, shapes and dtypes are of one kind.
+        num_kinds: Kinds of batch among them. Batches of equal structure, shapes and dtypes are of one kind; where a
+            step reads values from its batch (lengths, whether there is padding), these are equal too.
+        estimates: The memory of each kind that was estimated, by the number of its first batch, the largest first.
+        numbers: The numbers of all batches of these kinds, by the same.
+        notes: What was not estimated, and what rules it out.
 
     Example:
         >>> import torch
@@ -52,15 +63,37 @@ class WorstBatch(Overviewed):
         >>> model = torch.nn.Linear(64, 64)
         >>> loader = [torch.ones(rows, 64) for rows in (8, 100, 8, 31)]
         >>> worst = mk.predict.find_worst_batch(loader, model, lambda model, x: model(x).square().mean())
-        >>> worst.number, len(worst.batch), list(worst.estimates)
-        (1, 100, [1, 3, 0])
+        >>> worst.number, len(worst.batch), list(worst.estimates), worst.too_large("128KiB")
+        (1, 100, [1, 3, 0], [1])
     """
 
     number: int
     batch: Any
+    indices: Any = None
     estimate: MemoryEstimate
     num_batches: int
+    num_kinds: int
     estimates: dict[int, MemoryEstimate]
+    numbers: dict[int, list[int]]
+    notes: tuple[str, ...] = ()
+    _batches: dict[int, Any] = field(repr=False, compare=False)  # the first of each kind, without data
+
+    def too_large(self, capacity: CapacityLike) -> list[int]:
+        """Return the numbers of the batches that are not known to fit, ascending.
+
+        Args:
+            capacity: As for `MemoryEstimate.verdict`.
+
+        Raises:
+            InputError: As for `MemoryEstimate.verdict`.
+            InputTypeError: As for `MemoryEstimate.verdict`.
+        """
+        return sorted(
+            number
+            for first, each in self.estimates.items()
+            if not each.fits(capacity)
+            for number in self.numbers[first]
+        )
 
     def _overview(self) -> Overview:
         inside = self.estimate._overview()  # noqa: SLF001 - of the same package
@@ -69,53 +102,78 @@ class WorstBatch(Overviewed):
             (f"batch {number}", format_bytes(each.required_bytes))
             for number, each in list(self.estimates.items())[:_SHOWN]
         ]
-        return Overview(f"{place} is the largest; {inside.headline}", [*inside.rows, *others[1:]], inside.notes)
+        notes = [*inside.notes, *self.notes]
+        too_large = [] if self.estimate.target_bytes is None else self.too_large(self.estimate.target_bytes)
+        if too_large:
+            count = f"{len(too_large)} of {self.num_batches} batches do not fit, or that is not known"
+            notes += [f"{count}. mk.prepare(model, optimizer, worst, loss_fn, budget=...) finds parts that do."]
+        return Overview(f"{place} is the largest; {inside.headline}", [*inside.rows, *others[1:]], notes)
 
 
-@guided(words=ESTIMATE_WORDS | {"loader": f"{LOADER} batches", "num_batches": "limit max_steps"})
+@guided(
+    words=ESTIMATE_WORDS
+    | {
+        "loader": f"{LOADER} batches sampler batch_sampler",
+        "num_batches": "limit max_steps",
+        "make_batch": "collate collate_fn",
+        "num_estimates": "max_estimates",
+    }
+)
 def find_worst_batch(
     loader: Iterable[Any],
     model: nn.Module,
     loss_fn: LossFn,
     *,
+    make_batch: Callable[[Any], Any] | None = None,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
     precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
     target: str | GPU = "cpu",
     accumulation_steps: int = 1,
     selected_fraction: float | None = None,
     num_batches: int | None = None,
+    num_estimates: int | None = None,
 ) -> WorstBatch:
     """Find the batch whose training step has the largest predicted peak, before the first step.
 
-    A run over data of varying sizes ends when its largest batch comes, hours later. Here every batch is loaded once,
-    and a step of each kind of batch is run on tensors without data. Batches are of one kind if structure, shapes and
-    dtypes are equal, so a loader of equal batches costs one estimate.
+    A run over data of varying sizes ends when its largest batch comes, hours later. Here a step of each kind of batch
+    is run on tensors without data. Batches are of one kind if structure, shapes and dtypes are equal, so a loader of
+    equal batches costs one estimate. The answer is about the batches that are given, in any order; which samples share
+    a batch is up to the sampler.
 
     Args:
-        loader: The batches: one pass is made over it. A shuffling loader draws as it would have without this call: the
-            random state is restored. Pass the batch sampler's own order to know which step it will be.
+        loader: The batches: one pass is made over it. With ``make_batch``, what it makes a batch of: a batch sampler,
+            or lists of indices. A shuffling loader or sampler draws as it would have without this call, and a resumed
+            one goes on where it stood: random states, its own generators and its position are restored.
         model: As for `memkit.estimate_memory_usage`.
         loss_fn: As for `memkit.estimate_memory_usage`.
+        make_batch: ``make_batch(indices)`` returns a batch of the sizes that the loader would have, so that nothing is
+            loaded. Its tensors need no data: ``torch.empty(..., device="meta")``. If the step reads integers from its
+            batch, give these their values. None: the loader gives the batches.
         optimizer: As for `memkit.estimate_memory_usage`.
         precision: As for `memkit.estimate_memory_usage`.
         target: As for `memkit.estimate_memory_usage`.
         accumulation_steps: As for `memkit.estimate_memory_usage`.
         selected_fraction: As for `memkit.estimate_memory_usage`.
         num_batches: How many batches to look at; None for all.
+        num_estimates: How many kinds to estimate, where there are too many; None for all. Estimated are those that a
+            law through the peaks known by then puts highest; `WorstBatch.notes` say by what the others are ruled out.
 
     Returns:
         The batch, its number, and its estimate. Of equal peaks the first counts.
 
     Raises:
-        InputTypeError: ``loader`` cannot be iterated, or ``model`` is not a module.
+        InputTypeError: ``loader`` cannot be iterated, or ``model`` is not a module; a sampler without ``make_batch``.
         InputError: The loader has no batches; a size depends on data.
         ConfigError: As for `memkit.estimate_memory_usage`.
 
+    Warns:
+        MemkitWarning: With ``num_estimates``: a kind that was not estimated may be larger.
+
     Memory cost:
-        Two batches on the host, and about 1 kB for each operator of a step.
+        Two batches on the host, a copy of each kind's integer tensors, and about 1 kB for each operator of a step.
 
     Source:
-        ``docs/estimate.md``; checked against an estimate of every batch in ``tests/predict/test_worst_batch.py``.
+        ``docs/worst-batch.md``; checked against real epochs in ``benchmarks/cases/worst_batch.py``.
 
     Example:
         >>> import torch
@@ -128,39 +186,140 @@ def find_worst_batch(
         >>> worst.number, worst.estimate.fits("RTX 4090")
         (1, True)
     """
-    _check_loader(loader, model)
-    if num_batches is not None:
-        Checker(_CALL).whole("num_batches", num_batches, 1)
-    estimates: dict[Hashable, tuple[int, MemoryEstimate]] = {}
-    worst: tuple[int, Any, MemoryEstimate] | None = None
-    number = -1
-    with random_state.preserved():
-        for number, batch in enumerate(islice(loader, num_batches)):
-            kind = _kind_of(batch)
-            if kind in estimates:
-                continue
-            estimate = estimate_memory_usage(
-                model,
-                batch,
-                loss_fn,
-                optimizer=optimizer,
-                precision=precision,
-                target=target,
-                accumulation_steps=accumulation_steps,
-                selected_fraction=selected_fraction,
-            )
-            estimates[kind] = number, estimate
-            if worst is None or _size(estimate) > _size(worst[2]):
-                worst = number, batch, estimate
-    if worst is None:
+    _check_loader(loader, model, is_made=make_batch is not None)
+    check = Checker(_CALL)
+    if make_batch is not None:
+        check.function("make_batch", make_batch)
+    for name, limit in (("num_batches", num_batches), ("num_estimates", num_estimates)):
+        if limit is not None:
+            check.whole(name, limit, 1)
+    estimate = partial(
+        estimate_memory_usage,
+        model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        precision=precision,
+        target=target,
+        accumulation_steps=accumulation_steps,
+        selected_fraction=selected_fraction,
+    )
+    kinds = _Kinds(estimate, is_limited=num_estimates is not None)
+    with random_state.preserved(), _staying(loader):
+        for given in islice(loader, num_batches):
+            kinds.add(given if make_batch is None else make_batch(given), given)
+    if not kinds.numbers:
         raise InputError(
             _CALL,
             got="a loader without batches",
             expected="at least one batch",
             fix="pass a DataLoader or a list; an iterator is exhausted after one pass.",
         )
-    ordered = sorted(estimates.values(), key=lambda each: _size(each[1]), reverse=True)
-    return WorstBatch(*worst, num_batches=number + 1, estimates=dict(ordered))
+    notes = () if num_estimates is None else kinds.estimate_highest(num_estimates)
+    return kinds.worst(notes, is_made=make_batch is not None)
+
+
+class _Kinds:
+    """The kinds of batch of a loader, each known by the number of its first batch.
+
+    Args:
+        estimate: Estimates a batch.
+        is_limited: Whether kinds wait to be chosen, or are estimated as they come.
+
+    Attributes:
+        numbers: The numbers of the batches of each kind.
+    """
+
+    def __init__(self, estimate: Callable[[Any], MemoryEstimate], *, is_limited: bool) -> None:
+        self._estimate, self._is_limited = estimate, is_limited
+        self._firsts: dict[Hashable, int] = {}
+        self.numbers: dict[int, list[int]] = {}
+        self._estimates: dict[int, MemoryEstimate] = {}
+        self._batches: dict[int, Any] = {}
+        self._given: dict[int, Any] = {}
+        self._num_batches = 0
+        self._largest: tuple[int, Any] | None = None  # number and batch
+
+    def add(self, batch: Any, given: Any) -> None:
+        """Count a batch; if it is the first of its kind, estimate it or let it wait."""
+        number = self._num_batches
+        self._num_batches += 1
+        kind = kind_of(batch)
+        first = self._firsts.setdefault(kind, number)
+        if first != number and first in self._estimates and self._estimates[first].reads_values:
+            first = self._firsts.setdefault((kind, values_of(batch)), number)
+        if first != number:
+            self.numbers[first].append(number)
+            return
+        self.numbers[number] = [number]
+        self._given[number] = given
+        self._batches[number] = without_data(batch)
+        if not self._is_limited:
+            estimate = self._estimates[number] = self._estimate(batch)
+            if estimate.reads_values:
+                self._firsts[kind, values_of(batch)] = number
+            if self._largest is None or _size(estimate) > _size(self._estimates[self._largest[0]]):
+                self._largest = number, batch
+
+    def estimate_highest(self, limit: int) -> tuple[str, ...]:
+        """Estimate the kinds that may be the largest; return what is to be said of the others."""
+        firsts = list(self._batches)
+
+        def measure(place: int) -> int:
+            number = firsts[place]
+            self._estimates[number] = self._estimate(self._batches[number])
+            return self._estimates[number].required_bytes
+
+        found = search_highest(list(self._batches.values()), measure, limit)
+        notes = []
+        if len(found.places) < len(firsts):
+            highest = max(each.required_bytes for each in self._estimates.values())
+            others = f"{len(firsts) - len(found.places)} of {len(firsts)} kinds of batch were not estimated"
+            law = (
+                f"a law through the other {len(found.places)} puts them at {found.highest / highest:.1%} of the largest"
+            )
+            notes = [f"{others}: {law} or less; what it chose was at most {found.miss:.1%} above it"]
+            if found.highest * (1 + found.miss) >= highest:
+                notes += ["a kind that was not estimated may be larger"]
+        if any(estimate.reads_values and len(self.numbers[number]) > 1 for number, estimate in self._estimates.items()):
+            notes += ["the step reads values from its batch, so that batches of equal shapes may differ"]
+        if len(notes) > 1 or (notes and len(found.places) == len(firsts)):
+            warn_user(f"{_CALL}: {'; '.join(notes)}. Way out: num_estimates=None estimates all kinds.")
+        return tuple(notes)
+
+    def worst(self, notes: tuple[str, ...], *, is_made: bool) -> WorstBatch:
+        """Return the largest."""
+        firsts = sorted(self._estimates, key=lambda each: (*map(neg, _size(self._estimates[each])), each))
+        number, batch = self._largest or (firsts[0], self._batches[firsts[0]])
+        return WorstBatch(
+            number=number,
+            batch=batch,
+            indices=self._given[number] if is_made else None,
+            estimate=self._estimates[number],
+            num_batches=self._num_batches,
+            num_kinds=len(self.numbers),
+            estimates={each: self._estimates[each] for each in firsts},
+            numbers={each: self.numbers[each] for each in firsts},
+            notes=notes,
+            _batches={each: self._batches[each] for each in firsts},
+        )
+
+
+@contextmanager
+def _staying(loader: Any) -> Iterator[None]:
+    """Put a loader and its samplers back to where they were: their own random generators, and resumable positions."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    parts = list({id(each): each for each in (loader, batch_sampler, *samplers) if each is not None}.values())
+    generators = [each for each in (getattr(part, "generator", None) for part in parts) if each is not None]
+    states = [(each, each.get_state()) for each in generators if isinstance(each, torch.Generator)]
+    positions = [(each, each.state_dict()) for each in parts if hasattr(each, "load_state_dict")]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        for part, position in positions:
+            part.load_state_dict(position)
 
 
 def _size(estimate: MemoryEstimate) -> tuple[int, int]:
@@ -168,14 +327,18 @@ def _size(estimate: MemoryEstimate) -> tuple[int, int]:
     return estimate.required_bytes, estimate.peak_bytes
 
 
-def _check_loader(loader: Any, model: object) -> None:
+def _check_loader(loader: Any, model: object, *, is_made: bool) -> None:
     """Refuse what is no loader, and the model in its place."""
+    fix = "write find_worst_batch(loader, model, loss_fn), with loader = [batch] for one batch."
     if isinstance(loader, nn.Module) and not isinstance(model, nn.Module):
         got = "the model first and the batches second"
     elif not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         got = f"a {type(loader).__name__} as loader"
     elif isinstance(loader, Tensor):
         got = "one tensor as loader"
+    elif isinstance(loader, Sampler) and not is_made:
+        got = f"a {type(loader).__name__}, whose batches are lists of indices"
+        fix = "write find_worst_batch(sampler, model, loss_fn, make_batch=...), with a function of a list of indices."
     else:
         check_model("find_worst_batch", model)
         return
@@ -183,17 +346,5 @@ def _check_loader(loader: Any, model: object) -> None:
         _CALL,
         got=got,
         expected="batches to iterate over, such as a DataLoader, then the model",
-        fix="write find_worst_batch(loader, model, loss_fn), with loader = [batch] for one batch.",
+        fix=fix,
     )
-
-
-def _kind_of(batch: Any) -> Hashable:
-    """Return what batches of the same memory have in common: structure, shapes, strides and dtypes."""
-    if isinstance(batch, Tensor):
-        strides = batch.stride() if batch.layout is torch.strided else ()
-        return batch.shape, strides, batch.dtype, batch.layout, batch.requires_grad
-    children = children_of(batch)
-    if children is None:
-        return type(batch), repr(batch) if isinstance(batch, (bool, int, float, str)) else ""
-    names = tuple(batch) if isinstance(batch, Mapping) else ()
-    return type(batch), names, tuple(map(_kind_of, children))
