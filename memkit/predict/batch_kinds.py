@@ -57,7 +57,8 @@ def _inside(node: Any) -> list[tuple[Hashable, Any]] | None:
     children = children_of(node)
     if children is not None:
         return list(zip(node if isinstance(node, Mapping) else range(len(children)), children, strict=True))
-    return list(vars(node).items()) if hasattr(node, "__dict__") and holds_values(node) else None
+    is_open = hasattr(node, "__dict__") and not isinstance(node, type) and holds_values(node)
+    return list(vars(node).items()) if is_open else None
 
 
 def values_of(batch: Any) -> bytes:

@@ -55,6 +55,7 @@ class WorstBatch(Overviewed):
             step reads values from its batch (lengths, whether there is padding), these are equal too.
         estimates: The memory of each kind that was estimated, by the number of its first batch, the largest first.
         numbers: The numbers of all batches of these kinds, by the same.
+        batches: The first batch of each of these kinds, without data.
         notes: What was not estimated, and what rules it out.
 
     Example:
@@ -75,8 +76,8 @@ class WorstBatch(Overviewed):
     num_kinds: int
     estimates: dict[int, MemoryEstimate]
     numbers: dict[int, list[int]]
+    batches: dict[int, Any] = field(repr=False)
     notes: tuple[str, ...] = ()
-    _batches: dict[int, Any] = field(repr=False, compare=False)  # the first of each kind, without data
 
     def too_large(self, capacity: CapacityLike) -> list[int]:
         """Return the numbers of the batches that are not known to fit, ascending.
@@ -300,7 +301,7 @@ class _Kinds:
             estimates={each: self._estimates[each] for each in firsts},
             numbers={each: self.numbers[each] for each in firsts},
             notes=notes,
-            _batches={each: self._batches[each] for each in firsts},
+            batches={each: self._batches[each] for each in firsts},
         )
 
 

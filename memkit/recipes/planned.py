@@ -12,8 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.protocols import Scheduler
@@ -25,6 +26,7 @@ from memkit._machine import random_state
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
+from memkit._torch.pytree import tree_leaves
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
 from memkit.predict.plan.host import HostTimes
@@ -33,6 +35,9 @@ from memkit.predict.plan.search import fastest, micro_batch_counts, search
 from memkit.predict.plan.speeds import OperatorTimes, card_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
+from memkit.predict.worst_batch import WorstBatch, find_worst_batch
+from memkit.recipes.order import ResumableLoader
+from memkit.recipes.planned_kinds import suit_all
 from memkit.train.blocks import choose_blocks
 from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
@@ -78,7 +83,9 @@ def plan_training(
 
     Args:
         model: The model, with data, or on the meta device (no memory needed).
-        sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting.
+        sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting. Or a
+            DataLoader, or what `memkit.predict.find_worst_batch` returned: the plan is for the largest batch, and is
+            rehearsed with each kind of batch; what one of them needs beyond it is added.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all of the
@@ -129,7 +136,7 @@ def plan_training(
         >>> plan.estimate.fits("RTX 3060 12GB"), plan.accumulation_steps > 1
         (True, True)
     """
-    return _plan(
+    plan, _ = _plan(
         "plan_training",
         model,
         sample_batch,
@@ -144,6 +151,7 @@ def plan_training(
         measure=measure,
         selected_fraction=selected_fraction,
     )
+    return plan
 
 
 def _plan(
@@ -161,32 +169,50 @@ def _plan(
     curve: bool,
     measure: bool,
     selected_fraction: float | None,
-) -> TrainingPlan:
-    """Plan for `plan_training` or for `prepare`: ``call`` is the one that the user made."""
-    check_model(call, model, sample_batch, optimizer)
+) -> tuple[TrainingPlan, Any]:
+    """Plan for `plan_training` or `prepare`, whose name is ``call``; return the batch too, which may be a loader's."""
+    is_loader = isinstance(sample_batch, (DataLoader, ResumableLoader))
+    check_model(call, model, None if is_loader else sample_batch, optimizer)
     precisions = _check_precisions(call, precisions)
     if treat is not None:
         Checker(f"{call}(...)").choice("treat", treat, get_args(Treat), fix="write treat='tensors'.")
     gpu, budget, budget_bytes = _find_place(call, model, budget, target)
     if measure:
         _check_measurable(call, model, gpu)
+    worst = sample_batch if isinstance(sample_batch, WorstBatch) else None
+    if is_loader:
+        worst = find_worst_batch(
+            sample_batch,
+            model,
+            loss_fn,
+            optimizer=optimizer,
+            precision=precisions[0],
+            target=gpu or "cpu",
+            selected_fraction=selected_fraction,
+        )
+    if worst is not None:
+        sample_batch = worst.batch
     num_rows = _rows_to_plan(call, sample_batch)
     counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, micro_batch_size)
     speeds: OperatorTimes = HostTimes(budget_bytes) if gpu is None else card_speeds(gpu)
-    rehearsal = StepTrials(
-        model=model,
-        batch=sample_batch,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        selected_fraction=selected_fraction,
-        make_place=Host if gpu is None else partial(Gpu, gpu),
-        arrange=partial(_wrapped, most_steps=2),
-        speeds=speeds,
-        blocks=_blocks(model),
-        kept_operators=KEPT_OPERATORS,
-        num_rows=num_rows,
-        call=call,
-    )
+
+    def trials_for(batch: Any) -> StepTrials:
+        return StepTrials(
+            model=model,
+            batch=batch,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            selected_fraction=selected_fraction,
+            make_place=Host if gpu is None else partial(Gpu, gpu),
+            arrange=partial(_wrapped, most_steps=2),
+            speeds=speeds,
+            blocks=_blocks(model),
+            kept_operators=KEPT_OPERATORS,
+            num_rows=_rows_to_plan(call, batch),
+            call=call,
+        )
+
+    rehearsal = trials_for(sample_batch)
     trials = search(
         rehearsal.run,
         num_rows,
@@ -206,8 +232,15 @@ def _plan(
         _refuse(call, budget, budget_bytes, min(trials, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
+    if worst is not None:
+        best = suit_all(worst, best, trials_for, counts, budget_bytes)
+        if best.required_bytes > budget_bytes:
+            _refuse(call, budget, budget_bytes, best, notes)
+        notes = [*notes, *_about(worst, gpu or budget_bytes)]
+        if best.arrangement not in {each.arrangement for each in trials}:
+            trials = [*trials, best]
     warn_of_doubts(call, best.estimate)
-    return TrainingPlan.of(
+    plan = TrainingPlan.of(
         best,
         trials,
         budget_bytes=budget_bytes,
@@ -216,6 +249,7 @@ def _plan(
         notes=notes,
         is_split_exact=is_exact,
     )
+    return plan, sample_batch
 
 
 class PreparedTrainer(MemoryEfficientTrainingWrapper):
@@ -297,7 +331,7 @@ def prepare(
     """
     if isinstance(model, nn.Module):  # else swapped arguments are better explained below
         list_optimizers(optimizer, Caller("prepare", "trainer", ", sample_batch, loss_fn"))  # before the simulation
-    plan = _plan(
+    plan, batch = _plan(
         "prepare",
         model,
         sample_batch,
@@ -322,7 +356,7 @@ def prepare(
     )
     trainer.plan = plan
     if plan.is_split_exact:
-        trainer.trust_split(sample_batch, loss_fn)  # a check would take more than the plan's budget
+        trainer.trust_split(batch, loss_fn)  # a check would take more than the plan's budget
     return trainer
 
 
@@ -435,6 +469,14 @@ def _allowed_counts(
     return counts, [f"Cut into {micro_batch_size} rows as asked, though {reason}"], False
 
 
+def _about(worst: WorstBatch, capacity: CapacityLike) -> list[str]:
+    """Say which batches a plan is for, and how many of them needed it."""
+    most = f"batch {worst.number} of {worst.num_batches} is the largest"
+    too_large = f"{len(worst.too_large(capacity))} would not fit as they are"
+    kinds = f"Rehearsed with {len(worst.batches)} of {worst.num_kinds} kinds of batch: {most}, and {too_large}."
+    return [kinds, *(f"{note[0].upper()}{note[1:]}." for note in worst.notes)]
+
+
 def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | None, str]:
     """Whether parts have the gradient of the whole (None if unknown), and the reason."""
     if device_of(model).type == "meta":
@@ -442,6 +484,8 @@ def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | 
         if norms:
             return False, f"{', '.join(norms)} normalize over its rows."
         return None, "the model has no data"
+    if any(each.device.type == "meta" for each in tree_leaves(batch) if isinstance(each, Tensor)):
+        return None, "the batch has no data"
     verdict = check_split(unwrap_model(model), batch, loss_fn)
     if verdict.exact is False or verdict.modules:
         return False, f"parts have another gradient. {verdict.advice}"

@@ -1,14 +1,19 @@
 """The worst batch is that of an estimate of every batch, each kind is estimated once, the loader draws as before."""
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch_geometric.data import Batch, Data
 
 import memkit as mk
 from memkit.predict import worst_batch
+from memkit.predict.batch_kinds import kind_of, values_of, without_data
+from memkit.predict.size_law import search_highest
 from tests.helpers import assert_refused
 
 
@@ -55,17 +60,236 @@ def test_equal_batches_are_estimated_once(monkeypatch):
     assert (len(counted), worst.num_batches, worst.number) == (2, 3, 0)
 
 
-def test_kinds_see_structure_dtype_and_dataclasses():
-    @dataclasses.dataclass
-    class Graph:
-        nodes: torch.Tensor
+@dataclasses.dataclass
+class Graph:
+    nodes: torch.Tensor
 
-    kind = worst_batch._kind_of
-    assert kind(Graph(torch.ones(3))) == kind(Graph(torch.zeros(3)))
-    assert kind(Graph(torch.ones(3))) != kind(Graph(torch.ones(4)))
-    assert kind((torch.ones(3),)) != kind([torch.ones(3)])
-    assert kind(torch.ones(3)) != kind(torch.ones(3).half())
-    assert kind({"x": torch.ones(3), "n": 3}) != kind({"x": torch.ones(3), "n": 4})
+
+def test_kinds_see_structure_dtype_and_dataclasses():
+    assert kind_of(Graph(torch.ones(3))) == kind_of(Graph(torch.zeros(3)))
+    assert kind_of(Graph(torch.ones(3))) != kind_of(Graph(torch.ones(4)))
+    assert kind_of((torch.ones(3),)) != kind_of([torch.ones(3)])
+    assert kind_of(torch.ones(3)) != kind_of(torch.ones(3).half())
+    assert kind_of({"x": torch.ones(3), "n": 3}) != kind_of({"x": torch.ones(3), "n": 4})
+    assert kind_of({"x": torch.ones(3), "n": None}) == kind_of({"x": torch.ones(3), "n": None})
+
+
+def test_a_view_of_a_larger_storage_is_of_another_kind():
+    """The whole storage is held, and two views of one are held once."""
+    whole = torch.ones(100)
+    assert kind_of(whole[:3]) != kind_of(torch.ones(3))
+    assert kind_of((whole[:3], whole[3:6])) != kind_of((whole[:3], torch.ones(100)[3:6]))
+
+
+def graph(num_nodes: int) -> Batch:
+    return Batch.from_data_list([Data(x=torch.ones(num_nodes, 16), edge_index=torch.zeros(2, 5, dtype=torch.long))])
+
+
+@pytest.mark.parametrize(
+    ("make", "take"),
+    [
+        (graph, lambda batch: batch.x),
+        (lambda rows: {"x": np.ones((rows, 16), np.float32)}, lambda batch: torch.from_numpy(batch["x"])),
+        (lambda rows: torch.eye(max(rows, 16))[:rows, :16].to_sparse(), lambda batch: batch.to_dense()),
+    ],
+)
+def test_what_is_no_tensor_has_sizes_too(make, take):
+    """A comparison of tensors in containers alone would take both batches for one kind, and the first for the worst."""
+    worst = mk.predict.find_worst_batch([make(5), make(500)], MODEL, lambda model, batch: loss_fn(model, take(batch)))
+    assert (worst.number, len(worst.estimates)) == (1, 2)
+
+
+def test_graphs_of_equal_sizes_are_of_one_kind():
+    assert kind_of(graph(5)) == kind_of(graph(5))
+
+
+def pad_packed(model, batch):
+    """Rows of several samples and their lengths: the longest decides how much is padded."""
+    rows, lengths = batch
+    return loss_fn(model, nn.utils.rnn.pad_sequence(rows.split(lengths.tolist()), batch_first=True))
+
+
+def packed(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(sum(lengths), 16), torch.tensor(lengths)
+
+
+def test_values_that_the_step_reads_are_part_of_the_kind():
+    """Equal shapes, another longest sample: shapes alone would take the first batch for the worst."""
+    loader = [packed(50, 50), packed(99, 1), packed(50, 50), packed(60, 40)]
+    worst = mk.predict.find_worst_batch(loader, MODEL, pad_packed)
+    peaks = [mk.estimate_memory_usage(MODEL, batch, pad_packed).peak_bytes for batch in loader]
+    assert worst.number == peaks.index(max(peaks)) == 1
+    assert worst.numbers == {1: [1], 3: [3], 0: [0, 2]}
+
+
+def test_values_that_no_step_reads_are_not():
+    tokens = [torch.full((4, 9), number) for number in range(3)]
+    model = nn.Sequential(nn.Embedding(10, 16), MODEL)
+    worst = mk.predict.find_worst_batch(tokens, model, loss_fn, optimizer="sgd")
+    assert (worst.num_kinds, worst.numbers) == (1, {0: [0, 1, 2]})
+    assert values_of(tokens[0]) != values_of(tokens[1])
+
+
+def test_an_optimizer_that_reads_its_own_steps_reads_no_batch():
+    loader = [torch.ones(4, 16)] * 3
+    optimizer = torch.optim.AdamW(MODEL.parameters(), foreach=False)
+    assert not mk.predict.find_worst_batch(loader, MODEL, loss_fn, optimizer=optimizer).estimate.reads_values
+    assert mk.estimate_memory_usage(MODEL, packed(2, 2), pad_packed).reads_values
+
+
+def test_a_batch_without_data_takes_the_same_memory():
+    whole = torch.ones(100, 16)
+    batch = {"x": whole[:40], "lengths": torch.tensor([30, 10]), "graph": Graph(torch.ones(3).requires_grad_())}
+
+    def step(model, batch):
+        return pad_packed(model, (batch["x"], batch["lengths"])) + batch["graph"].nodes.sum()
+
+    bare = without_data(batch)
+    assert (bare["x"].device.type, bare["graph"].nodes.device.type) == ("meta", "meta")
+    assert bare["lengths"].tolist() == [30, 10]
+    one, other = (mk.estimate_memory_usage(MODEL, each, step) for each in (batch, bare))
+    assert one.parts() == other.parts()
+
+
+# --------------------------------------------------------------------------------- without loading anything
+
+
+class NoData(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        raise AssertionError("a sample was loaded")
+
+    def __len__(self):
+        return 40
+
+
+LENGTHS = [random.Random(0).randrange(1, 90) for _ in range(40)]
+
+
+def sized(indices):
+    return torch.empty(len(indices), max(LENGTHS[each] for each in indices), 16, device="meta")
+
+
+def test_a_sampler_needs_no_data():
+    loader = DataLoader(NoData(), batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(0))
+    worst = mk.predict.find_worst_batch(loader.batch_sampler, MODEL, loss_fn, make_batch=sized)
+    order = list(loader.batch_sampler)  # the generator of the sampler was put back
+    assert order[worst.number] == worst.indices
+    loaded = [torch.ones(sized(indices).shape) for indices in order]
+    assert worst.estimate.parts() == mk.predict.find_worst_batch(loaded, MODEL, loss_fn).estimate.parts()
+    assert worst.num_batches == 6
+
+
+def test_the_worst_of_any_order():
+    """Neighbors in the order of lengths have every length with the fullest batch; no shuffled epoch exceeds them."""
+    by_length = sorted(range(40), key=LENGTHS.__getitem__)
+    any_order = [by_length[start : start + 7] for start in range(34)]
+    worst = mk.predict.find_worst_batch(any_order, MODEL, loss_fn, make_batch=sized)
+    shuffled = BatchSampler(RandomSampler(range(40), generator=torch.Generator().manual_seed(1)), 7, drop_last=False)
+    epochs = [batch for _ in range(20) for batch in shuffled]
+    found = mk.predict.find_worst_batch(epochs, MODEL, loss_fn, make_batch=sized)
+    assert found.estimate.peak_bytes <= worst.estimate.peak_bytes
+
+
+def test_values_that_a_batch_lacks_are_not_known():
+    def pad_to_the_longest(model, batch):
+        return loss_fn(model, batch[0].new_zeros(2, int(batch[1].max()), 16))
+
+    def make_batch(indices):
+        return torch.empty(9, 16, device="meta"), torch.empty(2, dtype=torch.long, device="meta")
+
+    worst = mk.predict.find_worst_batch([[0, 1]], MODEL, pad_to_the_longest, make_batch=make_batch)
+    assert worst.estimate.verdict("1GiB") == "not known"
+    assert worst.too_large("1GiB") == [0]
+
+
+# --------------------------------------------------------------------------------------- too many to estimate
+
+
+def attend(model, x):
+    return (x @ x.mT).softmax(-1).square().sum() * model[0].weight.sum()
+
+
+def test_a_law_chooses_what_to_estimate(monkeypatch):
+    """Rows times the square of the length decide: neither the most rows nor the longest are the most memory."""
+    draw = random.Random(2)
+    shapes = [(length, draw.randrange(1, 40_000 // length)) for length in draw.sample(range(20, 400), 120)]
+    loader = [torch.empty(rows, length, 16, device="meta") for length, rows in shapes]
+    exact = mk.predict.find_worst_batch(loader, MODEL, attend)
+    assert exact.number not in (shapes.index(max(shapes)), max(range(120), key=lambda each: shapes[each][1]))
+    found = mk.predict.find_worst_batch(loader, MODEL, attend, num_estimates=12)
+    assert (found.number, found.estimate.peak_bytes) == (exact.number, exact.estimate.peak_bytes)
+    assert (len(found.estimates), found.num_kinds) == (12, 120)
+    assert "108 of 120 kinds of batch were not estimated" in str(found)
+
+
+def test_what_a_law_does_not_rule_out_is_warned_of():
+    loader = [torch.empty(rows, 16, device="meta") for rows in range(100, 140)]
+    with pytest.warns(mk.MemkitWarning, match=r"may be larger.*num_estimates=None"):
+        mk.predict.find_worst_batch(loader, MODEL, loss_with_a_jump, num_estimates=3)
+
+
+def loss_with_a_jump(model, x):
+    return model(x.repeat(1 + 9 * (len(x) % 3 == 0), 1)).square().mean()
+
+
+def test_equal_shapes_with_other_values_are_warned_of():
+    with pytest.warns(mk.MemkitWarning, match="batches of equal shapes may differ"):
+        mk.predict.find_worst_batch([packed(50, 50), packed(99, 1)], MODEL, pad_packed, num_estimates=5)
+
+
+def test_the_search_is_exact_where_the_law_holds():
+    sizes = [(3 * k % 17 + 1, 5 * k % 23 + 1) for k in range(60)]
+    peaks = [1000 + 40 * rows * length + 7 * rows * length**2 for rows, length in sizes]
+    batches = [torch.empty(*each, device="meta") for each in sizes]
+    found = search_highest(batches, peaks.__getitem__, 8)
+    assert max(peaks[each] for each in found.places) == max(peaks)
+    assert len(found.places) == 8
+
+
+def test_lists_of_other_lengths_are_summed():
+    batches = [[torch.empty(rows, 4, device="meta")] * count for rows, count in ((5, 9), (30, 2), (12, 12), (8, 1))]
+    peaks = [100 + sum(each.numel() for each in batch) for batch in batches]
+    assert 2 in search_highest(batches, peaks.__getitem__, 3).places
+
+
+# ----------------------------------------------------------------------------------------------- what it says
+
+
+def test_it_says_which_batches_do_not_fit():
+    gib = 2**28
+    loader = [torch.empty(rows, 16, device="meta") for rows in (1, gib, 2, gib, 3 * gib)]
+    worst = mk.predict.find_worst_batch(loader, MODEL, loss_fn, target="RTX 4090")
+    assert worst.too_large("RTX 4090") == [1, 3, 4]
+    assert str(worst).startswith("batch 4 of 5 is the largest; does not fit RTX 4090")
+    assert "3 of 5 batches do not fit" in str(worst)
+    assert "mk.prepare(model, optimizer, worst, loss_fn, budget=...)" in str(worst)
+
+
+# ---------------------------------------------------------------------------------------- the loader stays put
+
+
+def test_a_resumed_sampler_goes_on_where_it_stood():
+    """A pass would begin the epoch anew, and the next one would be warned of."""
+    order = mk.points.BudgetBatchSampler([len(LENGTHS)] * 40, max_points=200)
+    state = order.state_dict(num_done=3)
+    rest = list(order)[3:]
+    order.load_state_dict(state)
+    loader = mk.recipes.ResumableLoader(DataLoader(TensorDataset(torch.ones(40, 16)), batch_sampler=order))
+    loader.load_state_dict(state)
+    mk.predict.find_worst_batch(loader, MODEL, lambda model, batch: loss_fn(model, batch[0]))
+    assert len(list(loader)) == len(rest)
+    order.load_state_dict(state)
+    mk.predict.find_worst_batch(order, MODEL, loss_fn, make_batch=lambda indices: torch.empty(len(indices), 16))
+    assert list(order) == rest
+
+
+def test_a_generator_of_its_own_is_put_back():
+    data, generator = torch.arange(40.0)[:, None].expand(40, 16), torch.Generator().manual_seed(3)
+    loader = DataLoader(data, batch_size=16, shuffle=True, generator=generator)
+    expected = [batch[:, 0].tolist() for batch in loader]
+    generator.manual_seed(3)
+    mk.predict.find_worst_batch(loader, MODEL, loss_fn)
+    assert [batch[:, 0].tolist() for batch in loader] == expected
 
 
 def test_the_loader_draws_as_it_would_have():
@@ -77,6 +301,9 @@ def test_the_loader_draws_as_it_would_have():
     assert [batch[0][:, 0].tolist() for batch in loader] == expected
 
 
+SAMPLER = BatchSampler(RandomSampler(range(40)), 7, drop_last=False)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
@@ -85,6 +312,9 @@ def test_the_loader_draws_as_it_would_have():
         (lambda: mk.predict.find_worst_batch(3, MODEL, loss_fn), "InputTypeError", "a int as loader"),
         (lambda: mk.predict.find_worst_batch([], MODEL, loss_fn), "InputError", "an iterator is exhausted"),
         (lambda: mk.predict.find_worst_batch([1], MODEL, loss_fn, num_batches=0), "ConfigError", "num_batches=1"),
+        (lambda: mk.predict.find_worst_batch([1], MODEL, loss_fn, num_estimates=0), "ConfigError", "num_estimates=1"),
+        (lambda: mk.predict.find_worst_batch([1], MODEL, loss_fn, make_batch=3), "InputTypeError", "make_batch"),
+        (lambda: mk.predict.find_worst_batch(SAMPLER, MODEL, loss_fn), "InputTypeError", "make_batch=..."),
         (lambda: mk.predict.find_worst_batch([1], MODEL, loss_fn, gpu="T4"), "InputTypeError", "target='T4')"),
     ],
 )

@@ -1,0 +1,77 @@
+"""One plan for all kinds of batch of a loader: the plan for the largest, made stronger until every kind fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from memkit.predict.plan.search import fastest, micro_batch_counts, search
+from memkit.predict.plan.trial import Arrangement, PlannedTreatment, StepTrials, Trial
+from memkit.predict.worst_batch import WorstBatch
+
+_STRENGTH: dict[PlannedTreatment, int] = {"selective": 0, "full": 1, "offload": 2}
+
+
+def suit_all(
+    worst: WorstBatch,
+    planned: Trial,
+    trials_for: Callable[[Any], StepTrials],
+    counts: Sequence[int],
+    budget_bytes: int,
+) -> Trial:
+    """Rehearse a plan with every kind of batch; where one does not fit, add to it what a plan for that one has.
+
+    The largest batch may have many rows, and another one few long ones, which cannot be cut into as many parts.
+
+    Args:
+        worst: The kinds of batch.
+        planned: The plan for the largest.
+        trials_for: Prepares the trials of a batch.
+        counts: The numbers of micro-batches that were allowed for the largest: one, if it was not to be chosen.
+        budget_bytes: The most that a step may require.
+
+    Returns:
+        The time and the rows of the plan with the largest batch, and its memory with the most demanding one. That does
+        not fit if no plan was found for all.
+    """
+    while True:
+        trials = {number: _rehearse(trials_for(each), planned.arrangement) for number, each in worst.batches.items()}
+        most = max(trials, key=lambda number: trials[number].required_bytes)
+        suited = replace(planned, estimate=trials[most].estimate, required_bytes=trials[most].required_bytes)
+        if suited.required_bytes <= budget_bytes:
+            return suited
+        other = _plan(trials_for(worst.batches[most]), counts, planned.arrangement.precision, budget_bytes)
+        stronger = _both(planned.arrangement, other.arrangement)
+        if stronger == planned.arrangement:
+            return suited
+        largest = trials_for(worst.batches[worst.number])
+        planned = _rehearse(largest, stronger, plain=_rehearse(largest, replace(stronger, treatments=())))
+        rows = planned.arrangement.micro_batch_size
+        planned = replace(planned, arrangement=replace(stronger, micro_batch_size=rows))
+
+
+def _rehearse(trials: StepTrials, arrangement: Arrangement, plain: Trial | None = None) -> Trial:
+    """Try an arrangement with a batch; one with fewer rows than parts has a part for each row, as in the wrapper."""
+    num_steps = min(trials.num_rows, arrangement.accumulation_steps)
+    rows = -(-trials.num_rows // num_steps)
+    return trials.run(replace(arrangement, micro_batch_size=rows, accumulation_steps=num_steps), plain)
+
+
+def _plan(trials: StepTrials, counts: Sequence[int], precision: str | None, budget_bytes: int) -> Trial:
+    """Plan for one batch; return what comes nearest if nothing fits."""
+    num_rows = trials.num_rows
+    allowed = micro_batch_counts(num_rows) if len(counts) > 1 else [min(counts[0], num_rows)]
+    found = search(trials.run, num_rows, allowed, [precision], budget_bytes, slack=1.0)
+    fitting = fastest(found, budget_bytes)
+    return fitting[0] if fitting else min(found, key=lambda each: each.required_bytes)
+
+
+def _both(a: Arrangement, b: Arrangement) -> Arrangement:
+    """Return the first arrangement with the more parts of both, and with the stronger treatment of each block."""
+    treatments = dict(a.treatments)
+    for name, treatment in b.treatments:
+        if name not in treatments or _STRENGTH[treatment] > _STRENGTH[treatments[name]]:
+            treatments[name] = treatment
+    num_steps = max(a.accumulation_steps, b.accumulation_steps)
+    return replace(a, accumulation_steps=num_steps, treatments=tuple(treatments.items()))

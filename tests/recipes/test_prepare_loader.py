@@ -1,0 +1,113 @@
+"""A plan for a loader holds for each of its batches, as real steps show, also where the largest is not the hardest."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import memkit as mk
+from memkit._core.errors import ConfigError, InputError, InputTypeError
+from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.embedding, self.head = nn.Embedding(256, 32), nn.Linear(32, 256)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+def loss_fn(model, tokens):
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def tokens(*shapes):
+    return DataLoader([torch.randint(256, shape) for shape in shapes], batch_size=None)
+
+
+# Many short rows are the largest batch; two long ones cannot be cut into as many parts, and are the hardest then.
+MANY_AND_LONG = ((64, 30), (8, 30), (64, 30), (2, 330), (20, 30))
+
+
+def num_bytes(tensors) -> int:
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def real_peak(trainer, model, optimizer, batch) -> int:
+    trainer.train_step(batch, loss_fn)
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    there = num_bytes([*model.parameters(), *state, batch])
+    return there + trace_allocations(lambda: trainer.train_step(batch, loss_fn)).peak
+
+
+@pytest.mark.parametrize("budget", ["8MiB", "6MiB"])
+def test_every_batch_fits_for_real(budget):
+    loader, model = tokens(*MANY_AND_LONG), Reader()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with mk.prepare(model, optimizer, loader, loss_fn, budget=budget) as trainer:
+        plan = trainer.plan
+        peaks = [real_peak(trainer, model, optimizer, batch) for batch in loader]
+    assert max(peaks) <= plan.required_bytes <= plan.budget_bytes
+    assert plan.is_split_exact
+    assert plan.notes == (
+        "Rehearsed with 4 of 4 kinds of batch: batch 0 of 5 is the largest, and 3 would not fit as they are.",
+    )
+
+
+def test_the_plan_for_the_largest_alone_would_not_do():
+    """The naive way plans for the batch that is the largest as a whole."""
+    loader, model = tokens(*MANY_AND_LONG), Reader()
+    optimizer = torch.optim.AdamW(model.parameters())
+    naive = mk.plan_training(model, torch.zeros(64, 30, dtype=torch.long), loss_fn, optimizer, budget="6MiB")
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, **naive.wrapper_settings()) as trainer:
+        assert real_peak(trainer, model, optimizer, torch.zeros(2, 330, dtype=torch.long)) > naive.budget_bytes
+    plan = mk.plan_training(model, loader, loss_fn, optimizer, budget="6MiB")
+    assert (plan.accumulation_steps, plan.checkpoint) != (naive.accumulation_steps, naive.checkpoint)
+    assert plan.required_bytes <= plan.budget_bytes
+    assert "<- chosen" in plan.explain()
+
+
+def test_a_worst_batch_without_data_will_do():
+    """As the loader's own, but that whether it may be split cannot be checked."""
+    model, loader = Reader(), tokens(*MANY_AND_LONG)
+    bare = mk.predict.find_worst_batch(
+        MANY_AND_LONG, model, loss_fn, make_batch=lambda shape: torch.empty(shape, dtype=torch.long, device="meta")
+    )
+    plans = [mk.plan_training(model, each, loss_fn, budget="6MiB") for each in (loader, bare)]
+    assert plans[0].wrapper_settings() == plans[1].wrapper_settings()
+    assert plans[0].required_bytes == plans[1].required_bytes
+    assert (plans[0].is_split_exact, plans[1].is_split_exact) == (True, None)
+    assert "Not checked that the batch may be split: the batch has no data." in plans[1].notes
+
+
+def test_equal_batches_are_planned_like_one():
+    model, loader = Reader(), tokens((64, 30), (64, 30))
+    plans = [mk.plan_training(model, each, loss_fn, budget="6MiB") for each in (loader, next(iter(loader)))]
+    assert plans[0].wrapper_settings() == plans[1].wrapper_settings()
+    assert plans[0].required_bytes == plans[1].required_bytes
+
+
+def test_fixed_rows_stay():
+    model = Reader()
+    plan = mk.plan_training(model, tokens(*MANY_AND_LONG), loss_fn, budget="6MiB", micro_batch_size=16)
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (16, 4)
+    assert plan.required_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        (lambda: mk.plan_training(Reader(), tokens((64, 30), (1, 400)), loss_fn, budget="1MiB"), ConfigError, "1 rows"),
+        (lambda: mk.plan_training(Reader(), tokens(), loss_fn, budget="1MiB"), InputError, "loader without batches"),
+        (lambda: mk.estimate_memory_usage(Reader(), tokens((2, 3)), loss_fn), InputTypeError, "next(iter(loader))"),
+    ],
+)
+def test_refusals(refusal):
+    assert_refused(*refusal)
