@@ -179,9 +179,8 @@ def _plan(
     gpu, budget, budget_bytes = _find_place(call, model, budget, target)
     if measure:
         _check_measurable(call, model, gpu)
-    worst = sample_batch if isinstance(sample_batch, WorstBatch) else None
     if is_loader:
-        worst = find_worst_batch(
+        sample_batch = find_worst_batch(
             sample_batch,
             model,
             loss_fn,
@@ -190,10 +189,11 @@ def _plan(
             target=gpu or "cpu",
             selected_fraction=selected_fraction,
         )
-    if worst is not None:
-        sample_batch = worst.batch
+    worst = sample_batch if isinstance(sample_batch, WorstBatch) else None
+    sample_batch = sample_batch if worst is None else worst.batch
     num_rows = _rows_to_plan(call, sample_batch)
     counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, micro_batch_size)
+    notes += [] if worst is None else _about(worst, budget_bytes)
     speeds: OperatorTimes = HostTimes(budget_bytes) if gpu is None else card_speeds(gpu)
 
     def trials_for(batch: Any) -> StepTrials:
@@ -233,12 +233,10 @@ def _plan(
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
     if worst is not None:
-        best = suit_all(worst, best, trials_for, counts, budget_bytes)
+        best, hardest = suit_all(worst, best, trials_for, counts, budget_bytes)
         if best.required_bytes > budget_bytes:
-            _refuse(call, budget, budget_bytes, best, notes)
-        notes = [*notes, *_about(worst, gpu or budget_bytes)]
-        if best.arrangement not in {each.arrangement for each in trials}:
-            trials = [*trials, best]
+            _refuse(call, budget, budget_bytes, best, [*notes, f"Batch {hardest} does not fit."])
+        trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
     plan = TrainingPlan.of(
         best,
@@ -469,10 +467,10 @@ def _allowed_counts(
     return counts, [f"Cut into {micro_batch_size} rows as asked, though {reason}"], False
 
 
-def _about(worst: WorstBatch, capacity: CapacityLike) -> list[str]:
-    """Say which batches a plan is for, and how many of them needed it."""
+def _about(worst: WorstBatch, budget_bytes: int) -> list[str]:
+    """Say which batches a plan is for, and how many of them need it."""
     most = f"batch {worst.number} of {worst.num_batches} is the largest"
-    too_large = f"{len(worst.too_large(capacity))} would not fit as they are"
+    too_large = f"{len(worst.too_large(f'{budget_bytes}B'))} would not fit as they are"
     kinds = f"Rehearsed with {len(worst.batches)} of {worst.num_kinds} kinds of batch: {most}, and {too_large}."
     return [kinds, *(f"{note[0].upper()}{note[1:]}." for note in worst.notes)]
 

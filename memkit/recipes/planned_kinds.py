@@ -19,7 +19,7 @@ def suit_all(
     trials_for: Callable[[Any], StepTrials],
     counts: Sequence[int],
     budget_bytes: int,
-) -> Trial:
+) -> tuple[Trial, int]:
     """Rehearse a plan with every kind of batch; where one does not fit, add to it what a plan for that one has.
 
     The largest batch may have many rows, and another one few long ones, which cannot be cut into as many parts.
@@ -32,19 +32,19 @@ def suit_all(
         budget_bytes: The most that a step may require.
 
     Returns:
-        The time and the rows of the plan with the largest batch, and its memory with the most demanding one. That does
-        not fit if no plan was found for all.
+        The time and the rows of the plan with the largest batch, and its memory with the most demanding one, which does
+        not fit if no plan was found for all; and the number of that one.
     """
     while True:
         trials = {number: _rehearse(trials_for(each), planned.arrangement) for number, each in worst.batches.items()}
         most = max(trials, key=lambda number: trials[number].required_bytes)
         suited = replace(planned, estimate=trials[most].estimate, required_bytes=trials[most].required_bytes)
         if suited.required_bytes <= budget_bytes:
-            return suited
+            return suited, most
         other = _plan(trials_for(worst.batches[most]), counts, planned.arrangement.precision, budget_bytes)
         stronger = _both(planned.arrangement, other.arrangement)
         if stronger == planned.arrangement:
-            return suited
+            return suited, most
         largest = trials_for(worst.batches[worst.number])
         planned = _rehearse(largest, stronger, plain=_rehearse(largest, replace(stronger, treatments=())))
         rows = planned.arrangement.micro_batch_size
