@@ -97,7 +97,7 @@ def test_fixed_rows_stay():
 
 
 def one_long_row():
-    return mk.plan_training(nn.Linear(16, 16), ROWS, lambda m, x: m(x).square().mean(), budget="400KiB")
+    return mk.plan_training(nn.Linear(16, 16), ROWS, lambda m, x: m(x).square().mean(), budget="600KiB")
 
 
 ROWS = DataLoader([torch.ones(64, 100, 16), torch.ones(1, 3000, 16)], batch_size=None)
@@ -106,7 +106,7 @@ ROWS = DataLoader([torch.ones(64, 100, 16), torch.ones(1, 3000, 16)], batch_size
 @pytest.mark.parametrize(
     "refusal",
     [
-        (one_long_row, ConfigError, "budget='400KiB'", "2 of 2 kinds of batch", "Batch 0 does not fit"),
+        (one_long_row, ConfigError, "budget='600KiB'", "2 of 2 kinds of batch", "Batch 1 does not fit"),
         (lambda: mk.plan_training(Reader(), tokens(), loss_fn, budget="1MiB"), InputError, "loader without batches"),
         (lambda: mk.estimate_memory_usage(Reader(), tokens((2, 3)), loss_fn), InputTypeError, "next(iter(loader))"),
     ],
