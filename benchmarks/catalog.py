@@ -123,6 +123,9 @@ CASES = {
     "virtual_gpu_cost": Case(0.5, ("*/num_operators_in_two_steps",)),
     "voxel_augmentation": Case(5, ("costs/*_bytes", "fuzz/*")),
     "voxel_losses": Case(4, ("perceptual/*", "growth/*", "*/peaks_in_grids/*", "generated_inputs/*"), "2 GB"),
+    "worst_batch": Case(
+        4, ("*/num_*", "*_bytes", "*/foreseen*", "*/real/*", "*/by_size_alone/*", "*/smaller_but_more/*")
+    ),
     "wrapper_memory": Case(6, ("*_bytes", "*_flops")),
     "wrapper_overhead": Case(1.5, ("host_reads/*",), environment=STEADY_HEAP),
 }

@@ -614,6 +614,24 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "budget_batches": Table(
         "cases/1,600 points/{way}", "way", "{way}", {"batches": batches}, Across("cases/{case}", "{case}", "{batches}")
     ),
+    "worst_batch": Table(
+        "{data}",
+        "data set | batches, kinds | foreseen | the epoch peaks at | predicted bytes | live bytes, measured | "
+        "with what kernels take | batches with equal live bytes | by the largest sample, by the sum of samples, by "
+        "elements",
+        "{data} | {num_batches}, {num_kinds} | {foreseen} | {real/allocated} | {predicted_bytes:,} | {live_bytes:,} | "
+        "{allocated_bytes:,} | {num_batches_of_equal_live_bytes} of {num_batches} | "
+        "{by_size_alone/the largest sample}, {by_size_alone/the largest samples together}, "
+        "{by_size_alone/the most elements}",
+    ),
+    "worst_batch.cost": Table(
+        "{data}",
+        "data set | a kind | all kinds | `num_estimates=12` | its answer | the epoch | smaller but more, CPU | "
+        "smaller but more, RTX 4090",
+        "{data} | {seconds_per_kind:.2f} s | {seconds_of_search:.1f} s | {seconds_of_few:.1f} s | {foreseen_of_few} | "
+        "{seconds_of_epoch:.1f} s | {smaller_but_more/cpu/num_more} of {smaller_but_more/cpu/num_pairs} pairs | "
+        "{smaller_but_more/RTX 4090/num_more} of {smaller_but_more/RTX 4090/num_pairs}",
+    ),
     "grid_sampler": Table(
         samplers,
         "way | random sample",
