@@ -233,7 +233,7 @@ def _plan(
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
     if worst is not None:
-        best, hardest = suit_all(worst, best, trials_for, counts, budget_bytes)
+        best, hardest = suit_all(worst, best, trials_for, counts, budget_bytes, treats_blocks=treat != "tensors")
         if best.required_bytes > budget_bytes:
             _refuse(call, budget, budget_bytes, best, [*notes, f"Batch {hardest} does not fit."])
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]

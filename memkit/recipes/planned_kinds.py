@@ -19,10 +19,13 @@ def suit_all(
     trials_for: Callable[[Any], StepTrials],
     counts: Sequence[int],
     budget_bytes: int,
+    *,
+    treats_blocks: bool,
 ) -> tuple[Trial, int]:
     """Rehearse a plan with every kind of batch; where one does not fit, add to it what a plan for that one has.
 
-    The largest batch may have many rows, and another one few long ones, which cannot be cut into as many parts.
+    The largest batch may have many rows, and another one few long ones, which cannot be cut into as many parts. What is
+    done with saved tensors, by the operators of one batch, cannot be added up: then blocks are treated in its place.
 
     Args:
         worst: The kinds of batch.
@@ -30,22 +33,27 @@ def suit_all(
         trials_for: Prepares the trials of a batch.
         counts: The numbers of micro-batches that were allowed for the largest: one, if it was not to be chosen.
         budget_bytes: The most that a step may require.
+        treats_blocks: Whether blocks may be treated.
 
     Returns:
         The time and the rows of the plan with the largest batch, and its memory with the most demanding one, which does
         not fit if no plan was found for all; and the number of that one.
     """
+    largest = trials_for(worst.batches[worst.number])
+    precision = planned.arrangement.precision
     while True:
         trials = {number: _rehearse(trials_for(each), planned.arrangement) for number, each in worst.batches.items()}
         most = max(trials, key=lambda number: trials[number].required_bytes)
         suited = replace(planned, estimate=trials[most].estimate, required_bytes=trials[most].required_bytes)
         if suited.required_bytes <= budget_bytes:
             return suited, most
-        other = _plan(trials_for(worst.batches[most]), counts, planned.arrangement.precision, budget_bytes)
+        if planned.arrangement.tensors is not None:
+            planned = _plan(largest, counts, precision, budget_bytes, treats_blocks=treats_blocks)
+            continue
+        other = _plan(trials_for(worst.batches[most]), counts, precision, budget_bytes, treats_blocks=treats_blocks)
         stronger = _both(planned.arrangement, other.arrangement)
         if stronger == planned.arrangement:
             return suited, most
-        largest = trials_for(worst.batches[worst.number])
         planned = _rehearse(largest, stronger, plain=_rehearse(largest, replace(stronger, treatments=())))
         rows = planned.arrangement.micro_batch_size
         planned = replace(planned, arrangement=replace(stronger, micro_batch_size=rows))
@@ -58,11 +66,13 @@ def _rehearse(trials: StepTrials, arrangement: Arrangement, plain: Trial | None 
     return trials.run(replace(arrangement, micro_batch_size=rows, accumulation_steps=num_steps), plain)
 
 
-def _plan(trials: StepTrials, counts: Sequence[int], precision: str | None, budget_bytes: int) -> Trial:
+def _plan(
+    trials: StepTrials, counts: Sequence[int], precision: str | None, budget_bytes: int, *, treats_blocks: bool
+) -> Trial:
     """Plan for one batch; return what comes nearest if nothing fits."""
     num_rows = trials.num_rows
     allowed = micro_batch_counts(num_rows) if len(counts) > 1 else [min(counts[0], num_rows)]
-    found = search(trials.run, num_rows, allowed, [precision], budget_bytes, slack=1.0)
+    found = search(trials.run, num_rows, allowed, [precision], budget_bytes, slack=1.0, treats_blocks=treats_blocks)
     fitting = fastest(found, budget_bytes)
     return fitting[0] if fitting else min(found, key=lambda each: each.required_bytes)
 

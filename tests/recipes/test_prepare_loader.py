@@ -69,6 +69,39 @@ def test_every_batch_fits_for_real():
         assert real_peak(trainer, model, optimizer, long) > naive.budget_bytes
 
 
+def test_saved_tensors_are_treated_in_every_batch():
+    loader, model = tokens((1, 700), (1, 30)), Reader()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with mk.prepare(model, optimizer, loader, loss_fn, budget="4500KiB", treat="tensors") as trainer:
+        plan = trainer.plan
+        peaks = [real_peak(trainer, model, optimizer, batch) for batch in loader]
+    assert plan.saved_tensors is not None
+    assert max(peaks) == peaks[0] <= plan.required_bytes <= plan.budget_bytes
+
+
+class TwoWays(Reader):
+    """Odd lengths run other operators, which save much."""
+
+    def forward(self, tokens):
+        if tokens.shape[1] % 2 == 0:
+            return super().forward(tokens)
+        x = self.embedding(tokens)
+        for _ in range(24):
+            x = x.sigmoid().tanh()
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*this forward is not the planned one")
+def test_a_plan_of_saved_tensors_that_does_not_suit_all_is_no_plan():
+    """The largest batch fits with its tensors treated; by its operators nothing can be said of the other one."""
+    model, loader = TwoWays(), tokens((1, 700), (1, 659))
+    largest = mk.plan_training(model, loader.dataset[0], loss_fn, budget="4500KiB", treat="tensors")
+    assert largest.saved_tensors is not None
+    assert_refused(
+        lambda: mk.plan_training(model, loader, loss_fn, budget="4500KiB", treat="tensors"), ConfigError, "Batch . does"
+    )
+
+
 def test_a_worst_batch_without_data_will_do():
     """As the loader's own, but that whether it may be split cannot be checked."""
     model, loader = Reader(), tokens(*MANY_AND_LONG)
