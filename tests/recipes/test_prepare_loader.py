@@ -86,7 +86,7 @@ class TwoWays(Reader):
         if tokens.shape[1] % 2 == 0:
             return super().forward(tokens)
         x = self.embedding(tokens)
-        for _ in range(24):
+        for _ in range(18):
             x = x.sigmoid().tanh()
         return self.head(x)
 
