@@ -559,7 +559,7 @@ def check_model(call: str, model: object, batch: object = None, optimizer: objec
             f"{call}(model, sample_batch)",
             got=f"a {type(batch).__name__}",
             expected="one batch of it",
-            fix=f"write {call}(model, {'optimizer, ' * (call == 'prepare')}next(iter(loader)), loss_fn, ...).",
+            fix=f"write {call}(model, next(iter(loader)), loss_fn, ...).",
         )
 
 

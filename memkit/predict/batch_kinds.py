@@ -18,7 +18,7 @@ Path: TypeAlias = tuple[Hashable, ...]
 _ATOMS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device)
 
 
-def kind_of(batch: Any) -> Hashable:
+def batch_kind(batch: Any) -> Hashable:
     """Return what batches of the same memory have in common, unless their step reads values from them.
 
     Structure, shapes, strides, dtypes, devices and storages of tensors, and plain values. What cannot be looked into

@@ -22,7 +22,7 @@ from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit._simulation.simulation import check_model
-from memkit.predict.batch_kinds import kind_of, values_of, without_data
+from memkit.predict.batch_kinds import batch_kind, values_of, without_data
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, CapacityLike
 from memkit.predict.size_law import search_highest
@@ -244,7 +244,7 @@ class _Kinds:
         """Count a batch; if it is the first of its kind, estimate it or let it wait."""
         number = self._num_batches
         self._num_batches += 1
-        kind = kind_of(batch)
+        kind = batch_kind(batch)
         first = self._firsts.setdefault(kind, number)
         if first != number and first in self._estimates and self._estimates[first].reads_values:
             first = self._firsts.setdefault((kind, values_of(batch)), number)

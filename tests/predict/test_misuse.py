@@ -121,11 +121,6 @@ TABLE = [
         "write estimate_memory_usage(model, next(iter(loader)), loss_fn, ...).",
     ),
     (
-        lambda: prepare(MODEL, OPTIMIZER, DataLoader(TensorDataset(X)), loss_fn, budget="T4"),
-        "InputTypeError",
-        "write prepare(model, optimizer, next(iter(loader)), loss_fn, ...).",
-    ),
-    (
         lambda: prepare(OPTIMIZER, MODEL, BATCH, loss_fn, budget="T4"),
         "InputTypeError",
         "write prepare(model, optimizer, sample_batch, loss_fn, ...).",

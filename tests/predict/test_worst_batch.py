@@ -12,7 +12,7 @@ from torch_geometric.data import Batch, Data
 
 import memkit as mk
 from memkit.predict import worst_batch
-from memkit.predict.batch_kinds import kind_of, values_of, without_data
+from memkit.predict.batch_kinds import batch_kind, values_of, without_data
 from memkit.predict.size_law import search_highest
 from tests.helpers import assert_refused
 
@@ -66,19 +66,19 @@ class Graph:
 
 
 def test_kinds_see_structure_dtype_and_dataclasses():
-    assert kind_of(Graph(torch.ones(3))) == kind_of(Graph(torch.zeros(3)))
-    assert kind_of(Graph(torch.ones(3))) != kind_of(Graph(torch.ones(4)))
-    assert kind_of((torch.ones(3),)) != kind_of([torch.ones(3)])
-    assert kind_of(torch.ones(3)) != kind_of(torch.ones(3).half())
-    assert kind_of({"x": torch.ones(3), "n": 3}) != kind_of({"x": torch.ones(3), "n": 4})
-    assert kind_of({"x": torch.ones(3), "n": None}) == kind_of({"x": torch.ones(3), "n": None})
+    assert batch_kind(Graph(torch.ones(3))) == batch_kind(Graph(torch.zeros(3)))
+    assert batch_kind(Graph(torch.ones(3))) != batch_kind(Graph(torch.ones(4)))
+    assert batch_kind((torch.ones(3),)) != batch_kind([torch.ones(3)])
+    assert batch_kind(torch.ones(3)) != batch_kind(torch.ones(3).half())
+    assert batch_kind({"x": torch.ones(3), "n": 3}) != batch_kind({"x": torch.ones(3), "n": 4})
+    assert batch_kind({"x": torch.ones(3), "n": None}) == batch_kind({"x": torch.ones(3), "n": None})
 
 
 def test_a_view_of_a_larger_storage_is_of_another_kind():
     """The whole storage is held, and two views of one are held once."""
     whole = torch.ones(100)
-    assert kind_of(whole[:3]) != kind_of(torch.ones(3))
-    assert kind_of((whole[:3], whole[3:6])) != kind_of((whole[:3], torch.ones(100)[3:6]))
+    assert batch_kind(whole[:3]) != batch_kind(torch.ones(3))
+    assert batch_kind((whole[:3], whole[3:6])) != batch_kind((whole[:3], torch.ones(100)[3:6]))
 
 
 def graph(num_nodes: int) -> Batch:
@@ -100,7 +100,7 @@ def test_what_is_no_tensor_has_sizes_too(make, take):
 
 
 def test_graphs_of_equal_sizes_are_of_one_kind():
-    assert kind_of(graph(5)) == kind_of(graph(5))
+    assert batch_kind(graph(5)) == batch_kind(graph(5))
 
 
 def pad_packed(model, batch):
