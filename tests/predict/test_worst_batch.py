@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from torch_geometric.data import Batch, Data
+from transformers import BertConfig, BertForSequenceClassification
 
 import memkit as mk
 from memkit.predict import worst_batch
@@ -149,6 +151,29 @@ def test_a_batch_without_data_takes_the_same_memory():
     assert bare["lengths"].tolist() == [30, 10]
     one, other = (mk.estimate_memory_usage(MODEL, each, step) for each in (batch, bare))
     assert one.parts() == other.parts()
+
+
+def test_a_model_that_reads_its_mask():
+    """Each batch with another mask is a kind; with a mask of one form, each shape is, and takes the same memory."""
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    model = BertForSequenceClassification(config)
+    lengths = [(9, 5), (6, 9), (7, 4), (4, 7), (3, 9)]
+
+    def make_batch(lengths, *, is_real):
+        shape = len(lengths), max(lengths)
+        mask = torch.ones(shape, dtype=torch.long)
+        for row, length in zip(mask, lengths if is_real else (shape[1], shape[1] - 1), strict=True):
+            row[length:] = 0
+        tokens = torch.zeros(shape, dtype=torch.long) if is_real else torch.empty_like(mask, device="meta")
+        labels = torch.zeros(2, dtype=torch.long, device=tokens.device)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+    find = partial(mk.predict.find_worst_batch, lengths, model, lambda model, batch: model(**batch).loss)
+    real = find(make_batch=partial(make_batch, is_real=True))
+    formal = find(make_batch=partial(make_batch, is_real=False))
+    assert (real.num_kinds, formal.num_kinds) == (5, 2)
+    assert (real.number, real.estimate.parts()) == (formal.number, formal.estimate.parts())
+    assert formal.estimate.verdict("1GiB") == "fits"
 
 
 # --------------------------------------------------------------------------------- without loading anything
