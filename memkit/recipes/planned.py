@@ -193,7 +193,7 @@ def _plan(
     sample_batch = sample_batch if worst is None else worst.batch
     num_rows = _rows_to_plan(call, sample_batch)
     counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, micro_batch_size)
-    notes += [] if worst is None else _about(worst, budget_bytes)
+    notes += [] if worst is None else _about(worst, gpu, budget_bytes)
     speeds: OperatorTimes = HostTimes(budget_bytes) if gpu is None else card_speeds(gpu)
 
     def trials_for(batch: Any) -> StepTrials:
@@ -473,12 +473,13 @@ def _allowed_counts(
     return counts, [f"Cut into {micro_batch_size} rows as asked, though {reason}"], False
 
 
-def _about(worst: WorstBatch, budget_bytes: int) -> list[str]:
+def _about(worst: WorstBatch, gpu: GPU | None, budget_bytes: int) -> list[str]:
     """Say which batches a plan is for, and how many of them need it."""
+    kinds = f"Rehearsed with {len(worst.batches)} of {worst.num_kinds} kinds of batch"
     most = f"batch {worst.number} of {worst.num_batches} is the largest"
-    too_large = f"{len(worst.too_large(f'{budget_bytes}B'))} would not fit as they are"
-    kinds = f"Rehearsed with {len(worst.batches)} of {worst.num_kinds} kinds of batch: {most}, and {too_large}."
-    return [kinds, *(f"{note[0].upper()}{note[1:]}." for note in worst.notes)]
+    if worst.estimate.target == ("cpu" if gpu is None else gpu.name):  # else its estimates are of another device
+        most += f", and {len(worst.too_large(f'{budget_bytes}B'))} would not fit as they are"
+    return [f"{kinds}: {most}.", *(f"{note[0].upper()}{note[1:]}." for note in worst.notes)]
 
 
 def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | None, str]:
