@@ -235,13 +235,8 @@ def _plan(
     if worst is not None:
         best, hardest = suit_all(worst, best, trials_for, counts, budget_bytes, treats_blocks=treat != "tensors")
         if best.required_bytes > budget_bytes:
-            _refuse(
-                call,
-                budget,
-                budget_bytes,
-                best,
-                [*notes, f"No plan suits all batches: with this one, batch {hardest} does not fit."],
-            )
+            notes += [f"No plan suits all batches: with this one, batch {hardest} does not fit."]
+            _refuse(call, budget, budget_bytes, best, notes)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
     plan = TrainingPlan.of(
