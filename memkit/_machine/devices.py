@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 
 import psutil
@@ -240,13 +241,27 @@ def children_bytes() -> int | None:
     for each child of a gigabyte.
     """
     total = None
-    for tasks in Path("/proc/self/task").glob("*/children"):
-        for pid in read_text(tasks).split():
-            text = read_text(Path("/proc", pid, "smaps_rollup"))  # empty if it is gone by now, or another user's
+    for tasks in glob("/proc/self/task/*/children"):  # noqa: PTH207 - it is read in training steps, and `Path` is slower
+        for pid in _read(tasks).split():
+            text = read_text(Path("/proc", pid.decode(), "smaps_rollup"))  # empty if gone by now, or another user's
             kilobytes = [int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")]
             if kilobytes:
                 total = (total or 0) + 1024 * sum(kilobytes)
     return total
+
+
+def _read(path: str) -> bytes:
+    """Read a file of the kernel; empty if it is gone. Between two steps, `Path` takes several times longer."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return b"".join(iter(lambda: os.read(file, 2**16), b""))
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
 
 
 class ResidentPeak:

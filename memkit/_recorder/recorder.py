@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memkit._core.errors import StateError
@@ -33,13 +34,16 @@ from memkit._recorder.recording import (
     resolve_categories,
 )
 from memkit._torch.dispatch import (
-    TorchDispatchMode,
+    LeanDispatchMode,
+    OpOverload,
     current_modes,
     is_traceable_wrapper_subclass_type,
     pop_mode,
     push_mode,
 )
 from memkit._torch.graph import ENGINE, current_backward, current_node, next_sequence_number, sequence_number
+from memkit._torch.modules import buffers_of, parameters_of
+from memkit._torch.operators import kernel_of
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.storage import is_dense, storage_use_count
 from memkit._torch.tensors import is_zero_tensor, storage_key, strided_parts, use_count
@@ -62,6 +66,8 @@ WRITES = frozenset(
     }
 )
 REUSING = WRITES | {ADD}
+# Arguments that hold no tensor: an `isinstance` that says so would take longer than anything else done to them.
+_NO_TENSORS = {int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str}
 _LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) returns the tensor that it created below the dispatcher
 _DEVICE = torch.ops.prim.device.default
 # Storages of these categories may exist before the block; others only since the start of the current step.
@@ -147,14 +153,15 @@ class Events(NamedTuple):
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to a storage that carries its record number: the weakref callback receives nothing else."""
+    """Weak reference to a storage, with its record number and size: the weakref callback receives nothing else."""
 
-    __slots__ = ("key", "number")
+    __slots__ = ("key", "nbytes", "number")
     key: int
+    nbytes: int
     number: int
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class Recorder(LeanDispatchMode):
     """Record every storage that is created, resized or freed in a block of code.
 
     Use it as ``with Recorder() as recorder: step()`` and read `recording` then or later. It works on real tensors and
@@ -194,7 +201,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._was_entered = False
         self._where = Whereabouts()
         self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it
-        self._live: dict[torch.device, int] = {}
+        self._live: dict[torch.device, int] = {}  # live bytes after the first `_num_summed` events
+        self._num_summed = 0
         # One entry per event, and the storages that existed before: (event before which they count, number, bytes).
         self._event_storage: list[int] = []
         self._event_bytes: list[int] = []
@@ -204,7 +212,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._phase: StepPhase | None = None
         self._plain_types: set[type] = set()  # of tensors that do not wrap other tensors
         # One entry per storage.
-        self._bytes: list[int] = []
         self._devices: list[torch.device] = []
         self._operators: list[Any] = []  # the operator, or "" for storages from before the block
         self._places: list[OperatorPlace] = []
@@ -247,6 +254,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def live_bytes(self, device: torch.device | str | None = None) -> int:
         """Return bytes in live storages now (after the block, at its end), on one device or on all."""
+        num_events = len(self._event_bytes)
+        for event in range(self._num_summed, num_events):
+            where = self._devices[self._event_storage[event]]
+            self._live[where] = self._live.get(where, 0) + self._event_bytes[event]
+        self._num_summed = num_events
         if device is None:
             return sum(self._live.values())
         return self._live.get(torch.device(device), 0)
@@ -277,10 +289,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         before = sum(num_bytes for _, _, num_bytes in self._adopted) + sum(self._event_bytes[:event])
         live = before + np.cumsum([0, *self._event_bytes[event:]], dtype=np.int64)
         storages = self._event_storage[event:]
-        names = {operator: str(operator) for operator in set(self._operators)}
         return Events(
             live,
-            operators=tuple(names[self._operators[number]] for number in storages),
+            operators=tuple(_texts([self._operators[number] for number in storages])),
             is_growth=tuple(num_bytes > 0 for num_bytes in self._event_bytes[event:]),
             places=tuple(self._places[number] for number in storages),
             bounds=_int64([int(live[index - event]) + bound for index, bound in self._bounds if index >= event]),
@@ -307,19 +318,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE:  # C++ asks for `.device` of a fake tensor, which Python answers without a dispatch
             return getattr(args[0], "fake_device", None) or args[0].device
-        if not self._plain_types.issuperset(types) and self._is_wrapped(types):
+        if types and not self._plain_types.issuperset(types) and self._is_wrapped(types):
             return NotImplemented  # a wrapper around other tensors unwraps itself; its inner operators then come here
         if self._beneath is not None and torch.is_inference_mode_enabled():
             divided = self._beneath.divided(func, args)
             if divided is not None:
                 return self._run_divided(divided, args, kwargs)
         where = self._where
-        where.update()
+        place = where.update()  # None: looked up if a storage is born
         is_candidate = where.phase == "backward" and func in self._reusing
         reused = self._reused_otherwise(func, args) if is_candidate else None
-        out = func(*args, **kwargs)
+        out = (kernel_of(func) if type(func) is OpOverload else func)(*args, **kwargs)
         if not self._is_probing:
-            self._note_operator(func, args, kwargs, out, reused)
+            self._note_operator(func, args, kwargs, out, place, reused)
         return out
 
     def _is_wrapped(self, types: Sequence[type]) -> bool:
@@ -336,20 +347,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             pop_mode()
 
     def _note_operator(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, reused: _Block | None
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        place: OperatorPlace | None,
+        reused: _Block | None,
     ) -> None:
         phase = self._where.phase
         if phase != self._phase:
             self._phase = phase
             self._phases.append((len(self._event_storage), phase))
         if func is not _LIFT:
-            for given in args:
-                self._note_all(given, None)
-            for given in kwargs.values():
-                self._note_all(given, None)
+            self._note_all(args, None, None)
+            if kwargs:
+                self._note_all(kwargs.values(), None, None)
         if reused is not None:
             self._reuse(reused, out)
-        self._note_all(out, func)
+        if func is _LIFT or not args or out is not args[0]:
+            self._note_all((out,), func, place)
         if phase == "backward" and func in ACCUMULATIONS:
             node = current_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
@@ -360,14 +377,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             if bound:
                 self._bounds.append((len(self._event_bytes), bound))
 
-    def _note_all(self, value: Any, operator: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self._note(value, operator)
-        elif isinstance(value, (list, tuple, dict)):
-            for item in value.values() if isinstance(value, dict) else value:
-                self._note_all(item, operator)
+    def _note_all(self, values: Iterable[Any], operator: Any, place: OperatorPlace | None) -> None:
+        """Register the storages of all tensors in ``values``.
 
-    def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
+        Args:
+            values: Arguments or results of an operator.
+            operator: The operator that created those that are unknown; None if they existed before.
+            place: Its place, if known.
+        """
+        blocks, is_marked = self._blocks, self._marks is not None
+        for value in values:
+            kind = type(value)
+            if kind in _NO_TENSORS:
+                continue
+            if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
+                try:
+                    storage = value.untyped_storage()
+                    block = blocks.get(id(storage))
+                    if block is not None and storage.nbytes() == block.nbytes and not is_marked:
+                        continue
+                except (NotImplementedError, RuntimeError):  # no storage of its own
+                    pass
+                if place is None and operator is not None:
+                    place = self._where.place()
+                self._note(value, operator, place)
+            elif isinstance(value, (list, tuple)):
+                self._note_all(value, operator, place)
+            elif isinstance(value, dict):
+                self._note_all(value.values(), operator, place)
+
+    def _note(self, tensor: Tensor, operator: Any, place: OperatorPlace | None) -> int | None:
         """Register a tensor's storage: as a birth if `operator` created it, as an adoption if it already existed.
 
         Returns:
@@ -378,35 +417,51 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         except (NotImplementedError, RuntimeError):  # sparse or opaque: no storage of its own
             for part in self._parts(tensor, operator):
                 if part is not tensor:
-                    self._note(part, operator)
+                    self._note(part, operator, place)
             return None
         if self._marks is not None and not tensor.is_cpu:
             self._marks.accelerator = tensor.device
         block = self._blocks.get(id(storage))
         if block is not None:
             return self._book_again(block, storage, operator)
-        return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator)
+        return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator, place)
+
+    def _known_number(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage; None if it is not known in this size."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+        block = self._blocks.get(id(storage))
+        return block.number if block is not None and block.nbytes == storage.nbytes() else None
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         if not self._is_active():
             return
         device = storage.device if self._beneath is None else self._beneath.device_of(storage)
         block = self._blocks.get(id(storage))
-        number = self._book_again(block, storage, UNSHARD) if block else self._book(storage, device, UNSHARD)
+        if block is not None:
+            number: int | None = self._book_again(block, storage, UNSHARD)
+        else:
+            number = self._book(storage, device, UNSHARD, self._where.place())
         if number is not None and self._operators[number] == UNSHARD:
             self._categories[number] = "parameter"
 
     def _book_again(self, block: _Block, storage: torch.UntypedStorage, operator: Any) -> int:
         """Register the new size of a storage."""
-        change = storage.nbytes() - self._bytes[block.number]
+        change = storage.nbytes() - block.nbytes
         if change:
             if self._beneath is not None:
                 self._operator = operator
                 self._beneath.resize(storage)
-            self._change(block.number, change)
+            self._event_storage.append(block.number)
+            self._event_bytes.append(change)
+            block.nbytes += change
         return block.number
 
-    def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:
+    def _book(
+        self, storage: torch.UntypedStorage, device: torch.device, operator: Any, place: OperatorPlace | None
+    ) -> int | None:
         """Count a storage that was not seen before."""
         nbytes = storage.nbytes()
         if nbytes == 0 or (self._beneath is not None and not self._beneath.counts(device)):
@@ -414,40 +469,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if self._beneath is not None:
             self._operator = operator
             self._beneath.hold(storage)
-        number = len(self._bytes)
-        self._bytes.append(nbytes)
+        number = len(self._devices)
         self._devices.append(device)
-        if operator is None:
+        node = None
+        if place is None:
             self._adopted.append((self._step_start, number, nbytes))
-            self._operators.append("")
-            self._places.append(OperatorPlace("other", "", None))
-            self._nodes.append(-1)
+            self._live[device] = self._live.get(device, 0) + nbytes
         else:
             self._event_storage.append(number)
             self._event_bytes.append(nbytes)
-            self._operators.append(operator)
-            self._places.append(self._where.place())
-            node = current_node()
-            self._nodes.append(-1 if node is None else sequence_number(node))
-        self._live[device] = self._live.get(device, 0) + nbytes
-        self._follow(storage, number)
+            node = current_node() if place.phase == "backward" else None
+        self._operators.append(operator or "")
+        self._places.append(place or _BEFORE)
+        self._nodes.append(-1 if node is None else sequence_number(node))
+        self._follow(storage, number, nbytes)
         return number
 
-    def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
+    def _follow(self, storage: torch.UntypedStorage, number: int, nbytes: int) -> None:
         block = _Block(storage, self._died)
-        block.key = id(storage)
+        block.key = key = id(storage)
         block.number = number
-        self._blocks[block.key] = block
+        block.nbytes = nbytes
+        self._blocks[key] = block
 
     def _died(self, block: _Block) -> None:
         del self._blocks[block.key]
-        self._change(block.number, -self._bytes[block.number])
-
-    def _change(self, number: int, by: int) -> None:
-        self._event_storage.append(number)
-        self._event_bytes.append(by)
-        self._bytes[number] += by
-        self._live[self._devices[number]] += by
+        self._event_storage.append(block.number)
+        self._event_bytes.append(-block.nbytes)
 
     def _parts(self, tensor: torch.Tensor, operator: Any) -> Iterator[torch.Tensor]:
         """Yield the plain tensors that hold the memory of a sparse or wrapper tensor."""
@@ -485,7 +533,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if func is ADD:
             is_free = holders == self._unshared and is_dense(tensor) and self._may_be_summed(block)
         else:
-            is_free = block.number == len(self._bytes) - 1 and self._operators[block.number] in FILLS
+            is_free = block.number == len(self._devices) - 1 and self._operators[block.number] in FILLS
         return block if is_free and self._where.called_by_engine() else None
 
     def _may_be_summed(self, block: _Block) -> bool:
@@ -504,7 +552,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if self._beneath is not None:
             self._beneath.pass_on(block.key, out.untyped_storage())
         del self._blocks[block.key]
-        self._follow(out.untyped_storage(), block.number)
+        self._follow(out.untyped_storage(), block.number, block.nbytes)
 
     def _probe(self) -> None:
         """Measure the reference counts of an unshared gradient at this point, in this version of Python and torch."""
@@ -528,8 +576,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._where.outside_backward = "forward"
         for child in module.modules():
             owner = self._where.name_of(child)
-            self.label(list(child.parameters(recurse=False)), "parameter", owner)
-            self.label(list(child.buffers(recurse=False)), "buffer", owner)
+            self.label(list(parameters_of(child).values()), "parameter", owner)
+            self.label(list(buffers_of(child).values()), "buffer", owner)
         self.label(inputs, "input")
 
     def _after_module(self, *_: Any) -> None:
@@ -552,15 +600,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def label(self, value: Any, category: Category, module: str = "") -> None:
         """Label the storages of all tensors in `value`. The first label stays: a parameter never becomes an input."""
-        for leaf in tree_leaves(value):
-            if not isinstance(leaf, torch.Tensor) or is_lazy(leaf):
+        categories, places = self._categories, self._places
+        for tensor in _leaves_of(value):
+            if is_lazy(tensor):
                 continue
-            for part in self._parts(leaf, None):
-                number = self._note(part, None)
-                if number is None or (category == "input" and self._places[number].phase != "other"):
+            number = self._known_number(tensor)
+            if number in categories and (not module or places[number].module):
+                continue
+            for part in self._parts(tensor, None):
+                number = self._note(part, None, None)
+                if number is None or (category == "input" and places[number].phase != "other"):
                     continue  # a forward's result is an activation, even if it is another model's input
-                if self._categories.setdefault(number, category) == category and not self._places[number].module:
-                    self._places[number] = self._places[number]._replace(module=module)
+                if categories.setdefault(number, category) == category and not places[number].module:
+                    places[number] = places[number]._replace(module=module)
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -577,17 +629,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         earlier = np.sort(_int64(before))
         phases = tuple((index + int(np.searchsorted(earlier, index)), phase) for index, phase in self._phases)
         texts: dict[Label, Sequence[str]] = {
-            "device": [str(device) for device in self._devices],
+            "device": _texts(self._devices),
             "module": [place.module for place in self._places],
-            "operator": [str(operator) for operator in self._operators],
+            "operator": _texts(self._operators),
             "phase": [place.phase for place in self._places],
-            "source": [str(place.line or "") for place in self._places],
+            "source": _texts([place.line or "" for place in self._places]),
         }
         texts["category"] = resolve_categories(
             self._categories,
             born_in=texts["phase"],
             was_before=[number for _, number, _ in self._adopted],
-            lifetimes=lifetimes(event_storage, event_bytes, len(self._bytes)),
+            lifetimes=lifetimes(event_storage, event_bytes, len(self._devices)),
             backwards=[index for index, phase in phases if phase == "backward"],
             end=len(event_storage),
         )
@@ -595,6 +647,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         codes = {label: code for label, (code, _) in tables.items()}
         names = {label: table for label, (_, table) in tables.items()}
         return Recording(event_storage, event_bytes, codes, names, phases, tuple(self._untracked))
+
+
+def _leaves_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree; `tree_leaves` takes several times longer for plain containers."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif kind is list or kind is tuple or kind is dict:
+        for each in value.values() if kind is dict else value:
+            if isinstance(each, Tensor):
+                yield each
+            else:
+                yield from _leaves_of(each)
+    elif kind not in _NO_TENSORS:
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _texts(values: Sequence[object]) -> list[str]:
+    """Return the text of each value; the few objects among them are each formatted once."""
+    texts = {key: str(value) for key, value in {id(value): value for value in values}.items()}
+    return [texts[id(value)] for value in values]
 
 
 def _int64(values: Sequence[int]) -> IntArray:
@@ -622,6 +695,9 @@ class OperatorPlace(NamedTuple):
     line: SourceLine | None
 
 
+_BEFORE = OperatorPlace("other", "", None)
+
+
 class Whereabouts:
     """Tracks a step through its operators and module calls.
 
@@ -638,7 +714,8 @@ class Whereabouts:
         self.outside_backward: StepPhase = "other"
         self._thread = threading.get_ident()
         self._next_sequence_number = next_sequence_number()
-        self._origins: dict[int, tuple[str, SourceLine | None]] = {}
+        self._origins: dict[int, OperatorPlace] = {}
+        self._places: dict[tuple[object, ...], OperatorPlace] = {}
         self._backward = _NO_BACKWARD
         self._backward_depth = 0
         self._modules: list[str] = []
@@ -646,44 +723,59 @@ class Whereabouts:
         self._roots: set[str] = set()
         self._is_internal: dict[str, bool] = {}
 
-    def update(self) -> None:
-        """Detect changes since the last operator: a backward began or ended, or graph nodes were created."""
+    def update(self) -> OperatorPlace | None:
+        """Detect changes since the last operator: a backward began or ended, or graph nodes were created.
+
+        Returns:
+            The place of the running operator, if it created nodes.
+        """
         backward = current_backward()
         if backward != self._backward:
             if self._backward == _NO_BACKWARD:
                 self.outside_backward = "other"  # the forward has ended too once the backward ends
             self._backward = backward
             self._backward_depth = len(self._modules)
+        self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
         number = next_sequence_number()
         # The counter is per thread: on an accelerator, backward runs in another thread.
-        has_new_nodes = number != self._next_sequence_number and threading.get_ident() == self._thread
-        if has_new_nodes and self.outside_backward == "other" and backward == _NO_BACKWARD:
-            self.outside_backward = "forward"
-        self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
-        if has_new_nodes:
-            place = self.place()
-            for node in range(self._next_sequence_number, number):
-                self._origins[node] = place[1:]
-            self._next_sequence_number = number
+        if number == self._next_sequence_number or threading.get_ident() != self._thread:
+            return None
+        if self.phase == "other":
+            self.phase = self.outside_backward = "forward"
+        place = self.place()
+        for node in range(self._next_sequence_number, number):
+            self._origins[node] = place
+        self._next_sequence_number = number
+        return place
 
     def place(self) -> OperatorPlace:
-        """Return the place of the running operator."""
-        line, by_engine = self._line()
+        """Return the place of the running operator; the same object for the same place."""
         module = self._modules[-1] if self._modules else ""
-        if self.phase != "backward":
-            return OperatorPlace(self.phase, module, line)
-        node = current_node()
+        phase = self.phase
+        node = current_node() if phase == "backward" else None
         origin = self._origins.get(sequence_number(node)) if node is not None else None
-        if origin is not None:
-            if len(self._modules) <= self._backward_depth:  # deeper: a checkpoint reruns its module
-                module = origin[0]
-            if by_engine:
-                line = origin[1]
-        return OperatorPlace("backward", module, line)
+        if origin is not None and len(self._modules) <= self._backward_depth:  # deeper: a checkpoint reruns its module
+            module = origin.module
+        frame, by_engine = self._caller()
+        key: tuple[object, ...]
+        if origin is not None and by_engine:
+            key = module, id(origin)
+        elif frame is not None:  # not the line's number: finding it takes long
+            key = phase, module, id(frame.f_code), frame.f_lasti
+        else:
+            key = phase, module
+        place = self._places.get(key)
+        if place is None:
+            if origin is not None and by_engine:
+                line = origin.line
+            else:
+                line = None if frame is None else SourceLine(frame.f_code, frame.f_lineno)  # keeps the code, and its id
+            self._places[key] = place = OperatorPlace(phase, module, line)
+        return place
 
     def called_by_engine(self) -> bool:
         """Whether the operator is called by autograd's C++ code, not by Python code inside the backward."""
-        return self._line()[1]
+        return self._caller()[1]
 
     def enter_module(self, module: torch.nn.Module) -> bool:
         """Push a module call; True if it is the outermost one."""
@@ -719,17 +811,17 @@ class Whereabouts:
             self._module_names.setdefault(child, f"{prefix}{path}" if path else root)
         return self._module_names[module]
 
-    def _line(self) -> tuple[SourceLine | None, bool]:
-        """Return the innermost line of user code, and whether autograd's engine lies between it and the operator."""
+    def _caller(self) -> tuple[FrameType | None, bool]:
+        """Return the innermost frame of user code, and whether autograd's engine lies between it and the operator."""
         by_engine = False
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - no public equivalent
+        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - no public equivalent
         while frame is not None:
             code = frame.f_code
             is_internal = self._is_internal.get(code.co_filename)
             if is_internal is None:
                 is_internal = self._is_internal[code.co_filename] = code.co_filename.startswith(_INTERNAL)
             if not is_internal:
-                return SourceLine(code, frame.f_lineno), by_engine
+                return frame, by_engine
             by_engine = by_engine or code is ENGINE
             frame = frame.f_back
         return None, True  # a thread of the engine: it has no Python frames of its own

@@ -14,6 +14,7 @@ from torch._C import (
     _ExcludeDispatchKeyGuard as without_keys,
     _get_privateuse1_backend_name as private_backend_name,
 )
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload  # an ordinary operator, as opposed to a higher-order one
 from torch.utils._mode_utils import no_dispatch  # runs below all modes
 from torch.utils._python_dispatch import (
@@ -24,6 +25,25 @@ from torch.utils._python_dispatch import (
     _push_mode as push_mode,
     is_traceable_wrapper_subclass_type,  # a tensor that holds other tensors
 )
+
+
+class LeanDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """A dispatch mode whose Python code `torch.compile` leaves alone, at no cost.
+
+    The wrapper that torch puts around a mode's ``__torch_dispatch__`` for this takes 0.7 microseconds at each operator.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        if "__torch_dispatch__" in vars(cls):
+            set_code_exec_strategy(cls.__torch_dispatch__.__code__, _SKIPPED)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+_SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and all that it calls
 
 
 def fake_mode() -> Any:
@@ -48,6 +68,7 @@ def counting_in_views() -> Any:
 __all__ = [
     "DispatchKey",
     "DispatchKeySet",
+    "LeanDispatchMode",
     "OpOverload",
     "TensorBase",
     "TorchDispatchMode",

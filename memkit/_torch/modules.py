@@ -1,6 +1,7 @@
 """Non-public parts of modules, and base classes of torch's layers that have no public name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,9 +29,8 @@ __all__ = [
 ]
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
-    return module._buffers
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""Returns a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -65,9 +65,8 @@ def apply_to(module: nn.Module, fn: Any, *, recurse: bool = True) -> None:
     module._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own parameters, including None."""
-    return module._parameters
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""Returns a module's own parameters, including None."""
 
 
 STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))

@@ -9,6 +9,9 @@ import torch
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Returns an operator's schema: its arguments and results, and the ones it writes to."""
 
+kernel_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
+"""Returns what an `OpOverload` calls: calling it at once saves a function of Python."""
+
 remove_kernels: Callable[[Any], None] = methodcaller("_destroy")
 """Removes the kernels that a library has registered."""
 

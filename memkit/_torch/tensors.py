@@ -61,7 +61,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-is_zero_tensor: Callable[[torch.Tensor], bool] = methodcaller("_is_zerotensor")
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 """Returns whether a tensor is one of autograd's zeros, which take no memory."""
 
 

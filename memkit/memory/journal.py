@@ -74,6 +74,11 @@ class EventJournal:
     def __len__(self) -> int:
         return len(self._events)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the events go to a log file."""
+        return self._writer is not None
+
     def add(self, events: Sequence[str]) -> None:
         """Add events, each as its `memkit._events.writer.event_text`, and write them."""
         held = len(self._events)

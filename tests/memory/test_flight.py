@@ -219,7 +219,7 @@ def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
     """Counted, as times are not: a step without news is read from the counters, and evaluated later."""
     memory = mk.MemoryManager("cpu")
     batch = (torch.ones(8, 3), torch.ones(8))
-    memory._ledger.settled_ns = 2**62  # no tenth of a second passes
+    memory._ledger.settled_ns = 2**62  # no second passes
 
     def step():
         with memory.recorded_step(tmp_path, batch):
@@ -229,6 +229,20 @@ def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
     recorded, plain = len(count_calls(step)), len(count_calls(memory.step))
     assert plain <= 12
     assert recorded <= plain + 12
+
+
+def test_a_phase_and_a_step_call_few_functions(tmp_path):
+    for log in (None, tmp_path / "memory_events.jsonl"):
+        memory = mk.MemoryManager("cpu", log=log)
+        memory._ledger.settled_ns = 2**62
+
+        def phase(memory=memory):
+            with memory.phase("forward"):
+                pass
+
+        phase()
+        assert len(count_calls(phase)) <= 11  # with this one
+        assert len(count_calls(memory.step)) <= 11
 
 
 def test_a_thousand_steps_hold_no_more_than_the_ring(tmp_path):

@@ -117,6 +117,27 @@ def test_an_outer_phase_takes_at_least_as_long_as_those_inside_it():
     assert 3 * inner.longest_ns >= inner.duration_ns > inner.longest_ns
 
 
+@pytest.mark.parametrize(("has_log", "waits"), [(False, [True, True, False]), (True, [True, False, False])])
+def test_blocks_wait_to_be_evaluated(tmp_path, has_log, waits):
+    memory = mk.MemoryManager("cpu", log=tmp_path / "memory_events.jsonl" if has_log else None)
+    for seconds, still_waits in zip((0.05, 0.5, 1.5), waits, strict=True):
+        memory._ledger.settle()
+        memory._ledger.settled_ns -= int(seconds * 1e9)
+        with memory.phase("forward"):
+            pass
+        assert bool(memory._ledger.ended) == still_waits, seconds
+    assert memory.phases["forward"].num_calls == 3
+
+
+def test_no_more_than_a_thousand_blocks_wait():
+    memory = mk.MemoryManager("cpu")
+    memory._ledger.settled_ns = 2**62
+    for number in range(1, 1001):
+        memory.step()
+        assert len(memory._ledger.ended) == number % 1000
+    memory.close()
+
+
 def test_an_error_passes_and_is_noted():
     memory = mk.MemoryManager("cpu")
     error = ValueError("the user's own")

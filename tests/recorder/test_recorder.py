@@ -4,18 +4,24 @@ import copy
 import gc
 import inspect
 import pickle
+import sys
 import threading
+import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import memkit
 from memkit._core.errors import InputError, StateError
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
@@ -23,6 +29,7 @@ from tests.helpers import assert_refused
 from tests.zoo import CASES, no_mark
 
 HERE = __file__
+PACKAGE = Path(memkit.__file__).parent
 FLOAT = 4
 
 
@@ -54,6 +61,49 @@ def test_births_deaths_and_views():
     np.testing.assert_array_equal(recording.timeline(), np.array([1, 2, 1, 2, 1, 0]) * 100 * FLOAT)
     assert (recording.peak_bytes(), recording.peak_event(), recording.live_bytes()) == (800, 1, 0)
     assert [(s.birth, s.death) for s in recording.storages()] == [(0, 2), (1, 4), (3, 5)]
+
+
+def test_an_operator_takes_few_functions():
+    # What an operator costs, counted: a storage that is known takes no function of its own, and no line is looked up.
+    x, y = torch.zeros(10), torch.zeros(10)
+    runs = [lambda: x.add_(y), x.t, lambda: x + y]
+    with Recorder():
+        for run in runs:
+            run()  # adopts both, and meets each operator and place
+        in_place, view, born = map(functions_entered, runs)
+    assert in_place == ["__torch_dispatch__", "_run", "update", "_note_operator", "_note_all"]
+    assert view == [*in_place, "_note_all"]
+    assert born == [*view, "place", "_caller", "_note", "_book", "_follow", "_died"]
+
+
+def test_a_place_is_looked_up_once_for_all_that_an_operator_makes():
+    x = torch.zeros(10, 10)
+    with Recorder():
+        x.add_(1)
+        made = functions_entered(lambda: torch.native_layer_norm(x, (10,), None, None, 1e-5))
+    assert (made.count("place"), made.count("_book")) == (1, 3)
+
+
+def functions_entered(run) -> list[str]:
+    """Functions of memkit that a call enters."""
+    entered = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return [code.co_name for code in entered if Path(code.co_filename).is_relative_to(PACKAGE)]
+
+
+def test_the_same_line_is_the_same_place():
+    # Memory: a place is kept once, however many storages come from it.
+    with Recorder() as recorder:
+        kept = [torch.zeros(size) for size in range(1, 5)]
+        other = torch.zeros(5)
+    places = recorder.events_since(0).places
+    assert len({id(place) for place in places}) == 2
+    assert places[0] == places[3] != places[4]
+    del kept, other
 
 
 def test_what_is_alive_at_the_end_has_no_death_and_later_deaths_change_nothing():
@@ -362,6 +412,31 @@ def test_inference_and_autocast():
     with Recorder() as recorder, torch.autocast("cpu", torch.bfloat16):
         model(torch.zeros(8, 64))
     assert by_size(recorder.recording(), 64 * 64 * 2)[0].operator == "aten._to_copy.default"
+
+
+class Traced(TorchDispatchMode):
+    """The naive way to do without torch's wrapper."""
+
+    num_operators = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "is_compiled"), [(Recorder, False), (Traced, True)])
+def test_the_compiler_leaves_the_recorder_alone(mode, is_compiled):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(requires_grad=False)
+    compiled = torch.compile(model, backend="eager")
+    with warnings.catch_warnings(action="ignore"), mode():
+        for rows in (2, 3):
+            compiled(torch.zeros(rows, 4))
+    entries = _debug_get_cache_entry_list(mode.__torch_dispatch__.__code__)
+    assert bool(entries) == is_compiled
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch says that it sees global module hooks
