@@ -167,10 +167,12 @@ class Attempt:
         """Whether its results are part of the step: it completed, and its gradient is in the sum."""
         return self.is_added and self.failure is None
 
-    def check_used(self) -> None:
-        """Reject an attempt that has added nothing to the gradient."""
-        if self.is_added:
-            return
+    def refuse_unused(self) -> NoReturn:
+        """Refuse an attempt that has added nothing to the gradient.
+
+        Raises:
+            StateError: Always.
+        """
         raise StateError(
             "for attempt in trainer.microbatches(batch)",
             got="a micro-batch without trainer.backward()"
@@ -259,7 +261,7 @@ class BatchRun:
         self.forced: Forced | None = None
         self.done: list[Attempt] = []
         self._before_cut: tuple[Attempt, Plan, dict[str, Any]] | None = None
-        self.rollback = self.take_rollback()
+        self.rollback = None if means.remedies is None else self.take_rollback()
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:
             num_chosen = means.peers.num_parts(self, num_parts)
@@ -292,8 +294,8 @@ class BatchRun:
             MemkitOutOfMemoryError: The attempt ran out of memory, no remedy is left, and it cannot be made smaller.
             StateError: The block was not entered, or did not call backward.
         """
-        if attempt.failure is None:
-            attempt.check_used()
+        if attempt.failure is None and not attempt.is_added:
+            attempt.refuse_unused()
         self.means.peers.settle(self, attempt)
 
     def undo(self) -> None:
@@ -326,22 +328,23 @@ class BatchRun:
             remedies.tell("split", f"out of memory ({failure.description if failure else 'on a rank'})", done)
         return True
 
-    def check_complete(self) -> None:
-        """Reject a step on a batch that has micro-batches left."""
-        if not self.is_complete:
-            raise StateError(
-                "trainer.step()",
-                got="a batch with unfinished micro-batches",
-                expected="one step after all micro-batches of a batch",
-                fix="call trainer.step() after the loop over trainer.microbatches(batch), not inside it.",
-            )
+    def refuse_incomplete(self) -> NoReturn:
+        """Refuse a step on a batch that has micro-batches left.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            "trainer.step()",
+            got="a batch with unfinished micro-batches",
+            expected="one step after all micro-batches of a batch",
+            fix="call trainer.step() after the loop over trainer.microbatches(batch), not inside it.",
+        )
 
     # ------------------------------------------------------------------ for the strategies
 
-    def take_rollback(self) -> Rollback | None:
-        """Save everything that a forward may change, if recovery is on."""
-        if self.means.remedies is None:
-            return None
+    def take_rollback(self) -> Rollback:
+        """Save everything that a forward may change."""
         return insist(self.means.snapshot, "copying the buffers that a forward changes")
 
     def cut_whole(self, num_parts: int) -> None:

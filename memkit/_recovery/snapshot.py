@@ -22,7 +22,7 @@ from memkit._core.errors import StateError
 from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
-from memkit._torch.modules import buffers_of, is_compiled
+from memkit._torch.modules import buffers_of, is_compiled, modes_of, with_buffers
 from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
@@ -40,22 +40,24 @@ class StateWatch:
 
     Args:
         module: The module, including its children.
+
+    Attributes:
+        module: The module.
+        owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
+        changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
+        host: Cache of the random state of NumPy and Python.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._owners = dict.fromkeys(module.modules())
+        self.owners = dict.fromkeys(module.modules())
         # torch.compile recompiles, and warns, when it finds a global module hook.
-        self._is_compiled = any(is_compiled(each) for each in self._owners)
-        self.changes_attributes = not self._is_compiled  # until a forward is seen to leave them unchanged
+        self._is_compiled = any(is_compiled(each) for each in self.owners)
+        self.changes_attributes = not self._is_compiled
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
-        self.numpy = random_state.NumpyState()
-
-    def modes(self) -> list[tuple[nn.Module, bool]]:
-        """Return the mode of each module."""
-        return [(owner, owner.training) for owner in self._owners]
+        self.host = random_state.HostState()
 
     def generators(self) -> Iterable[Any]:
         """Return random generators (torch, NumPy, Python) in modules' attributes, or in lists and dicts there.
@@ -64,13 +66,13 @@ class StateWatch:
         """
         if self._num_searches < _NUM_SEARCHES:
             self._num_searches += 1
-            self._generators |= {id(each): each for owner in self._owners for each in _held_generators(owner)}
+            self._generators |= {id(each): each for owner in self.owners for each in _held_generators(owner)}
         return self._generators.values()
 
     def snapshot(self) -> BufferSnapshot:
         """Copy the buffers, except large ones that an earlier forward left unchanged."""
         snapshot = BufferSnapshot()
-        snapshot.add(self._owners, self._still)
+        snapshot.add(self.owners, self._still)
         return snapshot
 
     def learn(self, snapshot: BufferSnapshot) -> None:
@@ -89,9 +91,9 @@ class StateWatch:
         thread = threading.get_ident()  # other threads train models of their own
 
         def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
-            if module not in self._owners and threading.get_ident() == thread:
-                found = [each for each in module.modules() if each not in self._owners]
-                self._owners.update(dict.fromkeys(found))
+            if module not in self.owners and threading.get_ident() == thread:
+                found = [each for each in module.modules() if each not in self.owners]
+                self.owners.update(dict.fromkeys(found))
                 snapshot.add(found, self._still)
 
         if self._is_compiled:
@@ -120,8 +122,8 @@ class BufferSnapshot:
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         """Add the buffers of ``owners``; those in ``still``, which have a known digest, are not copied."""
-        for owner in owners:
-            for name, buffer in buffers_of(owner).items():
+        for owner, buffers in with_buffers(owners):
+            for name, buffer in buffers.items():
                 copy = None
                 if buffer is not None and not is_lazy(buffer) and (owner, name) not in still:
                     copy = cloned(buffer)
@@ -157,14 +159,18 @@ class RandomNumbers:
     Args:
         generators: Additional generators, of torch, NumPy or Python.
         of_torch: Whether to include torch's own random state, or leave it to other code.
-        numpy: Cache of NumPy's state.
+        host: Cache of NumPy's and Python's state.
     """
 
     def __init__(
-        self, generators: Iterable[Any] = (), *, of_torch: bool = True, numpy: random_state.NumpyState | None = None
+        self, generators: Iterable[Any] = (), *, of_torch: bool = True, host: random_state.HostState | None = None
     ) -> None:
         self._of_torch = of_torch
-        self._random = random_state.capture(numpy) if of_torch else random_state.capture_host(numpy)
+        self._random: random_state.RandomState | random_state.HostRandomState
+        if of_torch:
+            self._random = random_state.capture(host)
+        else:
+            self._random = random_state.capture_host() if host is None else host.get()
         self._states = [(each, _generator_state(each)) for each in generators]
 
     def restore(self) -> None:
@@ -268,8 +274,8 @@ class Rollback:
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True) -> None:
         self._watch = watch
-        self.buffers, self._modes = watch.snapshot(), watch.modes()
-        self.random = RandomNumbers(watch.generators(), of_torch=of_torch, numpy=watch.numpy)
+        self.buffers, self._modes = watch.snapshot(), modes_of(watch.owners)
+        self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self.attributes = AttributeStates(watch) if watch.changes_attributes else None
 
     def discover(self) -> AbstractContextManager[None]:
@@ -297,7 +303,7 @@ class Rollback:
 
     def _restore(self) -> None:
         self.buffers.restore()
-        for module, is_training in self._modes:
+        for module, is_training in zip(self._watch.owners, self._modes, strict=False):  # some were found since
             if module.training != is_training:
                 module.training = is_training
         self.random.restore()

@@ -11,4 +11,4 @@ def is_loaded() -> bool:
 def count_graphs() -> int:
     """Return the number of graphs compiled in this process, from the counters that torch's own tests read."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+    return dynamo.counters["stats"].get("unique_graphs", 0) if dynamo else 0

@@ -1,6 +1,7 @@
 """Non-public parts of modules, and base classes of torch's layers that have no public name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,13 +25,28 @@ __all__ = [
     "is_compiled_wrapper",
     "loads_as_torch_does",
     "members_of",
+    "modes_of",
     "parameters_of",
+    "with_buffers",
 ]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
     return module._buffers
+
+
+def with_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+    """Return those of the modules that have buffers of their own, with them, as `buffers_of` returns them."""
+    return [(each, each._buffers) for each in modules if each._buffers]
+
+
+def modes_of(modules: Iterable[nn.Module]) -> list[bool]:
+    """Return for each module whether it is in training mode."""
+    return list(map(_MODE, modules))
+
+
+_MODE = attrgetter("training")
 
 
 def is_compiled(module: nn.Module) -> bool:

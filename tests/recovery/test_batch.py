@@ -157,7 +157,6 @@ class Kernel(RuleBasedStateMachine):
         assert sum(run.sizes) == run.size
         assert self.world.counter == self.before + len(run.done)
         assert run.is_complete
-        run.check_complete()
         self.sums.discard()
         self.run_ = None
 
@@ -236,7 +235,7 @@ def test_an_attempt_that_adds_nothing_is_refused():
 
 def test_a_step_before_the_last_part_is_refused():
     run, *_ = make_run(num_parts=2)
-    assert_refused(lambda: run.check_complete(), StateError, "unfinished micro-batches")
+    assert_refused(lambda: run.refuse_incomplete(), StateError, "unfinished micro-batches")
 
 
 def test_errors_of_parts_say_so():
