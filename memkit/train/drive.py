@@ -83,15 +83,15 @@ class BatchDriver:
             InputError: The batch has no common rows, and may have to be split.
         """
         if self._split_fn is None:
-            marked = mark_samples(batch)
-            self._has_samples, batch = marked is not batch, marked
             try:
-                size, key, tensors = self._surveyor.survey(batch)
+                marked, size, key, tensors = self._surveyor.survey(batch)
             except InputError:
-                check_batch(batch, call=self._means.call)
-                if num_parts > 1 or (self._remedies is not None and not has_no_rows(batch)):
+                marked = mark_samples(batch)
+                check_batch(marked, call=self._means.call)
+                if num_parts > 1 or (self._remedies is not None and not has_no_rows(marked)):
                     raise
-                size, key, tensors = 1, "whole", list_tensors(batch)  # of one that need not be split
+                size, key, tensors = 1, "whole", list_tensors(marked)  # of one that need not be split
+            self._has_samples, batch = marked is not batch, marked
         else:
             key = "packed"
             size, tensors = survey_packed(batch)

@@ -19,7 +19,6 @@ from memkit._torch.pytree import children_of, with_children
 
 ARRAYS = (torch.Tensor, np.ndarray)
 PLAIN = (str, bytes, int, float, complex, bool, type(None))  # leaves that belong to every row
-_ONLY_TENSORS = {torch.Tensor}
 _SURELY_MANY = 4  # tensors of one kind: stacked columns of one kind are rarely more than three
 
 
@@ -54,7 +53,7 @@ def mark_samples(batch: Any) -> Any:
     Args:
         batch: The whole batch.
     """
-    is_usual = type(batch) is torch.Tensor or (type(batch) is tuple and {*map(type, batch)} == _ONLY_TENSORS)
+    is_usual = type(batch) is torch.Tensor or (type(batch) is tuple and {*map(type, batch)} == {torch.Tensor})
     return batch if is_usual else _mark_samples(batch)
 
 

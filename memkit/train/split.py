@@ -69,23 +69,33 @@ class Surveyor:
 
     def __init__(self, call: str) -> None:
         self._call = call
-        self._last: tuple[list[Any], int, str] = [], 0, ""
+        self._last: tuple[object, int, str] = None, 0, ""
 
-    def survey(self, batch: Any) -> tuple[int, str, list[torch.Tensor]]:
-        """Return what `survey` returns."""
-        leaves: list[Any] = []
-        _collect(batch, leaves)
-        look = [(each.shape, each.dtype, each.layout) for each in leaves if _is_usual(each)]
+    def survey(self, batch: Any) -> tuple[Any, int, str, list[torch.Tensor]]:
+        """Return a batch as `mark_samples` returns it, and its `survey`.
+
+        Raises:
+            InputError: It has no common rows.
+        """
+        tensors, look = _look_at(batch)
         known, size, key = self._last
-        if look and look == known and len(look) == len(leaves):
-            return size, key, leaves
-        size, key, tensors = survey(batch, call=self._call)
-        self._last = look if len(look) == len(leaves) else [], size, key
-        return size, key, tensors
+        if look is not None and look == known:
+            return batch, size, key, tensors
+        marked = mark_samples(batch)
+        size, key, tensors = survey(marked, call=self._call)
+        self._last = look if marked is batch else None, size, key
+        return marked, size, key, tensors
 
 
-def _is_usual(leaf: Any) -> bool:
-    return type(leaf) is torch.Tensor and not leaf.is_nested
+def _look_at(batch: Any) -> tuple[list[Any], object]:
+    """Return the entries of a batch of nothing but tensors, and all that its survey depends on; None for another."""
+    kind = type(batch)
+    columns = batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)
+    entries = list(columns)
+    look = [
+        (each.shape, each.dtype, each.layout) for each in entries if type(each) is torch.Tensor and not each.is_nested
+    ]
+    return entries, (kind, look) if look and len(look) == len(entries) else None
 
 
 def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:

@@ -19,7 +19,6 @@ from memkit.train.split import (
     join_rows,
     shape_key,
     split_batch,
-    survey,
     survey_packed,
     take_rows,
 )
@@ -164,6 +163,8 @@ def test_keys_tell_shapes_apart_but_not_row_counts():
                 torch.ones(3, 2),
                 torch.tensor(1.0),
                 (torch.ones(3), torch.ones(4)),
+                [torch.ones(3), torch.ones(4)],
+                [torch.ones(3, 2), torch.ones(3)],
                 (torch.ones(3, 2), torch.ones(3).to_sparse()),
                 (),
                 nn.Parameter(torch.ones(3, 2)),
@@ -176,10 +177,10 @@ def test_a_survey_of_one_batch_after_the_other_is_that_of_each(batches):
     surveyor = Surveyor("my call")
     for batch in batches:
         found = []
-        for look in (surveyor.survey, lambda batch: survey(batch, call="my call")):
+        for look in (surveyor.survey, Surveyor("my call").survey):
             try:
-                size, key, tensors = look(batch)
-                found.append((size, key, list(map(id, tensors))))
+                marked, size, key, tensors = look(batch)
+                found.append((type(marked), size, key, list(map(id, tensors))))
             except mk.errors.InputError as error:
                 found.append(str(error))
         assert found[0] == found[1]
