@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from memkit._core.settings import check_version
 
 _VERSION = 2
 _NUM_WORDS = 624  # of a Mersenne twister; NumPy puts its position behind them, Python in front
-_NUMPY_MARK = itemgetter(0, 1, _NUM_WORDS - 227, _NUM_WORDS)
-_PYTHON_MARK = itemgetter(0, 1, 2, _NUM_WORDS - 226)
+_MARK = struct.Struct("4I")  # the position and the three words beside it
+_LAST = 4 * (_NUM_WORDS - 3)  # bytes in front of NumPy's
 _PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
 
 
@@ -113,7 +113,7 @@ def capture(host: HostState | None = None) -> RandomState:
     """
     module = _accelerator_module()
     return RandomState(
-        cpu=torch.get_rng_state(),
+        cpu=torch.default_generator.get_state(),
         accelerator=module.get_rng_state() if module else None,
         host=capture_host() if host is None else host.get(),
         others={index: module.get_rng_state(index) for index in _others(module)} if module else {},
@@ -161,8 +161,11 @@ class HostState:
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
         if generator is not self._generator:
             self._look_at(generator)
-        python = (*_PYTHON_MARK(self._python_words), _PYTHON.gauss_next) if self._python_words else None
-        marks = _NUMPY_MARK(self._numpy_words) if self._numpy_words else None, python
+        numpy, python = self._numpy_words, self._python_words
+        marks = (
+            _MARK.unpack_from(numpy, _LAST) if numpy else None,
+            (_MARK.unpack_from(python), _PYTHON.gauss_next) if python else None,
+        )
         if marks != self._marks or None in marks:
             self._copy(*marks)
         return self._state

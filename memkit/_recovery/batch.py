@@ -7,11 +7,13 @@ sharded model (`memkit.train.sharded`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
+
+import torch
 
 from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
 from memkit._gradients.loss import Loss
@@ -20,6 +22,7 @@ from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
+from memkit._torch.tensors import are_unwritten, marks_of
 
 CutPart = Callable[[Part, int], list[Part]]
 
@@ -229,7 +232,7 @@ class BatchRun:
         sums: Accumulator for the gradients.
         cut: ``cut(part, n)`` returns about n parts.
         key: Key under which sizes are stored.
-        is_intact: Returns whether the batch is unmodified.
+        tensors: The tensors of the batch, which no forward may change before it runs again.
 
     Attributes:
         plan: The micro-batches to do, and those that are done.
@@ -252,16 +255,18 @@ class BatchRun:
         sums: Sums,
         cut: CutPart,
         key: str = "",
-        is_intact: Callable[[], bool] = lambda: True,
+        tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         self.batch, self.size, self.key, self.means, self.sums = batch, size, key, means, sums
-        self._whole, self._cut, self._is_intact = Part(batch, size), cut, is_intact
+        self._whole, self._cut = Part(batch, size), cut
         self.num_ooms = 0
         self.is_complete = self.is_cut_anew = self.was_cut = False
         self.forced: Forced | None = None
         self.done: list[Attempt] = []
         self._before_cut: tuple[Attempt, Plan, dict[str, Any]] | None = None
-        self.rollback = None if means.remedies is None else self.take_rollback()
+        self.rollback: Rollback | None = None
+        if means.remedies is not None:
+            self._marks, self.rollback = marks_of(tensors), self.take_rollback()
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:
             num_chosen = means.peers.num_parts(self, num_parts)
@@ -374,7 +379,7 @@ class BatchRun:
 
     def check_intact(self, failed: Attempt, failure: Failure) -> None:
         """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place."""
-        if self._is_intact():
+        if are_unwritten(self._marks):
             return
         raise MemkitOutOfMemoryError(
             self.means.call,

@@ -71,9 +71,7 @@ class StateWatch:
 
     def snapshot(self) -> BufferSnapshot:
         """Copy the buffers, except large ones that an earlier forward left unchanged."""
-        snapshot = BufferSnapshot()
-        snapshot.add(self.owners, self._still)
-        return snapshot
+        return BufferSnapshot(self.owners, self._still)
 
     def learn(self, snapshot: BufferSnapshot) -> None:
         """Compare with a snapshot taken before a completed forward; drop copies that are not needed."""
@@ -115,13 +113,19 @@ class _Entry:
 
 
 class BufferSnapshot:
-    """Values of buffers at one instant."""
+    """Values of buffers at one instant.
 
-    def __init__(self) -> None:
+    Args:
+        owners: The modules that have the buffers.
+        still: Buffers that are not copied, with their known digests.
+    """
+
+    def __init__(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         self.entries: dict[_Key, _Entry] = {}
+        self.add(owners, still)
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
-        """Add the buffers of ``owners``; those in ``still``, which have a known digest, are not copied."""
+        """Add the buffers of more modules."""
         for owner, buffers in with_buffers(owners):
             for name, buffer in buffers.items():
                 copy = None

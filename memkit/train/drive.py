@@ -15,7 +15,6 @@ from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback, StateWatch
-from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
@@ -95,11 +94,7 @@ class BatchDriver:
         else:
             key = "packed"
             size, tensors = survey_packed(batch)
-        marks = [] if self._remedies is None else marks_of(tensors)
-        is_intact = functools.partial(are_unwritten, marks)
-        return BatchRun(
-            batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, is_intact=is_intact
-        )
+        return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, tensors=tensors)
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts, to be run by the caller, until the batch is done.

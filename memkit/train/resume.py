@@ -79,10 +79,8 @@ class StepJournal:
             return False
         if not self.parameters or (self._others and any(each.grad is not None for each in self._others)):
             return False
-        last = self.parameters[-1][1]
-        state = optimizer.state.get(last) or {}
-        name = self._keys[-1][1]
-        return self._tensors[-1]() is (state.get(name) if name else last)
+        last, name = self.parameters[-1][1], self._keys[-1][1]
+        return self._tensors[-1]() is ((optimizer.state.get(last) or {}).get(name) if name else last)
 
     def begin(self) -> bool:
         """Record the versions before a step; return False if some state is gone."""
