@@ -32,7 +32,7 @@ class SizeMemory:
     def largest(self, key: str) -> int | None:
         """Return the largest size expected to fit; None if nothing has ever failed."""
         entry = self._entries[key]
-        return None if entry.failed is None else max(1, entry.proven, entry.failed // 2)
+        return None if entry.failed is None else _largest(entry.proven, entry.failed)
 
     def num_parts(self, key: str, size: int, at_least: int) -> int:
         """Choose the number of parts to cut a batch into.
@@ -46,16 +46,16 @@ class SizeMemory:
             size: Size of the batch.
             at_least: Minimum number of parts.
         """
-        largest = self.largest(key)
-        if largest is None:
-            return at_least
         entry = self._entries[key]
+        if entry.failed is None:
+            return at_least
+        largest = _largest(entry.proven, entry.failed)
         num_parts = max(at_least, math.ceil(size / largest))
         if num_parts == at_least or entry.clean < entry.patience:
             return num_parts
         middle = (entry.proven + (entry.failed or size)) // 2
         fewer = max(at_least, min(num_parts - 1, math.ceil(size / max(1, middle))))
-        is_beyond = entry.failed is not None and math.ceil(size / fewer) >= entry.failed
+        is_beyond = math.ceil(size / fewer) >= entry.failed
         if is_beyond and entry.clean < _BEYOND * entry.patience:
             return num_parts
         entry.clean = 0
@@ -96,3 +96,8 @@ class SizeMemory:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the state from `state_dict`."""
         self._entries = defaultdict(SizeEntry, {key: SizeEntry(**entry) for key, entry in state.items()})
+
+
+def _largest(proven: int, failed: int) -> int:
+    """Return the largest size expected to fit, between one that ran and one that failed."""
+    return max(1, proven, failed // 2)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -503,7 +503,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     def _backward(self, loss: Loss, call: str) -> None:
         attempt = self._driver.current
         if isinstance(attempt, CheckAttempt):
-            self._check_weight(loss, call)
+            if loss.count is None and self._split_fn is not None:
+                _refuse_unweighted(call)
             attempt.backward(loss)
             return
         if attempt is None or attempt.is_added:
@@ -690,21 +691,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         with self.autocast():
             return call_loss_fn(loss_fn, self.model, micro, call="loss_fn of trainer.train_step")
 
-    def _check_weight(self, loss: Loss, call: str) -> None:
-        if loss.count is None and self._split_fn is not None:
-            is_step = call == _STEP
-            raise InputError(
-                call,
-                got="no count for a part made by split_fn",
-                expected="the weight of the part, which its rows do not determine",
-                fix="end loss_fn with `return mk.Loss(mean=loss, count=n)`."
-                if is_step
-                else "write trainer.backward(loss, count=n).",
-            )
-
     def _add(self, loss: Loss, attempt: Attempt, call: str) -> None:
         """Add the gradient of a micro-batch, weighted by its rows or its count."""
-        self._check_weight(loss, call)
+        if loss.count is None and self._split_fn is not None:
+            _refuse_unweighted(call)
         check_loss(loss.value, call=call)
         count, gradients = loss.count, self._sum
         weight: float | torch.Tensor = float(attempt.size)
@@ -722,6 +712,17 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         expected = float(weight) if gradients.predivisor is None else 0.0
         gradients.add(loss.value, weight, reduction=loss.reduction, expected=expected, all_or_nothing=attempt.is_trial)
         attempt.loss = loss.detached(count)
+
+
+def _refuse_unweighted(call: str) -> NoReturn:
+    raise InputError(
+        call,
+        got="no count for a part made by split_fn",
+        expected="the weight of the part, which its rows do not determine",
+        fix="end loss_fn with `return mk.Loss(mean=loss, count=n)`."
+        if call == _STEP
+        else "write trainer.backward(loss, count=n).",
+    )
 
 
 def _is_on_accelerator(count: float | torch.Tensor) -> bool:
