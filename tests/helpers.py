@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,17 @@ def warm_peak_bytes(step: Callable[[], object], *leaves: Tensor) -> int:
             leaf.grad = None
         peak = trace_allocations(step).peak
     return peak
+
+
+def functions_entered(call: Callable[[], object]) -> list[types.CodeType]:
+    """Return the Python functions that a call enters, once for each time: a cost that does not vary, as times do."""
+    entered: list[types.CodeType] = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
 
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from memkit._core.errors import StateError
 from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
+from memkit._torch import foreach
 from memkit._torch.modules import buffers_of, is_compiled, modes_of, with_buffers
 from memkit._torch.tensors import version_of
 
@@ -107,9 +108,9 @@ class StateWatch:
 @dataclass(slots=True)
 class _Entry:
     buffer: torch.Tensor | None  # the object itself: a forward may replace it
-    mark: tuple[int, int]
     copy: torch.Tensor | None
-    digest: int | None  # of a large buffer that earlier forwards left unchanged
+    mark: tuple[int, int] | None = None  # of one that is not copied, or too large to keep the copy if it is not needed
+    digest: int | None = None  # of a large buffer that earlier forwards left unchanged
 
 
 class BufferSnapshot:
@@ -126,12 +127,17 @@ class BufferSnapshot:
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         """Add the buffers of more modules."""
+        copied: dict[_Key, torch.Tensor] = {}
         for owner, buffers in with_buffers(owners):
             for name, buffer in buffers.items():
-                copy = None
-                if buffer is not None and not is_lazy(buffer) and (owner, name) not in still:
-                    copy = cloned(buffer)
-                self.entries[owner, name] = _Entry(buffer, _mark(buffer), copy, still.get((owner, name)))
+                key = owner, name
+                if buffer is None or is_lazy(buffer) or key in still:
+                    self.entries[key] = _Entry(buffer, None, _mark(buffer), still.get(key))
+                else:
+                    copied[key] = buffer
+        values = _all_cloned(list(copied.values())) if copied else []
+        for (key, buffer), value in zip(copied.items(), values, strict=True):
+            self.entries[key] = _Entry(buffer, value, _mark(buffer) if value.nbytes > _SMALL_BYTES else None)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -319,6 +325,14 @@ def cloned(buffer: torch.Tensor) -> torch.Tensor:
     """Return a copy that is not part of a graph and not an inference tensor."""
     with torch.inference_mode(mode=False):
         return buffer.detach().clone()
+
+
+def _all_cloned(buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return `cloned` of each, of ordinary tensors all at once: a BatchNorm has three small ones."""
+    if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in buffers):
+        return [cloned(each) for each in buffers]
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return foreach.clone(buffers)
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
