@@ -21,7 +21,7 @@ _VERSION = 2
 _NUM_WORDS = 624  # of a Mersenne twister; NumPy puts its position behind them, Python in front
 _MARK = struct.Struct("4I")  # the position and the three words beside it
 _LAST = 4 * (_NUM_WORDS - 3)  # bytes in front of NumPy's
-_PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
+_PYTHON: Any = getattr(random.getstate, "__self__", None)  # the generator of the module's functions
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,7 @@ class BatchDriver:
         is_looked_at = run.was_cut and not self._is_lazy
         if is_looked_at:
             is_looked_at = yield from self._look_at_split(run, loss_fn)
-        next_attempt = self._means.peers.next_attempt
-        while (attempt := next_attempt(run)) is not None:
+        while (attempt := run.next_attempt()) is not None:
             if self._remedies is not None and self._remedies.is_unproven:
                 yield from self._look_at_blocks(run, loss_fn)
             if run.is_cut_anew:

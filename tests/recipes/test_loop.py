@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from memkit.voxel.dataset import VoxelDataset
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, functions_entered
 from tests.recipes.loop_parts import StopAfter, digits, loader_of, make, train_in_child, weights
 from tests.toys import classify, trainer_of
 
@@ -404,3 +405,36 @@ class Restoring:
         if step == self.at and not self.num_calls:
             self.num_calls += 1
             self.restore()
+
+
+@pytest.mark.parametrize("on_oom", ["raise", "exact"])
+def test_the_loop_enters_few_functions_beside_its_step(on_oom):
+    """Each takes about a microsecond or two in a large model, whose tensors have taken the processor's caches."""
+    model, package = nn.Linear(4, 4), str(Path(mk.__file__).parent)
+    trainer = trainer_of(model, on_oom=on_oom)
+    batch, monitor = [torch.ones(8, 4), torch.ones(8, 4)], ValidationMonitor()
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code)
+
+    class Batches:
+        def __iter__(self):
+            for number in range(7):
+                sys.setprofile(note if number == 6 else None)
+                yield batch
+                sys.setprofile(None)
+
+    def mean_loss(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    MemoryEfficientTrainLoop(
+        trainer, Batches(), mean_loss, val_loader=[batch], validate_every=100, monitor=monitor, progress=False
+    ).run()
+    step = [
+        code
+        for code in functions_entered(lambda: trainer.train_step(batch, mean_loss))
+        if code.co_filename.startswith(package)
+    ]
+    assert len(entered) - len(step) <= 40
