@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import textwrap
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from memkit.errors import MemkitError
 from tests.allocations import trace_allocations
 
 ROOT = Path(__file__).parents[1]
+_PACKAGE = str(ROOT / "memkit")
 
 
 def assert_refused(
@@ -87,15 +89,26 @@ def warm_peak_bytes(step: Callable[[], object], *leaves: Tensor) -> int:
     return peak
 
 
-def functions_entered(call: Callable[[], object]) -> list[types.CodeType]:
-    """Return the Python functions that a call enters, once for each time: a cost that does not vary, as times do."""
-    entered: list[types.CodeType] = []
-    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code) if event == "call" else None)
-    try:
-        call()
-    finally:
+class FunctionsEntered:
+    """Notes the Python functions that a block enters, once for each time: a cost that does not vary, as times do.
+
+    Attributes:
+        all: Their code.
+        own: That of memkit's functions.
+    """
+
+    def __enter__(self) -> Self:
+        self.all: list[types.CodeType] = []
+        gc.collect()
+        gc.disable()  # finalizers of other tests' objects are not the block's
+        sys.setprofile(lambda frame, event, _: self.all.append(frame.f_code) if event == "call" else None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-    return entered
+        gc.enable()
+        self.all.pop()  # this one
+        self.own = [each for each in self.all if each.co_filename.startswith(_PACKAGE)]
 
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
-from memkit._torch.modules import buffers_of, is_compiled, modes_of, with_buffers
+from memkit._torch.modules import buffers_of, is_compiled, training_flags, with_buffers
 from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
@@ -284,7 +284,7 @@ class Rollback:
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True) -> None:
         self._watch = watch
-        self.buffers, self._modes = watch.snapshot(), modes_of(watch.owners)
+        self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self.attributes = AttributeStates(watch) if watch.changes_attributes else None
 

@@ -25,8 +25,8 @@ __all__ = [
     "is_compiled_wrapper",
     "loads_as_torch_does",
     "members_of",
-    "modes_of",
     "parameters_of",
+    "training_flags",
     "with_buffers",
 ]
 
@@ -41,7 +41,7 @@ def with_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str
     return [(each, each._buffers) for each in modules if each._buffers]
 
 
-def modes_of(modules: Iterable[nn.Module]) -> list[bool]:
+def training_flags(modules: Iterable[nn.Module]) -> list[bool]:
     """Return for each module whether it is in training mode."""
     return list(map(_MODE, modules))
 

@@ -13,7 +13,7 @@ import memkit as mk
 from memkit.cli import main
 from memkit.memory.batch_shapes import batch_shapes
 from memkit.report import read_memory_events
-from tests.helpers import functions_entered, run_module
+from tests.helpers import FunctionsEntered, run_module
 from tests.memory.test_postmortem import CHILD, read
 
 
@@ -214,9 +214,12 @@ def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
             pass
 
     step()
-    recorded, plain = len(functions_entered(step)), len(functions_entered(memory.step))
-    assert plain <= 12
-    assert recorded <= plain + 12
+    with FunctionsEntered() as recorded:
+        step()
+    with FunctionsEntered() as plain:
+        memory.step()
+    assert len(plain.all) <= 12
+    assert len(recorded.all) <= len(plain.all) + 12
 
 
 def test_a_thousand_steps_hold_no_more_than_the_ring(tmp_path):

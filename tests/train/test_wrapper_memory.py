@@ -1,7 +1,6 @@
 """What the wrapper's settings save and cost, by counters that do not vary: allocator bytes, operations, host reads."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from benchmarks.cases.wrapper_overhead import count_host_reads, mean_loss, summe
 from benchmarks.models import Task, transformer, unet
 from memkit._recorder.recorder import Recorder
 from memkit._recovery.snapshot import Rollback, StateWatch
-from tests.helpers import assert_same, functions_entered
+from tests.helpers import FunctionsEntered, assert_same
 from tests.toys import mean_square, trainer_of
 
 TASKS = {
@@ -154,18 +153,15 @@ def test_a_warm_step_does_not_wait_for_the_device(loss_fn, settings, num_reads):
     assert count_host_reads(loss_fn, **settings) == num_reads
 
 
-def num_own_functions(call):
-    package = str(Path(mk.__file__).parent)
-    return sum(code.co_filename.startswith(package) for code in functions_entered(call))
-
-
 def num_entered_by_a_warm_step(num_parts=1, num_layers=3, as_batch=tuple, **settings):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)])
     batch = as_batch((torch.ones(4 * num_parts, 4), torch.ones(4 * num_parts, 4)))
     trainer = trainer_of(model, accumulation_steps=num_parts, **settings)
     for _ in range(5):  # until sizes are proven, generators are found, and the split is checked for the 4th time
         trainer.train_step(batch, mean_loss)
-    return num_own_functions(lambda: trainer.train_step(batch, mean_loss))
+    with FunctionsEntered() as entered:
+        trainer.train_step(batch, mean_loss)
+    return len(entered.own)
 
 
 @pytest.mark.parametrize(("on_oom", "most", "most_more"), [("raise", 82, 100), ("exact", 132, 104)])
