@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from memkit.errors import MemkitError
 from tests.allocations import trace_allocations
 
 ROOT = Path(__file__).parents[1]
+_PACKAGE = str(ROOT / "memkit")
 
 
 def assert_refused(
@@ -84,6 +87,28 @@ def warm_peak_bytes(step: Callable[[], object], *leaves: Tensor) -> int:
             leaf.grad = None
         peak = trace_allocations(step).peak
     return peak
+
+
+class FunctionsEntered:
+    """Notes the Python functions that a block enters, once for each time: a cost that does not vary, as times do.
+
+    Attributes:
+        all: Their code.
+        own: That of memkit's functions.
+    """
+
+    def __enter__(self) -> Self:
+        self.all: list[types.CodeType] = []
+        gc.collect()
+        gc.disable()  # finalizers of other tests' objects are not the block's
+        sys.setprofile(lambda frame, event, _: self.all.append(frame.f_code) if event == "call" else None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        gc.enable()
+        self.all.pop()  # this one
+        self.own = [each for each in self.all if each.co_filename.startswith(_PACKAGE)]
 
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,10 @@ from memkit._core.errors import StateError
 from memkit._core.settings import check_version
 
 _VERSION = 2
-_POSITION = 624  # words of the Mersenne twister; the next word is its position
+_NUM_WORDS = 624  # of a Mersenne twister; NumPy puts its position behind them, Python in front
+_MARK = struct.Struct("4I")  # the position and the three words beside it
+_LAST = 4 * (_NUM_WORDS - 3)  # bytes in front of NumPy's
+_PYTHON: Any = getattr(random.getstate, "__self__", None)  # the generator of the module's functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +105,18 @@ class RandomState:
         )
 
 
-def capture(numpy: NumpyState | None = None) -> RandomState:
+def capture(host: HostState | None = None) -> RandomState:
     """Capture the random state of torch, NumPy and Python; copies a few kilobytes and initializes no accelerator.
 
     Args:
-        numpy: Cache of NumPy's state.
+        host: Cache of NumPy's and Python's state.
     """
     module = _accelerator_module()
     return RandomState(
-        cpu=torch.get_rng_state(),
+        cpu=torch.default_generator.get_state(),
         accelerator=module.get_rng_state() if module else None,
-        host=capture_host(numpy),
-        others={index: module.get_rng_state(index) for index in _others(module)},
+        host=capture_host() if host is None else host.get(),
+        others={index: module.get_rng_state(index) for index in _others(module)} if module else {},
     )
 
 
@@ -127,49 +132,70 @@ def restore(state: RandomState) -> None:
     restore_host(state.host)
 
 
-def capture_host(numpy: NumpyState | None = None) -> HostRandomState:
+def capture_host() -> HostRandomState:
     """Capture only NumPy's and Python's random state, if torch's is handled elsewhere; takes 40 microseconds."""
-    legacy = _numpy_state() if numpy is None else numpy.get()
-    return HostRandomState(numpy=legacy, python=random.getstate())
+    return HostRandomState(numpy=_numpy_state(), python=random.getstate())
 
 
-class NumpyState:
-    """Cached random state of NumPy's global generator, copied again only if it has changed.
+class HostState:
+    """Cached random state of NumPy's and Python's global generators, copied again only if a number was drawn.
 
-    A copy takes longer than everything else that is captured, since NumPy creates a new array for it. The position of
-    its Mersenne twister, and some of its words, lie at an address that NumPy exposes. They change with each draw except
-    one: the second of a pair of normal numbers, which is stored. A state with such a number is copied every time.
+    A copy takes longer than everything else that is captured, since NumPy makes a new array and Python 625 integers.
+    The position of either Mersenne twister, and some of its words, lie at an address: NumPy exposes its own, Python's
+    are the fields of its object. They change with each draw except one: the second of a pair of normal numbers, which
+    is stored. Python's can be read; a NumPy state with such a number is copied every time.
     """
 
     def __init__(self) -> None:
         self._generator: Any = None
-        self._words: Any = ()
-        self._mark: tuple[int, ...] = ()
-        self._state: Any = ()
+        self._numpy_words: Any = ()
+        self._python_words = _words_of_python()
+        self._marks: tuple[Any, Any] = None, None
+        self._state: HostRandomState
 
-    def __reduce__(self) -> tuple[type[NumpyState], tuple[()]]:
-        return NumpyState, ()  # a copy, perhaps in another process, looks at its own generator
+    def __reduce__(self) -> tuple[type[HostState], tuple[()]]:
+        return HostState, ()  # a copy, perhaps in another process, looks at its own generators
 
-    def get(self) -> Any:
-        """Return the state in the form of `numpy.random.get_state`."""
+    def get(self) -> HostRandomState:
+        """Return the state."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
         if generator is not self._generator:
             self._look_at(generator)
-        words = self._words
-        mark = (words[0], words[1], words[_POSITION - 227], words[_POSITION]) if words else ()
-        if not mark or mark != self._mark:
-            self._state, self._mark = _numpy_state(), mark
-            if mark and self._state[3]:  # it stores a normal number
-                self._mark = ()
+        numpy, python = self._numpy_words, self._python_words
+        marks = (
+            _MARK.unpack_from(numpy, _LAST) if numpy else None,
+            (_MARK.unpack_from(python), _PYTHON.gauss_next) if python else None,
+        )
+        if marks != self._marks or None in marks:
+            self._copy(*marks)
         return self._state
 
+    def _copy(self, numpy_mark: Any, python_mark: Any) -> None:
+        is_numpy_known = numpy_mark is not None and numpy_mark == self._marks[0]
+        is_python_known = python_mark is not None and python_mark == self._marks[1]
+        self._marks = None, None  # an interrupt must not leave old marks with a new state
+        numpy: Any = self._state.numpy if is_numpy_known else _numpy_state()
+        self._state = HostRandomState(numpy, self._state.python if is_python_known else random.getstate())
+        self._marks = None if numpy_mark is not None and numpy[3] else numpy_mark, python_mark
+
     def _look_at(self, generator: Any) -> None:
-        self._generator, self._mark, self._words = generator, (), ()
+        self._generator, self._numpy_words, self._marks = generator, (), (None, self._marks[1])
         if type(generator) is np.random.MT19937:
-            words = (ctypes.c_uint32 * (_POSITION + 1)).from_address(generator.ctypes.state_address)
+            words = (ctypes.c_uint32 * (_NUM_WORDS + 1)).from_address(generator.ctypes.state_address)
             _, key, position, *_ = _numpy_state()
-            if words[_POSITION] == position and list(words[:_POSITION]) == key.tolist():  # NumPy's current layout
-                self._words = words
+            if words[_NUM_WORDS] == position and list(words[:_NUM_WORDS]) == key.tolist():  # NumPy's current layout
+                self._numpy_words = words
+
+
+def _words_of_python() -> Any:
+    """Return position and words of Python's generator where they lie; () if they do not lie where CPython has them."""
+    words = ctypes.c_uint32 * (_NUM_WORDS + 1)
+    begin = object.__basicsize__
+    if sys.implementation.name != "cpython" or type(_PYTHON).__basicsize__ < begin + ctypes.sizeof(words):
+        return ()
+    found = words.from_address(id(_PYTHON) + begin)
+    _, (*key, position), _ = random.getstate()
+    return found if found[0] == position and found[1:] == key else ()
 
 
 def _numpy_state() -> Any:

@@ -158,9 +158,13 @@ def insist(run: Callable[[], Result], call: str) -> Result:
     Raises:
         MemkitOutOfMemoryError: ``run`` ran out of memory twice.
     """
+    try:
+        return run()
+    except BaseException as error:
+        if _judge(error, ()) is None:
+            raise
+    release_cached_memory()
     outcome = attempt(run)
-    if not isinstance(outcome, Done):
-        outcome = attempt(run)
     if isinstance(outcome, Done):
         return outcome.result
     raise MemkitOutOfMemoryError(

@@ -7,11 +7,13 @@ sharded model (`memkit.train.sharded`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
+
+import torch
 
 from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
 from memkit._gradients.loss import Loss
@@ -20,6 +22,7 @@ from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
+from memkit._torch.tensors import are_unwritten, marks_of
 
 CutPart = Callable[[Part, int], list[Part]]
 
@@ -167,10 +170,12 @@ class Attempt:
         """Whether its results are part of the step: it completed, and its gradient is in the sum."""
         return self.is_added and self.failure is None
 
-    def check_used(self) -> None:
-        """Reject an attempt that has added nothing to the gradient."""
-        if self.is_added:
-            return
+    def refuse_unused(self) -> NoReturn:
+        """Refuse an attempt that has added nothing to the gradient.
+
+        Raises:
+            StateError: Always.
+        """
         raise StateError(
             "for attempt in trainer.microbatches(batch)",
             got="a micro-batch without trainer.backward()"
@@ -227,7 +232,7 @@ class BatchRun:
         sums: Accumulator for the gradients.
         cut: ``cut(part, n)`` returns about n parts.
         key: Key under which sizes are stored.
-        is_intact: Returns whether the batch is unmodified.
+        tensors: The tensors of the batch, which no forward may change before it runs again.
 
     Attributes:
         plan: The micro-batches to do, and those that are done.
@@ -250,16 +255,18 @@ class BatchRun:
         sums: Sums,
         cut: CutPart,
         key: str = "",
-        is_intact: Callable[[], bool] = lambda: True,
+        tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         self.batch, self.size, self.key, self.means, self.sums = batch, size, key, means, sums
-        self._whole, self._cut, self._is_intact = Part(batch, size), cut, is_intact
+        self._whole, self._cut = Part(batch, size), cut
         self.num_ooms = 0
         self.is_complete = self.is_cut_anew = self.was_cut = False
         self.forced: Forced | None = None
         self.done: list[Attempt] = []
         self._before_cut: tuple[Attempt, Plan, dict[str, Any]] | None = None
-        self.rollback = self.take_rollback()
+        self.rollback: Rollback | None = None
+        if means.remedies is not None:
+            self._marks, self.rollback = marks_of(tensors), self.take_rollback()
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:
             num_chosen = means.peers.num_parts(self, num_parts)
@@ -292,8 +299,8 @@ class BatchRun:
             MemkitOutOfMemoryError: The attempt ran out of memory, no remedy is left, and it cannot be made smaller.
             StateError: The block was not entered, or did not call backward.
         """
-        if attempt.failure is None:
-            attempt.check_used()
+        if attempt.failure is None and not attempt.is_added:
+            attempt.refuse_unused()
         self.means.peers.settle(self, attempt)
 
     def undo(self) -> None:
@@ -326,22 +333,23 @@ class BatchRun:
             remedies.tell("split", f"out of memory ({failure.description if failure else 'on a rank'})", done)
         return True
 
-    def check_complete(self) -> None:
-        """Reject a step on a batch that has micro-batches left."""
-        if not self.is_complete:
-            raise StateError(
-                "trainer.step()",
-                got="a batch with unfinished micro-batches",
-                expected="one step after all micro-batches of a batch",
-                fix="call trainer.step() after the loop over trainer.microbatches(batch), not inside it.",
-            )
+    def refuse_incomplete(self) -> NoReturn:
+        """Refuse a step on a batch that has micro-batches left.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            "trainer.step()",
+            got="a batch with unfinished micro-batches",
+            expected="one step after all micro-batches of a batch",
+            fix="call trainer.step() after the loop over trainer.microbatches(batch), not inside it.",
+        )
 
     # ------------------------------------------------------------------ for the strategies
 
-    def take_rollback(self) -> Rollback | None:
-        """Save everything that a forward may change, if recovery is on."""
-        if self.means.remedies is None:
-            return None
+    def take_rollback(self) -> Rollback:
+        """Save everything that a forward may change."""
         return insist(self.means.snapshot, "copying the buffers that a forward changes")
 
     def cut_whole(self, num_parts: int) -> None:
@@ -371,7 +379,7 @@ class BatchRun:
 
     def check_intact(self, failed: Attempt, failure: Failure) -> None:
         """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place."""
-        if self._is_intact():
+        if are_unwritten(self._marks):
             return
         raise MemkitOutOfMemoryError(
             self.means.call,

@@ -5,21 +5,31 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 _WAITING = (signal.SIGINT, signal.SIGTERM)
 _PASSIVE = (signal.SIG_DFL, signal.SIG_IGN)
+_NOTES = "only_noting"  # attribute of a handler
+Handler = TypeVar("Handler", bound=Callable[..., None])
 # The C module, without the slower conversion of arguments and results to enums in the public functions.
 _beneath: Any = vars(signal)["_signal"]
 _get, _set = _beneath.getsignal, _beneath.signal
 
 
+def only_noting(handler: Handler) -> Handler:
+    """Mark the handler of a signal that only notes it, for later: it neither raises nor looks at anything."""
+    vars(handler)[_NOTES] = True
+    return handler
+
+
 def are_plain() -> bool:
-    """Return whether SIGINT and SIGTERM have no custom handlers: each has its default handler or is ignored."""
+    """Return whether SIGINT and SIGTERM have no custom handlers, except one that is `only_noting`."""
     interrupt, terminate = _get(signal.SIGINT), _get(signal.SIGTERM)
-    return (interrupt is signal.default_int_handler or interrupt in _PASSIVE) and terminate in _PASSIVE
+    if interrupt is not signal.default_int_handler and interrupt not in _PASSIVE:
+        return False
+    return terminate in _PASSIVE or hasattr(terminate, _NOTES)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,12 +27,12 @@ class SizeMemory:
     """Known micro-batch sizes. A size counts rows, or elements for packed batches; a key is an input shape."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, SizeEntry] = {}
+        self._entries = defaultdict[str, SizeEntry](SizeEntry)
 
     def largest(self, key: str) -> int | None:
         """Return the largest size expected to fit; None if nothing has ever failed."""
-        entry = self._entries.setdefault(key, SizeEntry())
-        return None if entry.failed is None else max(1, entry.proven, entry.failed // 2)
+        entry = self._entries[key]
+        return None if entry.failed is None else _largest(entry.proven, entry.failed)
 
     def num_parts(self, key: str, size: int, at_least: int) -> int:
         """Choose the number of parts to cut a batch into.
@@ -45,16 +46,16 @@ class SizeMemory:
             size: Size of the batch.
             at_least: Minimum number of parts.
         """
-        largest = self.largest(key)
-        if largest is None:
-            return at_least
         entry = self._entries[key]
+        if entry.failed is None:
+            return at_least
+        largest = _largest(entry.proven, entry.failed)
         num_parts = max(at_least, math.ceil(size / largest))
         if num_parts == at_least or entry.clean < entry.patience:
             return num_parts
         middle = (entry.proven + (entry.failed or size)) // 2
         fewer = max(at_least, min(num_parts - 1, math.ceil(size / max(1, middle))))
-        is_beyond = entry.failed is not None and math.ceil(size / fewer) >= entry.failed
+        is_beyond = math.ceil(size / fewer) >= entry.failed
         if is_beyond and entry.clean < _BEYOND * entry.patience:
             return num_parts
         entry.clean = 0
@@ -67,7 +68,7 @@ class SizeMemory:
 
     def note_success(self, key: str, size: int) -> None:
         """Record that a micro-batch of this size ran."""
-        entry = self._entries.setdefault(key, SizeEntry())
+        entry = self._entries[key]
         if entry.failed is not None and size > entry.proven > 0:
             entry.patience, entry.clean = _PATIENCE, _BEYOND * _PATIENCE  # it grows: continue without waiting
         entry.proven = max(entry.proven, size)
@@ -76,7 +77,7 @@ class SizeMemory:
 
     def note_failure(self, key: str, size: int) -> None:
         """Record that a micro-batch of this size ran out of memory."""
-        entry = self._entries.setdefault(key, SizeEntry())
+        entry = self._entries[key]
         if 0 < entry.proven < size:  # a failed trial: the proven size still fits
             entry.patience = min(2 * entry.patience, _MAX_PATIENCE)
         entry.failed = size
@@ -86,7 +87,7 @@ class SizeMemory:
 
     def note_clean_step(self, key: str) -> None:
         """Record an optimizer step without any failure."""
-        self._entries.setdefault(key, SizeEntry()).clean += 1
+        self._entries[key].clean += 1
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state as plain types."""
@@ -94,4 +95,9 @@ class SizeMemory:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the state from `state_dict`."""
-        self._entries = {key: SizeEntry(**entry) for key, entry in state.items()}
+        self._entries = defaultdict(SizeEntry, {key: SizeEntry(**entry) for key, entry in state.items()})
+
+
+def _largest(proven: int, failed: int) -> int:
+    """Return the largest size expected to fit, between one that ran and one that failed."""
+    return max(1, proven, failed // 2)

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,8 @@ from memkit._core.errors import StateError
 from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
-from memkit._torch.modules import buffers_of, is_compiled
+from memkit._torch import foreach
+from memkit._torch.modules import buffers_of, is_compiled, training_flags, with_buffers
 from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
@@ -40,22 +41,24 @@ class StateWatch:
 
     Args:
         module: The module, including its children.
+
+    Attributes:
+        module: The module.
+        owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
+        changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
+        host: Cache of the random state of NumPy and Python.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._owners = dict.fromkeys(module.modules())
+        self.owners = dict.fromkeys(module.modules())
         # torch.compile recompiles, and warns, when it finds a global module hook.
-        self._is_compiled = any(is_compiled(each) for each in self._owners)
-        self.changes_attributes = not self._is_compiled  # until a forward is seen to leave them unchanged
+        self._is_compiled = any(is_compiled(each) for each in self.owners)
+        self.changes_attributes = not self._is_compiled
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
-        self.numpy = random_state.NumpyState()
-
-    def modes(self) -> list[tuple[nn.Module, bool]]:
-        """Return the mode of each module."""
-        return [(owner, owner.training) for owner in self._owners]
+        self.host = random_state.HostState()
 
     def generators(self) -> Iterable[Any]:
         """Return random generators (torch, NumPy, Python) in modules' attributes, or in lists and dicts there.
@@ -64,14 +67,12 @@ class StateWatch:
         """
         if self._num_searches < _NUM_SEARCHES:
             self._num_searches += 1
-            self._generators |= {id(each): each for owner in self._owners for each in _held_generators(owner)}
+            self._generators |= {id(each): each for owner in self.owners for each in _held_generators(owner)}
         return self._generators.values()
 
     def snapshot(self) -> BufferSnapshot:
         """Copy the buffers, except large ones that an earlier forward left unchanged."""
-        snapshot = BufferSnapshot()
-        snapshot.add(self._owners, self._still)
-        return snapshot
+        return BufferSnapshot(self.owners, self._still)
 
     def learn(self, snapshot: BufferSnapshot) -> None:
         """Compare with a snapshot taken before a completed forward; drop copies that are not needed."""
@@ -89,9 +90,9 @@ class StateWatch:
         thread = threading.get_ident()  # other threads train models of their own
 
         def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
-            if module not in self._owners and threading.get_ident() == thread:
-                found = [each for each in module.modules() if each not in self._owners]
-                self._owners.update(dict.fromkeys(found))
+            if module not in self.owners and threading.get_ident() == thread:
+                found = [each for each in module.modules() if each not in self.owners]
+                self.owners.update(dict.fromkeys(found))
                 snapshot.add(found, self._still)
 
         if self._is_compiled:
@@ -107,25 +108,36 @@ class StateWatch:
 @dataclass(slots=True)
 class _Entry:
     buffer: torch.Tensor | None  # the object itself: a forward may replace it
-    mark: tuple[int, int]
     copy: torch.Tensor | None
-    digest: int | None  # of a large buffer that earlier forwards left unchanged
+    mark: tuple[int, int] | None = None  # of one that is not copied, or too large to keep the copy if it is not needed
+    digest: int | None = None  # of a large buffer that earlier forwards left unchanged
 
 
 class BufferSnapshot:
-    """Values of buffers at one instant."""
+    """Values of buffers at one instant.
 
-    def __init__(self) -> None:
+    Args:
+        owners: The modules that have the buffers.
+        still: Buffers that are not copied, with their known digests.
+    """
+
+    def __init__(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         self.entries: dict[_Key, _Entry] = {}
+        self.add(owners, still)
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
-        """Add the buffers of ``owners``; those in ``still``, which have a known digest, are not copied."""
-        for owner in owners:
-            for name, buffer in buffers_of(owner).items():
-                copy = None
-                if buffer is not None and not is_lazy(buffer) and (owner, name) not in still:
-                    copy = cloned(buffer)
-                self.entries[owner, name] = _Entry(buffer, _mark(buffer), copy, still.get((owner, name)))
+        """Add the buffers of more modules."""
+        copied: dict[_Key, torch.Tensor] = {}
+        for owner, buffers in with_buffers(owners):
+            for name, buffer in buffers.items():
+                key = owner, name
+                if buffer is None or is_lazy(buffer) or key in still:
+                    self.entries[key] = _Entry(buffer, None, _mark(buffer), still.get(key))
+                else:
+                    copied[key] = buffer
+        values = _all_cloned(list(copied.values())) if copied else []
+        for (key, buffer), value in zip(copied.items(), values, strict=True):
+            self.entries[key] = _Entry(buffer, value, _mark(buffer) if value.nbytes > _SMALL_BYTES else None)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -157,14 +169,18 @@ class RandomNumbers:
     Args:
         generators: Additional generators, of torch, NumPy or Python.
         of_torch: Whether to include torch's own random state, or leave it to other code.
-        numpy: Cache of NumPy's state.
+        host: Cache of NumPy's and Python's state.
     """
 
     def __init__(
-        self, generators: Iterable[Any] = (), *, of_torch: bool = True, numpy: random_state.NumpyState | None = None
+        self, generators: Iterable[Any] = (), *, of_torch: bool = True, host: random_state.HostState | None = None
     ) -> None:
         self._of_torch = of_torch
-        self._random = random_state.capture(numpy) if of_torch else random_state.capture_host(numpy)
+        self._random: random_state.RandomState | random_state.HostRandomState
+        if of_torch:
+            self._random = random_state.capture(host)
+        else:
+            self._random = random_state.capture_host() if host is None else host.get()
         self._states = [(each, _generator_state(each)) for each in generators]
 
     def restore(self) -> None:
@@ -268,8 +284,8 @@ class Rollback:
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True) -> None:
         self._watch = watch
-        self.buffers, self._modes = watch.snapshot(), watch.modes()
-        self.random = RandomNumbers(watch.generators(), of_torch=of_torch, numpy=watch.numpy)
+        self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
+        self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self.attributes = AttributeStates(watch) if watch.changes_attributes else None
 
     def discover(self) -> AbstractContextManager[None]:
@@ -297,7 +313,7 @@ class Rollback:
 
     def _restore(self) -> None:
         self.buffers.restore()
-        for module, is_training in self._modes:
+        for module, is_training in zip(self._watch.owners, self._modes, strict=False):  # some were found since
             if module.training != is_training:
                 module.training = is_training
         self.random.restore()
@@ -309,6 +325,14 @@ def cloned(buffer: torch.Tensor) -> torch.Tensor:
     """Return a copy that is not part of a graph and not an inference tensor."""
     with torch.inference_mode(mode=False):
         return buffer.detach().clone()
+
+
+def _all_cloned(buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return `cloned` of each, of ordinary tensors all at once: a BatchNorm has three small ones."""
+    if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in buffers):
+        return [cloned(each) for each in buffers]
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return foreach.clone(buffers)
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Non-public parts of modules, and base classes of torch's layers that have no public name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +26,26 @@ __all__ = [
     "loads_as_torch_does",
     "members_of",
     "parameters_of",
+    "training_flags",
+    "with_buffers",
 ]
 
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """Returns a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
+
+
+def with_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+    """Return those of the modules that have buffers of their own, with them, as `buffers_of` returns them."""
+    return [(each, each._buffers) for each in modules if each._buffers]
+
+
+def training_flags(modules: Iterable[nn.Module]) -> list[bool]:
+    """Return for each module whether it is in training mode."""
+    return list(map(_MODE, modules))
+
+
+_MODE = attrgetter("training")
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -19,6 +19,24 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [each._version for each in tensors]
 
 
+def live_versions(references: Iterable[Callable[[], torch.Tensor | None]]) -> list[int] | None:
+    """Return the version of each weakly referenced tensor; None if one is gone."""
+    try:
+        return [each()._version for each in references]  # type: ignore[union-attr]  # tried, as a check takes longer
+    except AttributeError:
+        return None
+
+
+def marks_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Return the tensors that have a version (inference tensors have none), each with its present one."""
+    return [(each, each._version) for each in tensors if not each.is_inference()]
+
+
+def are_unwritten(marks: Iterable[tuple[torch.Tensor, int]]) -> bool:
+    """Return whether no tensor was changed in place since `marks_of`."""
+    return all(each._version == version for each, version in marks)
+
+
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Returns a key that is the same for all Python objects of one storage."""
 

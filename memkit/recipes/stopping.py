@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 from typing import Self
 
+from memkit._recovery.signals import only_noting
+
 
 class StopSignal:
     """Records a SIGTERM while the block runs. Outside the main thread, where no handler can be set, it does nothing."""
@@ -31,5 +33,6 @@ class StopSignal:
         if self._is_ours:
             signal.signal(signal.SIGTERM, self._before)
 
+    @only_noting
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self._is_set = True

@@ -155,15 +155,14 @@ def check_norm(max_grad_norm: object, *, call: str) -> None:
         )
 
 
-def check_open(is_closed: bool, *, call: str) -> None:  # noqa: FBT001 - what is checked
+def refuse_closed(call: str) -> NoReturn:
     """Refuse a call after `close`: precision, hooks and communication between ranks are gone by then."""
-    if is_closed:
-        raise StateError(
-            call,
-            got="a call after close()",
-            expected="steps before close()",
-            fix="call close() after the last step, or build a new one to continue training.",
-        )
+    raise StateError(
+        call,
+        got="a call after close()",
+        expected="steps before close()",
+        fix="call close() after the last step, or build a new one to continue training.",
+    )
 
 
 def check_own_state(state: object, caller: Caller, *, version: int, keys: tuple[str, ...]) -> None:

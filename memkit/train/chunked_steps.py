@@ -187,7 +187,7 @@ class ChunkedStep:
     def _run(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Run as ``optimizer.step(closure)`` inside the block, beneath its hooks."""
         if not self._is_open:
-            return _own_step(optimizer, closure)
+            return own_step(optimizer)(optimizer, closure)
         mark_stepped(optimizer)
         result = None
         if closure is not None:
@@ -206,7 +206,8 @@ class ChunkedStep:
         try:
             if self._work is None:
                 self._begin(optimizer)
-            self._step_chunks(self._work or [])
+            if self._work:  # else all of it was stepped in one piece
+                self._step_chunks(self._work)
         except Exception:
             raise
         except BaseException:  # an interrupt not raised by a signal
@@ -230,7 +231,7 @@ class ChunkedStep:
 
     def _step_whole(self, optimizer: Optimizer, journal: StepJournal) -> None:
         try:
-            outcome = attempt(_own_step, optimizer)
+            outcome = attempt(own_step(optimizer), optimizer)
             if isinstance(outcome, Done):
                 self._num_before, self._work = len(journal.parameters), []
             else:
@@ -457,10 +458,6 @@ def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
             if not work.is_done:
                 insist(undo.restore, "undoing a part of optimizer.step()")
             raise
-
-
-def _own_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    return own_step(optimizer)(optimizer, closure)
 
 
 def _num_bytes(parameter: torch.Tensor) -> int:

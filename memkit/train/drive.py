@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from memkit._core.errors import InputError, MemkitError
@@ -15,12 +15,11 @@ from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback, StateWatch
-from memkit._torch.tensors import version_of
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
 from memkit.train.samples import SampleList, doubt_of_columns, mark_samples, unmark_samples
-from memkit.train.split import SplitFn, check_batch, cut_batch, has_no_rows, list_tensors, measure_batch, survey
+from memkit.train.split import SplitFn, Surveyor, check_batch, cut_batch, has_no_rows, list_tensors, survey_packed
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
@@ -67,7 +66,9 @@ class BatchDriver:
         self.current: Attempt | CheckAttempt | None = None
         unit = "elements" if split_fn else "rows"
         self._call_of_split = f"{call}: splitting a batch"
-        self._means = Means(self.sizes, remedies, self._snapshot, peers or Alone(), unit, call)
+        self._surveyor = Surveyor(self._call_of_split)
+        snapshot = functools.partial(Rollback, self.state_watch)
+        self._means = Means(self.sizes, remedies, snapshot, peers or Alone(), unit, call)
 
     def open(self, batch: Any, num_parts: int, sums: Sums) -> BatchRun:
         """Split a batch into at least this many micro-batches.
@@ -81,34 +82,19 @@ class BatchDriver:
             InputError: The batch has no common rows, and may have to be split.
         """
         if self._split_fn is None:
-            marked = mark_samples(batch)
+            try:
+                marked, size, key, tensors = self._surveyor.survey(batch)
+            except InputError:
+                marked = mark_samples(batch)
+                check_batch(marked, call=self._means.call)
+                if num_parts > 1 or (self._remedies is not None and not has_no_rows(marked)):
+                    raise
+                size, key, tensors = 1, "whole", list_tensors(marked)  # of one that need not be split
             self._has_samples, batch = marked is not batch, marked
-        if self._remedies is None:
-            size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1, call=self._call_of_split)
-            return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut)
-        if self._split_fn is None:
-            size, key, tensors = self._survey(batch, may_be_whole=num_parts <= 1)
         else:
-            size, key = measure_batch(batch, self._split_fn, may_cut=True), "packed"
-            tensors = list_tensors(batch)
-        marks = [(each, version_of(each)) for each in tensors if not each.is_inference()]
-
-        def is_intact() -> bool:
-            return all(version_of(tensor) == version for tensor, version in marks)
-
-        return BatchRun(
-            batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, is_intact=is_intact
-        )
-
-    def _survey(self, batch: Any, *, may_be_whole: bool) -> tuple[int, str, list[torch.Tensor]]:
-        """Return size, key and tensors of a batch; one without rows has size 1 while it need not be split."""
-        try:
-            return survey(batch, call=self._call_of_split)
-        except InputError:
-            check_batch(batch, call=self._means.call)
-            if not (may_be_whole and has_no_rows(batch)):
-                raise
-            return 1, "whole", list_tensors(batch)
+            key = "packed"
+            size, tensors = survey_packed(batch)
+        return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, tensors=tensors)
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts, to be run by the caller, until the batch is done.
@@ -236,6 +222,3 @@ class BatchDriver:
                 self._split_watch.say(f"{self._means.call}: {doubt}", "columns")
         pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
         return [Part(data, size) for data, size in pieces]
-
-    def _snapshot(self) -> Rollback:
-        return Rollback(self.state_watch)

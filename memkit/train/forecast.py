@@ -31,6 +31,7 @@ from memkit.train.split import count_rows, shape_key, take_rows
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
+_NO_PHASE = contextlib.nullcontext()  # reentrant, as it holds nothing
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
 
 
@@ -126,7 +127,7 @@ class Foresight:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a phase context of the manager, if there is one."""
-        return contextlib.nullcontext() if self._watch is None else self._watch.phase(name)
+        return _NO_PHASE if self._watch is None else self._watch.phase(name)
 
     def mark_ooms(self, num_ooms: int, sizes: Sequence[int]) -> None:
         """Tell the manager, if there is one, of out-of-memory errors that the step survived, and how it was split."""

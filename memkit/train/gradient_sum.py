@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import deque
@@ -23,10 +22,10 @@ from memkit.train.checks import (
     Caller,
     check_gradients,
     check_norm,
-    check_open,
     check_own_state,
     check_total,
     check_weightless,
+    refuse_closed,
     refuse_lost_gradients,
     refuse_missing_gradients,
     refuse_torn,
@@ -40,6 +39,7 @@ from memkit.train.gradients import (
     has_accumulate_hooks,
     has_gradient,
     has_reentrant_checkpoint,
+    have_gradients,
     list_parameters,
     multiply_gradients,
     narrow_gradients,
@@ -134,7 +134,7 @@ class GradientSum:
     @property
     def has_foreign_gradients(self) -> bool:
         """Whether the parameters have gradients although no micro-batch was added."""
-        return self.num_microbatches == 0 and any(parameter.grad is not None for parameter in self._parameters)
+        return self.num_microbatches == 0 and have_gradients(self._parameters)
 
     @property
     def shards(self) -> Shards | None:
@@ -271,7 +271,7 @@ class GradientSum:
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
-        root = torch.ones_like(scaled) if weight == 1.0 else torch.full_like(scaled, weight)
+        root = None if weight == 1.0 else torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not has_accumulate_hooks(self._parameters):
             gradients = torch.autograd.grad(
                 scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
@@ -282,7 +282,7 @@ class GradientSum:
             self.is_torn = True
             inputs = self._parameters if self._only_own else None
             torch.autograd.backward(scaled, root, retain_graph=retain_graph, inputs=inputs)
-        self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)  # else not its loss
+        self._has_gradients = have_gradients(self._parameters)  # else not its loss
 
     def _open(self) -> None:
         """Check for foreign gradients before the first backward, and for our own before a later one."""
@@ -291,24 +291,27 @@ class GradientSum:
             parameters = self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
             if parameters and accumulate_hooks(parameters[0]):
                 check_steps_later(self.optimizers, self._caller)
-            if not all([parameter.grad is None for parameter in parameters]):  # noqa: C419 - a generator takes longer
+            if have_gradients(parameters):
                 if not self._has_leftovers:
                     warn_of_foreign_gradients(self._caller)
                 clear_gradients(self._parameters, self._sum_dtype)
             self._has_leftovers = True  # until they are cleared: an interrupt may come before
-        else:  # a parameter's first gradient has its own dtype: no sum yet, and fully_shard gives it in no other
+        elif self._sum_dtype is not None:
+            # A parameter's first gradient has its own dtype: no sum yet, and fully_shard gives it in no other.
             widen_gradients(self._parameters, self._sum_dtype)
 
     def _check(self) -> None:
         """Refuse to continue after `close`, after half a backward, or with gradients that were zeroed."""
-        check_open(self._is_closed, call=self._caller.kind)
+        if self._is_closed:
+            refuse_closed(self._caller.kind)
         if self.is_torn:
             refuse_torn(self._caller)
-        if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
+        if self._has_gradients and not have_gradients(self._parameters):
             refuse_lost_gradients(self.num_microbatches, self._caller)
 
     def _end(self, then: Actions, *, is_last: bool) -> bool:
-        total, present = float(self._count), list[bool]()
+        total = float(self._count)
+        present: list[bool] = []
         if self.num_microbatches > 1 or self._scaler or isinstance(self.ranks, Replicas):
             widen_for_step(self._parameters, self._sum_dtype, self.ranks)
         if self.ranks is not None:
@@ -335,7 +338,7 @@ class GradientSum:
             insist(lambda: multiply_gradients(self._parameters, factor), "normalizing the gradients")
 
     def _step_optimizers(self, then: Actions) -> None:
-        active = [each for each in self.optimizers if has_gradient(each)]
+        active = list(filter(has_gradient, self.optimizers))
         if not active:
             warn_of_idle_step(self._caller)
         if self._scaler:
@@ -343,15 +346,19 @@ class GradientSum:
                 insist(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
         if self._max_grad_norm is not None:
             self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
-        narrow_gradients(self._parameters, self._sum_dtype)
+        if self._sum_dtype is not None:
+            narrow_gradients(self._parameters, self._sum_dtype)
         if self._on_gradients is not None and active:
             self._on_gradients()
         count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # no line in it to interrupt
         todo: deque[Callable[[], object]] = deque((count_step, *then))
         # On KeyboardInterrupt a step can be resumed and completed; a scheduler or an average cannot.
-        is_finished = are_plain() and not then and (self._guard is None or self._guard.goes_on)
-        with contextlib.nullcontext() if is_finished else deferred_signals():
-            self._step_and(todo, functools.partial(step_optimizers, active, self._scaler))
+        step = functools.partial(step_optimizers, active, self._scaler)
+        if are_plain() and not then and (self._guard is None or self._guard.goes_on):
+            self._step_and(todo, step)
+        else:
+            with deferred_signals():
+                self._step_and(todo, step)
 
     def _step_and(self, todo: deque[Callable[[], object]], step: Callable[[], bool]) -> None:
         """Step, then run the actions that belong to it."""

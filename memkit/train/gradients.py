@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,20 @@ def has_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
     return any(accumulate_hooks(parameter) for parameter in parameters)
 
 
+def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether any of the parameters has a gradient; a loop, as a generator takes longer."""
+    for parameter in parameters:  # noqa: SIM110 - as said
+        if parameter.grad is not None:
+            return True
+    return False
+
+
 def has_gradient(optimizer: Optimizer) -> bool:
     """Return whether any parameter of an optimizer has a gradient."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    for group in optimizer.param_groups:  # noqa: SIM110 - as in `have_gradients`
+        if have_gradients(group["params"]):
+            return True
+    return False
 
 
 def step_optimizers(optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> bool:
@@ -152,7 +163,8 @@ def clear_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | Non
     """Drop the gradients; the next ones have their parameters' dtype again, even after `widen_gradients`."""
     for parameter in parameters:
         parameter.grad = None
-    narrow_gradients(parameters, dtype)
+    if dtype is not None:
+        narrow_gradients(parameters, dtype)
 
 
 def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, *, missing: bool = False) -> None:

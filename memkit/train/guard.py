@@ -76,8 +76,25 @@ class StepGuard:
         Raises:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether everything was restored.
         """
-        if self._unknown is None:
-            return self._run_in_chunks(step)
+        if self._unknown is not None:
+            return self._run_unknown(step)
+        try:
+            try:
+                for each in self._chunked:
+                    each.open()
+                return _in_two_tries(step, self._chunked)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt not raised by a signal: complete a step that has begun
+                if any(each.num_stepped for each in self._chunked):
+                    step()
+                raise
+            finally:
+                close_all(self._chunked)
+        finally:
+            close_all(self._chunked)  # again, in case an interrupt cut it short
+
+    def _run_unknown(self, step: Callable[[], bool]) -> bool:
         outcome, is_copied = self._run_copied(step)
         if isinstance(outcome, Done):
             self._num_steps += outcome.result
@@ -100,27 +117,6 @@ class StepGuard:
         if undo is not None and not isinstance(outcome, Done):
             outcome = attempt(run, undo=undo)
         return outcome, undo is not None
-
-    def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
-        try:
-            try:
-                for each in self._chunked:
-                    each.open()
-                return self._run_to_the_end(step)
-            finally:
-                close_all(self._chunked)
-        finally:
-            close_all(self._chunked)  # again, in case an interrupt cut it short
-
-    def _run_to_the_end(self, step: Callable[[], bool]) -> bool:
-        try:
-            return _in_two_tries(step, self._chunked)
-        except Exception:
-            raise
-        except BaseException:  # an interrupt not raised by a signal: complete a step that has begun
-            if any(each.num_stepped for each in self._chunked):
-                step()
-            raise
 
     def _counted(self, step: Callable[[], bool]) -> bool:
         """Run a step, and record how far its peak memory rises above the level at its end."""

@@ -61,6 +61,8 @@ def _moves_itself(node: Any) -> bool:
 
 def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
+        if type(leaf) is torch.Tensor and leaf.device == device:
+            return leaf
         # Only from pinned memory: any other copy blocks anyway, and one to the host must, before the values are read.
         return leaf.to(device, non_blocking=leaf.device.type == "cpu" != device.type and leaf.is_pinned())
     return leaf.to(device) if _moves_itself(leaf) else leaf

@@ -26,6 +26,7 @@ _FOREIGN = {
     "fp16-mixed": ("16", "16-mixed", "float16", "half", "fp16_mixed", "amp_fp16", "float16-mixed"),
     "bf16-true": ("bf16_true", "bfloat16-true", "bf16-full", "pure_bf16"),
 }
+_OFF = contextlib.nullcontext()  # reentrant, as it holds nothing
 _HALVES = {"16-true", "fp16-true", "float16-true"}
 _DOUBLES = {"64", "64-true", "float64", "double", "fp64"}
 
@@ -120,7 +121,7 @@ class Precision:
             case "fp16-mixed":
                 return torch.autocast(self._device_type, torch.float16)
             case _:
-                return contextlib.nullcontext()
+                return _OFF
 
     def close(self) -> None:
         """Restore a converted model's dtypes (values and optimizer state keep bfloat16's digits)."""

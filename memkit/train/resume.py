@@ -19,7 +19,7 @@ from memkit._core.errors import StateError
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import schema_of
-from memkit._torch.tensors import version_of, versions_of
+from memkit._torch.tensors import live_versions, version_of
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes the real one's path
@@ -77,18 +77,16 @@ class StepJournal:
         """Return whether the optimizer still steps these parameters, with this state."""
         if _num_stepped_singly(optimizer) != len(self.parameters) + len(self._others):
             return False
-        if any(each.grad is not None for each in self._others) or not self.parameters:
+        if not self.parameters or (self._others and any(each.grad is not None for each in self._others)):
             return False
-        last = self.parameters[-1][1]
-        state = optimizer.state.get(last) or {}
-        name = self._keys[-1][1]
-        return self._tensors[-1]() is (state.get(name) if name else last)
+        last, name = self.parameters[-1][1], self._keys[-1][1]
+        return self._tensors[-1]() is ((optimizer.state.get(last) or {}).get(name) if name else last)
 
     def begin(self) -> bool:
         """Record the versions before a step; return False if some state is gone."""
-        tensors = [each() for each in self._tensors]
-        self._versions = versions_of(each for each in tensors if each is not None)
-        return len(self._versions) == len(tensors)
+        versions = live_versions(self._tensors)
+        self._versions = versions or []
+        return versions is not None
 
     def cut_off(self, optimizer: Optimizer) -> None:
         """Record the progress of an interrupted step.

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from memkit._core.errors import InputError, InputTypeError
-from memkit._torch import pytree
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import children_of, with_children
 from memkit.train.samples import ARRAYS, PLAIN, SampleList, mark_samples
@@ -59,6 +58,44 @@ def survey(batch: Any, *, call: str = _CALL) -> tuple[int, str, list[torch.Tenso
     if len(tensors) < len(leaves) and any(isinstance(leaf, SampleList) for leaf in leaves):
         tensors = list_tensors(batch)
     return _count(leaves, _SPLIT_FN, batch, call), _key(leaves), tensors
+
+
+class Surveyor:
+    """Surveys one batch after the other; one whose tensors have the shapes and dtypes of the last ones is known.
+
+    Args:
+        call: The user's call, for messages.
+    """
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._last: tuple[object, int, str] = None, 0, ""
+
+    def survey(self, batch: Any) -> tuple[Any, int, str, list[torch.Tensor]]:
+        """Return a batch as `mark_samples` returns it, and its `survey`.
+
+        Raises:
+            InputError: It has no common rows.
+        """
+        tensors, look = _look_at(batch)
+        known, size, key = self._last
+        if look is not None and look == known:
+            return batch, size, key, tensors
+        marked = mark_samples(batch)
+        size, key, tensors = survey(marked, call=self._call)
+        self._last = look if marked is batch else None, size, key
+        return marked, size, key, tensors
+
+
+def _look_at(batch: Any) -> tuple[list[Any], object]:
+    """Return the entries of a batch of nothing but tensors, and all that its survey depends on; None for another."""
+    kind = type(batch)
+    columns = batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)
+    entries = list(columns)
+    look = [
+        (each.shape, each.dtype, each.layout) for each in entries if type(each) is torch.Tensor and not each.is_nested
+    ]
+    return entries, (kind, look) if look and len(look) == len(entries) else None
 
 
 def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:
@@ -182,7 +219,7 @@ def cut_batch(
     Args:
         batch: The batch, or a part of it.
         num_parts: Number of parts.
-        size: Its size as returned by `measure_batch`.
+        size: Its rows, or its elements.
         split_fn: Splits a packed batch; None splits rows.
         call: The user's call, for messages.
 
@@ -243,50 +280,31 @@ def _dropped(num_parts: int, got: str, expected: str) -> InputError:
     )
 
 
-def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool, call: str = _CALL) -> int:
-    """Return a batch's size: rows, or elements of a packed batch.
-
-    Args:
-        batch: The batch, as `mark_samples` returns it.
-        split_fn: Splits a packed batch; None splits rows.
-        may_cut: Whether the batch may have to be split. If not, a batch without common rows has size 1.
-        call: The user's call, for messages.
+def survey_packed(batch: Any) -> tuple[int, list[torch.Tensor]]:
+    """Return the number of elements and the tensors of a batch that ``split_fn`` cuts.
 
     Raises:
         InputError: There is nothing to count.
-        InputTypeError: It is no batch, such as None or a data loader.
     """
-    if split_fn is None:
-        try:
-            return _count(_leaves(batch, _SPLIT_FN, call), _SPLIT_FN, batch, call)
-        except InputError:
-            check_batch(batch, call=call.partition(":")[0])
-            if may_cut:
-                raise
-            return 1
-    if not list_tensors(batch):  # otherwise it would silently never be split
+    tensors = list_tensors(batch)
+    if not tensors:  # otherwise it would silently never be split
         raise InputError(
             "splitting a batch with split_fn",
             got=f"a {type(batch).__name__} in which memkit finds no tensor",
             expected="tensors in dicts, lists, tuples, or in attributes of an object",
             fix="pass the batch as a dict of its tensors.",
         )
-    return count_elements(batch)
+    return sum(tensor.numel() for tensor in tensors), tensors
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """Map a function over the leaves of nested containers: pytree's own, mappings, dataclasses; types are kept."""
-
-    def apply(leaf: Any) -> Any:
-        if isinstance(leaf, SampleList):
-            return leaf.with_items(map_leaves(fn, leaf.items, is_leaf))
-        children = None if isinstance(leaf, _ATOMS) or (is_leaf is not None and is_leaf(leaf)) else children_of(leaf)
-        if children is None:
-            return fn(leaf)
-        return with_children(leaf, [map_leaves(fn, child, is_leaf) for child in children])
-
-    whole: Tree = pytree.tree_map(apply, tree, is_leaf=is_leaf)
-    return whole
+    if isinstance(tree, SampleList):
+        return tree.with_items(map_leaves(fn, tree.items, is_leaf))  # type: ignore[return-value]  # the same type
+    children = None if isinstance(tree, _ATOMS) or (is_leaf is not None and is_leaf(tree)) else children_of(tree)
+    if children is None:
+        return fn(tree)  # type: ignore[no-any-return]
+    return with_children(tree, [map_leaves(fn, child, is_leaf) for child in children])  # type: ignore[no-any-return]
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -30,10 +30,10 @@ from memkit.train.checkpointing import Checkpointing
 from memkit.train.checks import (
     WRAPPER,
     check_loss,
-    check_open,
     check_own_state,
     check_reduction,
     read_count,
+    refuse_closed,
 )
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
@@ -416,12 +416,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             InputTypeError: ``loss_fn`` is not callable.
             StateError: `close` was called, or ``loss_fn`` called backward itself.
         """
-        check_open(self._is_closed, call="trainer.train_step")
+        if self._is_closed:
+            refuse_closed("trainer.train_step")
         check_loss_fn(loss_fn, batch, call="trainer.train_step")
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
-            run = self._open(batch, self._foreseen_num_parts(batch, loss_fn))
+            num_parts = self._foresee(batch, loss_fn) if self._foresight.is_on else self._accumulation_steps
+            run = self._open(batch, num_parts)
             with self._foresight.phase("microbatches"):
                 for attempt in self._attempts(run, loss_fn):
                     with attempt as micro:
@@ -457,7 +459,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
             StateError: `step` was not called after the previous batch, or `close` was called.
         """
-        check_open(self._is_closed, call="trainer.microbatches")
+        if self._is_closed:
+            refuse_closed("trainer.microbatches")
         run = self._open(batch, self._accumulation_steps)
         try:
             yield from self._attempts(run, None)
@@ -500,7 +503,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     def _backward(self, loss: Loss, call: str) -> None:
         attempt = self._driver.current
         if isinstance(attempt, CheckAttempt):
-            self._check_weight(loss, call)
+            if loss.count is None and self._split_fn is not None:
+                _refuse_unweighted(call)
             attempt.backward(loss)
             return
         if attempt is None or attempt.is_added:
@@ -525,7 +529,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         Raises:
             StateError: There is no batch to step with, or a part of it is missing, or `close` was called.
         """
-        check_open(self._is_closed, call="trainer.step")
+        if self._is_closed:
+            refuse_closed("trainer.step")
         if self._batch_run is None and self._sum.ranks is None:  # a rank without data may join the others' step
             raise StateError(
                 "trainer.step()",
@@ -609,7 +614,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 fix="call trainer.step() after the loop over micro-batches, or trainer.discard() to drop that batch.",
             )
         run = self._driver.open(batch, num_parts, self._sum)
-        self._check_rows(run.size)
+        if self._wrong_rows is not None or not run.size:
+            self._check_rows(run.size)
         return run
 
     def _check_rows(self, num_rows: int) -> None:
@@ -630,7 +636,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             )
 
     def _attempts(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
-        self._batch_run, self._num_steps_before = run, self.num_steps
+        self._batch_run, self._num_steps_before = run, self._sum.num_steps
         try:
             yield from self._driver.attempts(run, loss_fn)
         except MemkitError:
@@ -638,12 +644,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             raise
 
     def _step(self) -> bool:
-        if self._batch_run is not None:
-            self._batch_run.check_complete()
+        run = self._batch_run
+        if run is not None and not run.is_complete:
+            run.refuse_incomplete()
         with self._foresight.phase("optimizer"):
             stepped, _ = self._sum.end(self._following)
-        if self._batch_run is not None and self._batch_run.num_ooms:
-            self._foresight.mark_ooms(self._batch_run.num_ooms, self._batch_run.sizes)
+        if run is not None and run.num_ooms:
+            self._foresight.mark_ooms(run.num_ooms, run.sizes)
         self._batch_run = None
         return stepped
 
@@ -656,9 +663,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         if run is not None and not is_users and self.num_steps == self._num_steps_before:
             run.undo()
 
-    def _foreseen_num_parts(self, batch: Any, loss_fn: LossFn) -> int:
-        if not self._foresight.is_on:
-            return self._accumulation_steps
+    def _foresee(self, batch: Any, loss_fn: LossFn) -> int:
         return self._foresight.num_parts(batch, self._accumulation_steps, lambda micro: self._rehearse(micro, loss_fn))
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
@@ -686,21 +691,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         with self.autocast():
             return call_loss_fn(loss_fn, self.model, micro, call="loss_fn of trainer.train_step")
 
-    def _check_weight(self, loss: Loss, call: str) -> None:
-        if loss.count is None and self._split_fn is not None:
-            is_step = call == _STEP
-            raise InputError(
-                call,
-                got="no count for a part made by split_fn",
-                expected="the weight of the part, which its rows do not determine",
-                fix="end loss_fn with `return mk.Loss(mean=loss, count=n)`."
-                if is_step
-                else "write trainer.backward(loss, count=n).",
-            )
-
     def _add(self, loss: Loss, attempt: Attempt, call: str) -> None:
         """Add the gradient of a micro-batch, weighted by its rows or its count."""
-        self._check_weight(loss, call)
+        if loss.count is None and self._split_fn is not None:
+            _refuse_unweighted(call)
         check_loss(loss.value, call=call)
         count, gradients = loss.count, self._sum
         weight: float | torch.Tensor = float(attempt.size)
@@ -718,6 +712,17 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         expected = float(weight) if gradients.predivisor is None else 0.0
         gradients.add(loss.value, weight, reduction=loss.reduction, expected=expected, all_or_nothing=attempt.is_trial)
         attempt.loss = loss.detached(count)
+
+
+def _refuse_unweighted(call: str) -> NoReturn:
+    raise InputError(
+        call,
+        got="no count for a part made by split_fn",
+        expected="the weight of the part, which its rows do not determine",
+        fix="end loss_fn with `return mk.Loss(mean=loss, count=n)`."
+        if call == _STEP
+        else "write trainer.backward(loss, count=n).",
+    )
 
 
 def _is_on_accelerator(count: float | torch.Tensor) -> bool:

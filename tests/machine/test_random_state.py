@@ -1,6 +1,9 @@
 """Random state: everything that user code may draw from comes back."""
 
+import itertools
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -100,47 +103,102 @@ def test_a_card_that_is_not_the_current_one_comes_back_too(monkeypatch, tmp_path
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(["uniform", "normal", "pair", "integer", "seed", "other", "nothing"]), max_size=25))
-def test_numpys_state_is_copied_where_it_has_moved(draws):
-    """Also where the second number of a pair was kept, and where the global generator is another one."""
-    before, own = np.random.get_state(), np.random.get_bit_generator()
+def test_a_cached_state_is_that_of_a_copy(draws):
+    """Also where the second number of a pair was kept, and where NumPy's global generator is another one."""
+    before, own, pythons = np.random.get_state(), np.random.get_bit_generator(), random.getstate()
     calls = {
-        "uniform": np.random.random,
-        "normal": np.random.randn,
-        "pair": lambda: np.random.randn(2),
-        "integer": lambda: np.random.randint(5),
-        "seed": lambda: np.random.seed(3),
-        "other": lambda: np.random.set_bit_generator(np.random.MT19937(1)),
-        "nothing": lambda: None,
+        "uniform": (np.random.random, random.random),
+        "normal": (np.random.randn, lambda: random.gauss(0, 1)),
+        "pair": (lambda: np.random.randn(2), lambda: (random.gauss(0, 1), random.gauss(0, 1))),
+        "integer": (lambda: np.random.randint(5), lambda: random.randrange(5)),
+        "seed": (lambda: np.random.seed(3), lambda: random.seed(3)),
+        "other": (lambda: np.random.set_bit_generator(np.random.MT19937(1)), lambda: random.setstate(pythons)),
     }
-    known = random_state.NumpyState()
+    known = random_state.HostState()
     try:
-        for draw in draws:
-            calls[draw]()
+        for draw, who in itertools.product(draws, ("numpy", "python", "both")):
+            if draw != "nothing":
+                of_numpy, of_python = calls[draw]
+                _ = who != "python" and of_numpy(), who != "numpy" and of_python()
             found, wanted = known.get(), np.random.get_state()
-            assert found[0] == wanted[0]
-            np.testing.assert_array_equal(found[1], wanted[1])
-            assert found[2:] == wanted[2:]
+            assert found.numpy[0] == wanted[0]
+            np.testing.assert_array_equal(found.numpy[1], wanted[1])
+            assert found.numpy[2:] == wanted[2:]
+            assert found.python == random.getstate()
     finally:
         np.random.set_bit_generator(own)
         np.random.set_state(before)
+        random.setstate(pythons)
+
+
+@pytest.mark.parametrize("num_draws", [1, 624, 625, 1248])
+@pytest.mark.parametrize("draw", [lambda: np.random.randint(2**31), lambda: random.getrandbits(32)])
+def test_as_many_draws_as_the_twister_has_words_are_seen(draw, num_draws):
+    """Its position is then the same as before."""
+    known = random_state.HostState()
+    known.get()
+    for _ in range(num_draws):
+        draw()
+    found = known.get()
+    assert found.python == random.getstate()
+    np.testing.assert_array_equal(found.numpy[1], np.random.get_state()[1])
 
 
 def test_a_state_that_has_not_moved_is_not_copied_again():
     np.random.seed(0)
-    known = random_state.NumpyState()
+    random.seed(0)
+    known = random_state.HostState()
     first = known.get()
     assert known.get() is first
+    random.random()
+    second = known.get()
+    assert second.python is not first.python
+    assert second.numpy is first.numpy
     np.random.random()
-    assert known.get() is not first
+    third = known.get()
+    assert third.numpy is not second.numpy
+    assert third.python is second.python
+
+
+def test_an_interrupted_copy_leaves_no_state_under_old_marks():
+    """After it the generators are put back, and look as they did when the older state was copied."""
+    known = random_state.HostState()
+    first, copy = known.get(), random.getstate
+    random.random()
+
+    def interrupted(line, event, _):
+        if event == "line" and line.f_lineno == last_line:
+            raise KeyboardInterrupt
+        return interrupted
+
+    code = random_state.HostState._copy.__code__
+    last_line = max(line for *_, line in code.co_lines() if line)
+    sys.settrace(lambda frame, *_: interrupted if frame.f_code is code else None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            known.get()
+    finally:
+        sys.settrace(None)
+    random_state.restore_host(first)
+    assert known.get().python == copy()
+
+
+def test_pythons_state_is_copied_where_its_words_do_not_lie_as_expected(monkeypatch):
+    monkeypatch.setattr(sys, "implementation", types.SimpleNamespace(name="another"))
+    known = random_state.HostState()
+    first = known.get()
+    assert known.get().python == first.python
+    random.random()
+    assert known.get().python == random.getstate()
 
 
 def test_another_generator_than_numpys_own_is_copied_each_time():
     own = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
-        known = random_state.NumpyState()
+        known = random_state.HostState()
         first = known.get()
-        assert known.get() is not first
+        assert known.get().numpy is not first.numpy
         state = random_state.capture()
         drawn = np.random.random()
         random_state.restore(state)

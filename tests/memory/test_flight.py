@@ -1,7 +1,6 @@
 """The flight recorder: what it keeps, what an out-of-memory error leaves of it, and what it costs until then."""
 
 import json
-import sys
 import tracemalloc
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import memkit as mk
 from memkit.cli import main
 from memkit.memory.batch_shapes import batch_shapes
 from memkit.report import read_memory_events
-from tests.helpers import run_module
+from tests.helpers import FunctionsEntered, run_module
 from tests.memory.test_postmortem import CHILD, read
 
 
@@ -204,17 +203,6 @@ def test_a_history_is_a_number_of_entries(value):
 # ------------------------------------------------------------------------------------------- what it costs
 
 
-def count_calls(fn):
-    """Python functions that a call enters."""
-    entered = []
-    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        fn()
-    finally:
-        sys.setprofile(None)
-    return entered
-
-
 def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
     """Counted, as times are not: a step without news is read from the counters, and evaluated later."""
     memory = mk.MemoryManager("cpu")
@@ -226,9 +214,12 @@ def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
             pass
 
     step()
-    recorded, plain = len(count_calls(step)), len(count_calls(memory.step))
-    assert plain <= 12
-    assert recorded <= plain + 12
+    with FunctionsEntered() as recorded:
+        step()
+    with FunctionsEntered() as plain:
+        memory.step()
+    assert len(plain.all) <= 12
+    assert len(recorded.all) <= len(plain.all) + 12
 
 
 def test_a_phase_and_a_step_call_few_functions(tmp_path):

@@ -27,7 +27,7 @@ from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from memkit.voxel.dataset import VoxelDataset
-from tests.helpers import assert_refused
+from tests.helpers import FunctionsEntered, assert_refused
 from tests.recipes.loop_parts import StopAfter, digits, loader_of, make, train_in_child, weights
 from tests.toys import classify, trainer_of
 
@@ -404,3 +404,26 @@ class Restoring:
         if step == self.at and not self.num_calls:
             self.num_calls += 1
             self.restore()
+
+
+@pytest.mark.parametrize("on_oom", ["raise", "exact"])
+def test_the_loop_enters_few_functions_beside_its_step(on_oom):
+    """Each takes about a microsecond or two in a large model, whose tensors have taken the processor's caches."""
+    trainer = trainer_of(nn.Linear(4, 4), on_oom=on_oom)
+    batch, monitor, seen = [torch.ones(8, 4), torch.ones(8, 4)], ValidationMonitor(), FunctionsEntered()
+
+    class Batches:
+        def __iter__(self):
+            yield from [batch] * 6
+            with seen:
+                yield batch
+
+    def mean_loss(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    MemoryEfficientTrainLoop(
+        trainer, Batches(), mean_loss, val_loader=[batch], validate_every=100, monitor=monitor, progress=False
+    ).run()
+    with FunctionsEntered() as alone:
+        trainer.train_step(batch, mean_loss)
+    assert len(seen.own) - len(alone.own) <= 36

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from memkit._recovery.signals import are_plain, deferred_signals
+from memkit.recipes.stopping import StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ def test_in_another_thread_nothing_is_set():
         (signal.SIGINT, lambda *_: None, False),
         (signal.SIGTERM, signal.SIG_IGN, True),
         (signal.SIGTERM, lambda *_: None, False),
+        (signal.SIGTERM, StopSignal()._note, True),  # a loop's, which only notes it
     ],
 )
 def test_who_listens(number, handler, is_plain):

@@ -12,13 +12,14 @@ from torch import nn
 
 import memkit as mk
 from memkit.train.split import (
+    Surveyor,
     count_elements,
     count_rows,
     cut_batch,
     join_rows,
-    measure_batch,
     shape_key,
     split_batch,
+    survey_packed,
     take_rows,
 )
 from tests.helpers import assert_refused, assert_same
@@ -134,7 +135,7 @@ def test_what_cannot_be_cut_says_why():
         split_batch(uneven, 2)
     assert "on_oom" not in str(caught.value)  # not everybody who calls it has that option
     with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 4\] rows.*split_fn=.*on_oom='raise'"):
-        measure_batch(uneven, None, may_cut=True)
+        Surveyor("my call").survey(uneven)
     assert_refused(lambda: count_rows({"scale": torch.tensor(1.0)}), mk.errors.InputError, "no tensor with rows")
     with pytest.raises(mk.errors.InputError, match="a SimpleNamespace in it"):
         count_rows((torch.ones(3), SimpleNamespace(x=torch.ones(3))))
@@ -149,6 +150,42 @@ def test_keys_tell_shapes_apart_but_not_row_counts():
     assert count_elements((torch.ones(2, 3), torch.ones(4), "x")) == 10
 
 
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                (torch.ones(3, 2), torch.ones(3)),
+                (torch.ones(4, 2), torch.ones(4)),
+                (torch.ones(3, 2), torch.ones(3).double()),
+                (torch.ones(3, 2), torch.ones(3), torch.tensor(1.0)),
+                {"x": torch.ones(3, 2), "y": torch.ones(3)},
+                {"x": torch.ones(5, 2), "names": list("abcde")},
+                torch.ones(3, 2),
+                torch.tensor(1.0),
+                (torch.ones(3), torch.ones(4)),
+                [torch.ones(3), torch.ones(4)],
+                [torch.ones(3, 2), torch.ones(3)],
+                (torch.ones(3, 2), torch.ones(3).to_sparse()),
+                (),
+                nn.Parameter(torch.ones(3, 2)),
+            ]
+        ),
+        max_size=6,
+    )
+)
+def test_a_survey_of_one_batch_after_the_other_is_that_of_each(batches):
+    surveyor = Surveyor("my call")
+    for batch in batches:
+        found = []
+        for look in (surveyor.survey, Surveyor("my call").survey):
+            try:
+                marked, size, key, tensors = look(batch)
+                found.append((type(marked), size, key, list(map(id, tensors))))
+            except mk.errors.InputError as error:
+                found.append(str(error))
+        assert found[0] == found[1]
+
+
 def test_packed_batches_are_measured_by_what_their_objects_hold():
     class Graphs:
         def __init__(self):
@@ -157,10 +194,10 @@ def test_packed_batches_are_measured_by_what_their_objects_hold():
     class Hidden:
         __slots__ = ("x",)
 
-    assert measure_batch(Graphs(), lambda batch, n: [batch], may_cut=True) == 17
-    assert measure_batch({"coord": torch.ones(0, 3)}, lambda batch, n: [batch], may_cut=True) == 0
+    assert survey_packed(Graphs())[0] == 17
+    assert survey_packed({"coord": torch.ones(0, 3)})[0] == 0
     with pytest.raises(mk.errors.InputError, match="a Hidden in which memkit finds no tensor"):
-        measure_batch(Hidden(), lambda batch, n: [batch], may_cut=True)
+        survey_packed(Hidden())
 
 
 def rows_of(batch, chosen):

@@ -5,13 +5,15 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from benchmarks.cases.wrapper_memory import Run, measure_flops, measure_peaks, measure_saved_bytes
 from benchmarks.cases.wrapper_overhead import count_host_reads, mean_loss, summed_loss
 from benchmarks.models import Task, transformer, unet
 from memkit._recorder.recorder import Recorder
-from tests.helpers import assert_same
+from memkit._recovery.snapshot import Rollback, StateWatch
+from tests.helpers import FunctionsEntered, assert_same
 from tests.toys import mean_square, trainer_of
 
 TASKS = {
@@ -149,3 +151,46 @@ def test_checkpointing_changes_no_bit():
 )
 def test_a_warm_step_does_not_wait_for_the_device(loss_fn, settings, num_reads):
     assert count_host_reads(loss_fn, **settings) == num_reads
+
+
+def num_entered_by_a_warm_step(num_parts=1, num_layers=3, as_batch=tuple, **settings):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)])
+    batch = as_batch((torch.ones(4 * num_parts, 4), torch.ones(4 * num_parts, 4)))
+    trainer = trainer_of(model, accumulation_steps=num_parts, **settings)
+    for _ in range(5):  # until sizes are proven, generators are found, and the split is checked for the 4th time
+        trainer.train_step(batch, mean_loss)
+    with FunctionsEntered() as entered:
+        trainer.train_step(batch, mean_loss)
+    return len(entered.own)
+
+
+@pytest.mark.parametrize(("on_oom", "most", "most_more"), [("raise", 82, 100), ("exact", 132, 104)])
+def test_a_warm_step_enters_few_functions(on_oom, most, most_more):
+    """Each takes about a microsecond or two in a large model, whose tensors have taken the processor's caches."""
+    whole = num_entered_by_a_warm_step(on_oom=on_oom)
+    assert whole <= most
+    assert num_entered_by_a_warm_step(num_layers=40, on_oom=on_oom) == whole
+    assert num_entered_by_a_warm_step(as_batch=list, on_oom=on_oom) <= most
+    in_parts = [num_entered_by_a_warm_step(num_parts=each, on_oom=on_oom) for each in (3, 4)]
+    assert in_parts[1] - in_parts[0] <= most_more
+
+
+@pytest.mark.skipif(not hasattr(torch, "_foreach_clone"), reason="copies one tensor after the other")
+def test_a_snapshot_of_many_batch_norms_takes_no_more_operators():
+    class Operators(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for num_layers in (1, 20):
+        watch = StateWatch(nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(num_layers)]))
+        watch.changes_attributes = False
+        with Operators() as operators:
+            Rollback(watch)
+        found.append(operators.names)
+    assert found[0] == found[1]
