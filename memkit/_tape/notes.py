@@ -27,7 +27,7 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode
 from memkit._torch.graph import current_backward
 from memkit._torch.tensors import version_of
 
@@ -80,7 +80,7 @@ class ValueNote:
     readers: list[OperatorNote] = field(default_factory=list)
 
 
-class ForwardNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class ForwardNotes(LeanDispatchMode):
     """Takes notes on one forward and its backward, in a simulation.
 
     Args:

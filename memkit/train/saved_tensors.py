@@ -34,7 +34,7 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode
 from memkit._torch.graph import current_backward
 from memkit._torch.script import as_written
 from memkit.train.offload import offload_activations
@@ -150,7 +150,7 @@ class _Operator:
         self.count, self.fates, self.changes = 0, fates, changes
 
 
-class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _Forward(LeanDispatchMode):
     """One forward under a plan.
 
     Operators are counted by name: one that the plan does not know does not shift the others.

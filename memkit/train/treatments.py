@@ -17,7 +17,7 @@ from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit._tape.tape import changes_arguments, is_plain, written_arguments
 from memkit._torch.aten import FUSED_ATTENTION
-from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
+from memkit._torch.dispatch import LeanDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
@@ -232,7 +232,7 @@ class _Result:
         return _detached(self._tensor)  # a new object, which gets an autograd history
 
 
-class _OnKept(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _OnKept(LeanDispatchMode):
     """Runs `KEPT_OPERATORS` through a function, and may tell of tensors that other operators are about to change."""
 
     supports_higher_order_operators = True

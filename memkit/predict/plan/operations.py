@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode
 from memkit._torch.graph import current_backward
 from memkit.predict.plan.speeds import OperatorTimes, num_bytes
 
@@ -36,7 +36,7 @@ class BlockForward:
     input_bytes: int = 0
 
 
-class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class StepTimes(LeanDispatchMode):
     """Adds up the times of a step's operators, part by part. Enter it beneath the recorder.
 
     Args:
