@@ -85,15 +85,6 @@ class Segments:
             counts.scatter_add_(0, part.long(), counts.new_ones(1).expand(len(part)))
         return counts
 
-    def are_empty(self) -> Tensor:
-        """Return which segments have no edge, bool (num_segments,)."""
-        if self._index is None:
-            return self.tensor[1:] == self.tensor[:-1]
-        are_empty = self._index.new_ones(self.num_segments, dtype=torch.bool)
-        for part in torch.split(self._index, _BLOCK):
-            are_empty.scatter_(0, part.long(), value=False)
-        return are_empty
-
     @staticmethod
     def _matching(call: str, given: int | None, found: int) -> int:
         if given not in (None, found):
