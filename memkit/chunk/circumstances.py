@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from memkit._gradients.kept import KeptResults
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit.chunk.independence import modules_of
 
@@ -35,6 +36,7 @@ class Circumstances:
 
     Attributes:
         kept: The last chunks, if their graphs were kept.
+        products: By the first row of a chunk, its results of matrix products and convolutions, if they were kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor], fn: object) -> None:
@@ -46,18 +48,24 @@ class Circumstances:
         ]
         self._at_start = RandomNumbers(held_generators(modules_of(fn)))
         self.kept: list[ReplayedChunk] = []
+        self.products: dict[int, KeptResults] = {}
 
     def start_over(self) -> None:
         """Go back to the start of the forward, which runs once more."""
         self._at_start.restore()
-        self.kept = []
+        self.taken()
+
+    def taken(self) -> tuple[list[ReplayedChunk], dict[int, KeptResults]]:
+        """Return what was kept, and keep it no longer: a graph is used once."""
+        kept, products = self.kept, self.products
+        self.kept, self.products = [], {}
+        return kept, products
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[list[ReplayedChunk]]:
-        """Enter a block that reruns the chunks in order, except the kept ones it yields: a kept graph is used once."""
-        kept, self.kept = self.kept, []
+    def again(self) -> Iterator[None]:
+        """Enter a block that reruns the chunks in order, except those whose graphs were kept."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             stack.enter_context(self._at_start.again())
-            yield kept
+            yield

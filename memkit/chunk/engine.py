@@ -8,20 +8,23 @@ relies on.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._gradients.captured import CapturedTensors
+from memkit._gradients.kept import KeptResults
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._torch import pytree
 from memkit._torch.autocast import graphs
+from memkit._torch.script import as_written
 from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
@@ -32,7 +35,11 @@ from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 from memkit.chunk.trial import CallTensors, TrialCall
 from memkit.chunk.volumes import spatial_call, without_batch
 
+Keep: TypeAlias = Literal["nothing", "products", "graph"]
+"""What is kept of a chunk for the backward: "products" are the results of matrix products and convolutions."""
+
 _TENSOR = object()  # stands for a tensor when only the structure is kept
+_SAME_OPERATORS = "make the function depend on its arguments alone, or pass chunk_size=4096, which keeps nothing."
 
 
 @dataclass(slots=True)
@@ -46,9 +53,13 @@ class ChunkedCall:
         size: Rows of a chunk, or the `Sizer` that chooses them.
         num_rows: Rows of the call; None to take them from the arguments.
         num_kept: Number of last chunks whose graphs are kept, so that the backward does not recompute them.
+        num_partly_kept: Number of chunks after the first of which the results of matrix products and convolutions are
+            kept, so that the backward recomputes the rest only.
         check: Whether to verify first, on a few rows, that the function treats each row independently.
 
         plan: How the call is cut, set when it runs; None if its size was given.
+        product_bytes: Of the last chunk of `first_rows`, the bytes that ``num_partly_kept`` would keep; set when it
+            runs.
     """
 
     name: str
@@ -57,8 +68,10 @@ class ChunkedCall:
     size: int | Sizer
     num_rows: int | None = None
     num_kept: int = 0
+    num_partly_kept: int = 0
     check: bool = False
     plan: ChunkPlan | None = field(init=False, default=None)
+    product_bytes: int | None = field(init=False, default=None)  # None unless it is to be measured
     # Set by `run`. No tensor that needs a gradient may be stored here: autograd must be able to free those.
     _num_rows: int = field(init=False)
     _head: int = field(init=False, default=0)  # rows of a first short chunk
@@ -114,6 +127,7 @@ class ChunkedCall:
         if isinstance(self.size, Sizer):
             self.plan = self.size.plan(TrialCall(self, tensors))
             self.size, self.num_kept = self.plan.chunk_size, self.plan.num_kept
+            self.num_partly_kept = self.plan.num_partly_kept
             self._warn_of_one_row(inputs)
         return tensors
 
@@ -129,6 +143,7 @@ class ChunkedCall:
         first = copy.copy(self)
         first.size = chunk_size
         first.num_kept = 1
+        first.product_bytes = 0
         first._num_rows = num_rows  # noqa: SLF001 - its own
         first._head = head  # noqa: SLF001
         return first
@@ -201,31 +216,41 @@ class ChunkedCall:
     def results(self, tensors: CallTensors, replay: Circumstances | None) -> ChunkResults:
         """Run the forward of a call; with ``replay``, a backward may follow."""
         chunks = list(self._spans())
-        first_kept = len(chunks) - (self.num_kept if any(tensors.needs) else 0)
+        num_kept, num_partly_kept = (self.num_kept, self.num_partly_kept) if any(tensors.needs) else (0, 0)
 
         def run_chunks() -> Iterator[tuple[int, list[Tensor]]]:
             for number, (start, length) in enumerate(chunks):
                 if replay is None:
                     yield start, self._run_chunk(tensors, start, length).results
                 else:
-                    is_kept = number >= first_kept
-                    yield start, self._recorded(tensors, replay, start, length, is_kept=is_kept, is_first=not number)
+                    how: Keep = "graph" if number >= len(chunks) - num_kept else "nothing"
+                    if how == "nothing" and 0 < number <= num_partly_kept:
+                        how = "products"
+                    yield start, self._recorded(tensors, replay, start, length, how, is_first=not number)
 
         return ChunkResults(run_chunks(), self._num_rows, for_backward=replay is not None and any(tensors.needs))
 
     def _recorded(
-        self, tensors: CallTensors, replay: Circumstances, start: int, length: int, *, is_kept: bool, is_first: bool
+        self, tensors: CallTensors, replay: Circumstances, start: int, length: int, keep: Keep, *, is_first: bool
     ) -> list[Tensor]:
-        """Run one chunk, keeping its graph for the backward if wanted. No local outlives the chunk."""
+        """Run one chunk, keeping for the backward what is wanted. No local outlives the chunk."""
         # The first chunk always has a graph: it reveals tensors that the function captures from outside.
         captured = CapturedTensors(self.name, self.fn) if is_first else None
-        with graphs(enabled=is_kept or is_first or self._differentiates):
-            chunk = self._run_chunk(tensors, start, length)
+        keeps_products = (keep == "products" or self.product_bytes is not None) and not self._differentiates
+        products = KeptResults(self.name, _SAME_OPERATORS) if keeps_products else None
+        with graphs(enabled=keep != "nothing" or is_first or self._differentiates):
+            chunk = self._run_chunk(tensors, start, length, None if products is None else products.first())
         if captured and captured.refuse(chunk.results, [*chunk.rows, *tensors.params]):
             self._differentiates = True
             self._refuse_captured(captured, tensors)
-        if is_kept:
+        if keep == "graph":
             replay.kept.append(chunk)
+        if products:
+            products.forget_unused(chunk.results)
+            if keep == "products":
+                replay.products[start] = products
+            else:
+                self.product_bytes = products.num_bytes
         return [result.detach() for result in chunk.results]
 
     def _refuse_captured(self, captured: CapturedTensors, tensors: CallTensors) -> None:
@@ -239,12 +264,21 @@ class ChunkedCall:
             leaves = unknown_leaves()
         captured.refuse_survivors(leaves)
 
-    def _run_chunk(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
-        """Run the function on one chunk."""
+    def _run_chunk(
+        self,
+        tensors: CallTensors,
+        start: int,
+        length: int,
+        products: contextlib.AbstractContextManager[None] | None = None,
+    ) -> ReplayedChunk:
+        """Run the function on one chunk, within a context that keeps or reuses the results of products."""
         rows = self._rows(tensors.inputs, start, length)
         for each, need in zip(rows, tensors.needs, strict=False):
             each.requires_grad_(need)
-        return ReplayedChunk(rows, self._call(rows, length))
+        if products is None:
+            return ReplayedChunk(rows, self._call(rows, length))
+        with as_written(), products:
+            return ReplayedChunk(rows, self._call(rows, length))
 
     def _rows(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
         # Detached, so that slicing records no node: a slice's gradient would be as large as the whole tensor.
@@ -289,26 +323,27 @@ class ChunkedCall:
         return results
 
     def gradients(
-        self, tensors: CallTensors, upstream: Upstream, kept: list[ReplayedChunk], totals: list[Tensor | None]
+        self, tensors: CallTensors, upstream: Upstream, replay: Circumstances, totals: list[Tensor | None]
     ) -> list[Tensor | None]:
         """Add the gradients of inputs and parameters to the totals chunk by chunk, kept chunks first."""
+        kept, products = replay.taken()
         chunks = list(self._spans())
         # No local may hold a chunk when the next one runs.
         while kept:
             start, length = chunks.pop()
             self._add_gradients(totals, tensors, kept.pop(), upstream(start, length), start)
         for start, length in chunks:
-            self._add_gradients(
-                totals, tensors, self._recompute(tensors, start, length), upstream(start, length), start
-            )
+            chunk = self._recompute(tensors, start, length, products.pop(start, None))
+            self._add_gradients(totals, tensors, chunk, upstream(start, length), start)
+            del chunk
         return [
             None if total is None else total.to(tensor.dtype)
             for total, tensor in zip(totals, [*tensors.inputs, *tensors.params], strict=True)
         ]
 
     @torch.enable_grad()
-    def _recompute(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
-        return self._run_chunk(tensors, start, length)
+    def _recompute(self, tensors: CallTensors, start: int, length: int, products: KeptResults | None) -> ReplayedChunk:
+        return self._run_chunk(tensors, start, length, None if products is None else products.repetition())
 
     def _add_gradients(
         self,
@@ -385,7 +420,7 @@ class _ChunkedFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
         upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])
-        with replay.again() as kept, without_hooks(params):
+        with replay.again(), without_hooks(params):
             needs = ctx.needs_input_grad[2:]
-            found = call.gradients(CallTensors(inputs, params, needs), upstream, kept, [None] * len(needs))
+            found = call.gradients(CallTensors(inputs, params, needs), upstream, replay, [None] * len(needs))
         return None, None, *found

@@ -24,6 +24,7 @@ _FIRST_SIZE = 4  # a single row can take another code path: matrix-vector produc
 _CPU_BYTES, _ACCELERATOR_BYTES = 16 << 20, 256 << 20
 _FILL = 0.97  # of a budget: the rest allows for allocator rounding
 _MIN_GRAPHS = 8
+_MIN_SHARE = 4  # a chunk takes at least this part of the chunk memory, and of the room
 _MAX_REFINEMENTS = 3
 _SAME = 0.9  # a measured size is reused if it is at least this fraction of the wanted size
 _MAX_KINDS = 64
@@ -40,6 +41,8 @@ class Measurement:
         backward_bytes: Peak in the backward, without the result, running sums, and the gradients of the call.
         kept_bytes: Memory that its graph holds between forward and backward.
         segment_bytes: Additional memory of the call per segment of its result, in the forward and in the backward.
+        product_bytes: Memory of its results of matrix products and convolutions, with which the backward recomputes
+            only the rest.
     """
 
     num_rows: int
@@ -47,6 +50,7 @@ class Measurement:
     backward_bytes: int = 0
     kept_bytes: int = 0
     segment_bytes: tuple[int, int] = (0, 0)
+    product_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class ChunkPlan:
         chunk_size: Rows of a chunk.
         num_chunks: Number of chunks.
         num_kept: Number of chunks whose graphs are kept, which saves recomputing them in the backward.
+        num_partly_kept: Number of chunks of which the results of matrix products and convolutions are kept, which saves
+            recomputing these: most of the time in less memory.
         fixed_bytes: Memory that the call holds regardless of chunking: the gradients it creates, and running sums.
             Without the result.
         predicted_peak_bytes: Predicted peak memory of the call beyond its arguments and its result.
@@ -66,6 +72,7 @@ class ChunkPlan:
     chunk_size: int
     num_chunks: int
     num_kept: int
+    num_partly_kept: int
     fixed_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
@@ -225,6 +232,16 @@ class _Chunk:
         return self.found.kept_bytes
 
     @property
+    def product_bytes(self) -> int:
+        """Memory in which its products are kept; 0 if there are none, or its graph is hardly larger."""
+        return self.found.product_bytes if self.found.product_bytes < _SAME * self.kept_bytes else 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Memory that saves recomputing it, or most of it."""
+        return self.product_bytes or self.kept_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """Memory it adds to what the call always holds."""
         return max(self.grown(1.0), self.kept_bytes, 1)
@@ -245,10 +262,10 @@ class _Chunk:
         return max(in_forward, in_backward + self.base) - max(self.held)
 
     def rows_in(self, room: int, more: int = 0) -> int:
-        """Return how many rows fit, with ``more`` further graphs of equal chunks, assuming linear growth."""
+        """Return how many rows fit, with ``more`` equal chunks kept besides, assuming linear growth."""
         total, found = room + max(self.held), self.found
         factors = [
-            (total - held) / (taken + more * found.kept_bytes)
+            (total - held) / (taken + more * self.unit_bytes)
             for held, taken in zip(self.held, (found.forward_bytes, found.backward_bytes), strict=True)
             if taken > 0
         ]
@@ -260,7 +277,7 @@ def plan_of(problem: Problem, chunk_size: int) -> ChunkPlan:
     found = problem.measure(max(1, min(chunk_size, problem.num_rows)))
     chunk = _Chunk(found, problem.held_bytes(found), 0)
     peak = max(chunk.held) + chunk.peak_bytes
-    return ChunkPlan(chunk_size, max(1, -(-problem.num_rows // chunk_size)), 0, max(chunk.held), peak, peak)
+    return ChunkPlan(chunk_size, max(1, -(-problem.num_rows // chunk_size)), 0, 0, max(chunk.held), peak, peak)
 
 
 class _Choice:
@@ -269,7 +286,8 @@ class _Choice:
     Sizes grow by a factor of four or two, as long as the measurements so far do not predict that the next one exceeds
     the limit. Kernels change with the size, so only measured sizes are used. The last k chunks keep their graphs, and
     take ``peak + (k - 1) * kept`` together: the backward of the last one begins while the other graphs still exist.
-    With a budget the size is then adjusted so that whole graphs fill it.
+    Chunks of matrix products or convolutions keep these alone, which take less than the graph, while there are more
+    chunks than graphs would fit. With a budget the size is then adjusted so that whole graphs, or products, fill it.
 
     Args:
         problem: The call to cut.
@@ -307,16 +325,21 @@ class _Choice:
             room = max(room, best.peak_bytes)
         elif best.peak_bytes > room:  # one row can take more than several: kernels change with the size
             self._refuse(min(tried, key=lambda each: each.peak_bytes), room, fixed)
-        # Either one chunk fills the room, or many graphs do: a few large ones would leave much of it unused.
+        # Either one chunk fills the room, or many graphs do: a few large ones would leave much of it unused. Products
+        # save more time per byte than a larger chunk does.
         rest = room - base
-        limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
+        if best.product_bytes:
+            limit = base + min(rest, target, max(rest, target) // _MIN_SHARE)
+        else:
+            limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
         best = self._largest(best, room, max(limit, best.peak_bytes))
         num_chunks = max(1, -(-self._num_rows // best.num_rows))
-        num_kept, peak = self._keep(best, room, num_chunks)
+        num_kept, num_partly_kept, peak = self._keep(best, room, num_chunks)
         return ChunkPlan(
             chunk_size=best.num_rows,
             num_chunks=num_chunks,
             num_kept=num_kept,
+            num_partly_kept=num_partly_kept,
             fixed_bytes=fixed,
             predicted_peak_bytes=fixed + peak,
             measured_peak_bytes=fixed + best.peak_bytes,
@@ -336,8 +359,8 @@ class _Choice:
         if self._budget is None:
             return best
         for _ in range(_MAX_REFINEMENTS):
-            graph = best.kept_bytes * best.rows_in(limit) // best.num_rows
-            more = -(-(room - limit) // graph) if graph > 0 else 0
+            unit = best.unit_bytes * best.rows_in(limit) // best.num_rows
+            more = -(-(room - limit) // unit) if unit > 0 else 0
             size = min(best.rows_in(room, more), best.rows_in(limit), self._num_rows)
             found = self._near(size)
             if found.num_rows == best.num_rows or found.peak_bytes > limit:
@@ -351,17 +374,30 @@ class _Choice:
             return self._try(size)
         return self._try(max((rows for rows in self._known if _SAME * size <= rows <= size), default=size))
 
-    def _keep(self, chunk: _Chunk, room: int, num_chunks: int) -> tuple[int, int]:
-        """Return how many chunks' graphs fit, and the peak with them."""
-        kept = chunk.kept_bytes
+    def _keep(self, chunk: _Chunk, room: int, num_chunks: int) -> tuple[int, int, int]:
+        """Return how many chunks' graphs fit, of how many others the products, and the peak with them."""
+        kept, part = chunk.kept_bytes, chunk.product_bytes
         if kept <= 0:
-            return 0, chunk.peak_bytes
+            return 0, 0, chunk.peak_bytes
         # The last chunk may be short. Its backward comes first, then that of a full chunk.
         last = self._num_rows - (num_chunks - 1) * chunk.num_rows
         short = min(self._try(size).peak_bytes for size in list(self._known) if size >= last)
         short = min(short, chunk.peak_bytes)
-        count = min(1 + (room - short) // kept, 2 + (room - chunk.peak_bytes) // kept, num_chunks)
-        return count, max(chunk.peak_bytes + max(count - 2, 0) * kept, short + (count - 1) * kept)
+        # The first chunk's products are not kept: a function may compute more in its first call.
+        most = min(num_chunks - 2, (room - chunk.peak_bytes) // part) if part and num_chunks > 2 else 0
+
+        def plan(count: int) -> tuple[int, int, int]:
+            num_parts = min(most, num_chunks - 1 - count)
+            peak = max(chunk.peak_bytes + max(count - 2, 0) * kept, short + (count - 1) * kept)
+            return count, max(num_parts, 0), peak + max(num_parts, 0) * part
+
+        # Graphs take the place of products where all of these fit.
+        step = kept - part if most == num_chunks - 2 else kept
+        rest = room - most * part
+        count = max(1, min(1 + (rest - short) // step, 2 + (rest - chunk.peak_bytes) // step, num_chunks))
+        while count > 1 and plan(count)[-1] > room:
+            count -= 1
+        return plan(count)
 
     def _refuse(self, least: _Chunk, room: int, fixed: int) -> None:
         rows, peak = least.num_rows, format_bytes(least.peak_bytes)

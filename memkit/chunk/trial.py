@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memkit._gradients.streamed import accumulator_dtype, without_hooks
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
-from memkit.chunk.circumstances import Circumstances, ReplayedChunk
+from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.independence import modules_of, undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.sizing import Measurement
@@ -54,6 +54,10 @@ class TriedCall(Protocol):
     def layout(self) -> list[Any]:
         """Whether each input's rows are gathered, followed by all arguments that are not cut."""
 
+    @property
+    def product_bytes(self) -> int | None:
+        """Bytes of the last chunk's results of matrix products and convolutions, where `first_rows` has run."""
+
     def first_rows(self, num_rows: int, chunk_size: int, head: int) -> TriedCall:
         """Return the call on its first rows only."""
 
@@ -61,7 +65,7 @@ class TriedCall(Protocol):
         """Run the forward."""
 
     def gradients(
-        self, tensors: CallTensors, upstream: Upstream, kept: list[ReplayedChunk], totals: list[Tensor | None]
+        self, tensors: CallTensors, upstream: Upstream, replay: Circumstances, totals: list[Tensor | None]
     ) -> list[Tensor | None]:
         """Run the backward."""
 
@@ -134,14 +138,15 @@ class TrialCall:
         ]
 
         def backward() -> None:
-            with replay.again() as kept:
-                trial.gradients(tensors, assembly.upstream(ones, saved), kept, self._totals())
+            with replay.again():
+                trial.gradients(tensors, assembly.upstream(ones, saved), replay, self._totals())
 
         _, backward_peak, _ = watched(backward)
         held = output_bytes + in_backward + self._gradient_bytes()
         # A recomputed chunk takes its forward memory in the backward too, before its own backward begins.
         backward_bytes = max(forward_bytes, forward_end + backward_peak - held)
-        return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes)
+        product_bytes = trial.product_bytes or 0
+        return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes, product_bytes)
 
     def _totals(self) -> list[Tensor | None]:
         """Return gradient buffers as they exist from the second chunk of a backward on."""

@@ -21,6 +21,7 @@ from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_bytes
 from memkit._core.words import guided
+from memkit._gradients.kept import KEPT_OPERATORS
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
 from memkit._recorder.recorder import Recorder
@@ -46,7 +47,6 @@ from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, take_rows
 from memkit.train.split_check import check_split, scan_modules
 from memkit.train.split_watch import Probe
-from memkit.train.treatments import KEPT_OPERATORS
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _NUM_FINALISTS = 5

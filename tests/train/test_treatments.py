@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
+from memkit._gradients.kept import is_kept
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
-from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
+from memkit.train.treatments import TREATMENTS, Elsewhere
 from tests.helpers import assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, trainer_of
@@ -178,10 +179,10 @@ def test_a_kernel_with_dropout_inside_is_computed_again():
     q = torch.empty(1, 2, 8, 8)
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    assert _is_kept(flash, (q, q, q), {})
-    assert _is_kept(efficient, (q, q, q, None, True), {"is_causal": True})
-    assert not _is_kept(flash, (q, q, q, 0.1), {})
-    assert not _is_kept(efficient, (q, q, q, None, True), {"dropout_p": 0.1})
+    assert is_kept(flash, (q, q, q), {})
+    assert is_kept(efficient, (q, q, q, None, True), {"is_causal": True})
+    assert not is_kept(flash, (q, q, q, 0.1), {})
+    assert not is_kept(efficient, (q, q, q, None, True), {"dropout_p": 0.1})
 
 
 def test_what_waits_for_backward():
