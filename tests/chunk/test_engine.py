@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from memkit._core.errors import ConfigError, InputError, StateError
+from memkit._gradients.kept import KeptResults
 from memkit._recovery.snapshot import RandomNumbers
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import Rows, chunked_map
@@ -29,8 +31,8 @@ def gradients(module, *tensors):
     return found
 
 
-def run(fn, x, num_kept=0, chunk_size=16, **kwargs):
-    call = ChunkedCall("test()", fn, Rows(None), chunk_size, num_kept=num_kept)
+def run(fn, x, num_kept=0, chunk_size=16, num_partly_kept=0, **kwargs):
+    call = ChunkedCall("test()", fn, Rows(None), chunk_size, num_kept=num_kept, num_partly_kept=num_partly_kept)
     return call.run((x,), kwargs, params=None)
 
 
@@ -141,14 +143,123 @@ def test_dropout_is_drawn_again_and_the_callers_state_is_left_alone():
     out = torch.cat([module(part) for part in x.split(16)])
     out.square().sum().backward()
     expected = [out, *gradients(module, x)]
-    for num_kept in (0, 1, 3, 99):
+    for num_kept, num_partly_kept in ((0, 0), (1, 0), (3, 0), (99, 0), (0, 2), (0, 99), (2, 99)):
         torch.manual_seed(3)
-        out = run(module, x, num_kept)
+        out = run(module, x, num_kept, num_partly_kept=num_partly_kept)
         torch.rand(5)  # others draw too before the backward
         before = torch.get_rng_state()
         out.square().sum().backward()
         assert torch.equal(torch.get_rng_state(), before)
         assert_same([out, *gradients(module, x)], expected, 1e-12)
+
+
+# ---- results of matrix products
+
+
+def test_kept_products_are_not_computed_again():
+    module, x = nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 4)), torch.randn(100, 3)
+
+    def flops(num_partly_kept):
+        with FlopCounterMode(display=False) as count:
+            run(module, x, num_partly_kept=num_partly_kept).sum().backward()
+        return count.get_total_flops()
+
+    per_row = 2 * (3 * 16 + 16 * 4)
+    assert flops(0) - flops(4) == 4 * 16 * per_row  # of 7 chunks; the first one's are not kept
+    assert flops(0) - flops(99) == (100 - 16) * per_row
+
+
+ENDS = {
+    "product": lambda layer, x: layer(x),
+    "in place": lambda layer, x: layer(x).relu_(),
+    "not last": lambda layer, x: layer(x).sigmoid() * 2,
+    "saved as an input": lambda layer, x: layer(x).square(),
+    "saved without an operator": lambda layer, x: Product.apply(x, layer.weight),
+    "read by a hook": lambda layer, x: hooked(layer(x)),
+    "one of two outputs": lambda layer, x: (y := layer(x), (y * 2).sigmoid()),
+    "a view": lambda layer, x: layer(x).unflatten(-1, (2, 2)),
+}
+
+
+@pytest.mark.parametrize("fn", ENDS.values(), ids=ENDS)
+def test_gradients_with_kept_products_are_those_without(fn):
+    """Of a last product that nobody reads only its shape is kept: to take one that is read for one would make NaN."""
+    layer, x = nn.Linear(3, 4).double(), torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
+
+    def call(rows):
+        return fn(layer, rows)
+
+    def found(rows_to_output):
+        out = rows_to_output()
+        total = sum(each.sin().sum() for each in (out if isinstance(out, tuple) else (out,)))
+        return [total.detach(), *torch.autograd.grad(total, [x, *layer.parameters()], allow_unused=True)]
+
+    call_in_chunks = functools.partial(ChunkedCall, "test()", call, Rows(None), 16)
+    expected = found(lambda: call(x))
+    for num_partly_kept in (0, 3, 99):
+        chunked = call_in_chunks(num_partly_kept=num_partly_kept)
+        assert_same(found(lambda each=chunked: each.run((x,), {}, params=layer.parameters())), expected, 1e-12)
+
+
+class Product(torch.autograd.Function):
+    """A product with a gradient that reads the result."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        out = x @ weight.T
+        ctx.save_for_backward(out, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        out, weight = ctx.saved_tensors
+        return (gradient * out) @ weight, None
+
+
+def hooked(tensor):
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradient * tensor)
+    return tensor
+
+
+def test_a_kept_last_product_takes_no_memory_and_the_others_do():
+    module = nn.Sequential(nn.Linear(3, 256), nn.GELU(), nn.Linear(256, 256))
+    kept = KeptResults("test()", "")
+    with kept.first():
+        results = [module(torch.randn(100, 3))]
+    assert kept.num_bytes == 2 * 100 * 256 * 4
+    kept.forget_unused(results)
+    assert kept.num_bytes == 100 * 256 * 4 + 4
+    with kept.first():
+        results = [module(torch.randn(100, 3))]
+    user = results[0]  # whoever holds it may read it
+    kept.forget_unused(results)
+    assert kept.num_bytes >= 3 * len(user) * 256 * 4
+
+
+def test_other_operators_in_the_backward_are_refused():
+    layer, calls = nn.Linear(3, 3), []
+
+    def fn(x):
+        calls.append(len(x))
+        return layer(layer(x)) if len(calls) < 8 else layer(x)
+
+    out = ChunkedCall("test()", fn, Rows(None), 16, num_partly_kept=3).run(
+        (torch.randn(100, 3),), {}, params=layer.parameters()
+    )
+    assert_refused(out.sum().backward, StateError, "the same operators each time", "chunk_size=4096")
+
+
+def test_kept_products_serve_a_retained_graph():
+    module, x = mlp(3, 16, 4).double(), torch.randn(100, 3, dtype=torch.float64)
+    out = run(module, x, 2, num_partly_kept=99)
+    out.sum().backward(retain_graph=True)
+    once = gradients(module)
+    out.sum().backward()
+    assert_same(gradients(module), once, 1e-12)
+
+
+# ---- randomness of others
 
 
 def test_numpy_noise_is_drawn_again():

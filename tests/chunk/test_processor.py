@@ -118,6 +118,7 @@ def test_a_budget_is_never_exceeded_and_is_used(way, budget, mlp, edges):
 
 
 def test_kept_graphs_are_not_run_again(mlp, edges):
+    """For a budget that holds all products, but not all graphs."""
     seen = []
     mlp.register_forward_hook(lambda module, args, out: seen.append(len(out)))
     proc = mk.ChunkedProcessor(mlp, memory_budget="40MiB", check=False)
@@ -125,7 +126,8 @@ def test_kept_graphs_are_not_run_again(mlp, edges):
     seen.clear()
     proc(edges[0]).sum().backward()
     plan = proc.last_plan
-    assert plan.num_kept > 3
+    assert plan.num_kept > 1
+    assert plan.num_kept + plan.num_partly_kept == plan.num_chunks - 1
     assert sum(seen) == NUM_ROWS + NUM_ROWS - (plan.num_kept - 1) * plan.chunk_size - (
         NUM_ROWS - (plan.num_chunks - 1) * plan.chunk_size
     )

@@ -138,6 +138,18 @@ def test_gradient_of_equal_messages_goes_to_the_first_edge(reduce):
     assert torch.autograd.grad(out.sum(), infinite)[0].flatten().tolist() == [1, 1, 0, 0, 0, 0, 0]
 
 
+def test_winners_are_found_where_small_floats_are_zero():
+    """Ranks of edges are compared as floats; those of the first edges must not be so small."""
+    rows = torch.tensor([[1.0], [2], [3], [2]], requires_grad=True)
+    torch.set_flush_denormal(True)
+    try:
+        out = chunked_segment_reduce(nn.Identity(), rows, index=torch.zeros(4).long(), reduce="max", chunk_size=2)
+        (gradient,) = torch.autograd.grad(out.sum(), rows)
+    finally:
+        torch.set_flush_denormal(False)
+    assert gradient.flatten().tolist() == [0, 0, 1, 0]
+
+
 def test_nan_is_not_taken_for_an_empty_segment():
     rows, index = torch.tensor([[1.0], [float("nan")], [2.0]]), torch.tensor([0, 0, 1])
     out = chunked_segment_reduce(nn.Identity(), rows, index=index, num_segments=3, reduce="max", chunk_size=1)
