@@ -215,6 +215,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     # All result files
     "all.peers": tables_peers.PEERS,
     "all.counts": tables_peers.COUNTED,
+    "all.reasons": tables_peers.REASONS,
     # Recorded GPUs
     "recorded_convolutions": Table(
         "summary/{family}",
@@ -586,15 +587,16 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "edge_mlp": Table(
         "cases/{case}/ways/{way}",
         "hidden layers, edges, reduction | way | peak | time | gradient error",
-        "{case/hidden}, {case/edges:,} edges, {case/reduce}{case/gather:, gathered|} | {way} | {peak_bytes:,.1f MiB} | "
+        "{case/hidden}, {case/edges:,} edges, {case/reduce}{case/gather:, gathered|}"
+        "{case/norms?:, LayerNorm and SiLU|} | {way} | {peak_bytes:,.1f MiB} | "
         "{ratio?:.2f} | {gradient_error?:.1e}",
         is_grouped=True,
     ),
     "chunk_budget": Table(
         "cases/{case}/ways/{way}",
-        "edges, reduction | budget | rows | chunks | kept | peak | first call | time",
+        "edges, reduction | budget | rows | chunks | kept | products kept | peak | first call | time",
         "{case/edges:,} edges, {case/reduce}{case/gather:, gathered|} | {way} | {chunk_size?:,} | {num_chunks?:,} | "
-        "{num_kept?:,} | {peak_bytes:,.2f MiB} | {first_peak_bytes:,.2f MiB} | {ratio:.2f}",
+        "{num_kept?:,} | {num_partly_kept?:,} | {peak_bytes:,.2f MiB} | {first_peak_bytes:,.2f MiB} | {ratio:.2f}",
         is_grouped=True,
     ),
     "chunked_loss": Table(

@@ -14,11 +14,9 @@ import gc
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks.cases.edge_mlp import Graph, Message, forget, plain, smallest_times, step
+from benchmarks.cases.edge_mlp import Graph, Message, WithinBudget, forget, plain, smallest_times, step
 from benchmarks.result import write_result
-from memkit import ChunkedProcessor
 from tests.allocations import trace_allocations
 
 MIB = 2**20
@@ -30,30 +28,12 @@ CASES: list[tuple[int, str, bool, tuple[int, ...], int]] = [
 ]
 
 
-class Way:
-    """The processor's segment_reduce, for `edge_mlp.step`."""
-
-    def __init__(self, module: nn.Module, budget: int | None) -> None:
-        self.proc = ChunkedProcessor(module, memory_budget=None if budget is None else budget * MIB)
-
-    def __call__(self, module: nn.Module, graph: Graph) -> Tensor:  # noqa: ARG002 - it is the processor's own
-        # In full, as in edge_mlp.memkit: each case shows the call as a user writes it.
-        return self.proc.segment_reduce(
-            graph.rows,
-            index=graph.index,
-            num_segments=graph.num_nodes,
-            reduce=graph.reduce,  # type: ignore[arg-type]
-            gather=None if graph.x is None else {"x_j": (graph.x, graph.src)},
-            weight=graph.weight,
-        )
-
-
 def measure(num_edges: int, reduce: str, budgets: tuple[int, ...], rounds: int, *, gather: bool) -> dict[str, Any]:
     torch.manual_seed(1)
     module, graph = Message((128,) * 3), Graph.make(num_edges, reduce, gather=gather)
     output_bytes = graph.upstream.nbytes
-    ways: dict[str, Any] = {"plain": plain, "no budget": Way(module, None)}
-    ways |= {f"{budget} MiB": Way(module, budget) for budget in budgets}
+    ways: dict[str, Any] = {"plain": plain, "no budget": WithinBudget(None)}
+    ways |= {f"{budget} MiB": WithinBudget(budget * MIB) for budget in budgets}
     rows: dict[str, dict[str, Any]] = {}
     for name, way in ways.items():
         peaks = []
@@ -63,9 +43,10 @@ def measure(num_edges: int, reduce: str, budgets: tuple[int, ...], rounds: int, 
             forget(module, graph)
         rows[name] = {"first_peak_bytes": peaks[0], "peak_bytes": peaks[-1]}
         if way is not plain:
-            plan = way.proc.last_plan
+            plan = way.processor.last_plan
             rows[name] |= {
-                key: getattr(plan, key) for key in ("chunk_size", "num_chunks", "num_kept", "predicted_peak_bytes")
+                key: getattr(plan, key)
+                for key in ("chunk_size", "num_chunks", "num_kept", "num_partly_kept", "predicted_peak_bytes")
             }
     times = smallest_times(ways, module, graph, rounds)
     for name, row in rows.items():

@@ -130,6 +130,7 @@ def head_losses(size: tuple[int, int, int], rows: int) -> dict[str, HeadLoss]:
         return ours | at_our_size
     others: dict[str, HeadLoss] = {
         "memkit, torch's memory": functools.partial(chunked_linear_cross_entropy, chunk_size=2 * rows),
+        "memkit, Liger's rows": functools.partial(chunked_linear_cross_entropy, chunk_size=ligers_rows(*size)),
         "loop over chunks": functools.partial(loop, rows=rows, recompute=False),
         "checkpoint per chunk": functools.partial(loop, rows=rows, recompute=True),
         "torch, its own rows": functools.partial(torchs, rows=None),
