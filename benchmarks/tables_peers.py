@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.markdown import Table, at
 
 NO_DIFFERENCE_IN_BYTES, NO_DIFFERENCE_IN_TIME = 0.01, 0.1  # as shares of memkit's figure
+NUM_OPERATORS = 4  # shown of each row
 Results = Mapping[str, dict[str, Any]]  # every result file by its case
 
 
@@ -58,11 +59,32 @@ class Twin:
                 "words": f"{takes(more_bytes)}, {is_fast(more_time)}",
             }
 
+    def reasons(self, results: Results) -> Iterator[dict[str, Any]]:
+        """For each peer that is faster: the operators that take memkit longer, and those that take it less."""
+        result = results[self.case]
+        for row, peer in zip(self.rows(results), self.peers, strict=True):
+            if "the peer is faster" not in row["words"]:
+                continue
+            ours, theirs = (figure(result, f"{self.place}/{way}").get("operator_ms", {}) for way in (self.memkit, peer))
+            more = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in ours | theirs}
+            order = sorted(more, key=lambda name: more[name])
+            yield {
+                **row,
+                "longer": listed(more, order[: -NUM_OPERATORS - 1 : -1]),
+                "shorter": listed(more, order[:NUM_OPERATORS]),
+                "all": sum(more.values()),
+            }
+
     def _bytes(self, result: dict[str, Any], way: str) -> int:
         return figure(result, f"{self.place}/{way}/peak_bytes")
 
     def _time(self, result: dict[str, Any], way: str) -> float:
         return figure(result, self.time.format(place=self.place, way=way))
+
+
+def listed(more: Mapping[str, float], names: Iterable[str]) -> str:
+    """Operators with the milliseconds that they take longer."""
+    return ", ".join(f"`{name.removeprefix('aten::')}` {more[name]:+.1f}" for name in names)
 
 
 def megabytes(num_bytes: int) -> str:
@@ -210,6 +232,11 @@ PEERS = Table(
     lambda results: (row for twin in TWINS for row in twin.rows(results)),
     "work | plain | memkit | peer | peak | peak over memkit's | time over memkit's | in words",
     "{work} | {plain} | {memkit} | {peer} | {peak?} | {more_bytes?:.2f} | {more_time?:.2f} | {words}",
+)
+REASONS = Table(
+    lambda results: (row for twin in TWINS for row in twin.reasons(results)),
+    "work | peer | operators that take memkit longer, ms | that take it less | all operators",
+    "{work} | {peer} | {longer} | {shorter} | {all:+.1f}",
 )
 COUNTED = Table(
     lambda results: (row for count in COUNTS for row in count.rows(results)),
