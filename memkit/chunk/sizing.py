@@ -24,7 +24,6 @@ _FIRST_SIZE = 4  # a single row can take another code path: matrix-vector produc
 _CPU_BYTES, _ACCELERATOR_BYTES = 16 << 20, 256 << 20
 _FILL = 0.97  # of a budget: the rest allows for allocator rounding
 _MIN_GRAPHS = 8
-_MIN_SHARE = 4  # a chunk takes at least this part of the chunk memory, and of the room
 _MAX_REFINEMENTS = 3
 _SAME = 0.9  # a measured size is reused if it is at least this fraction of the wanted size
 _MAX_KINDS = 64
@@ -326,10 +325,10 @@ class _Choice:
         elif best.peak_bytes > room:  # one row can take more than several: kernels change with the size
             self._refuse(min(tried, key=lambda each: each.peak_bytes), room, fixed)
         # Either one chunk fills the room, or many graphs do: a few large ones would leave much of it unused. Products
-        # save more time per byte than a larger chunk does.
+        # save more time per byte: half of the room is for them, but chunks much smaller than the target are slow too.
         rest = room - base
         if best.product_bytes:
-            limit = base + min(rest, target, max(rest, target) // _MIN_SHARE)
+            limit = base + min(rest, target, max(rest, target) // 2)
         else:
             limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
         best = self._largest(best, room, max(limit, best.peak_bytes))

@@ -113,7 +113,7 @@ def test_a_budget_is_never_exceeded_and_is_used(way, budget, mlp, edges):
     plan = proc.last_plan
     assert peak <= plan.predicted_peak_bytes + 1024  # a few numbers
     assert plan.predicted_peak_bytes <= budget * MIB
-    if plan.num_kept < plan.num_chunks and way != "loss":
+    if plan.num_kept + plan.num_partly_kept < plan.num_chunks - 1 and way != "loss":
         assert peak >= 0.85 * budget * MIB
 
 
@@ -121,7 +121,7 @@ def test_kept_graphs_are_not_run_again(mlp, edges):
     """For a budget that holds all products, but not all graphs."""
     seen = []
     mlp.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    proc = mk.ChunkedProcessor(mlp, memory_budget="40MiB", check=False)
+    proc = mk.ChunkedProcessor(mlp, memory_budget="44MiB", check=False)
     proc(edges[0])
     seen.clear()
     proc(edges[0]).sum().backward()
