@@ -45,8 +45,9 @@ _CALL_WORDS = {
 class ChunkedProcessor:
     """Run a function of rows in pieces, forward and backward, within a memory budget.
 
-    Chunks are as large as is useful for speed, or as the budget allows. Leftover budget buys time back: the graphs of
-    as many chunks as fit are kept, and those chunks are not recomputed. Sizes are measured on the first rows of the
+    Chunks are as large as is useful for speed, or as the budget allows. Leftover budget buys time back: of as
+    many chunks as fit the results of matrix products and convolutions are kept, or the graph, if there is room for it,
+    and not recomputed. Sizes are measured on the first rows of the
     first call of a kind (shapes, dtypes, modes), in bytes rather than time, so the same call is always cut the same
     way; calls of that kind with a different number of rows reuse the measurement.
 
