@@ -58,8 +58,6 @@ class ChunkedCall:
         check: Whether to verify first, on a few rows, that the function treats each row independently.
 
         plan: How the call is cut, set when it runs; None if its size was given.
-        product_bytes: Of the last chunk of `first_rows`, the bytes that ``num_partly_kept`` would keep; set when it
-            runs.
     """
 
     name: str
@@ -71,7 +69,6 @@ class ChunkedCall:
     num_partly_kept: int = 0
     check: bool = False
     plan: ChunkPlan | None = field(init=False, default=None)
-    product_bytes: int | None = field(init=False, default=None)  # None unless it is to be measured
     # Set by `run`. No tensor that needs a gradient may be stored here: autograd must be able to free those.
     _num_rows: int = field(init=False)
     _head: int = field(init=False, default=0)  # rows of a first short chunk
@@ -143,7 +140,6 @@ class ChunkedCall:
         first = copy.copy(self)
         first.size = chunk_size
         first.num_kept = 1
-        first.product_bytes = 0
         first._num_rows = num_rows  # noqa: SLF001 - its own
         first._head = head  # noqa: SLF001
         return first
@@ -236,8 +232,7 @@ class ChunkedCall:
         """Run one chunk, keeping for the backward what is wanted. No local outlives the chunk."""
         # The first chunk always has a graph: it reveals tensors that the function captures from outside.
         captured = CapturedTensors(self.name, self.fn) if is_first else None
-        keeps_products = (keep == "products" or self.product_bytes is not None) and not self._differentiates
-        products = KeptResults(self.name, _SAME_OPERATORS) if keeps_products else None
+        products = KeptResults(self.name, _SAME_OPERATORS) if keep == "products" and not self._differentiates else None
         with graphs(enabled=keep != "nothing" or is_first or self._differentiates):
             chunk = self._run_chunk(tensors, start, length, None if products is None else products.first())
         if captured and captured.refuse(chunk.results, [*chunk.rows, *tensors.params]):
@@ -247,11 +242,16 @@ class ChunkedCall:
             replay.kept.append(chunk)
         if products:
             products.forget_unused(chunk.results)
-            if keep == "products":
-                replay.products[start] = products
-            else:
-                self.product_bytes = products.num_bytes
+            replay.products[start] = products
         return [result.detach() for result in chunk.results]
+
+    def product_bytes(self, tensors: CallTensors, num_rows: int) -> int:
+        """Run the first rows; return the bytes of what is kept of a chunk whose products are kept."""
+        products = KeptResults(self.name, _SAME_OPERATORS)
+        with graphs(enabled=True):
+            chunk = self._run_chunk(tensors, 0, num_rows, products.first())
+        products.forget_unused(chunk.results)
+        return products.num_bytes
 
     def _refuse_captured(self, captured: CapturedTensors, tensors: CallTensors) -> None:
         """Refuse leaves that are not the function's own: those of a short chunk whose graph is gone."""

@@ -24,6 +24,7 @@ _FIRST_SIZE = 4  # a single row can take another code path: matrix-vector produc
 _CPU_BYTES, _ACCELERATOR_BYTES = 16 << 20, 256 << 20
 _FILL = 0.97  # of a budget: the rest allows for allocator rounding
 _MIN_GRAPHS = 8
+_MANY = 4  # as a part of all rows
 _MAX_REFINEMENTS = 3
 _SAME = 0.9  # a measured size is reused if it is at least this fraction of the wanted size
 _MAX_KINDS = 64
@@ -324,13 +325,12 @@ class _Choice:
             room = max(room, best.peak_bytes)
         elif best.peak_bytes > room:  # one row can take more than several: kernels change with the size
             self._refuse(min(tried, key=lambda each: each.peak_bytes), room, fixed)
-        # Either one chunk fills the room, or many graphs do: a few large ones would leave much of it unused. Products
-        # save more time per byte: half of the room is for them, but chunks much smaller than the target are slow too.
+        # Either one chunk fills the room, or many graphs do: a few large ones would leave much of it unused.
         rest = room - base
-        if best.product_bytes:
+        limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
+        # Products save more time per byte: if half of the room holds those of many rows, it is for them.
+        if 0 < best.product_bytes * self._num_rows < rest // 2 * best.num_rows * _MANY:
             limit = base + min(rest, target, max(rest, target) // 2)
-        else:
-            limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
         best = self._largest(best, room, max(limit, best.peak_bytes))
         num_chunks = max(1, -(-self._num_rows // best.num_rows))
         num_kept, num_partly_kept, peak = self._keep(best, room, num_chunks)

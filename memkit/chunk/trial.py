@@ -54,15 +54,14 @@ class TriedCall(Protocol):
     def layout(self) -> list[Any]:
         """Whether each input's rows are gathered, followed by all arguments that are not cut."""
 
-    @property
-    def product_bytes(self) -> int | None:
-        """Bytes of the last chunk's results of matrix products and convolutions, where `first_rows` has run."""
-
     def first_rows(self, num_rows: int, chunk_size: int, head: int) -> TriedCall:
         """Return the call on its first rows only."""
 
     def results(self, tensors: CallTensors, replay: Circumstances | None) -> ChunkResults:
         """Run the forward."""
+
+    def product_bytes(self, tensors: CallTensors, num_rows: int) -> int:
+        """Run the first rows; return the bytes of their results of matrix products and convolutions."""
 
     def gradients(
         self, tensors: CallTensors, upstream: Upstream, replay: Circumstances, totals: list[Tensor | None]
@@ -145,7 +144,9 @@ class TrialCall:
         held = output_bytes + in_backward + self._gradient_bytes()
         # A recomputed chunk takes its forward memory in the backward too, before its own backward begins.
         backward_bytes = max(forward_bytes, forward_end + backward_peak - held)
-        product_bytes = trial.product_bytes or 0
+        # Of a few rows: held by a whole chunk's trial, they would add to its peak. No rows have none.
+        few = min(HEAD, trial.count)
+        product_bytes = trial.product_bytes(tensors, few) * num_rows // max(few, 1)
         return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes, product_bytes)
 
     def _totals(self) -> list[Tensor | None]:
