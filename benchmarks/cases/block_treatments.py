@@ -35,9 +35,9 @@ from benchmarks.models import Decoder
 from benchmarks.result import write_result
 from benchmarks.timing import in_turns, median_ratio
 from memkit import estimate_memory_usage
-from memkit._gradients.kept import KEPT_OPERATORS
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
+from memkit._tape.kept import KEPT_OPERATORS
 from memkit.train.checkpointing import Checkpointing
 from tests.allocations import trace_allocations
 from tests.train.test_treatments import UNet

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memkit._gradients.kept import KeptResults
 from memkit._recovery.snapshot import RandomNumbers, held_generators
+from memkit._tape.kept import KeptResults
 from memkit.chunk.independence import modules_of
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._gradients.captured import CapturedTensors
-from memkit._gradients.kept import KeptResults
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
+from memkit._tape.kept import KeptResults
 from memkit._torch import pytree
 from memkit._torch.autocast import graphs
 from memkit._torch.script import as_written

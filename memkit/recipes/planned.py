@@ -21,12 +21,12 @@ from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_bytes
 from memkit._core.words import guided
-from memkit._gradients.kept import KEPT_OPERATORS
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
+from memkit._tape.kept import KEPT_OPERATORS
 from memkit._torch.pytree import tree_leaves
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up

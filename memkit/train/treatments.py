@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._core.errors import StateError
-from memkit._gradients.kept import KeptResults, is_kept
 from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
+from memkit._tape.kept import KeptResults, is_kept
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.script import as_written
 from memkit._torch.tensors import versions_of

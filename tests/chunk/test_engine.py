@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from memkit._core.errors import ConfigError, InputError, StateError
-from memkit._gradients.kept import KeptResults
 from memkit._recovery.snapshot import RandomNumbers
+from memkit._tape.kept import KeptResults
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
-from memkit._gradients.kept import is_kept
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
+from memkit._tape.kept import is_kept
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, Elsewhere
 from tests.helpers import assert_same, gradients
