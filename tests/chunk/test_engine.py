@@ -250,6 +250,16 @@ def test_other_operators_in_the_backward_are_refused():
     assert_refused(out.sum().backward, StateError, "the same operators each time", "chunk_size=4096")
 
 
+def test_products_that_a_gru_changes_in_parts_are_computed_again():
+    """Its gates are parts by `unsafe_chunk`, whose changes no version of the product tells."""
+    layer, x = nn.GRU(3, 4, batch_first=True).double(), torch.randn(40, 5, 3, dtype=torch.float64)
+    layer(x)[0].sin().sum().backward()
+    expected = gradients(layer)
+    call = ChunkedCall("test()", lambda rows: layer(rows)[0], Rows(None), 8, num_partly_kept=99)
+    call.run((x,), {}, params=layer.parameters()).sin().sum().backward()
+    assert_same(gradients(layer), expected, 1e-12)
+
+
 def test_kept_products_serve_a_retained_graph():
     module, x = mlp(3, 16, 4).double(), torch.randn(100, 3, dtype=torch.float64)
     out = run(module, x, 2, num_partly_kept=99)
