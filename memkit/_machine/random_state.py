@@ -120,8 +120,13 @@ def capture(host: HostState | None = None) -> RandomState:
     )
 
 
-def restore(state: RandomState) -> None:
-    """Restore a captured random state."""
+def restore(state: RandomState, host: HostState | None = None) -> None:
+    """Restore a captured random state.
+
+    Args:
+        state: The state.
+        host: Cache with which it was captured.
+    """
     torch.set_rng_state(state.cpu)
     module = _accelerator_module()
     for index in _others(module):
@@ -129,7 +134,7 @@ def restore(state: RandomState) -> None:
             module.set_rng_state(state.others[index], index)
     if module and state.accelerator is not None:
         module.set_rng_state(state.accelerator)
-    restore_host(state.host)
+    restore_host(state.host, host)
 
 
 def capture_host() -> HostRandomState:
@@ -157,7 +162,7 @@ class HostState:
         return HostState, ()  # a copy, perhaps in another process, looks at its own generators
 
     def get(self) -> HostRandomState:
-        """Return the state."""
+        """Return the state: the same object until a number is drawn."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
         if generator is not self._generator:
             self._look_at(generator)
@@ -205,8 +210,10 @@ def _numpy_state() -> Any:
     return np.random.get_state(legacy=False)  # noqa: NPY002 - as said
 
 
-def restore_host(state: HostRandomState) -> None:
-    """Restore NumPy's and Python's random state."""
+def restore_host(state: HostRandomState, host: HostState | None = None) -> None:
+    """Restore NumPy's and Python's random state: see `restore`."""
+    if host is not None and host.get() is state:  # setting it takes 50 microseconds
+        return
     np.random.set_state(state.numpy)  # noqa: NPY002 - the counterpart of capture_host()
     random.setstate(state.python)
 

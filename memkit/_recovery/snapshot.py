@@ -175,7 +175,7 @@ class RandomNumbers:
     def __init__(
         self, generators: Iterable[Any] = (), *, of_torch: bool = True, host: random_state.HostState | None = None
     ) -> None:
-        self._of_torch = of_torch
+        self._of_torch, self._host = of_torch, host
         self._random: random_state.RandomState | random_state.HostRandomState
         if of_torch:
             self._random = random_state.capture(host)
@@ -186,22 +186,22 @@ class RandomNumbers:
     def restore(self) -> None:
         """Restore all generators."""
         if isinstance(self._random, random_state.RandomState):
-            random_state.restore(self._random)
+            random_state.restore(self._random, self._host)
         else:
-            random_state.restore_host(self._random)
+            random_state.restore_host(self._random, self._host)
         for generator, state in self._states:
             _set_generator_state(generator, state)
 
     def have_moved(self) -> bool:
         """Return whether any number was drawn since the state was saved."""
-        now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch)
+        now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch, host=self._host)
         pairs = zip(self._states, now._states, strict=True)
         return not _is_same(self._random, now._random) or any(not _is_same(a, b) for (_, a), (_, b) in pairs)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Replay the draws from the saved state in the block, then restore the state from before the block."""
-        now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch)
+        now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch, host=self._host)
         self.restore()
         try:
             yield

@@ -15,7 +15,7 @@ from torch import Tensor
 from memkit._core.errors import StateError
 from memkit._tape.tape import changes_arguments, is_plain, written_arguments
 from memkit._torch.aten import FUSED_ATTENTION
-from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
+from memkit._torch.dispatch import LeanDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
@@ -168,7 +168,7 @@ class _Result:
         return _detached(self._tensor)  # a new object, which gets an autograd history
 
 
-class _OnKept(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _OnKept(LeanDispatchMode):
     """Runs `KEPT_OPERATORS` through a function, and may tell of tensors that other operators are about to change.
 
     Attributes:
