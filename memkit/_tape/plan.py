@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from memkit._charts.overview import Overview, Overviewed
@@ -28,6 +28,7 @@ class SavedTensorPlan(Overviewed):
         offloaded_bytes: Saved bytes that wait elsewhere.
         num_random: Operators among the recomputed ones that draw random numbers.
         saved_bytes: All bytes that the forward saves without a plan, apart from parameters and inputs.
+        is_for_all: Whether it was rehearsed with all kinds of batch, so that a forward with other operators is no news.
 
     Example:
         >>> import torch
@@ -47,6 +48,7 @@ class SavedTensorPlan(Overviewed):
     offloaded_bytes: int = 0
     num_random: int = 0
     saved_bytes: int = 0
+    is_for_all: bool = field(default=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain types, ready for JSON; `from_dict` reads it."""
@@ -59,6 +61,7 @@ class SavedTensorPlan(Overviewed):
             "offloaded_bytes": self.offloaded_bytes,
             "num_random": self.num_random,
             "saved_bytes": self.saved_bytes,
+            "is_for_all": self.is_for_all,
         }
 
     @classmethod
@@ -77,6 +80,7 @@ class SavedTensorPlan(Overviewed):
             offloaded_bytes=state["offloaded_bytes"],
             num_random=state["num_random"],
             saved_bytes=state["saved_bytes"],
+            is_for_all=state["is_for_all"],
         )
 
     @property

@@ -46,6 +46,11 @@ def suit_all(
         most = max(trials, key=lambda number: trials[number].required_bytes)
         suited = replace(planned, estimate=trials[most].estimate, required_bytes=trials[most].required_bytes)
         if suited.required_bytes <= budget_bytes:
+            tensors = planned.arrangement.tensors
+            if tensors is not None:
+                suited = replace(
+                    suited, arrangement=replace(planned.arrangement, tensors=replace(tensors, is_for_all=True))
+                )
             return suited, most
         if planned.arrangement.tensors is not None:
             planned = _plan(largest, counts, precision, budget_bytes, treats_blocks=treats_blocks)

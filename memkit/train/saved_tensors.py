@@ -34,7 +34,7 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import LeanDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode, fake_mode
 from memkit._torch.graph import current_backward
 from memkit._torch.script import as_written
 from memkit.train.offload import offload_activations
@@ -131,7 +131,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     def _note(self, forward: _Forward) -> None:
         self.num_recomputed = forward.num_recomputed
         missing, more = forward.differences()
-        if (missing or more) and not self._is_told:
+        is_planned = self.plan is not None and self.plan.is_for_all
+        if (missing or more) and not (self._is_told or is_planned or fake_mode() is not None):
             self._is_told = True
             warn_user(
                 f"{_CALL}: this forward is not the planned one: {_listed(missing, 'did not run')}"

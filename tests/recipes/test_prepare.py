@@ -313,8 +313,8 @@ def test_a_plan_has_a_report(tmp_path):
     page, data = (tmp_path / "plan.html").read_text("utf-8"), json.loads((tmp_path / "plan.json").read_text("utf-8"))
     assert data["headline"] == str(plan).splitlines()[0]
     assert data["figures"]["required_bytes"] == plan.required_bytes
-    assert len(data["figures"]["candidates"]) == len(plan.candidates) >= 8
-    assert page.count("tensors: ") >= 8
+    assert len(data["figures"]["candidates"]) == len(plan.candidates) >= 5
+    assert page.count("tensors: ") >= 4
     (at_peak,) = [each for each in data["sections"] if each["title"] == "At the peak"]
     assert sum(size for _, size in at_peak["content"][0]["rows"]) == plan.predicted_peak_bytes
     with pytest.raises(ConfigError, match="in English"):
