@@ -1,0 +1,426 @@
+"""Plans by saved tensors and by blocks on ten models: budgets that hold, equal bits, bytes and times as predicted.
+
+The models are those of `benchmarks.ten_models`, all rows of their batches at once, so that plans differ in activations
+alone. A budget is a share of what the plain step needs beyond what cannot shrink: parameters, buffers, batch, gradients
+and optimizer state. Where a plan by blocks fits a share, the budget becomes what that plan needs, so that both ways are
+compared at equal peaks. The last budgets are the least that each way can plan for.
+
+Each plan is run by the wrapper. Its peak is the allocator's, of a first and of a warm step, with model, batch and
+state; "off" is how far the recorded live tensors of a warm step are from the predicted ones: what kernels take inside
+comes on top. Bits are gradients, parameters and buffers of two steps, compared with those of a loop by hand; in the
+control one parameter starts one bit off. Time is processor time, all runs of a model in turns: medians, and medians of
+ratios. The best that blocks allow is the fastest of the plan and of half or all blocks recomputed in whole or in part.
+
+Beside it stands the compiler's activation_memory_budget. Its recomputed FLOPs are those of its graphs above those that
+it has without a budget; memkit's are those of the step above the plain one's, of the plan with the fewest that saves no
+more bytes. What the compiler cannot do is written down as its error.
+
+Run: python -m benchmarks.cases.tensor_plans [MODEL ...]   (with names only these, kept beside earlier ones)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import json
+import re
+import statistics
+import sys
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memkit as mk
+from benchmarks.compiler_budget import compile_with
+from benchmarks.result import read_result, write_result
+from benchmarks.ten_models import TRAININGS, Training, build
+from benchmarks.timing import in_turns, median_ratio
+from memkit._recorder.recorder import Recorder
+from memkit._simulation.simulation import hold
+from memkit.predict.plan.plan import TrainingPlan
+from memkit.train.blocks import choose_blocks
+from tests.allocations import count_flops, trace_allocations
+
+HAS_TENSORS = "treat" in inspect.signature(mk.plan_training).parameters
+WAYS = ("blocks", "tensors") if HAS_TENSORS else ("blocks",)
+SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)
+COMPILER_BUDGETS = (0.75, 0.5, 0.25)
+ROUNDS = 5
+DISTINCT = 1.05  # times that differ by less have no order
+ROOMY, LEAST = 2**40, 1
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+@contextlib.contextmanager
+def trainable(model: nn.Module, part: str) -> Iterator[nn.Module]:
+    """Within it only this part of the model takes gradients."""
+    model.requires_grad_(requires_grad=False)
+    yield model.get_submodule(part).requires_grad_()
+    model.requires_grad_()
+
+
+def adamw(part: nn.Module) -> torch.optim.Optimizer:
+    # Fused: no temporary copy of the parameters, which would hide what the activations take.
+    return torch.optim.AdamW(part.parameters(), lr=1e-3, fused=True)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A treatment of blocks that nobody planned."""
+
+    checkpoint: dict[str, str]
+
+    def wrapper_settings(self) -> dict[str, Any]:
+        return {"checkpoint": self.checkpoint}
+
+
+@dataclass(frozen=True)
+class Plans:
+    """A plan for each of a model's steps, by the part that it trains."""
+
+    parts: dict[str, Any]
+    seconds: float = 0.0
+
+    @property
+    def required_bytes(self) -> int:
+        return max(each.required_bytes for each in self.parts.values())
+
+    def saved_tensors(self, part: str) -> Any:
+        return getattr(self.parts.get(part), "saved_tensors", None)
+
+    def __str__(self) -> str:
+        return "; ".join(map(describe, self.parts.values()))
+
+
+def describe(plan: Any) -> str:
+    return ", ".join(f"{count} {each}" for each, count in Counter((plan.checkpoint or {}).values()).items()) or "-"
+
+
+def plan_part(training: Training, part: str, budget: int, way: str) -> TrainingPlan:
+    with trainable(training.model, part) as trained:
+        return mk.plan_training(
+            training.model,
+            training.batch,
+            training.losses[part],
+            adamw(trained),
+            budget=f"{budget}B",
+            micro_batch_size=len(training.tensors()[0]),
+            **({"treat": way} if HAS_TENSORS else {}),
+        )
+
+
+def plan_all(training: Training, budget: int, way: str) -> Plans:
+    start = time.process_time()
+    parts = {part: plan_part(training, part, budget, way) for part in training.losses}
+    return Plans(parts, time.process_time() - start)
+
+
+def try_plans(training: Training, budget: int, way: str) -> Plans | str:
+    """The plans, or why there are none."""
+    try:
+        return plan_all(training, budget, way)
+    except Exception as error:  # noqa: BLE001 - a model that cannot be planned is a figure too
+        return said(error)
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def least_bytes(training: Training, way: str) -> int:
+    """The least budget that all steps have a plan for."""
+    least = 0
+    for part in training.losses:
+        try:
+            plan_part(training, part, LEAST, way)
+        except mk.errors.ConfigError as error:
+            least = max(least, int(re.search(r"at least (\d+) bytes", error.fix)[1]))
+    return least
+
+
+def fixed_bytes(training: Training) -> int:
+    """What no plan shrinks, in the step where it is most."""
+    trained = [num_bytes(training.model.get_submodule(part).parameters()) for part in training.losses]
+    return num_bytes(training.tensors()) + 3 * max(trained)  # a gradient and two averages of AdamW
+
+
+def num_bytes(tensors: Any) -> int:
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def coarse_treatments(model: nn.Module) -> list[dict[str, str]]:
+    """Half or all of a model's blocks recomputed, in part or in whole."""
+    names = list(choose_blocks(model, "auto"))
+    return [
+        dict.fromkeys(chosen, treatment)
+        for chosen in (names[: len(names) // 2], names)
+        for treatment in ("selective", "full")
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------- real runs
+
+
+class Run:
+    """A training of a copy of the model: by the wrapper as planned, or in a loop by hand."""
+
+    def __init__(self, training: Training, plans: Plans | None = None, *, is_wrapped: bool = True) -> None:
+        self.training = Training(copy.deepcopy(training.model), training.batch, training.losses)
+        self.model = self.training.model
+        self.plans, self.is_wrapped = plans or Plans({}), is_wrapped
+        self.optimizers = {part: adamw(self.model.get_submodule(part)) for part in training.losses}
+        self.trainers: dict[str, mk.MemoryEfficientTrainingWrapper] = {}
+        self.steps = {part: functools.partial(self.step_part, part) for part in training.losses}
+
+    def step(self) -> None:
+        for step in self.steps.values():
+            step()
+
+    def step_part(self, part: str) -> None:
+        with trainable(self.model, part):
+            if self.is_wrapped and part in self.plans.parts:
+                self.trainer(part).train_step(self.training.batch, self.training.losses[part])
+                return
+            self.loss(part).backward()
+            self.optimizers[part].step()
+            self.optimizers[part].zero_grad()
+
+    def trainer(self, part: str) -> mk.MemoryEfficientTrainingWrapper:
+        """The wrapper of a step; those of other steps are closed, for they may treat the same blocks."""
+        if part not in self.trainers:
+            for other in list(self.trainers):
+                self.trainers.pop(other).close()
+            settings = self.plans.parts[part].wrapper_settings()
+            optimizer = self.optimizers[part]
+            self.trainers[part] = mk.MemoryEfficientTrainingWrapper(self.model, optimizer, probe=False, **settings)
+        return self.trainers[part]
+
+    def loss(self, part: str) -> Tensor:
+        """The loss as in a loop by hand, which treats saved tensors; blocks are treated once there is a trainer."""
+        with contextlib.ExitStack() as around:
+            if saved_tensors := self.plans.saved_tensors(part):
+                around.enter_context(mk.train.treat_saved_tensors(saved_tensors))
+            return self.training.losses[part](self.model, self.training.batch)
+
+    def peaks(self) -> dict[str, tuple[int, int]]:
+        """Of each step the allocator's peak, and that of recorded live tensors."""
+        first = {part: self.peak_bytes(part) for part in self.steps}
+        return {part: (max(first[part], self.peak_bytes(part)), self.recorded_bytes(part)) for part in self.steps}
+
+    def peak_bytes(self, part: str) -> int:
+        state = [value for values in self.optimizers[part].state.values() for value in values.values()]
+        held = num_bytes([*self.training.tensors(), *state])  # what the plan of this step knows of
+        return held + trace_allocations(self.steps[part]).peak
+
+    def recorded_bytes(self, part: str) -> int:
+        recorder = Recorder()
+        with recorder:
+            hold(recorder, self.model, self.training.batch)
+            self.step_part(part)
+        return recorder.recording().peak_bytes()
+
+    def saved_bytes(self, part: str) -> int:
+        """What lives after a forward, without the loss."""
+        losses: list[Tensor] = []
+        with trainable(self.model, part):
+            return int(trace_allocations(lambda: losses.append(self.loss(part))).live[-1]) - losses[0].nbytes
+
+    def bits(self) -> list[Tensor]:
+        """All gradients of two steps, then parameters and buffers."""
+        gradients: dict[str, list[Tensor]] = {name: [] for name, _ in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            keep = gradients[name]
+            parameter.register_post_accumulate_grad_hook(lambda each, keep=keep: keep.append(each.grad.clone()))
+        torch.manual_seed(1)
+        for _ in range(2):
+            self.step()
+        state = [each.detach().clone() for each in self.model.state_dict().values()]
+        return [each for found in gradients.values() for each in found] + state
+
+
+def are_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def one_bit_off(training: Training) -> Training:
+    model = copy.deepcopy(training.model)
+    first = next(model.parameters()).data.view(-1)[:1]
+    first.copy_(torch.nextafter(first, first + 1))
+    return Training(model, training.batch, training.losses)
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def measure(name: str) -> dict[str, Any]:
+    training = build(name)
+    wanted = Run(training).bits()
+    plain_plans = plan_all(training, ROOMY, "blocks")
+    plain, figures = observe(training, plain_plans, wanted)
+    figures["is_control_equal"] = are_equal(Run(one_bit_off(training)).bits(), wanted)
+    figures["fixed_bytes"] = fixed_bytes(training)
+    least = {way: least_bytes(training, way) for way in WAYS}
+    runs: dict[Any, Run] = {"plain": plain, "by hand": Run(training)}
+    coarse: dict[int, int] = {}
+    for number, treatment in enumerate(coarse_treatments(training.model)):
+        runs[number] = Run(training, Plans(dict.fromkeys(training.losses, Blocks(treatment))))
+        coarse[number] = max(runs[number].peak_bytes(part) for part in training.losses)
+    rows = []
+    for share, budget, by_blocks in budgets(training, plain_plans, least):
+        row: dict[str, Any] = {"share": share, "budget_bytes": budget, "ways": {}}
+        rows.append(row)
+        for way in WAYS:
+            plans = by_blocks if way == "blocks" else try_plans(training, budget, way)
+            try:
+                run, found = (None, {"error": plans}) if isinstance(plans, str) else observe(training, plans, wanted)
+            except Exception as error:  # noqa: BLE001 - a plan that fails is a figure too
+                run, found = None, {"error": said(error)}
+            row["ways"][way] = found
+            runs |= {(budget, way): run} if run else {}
+    seconds = in_turns({key: run.step for key, run in runs.items()}, ROUNDS)
+    for row in rows:
+        compare(row, seconds, [number for number, peak_bytes in coarse.items() if peak_bytes <= row["budget_bytes"]])
+    figures["seconds"] = statistics.median(seconds["plain"])
+    figures["time_of_loop_by_hand"] = median_ratio(seconds["plain"], seconds["by hand"])
+    return {
+        "plain": figures,
+        "least_bytes": least,
+        "budgets": rows,
+        "order": {way: order(rows, way) for way in WAYS},
+        "compiler": against_compiler(
+            training, [run for key, run in runs.items() if key == "plain" or isinstance(key, tuple)]
+        ),
+    }
+
+
+def budgets(training: Training, plain: Plans, least: dict[str, int]) -> list[tuple[str, int, Plans | str]]:
+    """Shares of what can shrink, then the least of each way: as bytes, with the plans by blocks or why there are none.
+
+    Where there are some, the bytes are those that they need.
+    """
+    fixed, found = fixed_bytes(training), {}
+    wanted = {f"{share:.0%}": fixed + int(share * (plain.required_bytes - fixed)) for share in SHARES}
+    for share, budget in (wanted | {f"least by {way}": each for way, each in least.items()}).items():
+        if budget < min(least.values()):
+            continue
+        by_blocks = plain if budget == plain.required_bytes else try_plans(training, budget, "blocks")
+        needed = budget if isinstance(by_blocks, str) else by_blocks.required_bytes
+        found.setdefault(needed, (share, needed, by_blocks))
+    return [found[budget] for budget in sorted(found, reverse=True)]
+
+
+def observe(training: Training, plans: Plans, wanted: list[Tensor]) -> tuple[Run, dict[str, Any]]:
+    """Train as planned, and compare with what was predicted and with the bits of a loop by hand."""
+    run = Run(training, plans)
+    peaks = run.peaks()
+    predicted = {part: each.predicted_peak_bytes for part, each in plans.parts.items()}
+    figures = {
+        "treatment": str(plans),
+        "required_bytes": plans.required_bytes,
+        "peak_bytes": max(peak for peak, _ in peaks.values()),
+        "predicted_bytes": max(predicted.values()),
+        "off_bytes": max((peaks[part][1] - each for part, each in predicted.items()), key=abs),
+        "is_equal": are_equal(Run(training, plans).bits(), wanted),
+        "flops": count_flops(run.step),
+        "planning_seconds": plans.seconds,
+        "predicted_seconds": sum(each.predicted_seconds for each in plans.parts.values()),
+    }
+    if any(map(plans.saved_tensors, plans.parts)):
+        figures["is_loop_equal"] = are_equal(Run(training, plans, is_wrapped=False).bits(), wanted)
+    return run, figures
+
+
+def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse: list[int]) -> None:
+    """Add the times to a budget's figures: over the plain step's, and over those of the best that blocks allow."""
+    taken = {way: seconds[row["budget_bytes"], way] for way, found in row["ways"].items() if "error" not in found}
+    for way, each in taken.items():
+        row["ways"][way] |= {"seconds": statistics.median(each), "time_of_plain": median_ratio(each, seconds["plain"])}
+    by_blocks = [seconds[number] for number in coarse] + [each for way, each in taken.items() if way == "blocks"]
+    if by_blocks:
+        best = min(by_blocks, key=statistics.median)
+        row["best_by_blocks_of_plain"] = median_ratio(best, seconds["plain"])
+        if "tensors" in taken:
+            row["time_of_best_by_blocks"] = median_ratio(taken["tensors"], best)
+
+
+def order(rows: list[dict[str, Any]], way: str) -> dict[str, int]:
+    """Of pairs of plans that take clearly different times, those whose predicted times have the same order."""
+    times = [found for row in rows if "seconds" in (found := row["ways"].get(way, {}))]
+    pairs = [sorted(pair, key=lambda each: each["seconds"]) for pair in combinations(times, 2)]
+    clear = [(a, b) for a, b in pairs if b["seconds"] > DISTINCT * a["seconds"]]
+    return {"pairs": len(clear), "in_order": sum(a["predicted_seconds"] < b["predicted_seconds"] for a, b in clear)}
+
+
+# -------------------------------------------------------------------------------------------------------- the compiler
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one loss's step needs under a plan, saves for backward, and computes in all."""
+
+    required_bytes: int
+    saved_bytes: int
+    flops: int
+
+    @classmethod
+    def of(cls, run: Run, part: str) -> Point:
+        flops = count_flops(run.steps[part])  # makes the trainer
+        return cls(run.plans.parts[part].required_bytes, run.saved_bytes(part), flops)
+
+
+def against_compiler(training: Training, runs: list[Run]) -> dict[str, Any]:
+    """The compiler's graphs of the first loss, and memkit's plans that save no more."""
+    part, loss_fn = next(iter(training.losses.items()))
+    points = [Point.of(run, part) for run in runs]
+    plain = min(each.flops for each in points)
+    with trainable(training.model, part):
+        forward = functools.partial(loss_fn, training.model, training.batch)
+        compiled = {budget: compile_with(budget, forward) for budget in (1.0, *COMPILER_BUDGETS)}
+    least = compiled.pop(1.0)
+    for found in compiled.values():
+        if "error" in found:
+            continue
+        found["recomputed_flops"] = found.pop("flops") - least["flops"]
+        if HAS_TENSORS:
+            points += aimed_at(found["saved_bytes"], training, part, points)
+        if fitting := [each for each in points if each.saved_bytes <= found["saved_bytes"]]:
+            best = min(fitting, key=lambda each: (each.flops, each.saved_bytes))
+            found["memkit"] = {"saved_bytes": best.saved_bytes, "recomputed_flops": best.flops - plain}
+    return {str(budget): found for budget, found in compiled.items()}
+
+
+def aimed_at(saved_bytes: int, training: Training, part: str, points: list[Point]) -> list[Point]:
+    """The point of a plan that saves about as much, with a budget between those of the nearest points."""
+    by_bytes = sorted(points, key=lambda each: each.saved_bytes)
+    number = bisect_right(by_bytes, saved_bytes, key=lambda each: each.saved_bytes)
+    if number in (0, len(by_bytes)):
+        return []
+    less, more = by_bytes[number - 1], by_bytes[number]
+    share = (saved_bytes - less.saved_bytes) / (more.saved_bytes - less.saved_bytes)
+    budget = less.required_bytes + int(share * (more.required_bytes - less.required_bytes))
+    plans = Plans({part: plan_part(training, part, budget, WAYS[-1])})
+    return [Point.of(Run(training, plans), part)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    figures = read_result("tensor_plans")["figures"] if sys.argv[1:] else {}
+    for name in sys.argv[1:] or TRAININGS:
+        figures[name] = measure(name)
+        print(name, json.dumps(figures[name], indent=1), flush=True)
+    print(write_result("tensor_plans", figures, peers=("nilearn", "scikit-learn")))
+
+
+if __name__ == "__main__":
+    main()
