@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import json
 import re
 import statistics
@@ -47,11 +46,11 @@ from benchmarks.timing import in_turns, median_ratio
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit.predict.plan.plan import TrainingPlan
+from memkit.recipes.planned import Treat
 from memkit.train.blocks import choose_blocks
 from tests.allocations import count_flops, trace_allocations
 
-HAS_TENSORS = "treat" in inspect.signature(mk.plan_training).parameters
-WAYS = ("blocks", "tensors") if HAS_TENSORS else ("blocks",)
+WAYS: tuple[Treat, ...] = ("blocks", "tensors")
 SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)
 COMPILER_BUDGETS = (0.75, 0.5, 0.25)
 ROUNDS = 5
@@ -97,17 +96,19 @@ class Plans:
         return max(each.required_bytes for each in self.parts.values())
 
     def saved_tensors(self, part: str) -> Any:
-        return getattr(self.parts.get(part), "saved_tensors", None)
+        return getattr(self.parts.get(part), "saved_tensors", None)  # blocks that nobody planned have none
 
     def __str__(self) -> str:
         return "; ".join(map(describe, self.parts.values()))
 
 
 def describe(plan: Any) -> str:
+    if plan.saved_tensors is not None:
+        return plan.saved_tensors.summary
     return ", ".join(f"{count} {each}" for each, count in Counter((plan.checkpoint or {}).values()).items()) or "-"
 
 
-def plan_part(training: Training, part: str, budget: int, way: str) -> TrainingPlan:
+def plan_part(training: Training, part: str, budget: int, way: Treat) -> TrainingPlan:
     with trainable(training.model, part) as trained:
         return mk.plan_training(
             training.model,
@@ -116,17 +117,17 @@ def plan_part(training: Training, part: str, budget: int, way: str) -> TrainingP
             adamw(trained),
             budget=f"{budget}B",
             micro_batch_size=len(training.tensors()[0]),
-            **({"treat": way} if HAS_TENSORS else {}),
+            treat=way,
         )
 
 
-def plan_all(training: Training, budget: int, way: str) -> Plans:
+def plan_all(training: Training, budget: int, way: Treat) -> Plans:
     start = time.process_time()
     parts = {part: plan_part(training, part, budget, way) for part in training.losses}
     return Plans(parts, time.process_time() - start)
 
 
-def try_plans(training: Training, budget: int, way: str) -> Plans | str:
+def try_plans(training: Training, budget: int, way: Treat) -> Plans | str:
     """The plans, or why there are none."""
     try:
         return plan_all(training, budget, way)
@@ -138,7 +139,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def least_bytes(training: Training, way: str) -> int:
+def least_bytes(training: Training, way: Treat) -> int:
     """The least budget that all steps have a plan for."""
     least = 0
     for part in training.losses:
@@ -268,8 +269,6 @@ def measure(name: str) -> dict[str, Any]:
     wanted = Run(training).bits()
     plain_plans = plan_all(training, ROOMY, "blocks")
     plain, figures = observe(training, plain_plans, wanted)
-    figures["is_control_equal"] = are_equal(Run(one_bit_off(training)).bits(), wanted)
-    figures["fixed_bytes"] = fixed_bytes(training)
     least = {way: least_bytes(training, way) for way in WAYS}
     runs: dict[Any, Run] = {"plain": plain, "by hand": Run(training)}
     coarse: dict[int, int] = {}
@@ -283,7 +282,10 @@ def measure(name: str) -> dict[str, Any]:
         for way in WAYS:
             plans = by_blocks if way == "blocks" else try_plans(training, budget, way)
             try:
-                run, found = (None, {"error": plans}) if isinstance(plans, str) else observe(training, plans, wanted)
+                if isinstance(plans, str):
+                    run, found = None, {"error": plans}
+                else:
+                    run, found = (plain, dict(figures)) if plans is plain_plans else observe(training, plans, wanted)
             except Exception as error:  # noqa: BLE001 - a plan that fails is a figure too
                 run, found = None, {"error": said(error)}
             row["ways"][way] = found
@@ -292,6 +294,8 @@ def measure(name: str) -> dict[str, Any]:
     for row in rows:
         compare(row, seconds, [number for number, peak_bytes in coarse.items() if peak_bytes <= row["budget_bytes"]])
     figures["seconds"] = statistics.median(seconds["plain"])
+    figures["fixed_bytes"] = fixed_bytes(training)
+    figures["is_control_equal"] = are_equal(Run(one_bit_off(training)).bits(), wanted)
     figures["time_of_loop_by_hand"] = median_ratio(seconds["plain"], seconds["by hand"])
     return {
         "plain": figures,
@@ -354,7 +358,7 @@ def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse: list[i
             row["time_of_best_by_blocks"] = median_ratio(taken["tensors"], best)
 
 
-def order(rows: list[dict[str, Any]], way: str) -> dict[str, int]:
+def order(rows: list[dict[str, Any]], way: Treat) -> dict[str, int]:
     """Of pairs of plans that take clearly different times, those whose predicted times have the same order."""
     times = [found for row in rows if "seconds" in (found := row["ways"].get(way, {}))]
     pairs = [sorted(pair, key=lambda each: each["seconds"]) for pair in combinations(times, 2)]
@@ -392,8 +396,7 @@ def against_compiler(training: Training, runs: list[Run]) -> dict[str, Any]:
         if "error" in found:
             continue
         found["recomputed_flops"] = found.pop("flops") - least["flops"]
-        if HAS_TENSORS:
-            points += aimed_at(found["saved_bytes"], training, part, points)
+        points += aimed_at(found["saved_bytes"], training, part, points)
         if fitting := [each for each in points if each.saved_bytes <= found["saved_bytes"]]:
             best = min(fitting, key=lambda each: (each.flops, each.saved_bytes))
             found["memkit"] = {"saved_bytes": best.saved_bytes, "recomputed_flops": best.flops - plain}
@@ -409,7 +412,7 @@ def aimed_at(saved_bytes: int, training: Training, part: str, points: list[Point
     less, more = by_bytes[number - 1], by_bytes[number]
     share = (saved_bytes - less.saved_bytes) / (more.saved_bytes - less.saved_bytes)
     budget = less.required_bytes + int(share * (more.required_bytes - less.required_bytes))
-    plans = Plans({part: plan_part(training, part, budget, WAYS[-1])})
+    plans = Plans({part: plan_part(training, part, budget, "tensors")})
     return [Point.of(Run(training, plans), part)]
 
 
@@ -419,7 +422,7 @@ def main() -> None:
     for name in sys.argv[1:] or TRAININGS:
         figures[name] = measure(name)
         print(name, json.dumps(figures[name], indent=1), flush=True)
-    print(write_result("tensor_plans", figures, peers=("nilearn", "scikit-learn")))
+        print(write_result("tensor_plans", figures, peers=("nilearn", "scikit-learn")))
 
 
 if __name__ == "__main__":
