@@ -127,6 +127,26 @@ def ratios(key: str) -> Callable[[Row], str]:
     return lambda row: ", ".join(f"{each[key]:.2f}" for each in row["budgets"])
 
 
+def by_tensors(row: Row) -> list[dict[str, Any]]:
+    """The plans by saved tensors that were carried out, each with its budget's figures."""
+    found = ((budget, budget["ways"]["tensors"]) for budget in row["budgets"])
+    return [budget | figures for budget, figures in found if "error" not in figures]
+
+
+def over_blocks(row: Row) -> str:
+    ratios = [each["time_of_best_by_blocks"] for each in by_tensors(row) if "time_of_best_by_blocks" in each]
+    return ", ".join(f"{each:.2f}" for each in ratios[1:])  # of the first budget nothing is treated
+
+
+def share_of_plain(way: str) -> Callable[[Row], float]:
+    return lambda row: row["least_bytes"][way] / row["plain"]["required_bytes"]
+
+
+def recomputed(place: str) -> Callable[[Row], str]:
+    """FLOPs that run again, over the plain step's; of the compiler's graphs there is no other plain step."""
+    return lambda row: "" if row.get(place) is None else f"{row[place] / row['model/plain/flops']:.1%}"
+
+
 def added_by(manager: str) -> Callable[[Row], str]:
     def shown(row: Row) -> str:
         loop = row[f"result/figures/loops/{manager}: {row['step']}"]
@@ -573,6 +593,38 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "predicted": ratios("by_prediction_over_best"),
             "error": lambda row: max(each["gradient_error"] for each in row["budgets"]),
         },
+    ),
+    "tensor_plans": Table(
+        "{model}",
+        "model | plain step | budgets that held | bits equal | least: by blocks, by tensors | "
+        "time over the best by blocks, at equal peaks | predicted bytes off by | predicted time over measured | "
+        "in order",
+        "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num} | {equal:yes|no} | "
+        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {off:,} | {low:.2f} to {high:.2f} | "
+        "{order/tensors/in_order} of {order/tensors/pairs}",
+        {
+            "ms": lambda row: 1000 * row["plain/seconds"],
+            "plans": by_tensors,
+            "held": lambda row: sum(each["peak_bytes"] <= each["budget_bytes"] for each in by_tensors(row)),
+            "equal": lambda row: all(each["is_equal"] and each.get("is_loop_equal", True) for each in by_tensors(row)),
+            "by_blocks": share_of_plain("blocks"),
+            "by_tensors": share_of_plain("tensors"),
+            "ratios": over_blocks,
+            "off": lambda row: max((each["off_bytes"] for each in by_tensors(row)), key=abs),
+            "low": lambda row: min(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
+            "high": lambda row: max(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
+        },
+    ),
+    "tensor_plans.compiler": Table(
+        "{model}/compiler/{budget}",
+        "model | `activation_memory_budget` | it saves | memkit saves | on disk | it recomputes | memkit recomputes",
+        "{model} | {budget} | {saved_bytes?:.1f MB} | {memkit/saved_bytes?:.1f MB} | "
+        "{memkit/offloaded_bytes?:.1f MB} | {compiler} | {memkits}",
+        {
+            "compiler": lambda row: row.get("error") or recomputed("recomputed_flops")(row),
+            "memkits": recomputed("memkit/recomputed_flops"),
+        },
+        is_grouped=True,
     ),
     "block_treatments": Table(
         "cases/{model}/{way}",
