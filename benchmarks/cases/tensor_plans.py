@@ -291,7 +291,7 @@ def measure(name: str) -> dict[str, Any]:
     runs = {"plain": plain, "by hand": Run(training), **dict(enumerate(coarse)), **planned}
     seconds = in_turns({key: run.step for key, run in runs.items()}, ROUNDS)
     for row in rows:
-        compare(row, seconds, [number for number, peak in enumerate(coarse_peaks) if peak <= row["budget_bytes"]])
+        compare(row, seconds, coarse_peaks)
     figures["seconds"] = statistics.median(seconds["plain"])
     figures["fixed_bytes"] = fixed_bytes(training)
     figures["is_control_equal"] = are_equal(Run(one_bit_off(training)).bits(), wanted)
@@ -343,13 +343,19 @@ def observe(training: Training, plans: Plans, wanted: list[Tensor]) -> tuple[Run
     return run, figures
 
 
-def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse: list[int]) -> None:
-    """Add the times to a budget's figures: over the plain step's, and over those of the best that blocks allow."""
-    taken = {way: seconds[row["budget_bytes"], way] for way, found in row["ways"].items() if "error" not in found}
-    for way, each in taken.items():
-        row["ways"][way] |= {"seconds": statistics.median(each), "time_of_plain": median_ratio(each, seconds["plain"])}
-    by_blocks = [seconds[number] for number in coarse] + [each for way, each in taken.items() if way == "blocks"]
-    if by_blocks:
+def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse_peaks: list[int]) -> None:
+    """Add the times to a budget's figures: over the plain step's, and over those of the best that blocks allow.
+
+    What nobody planned may take as much as the planned steps were measured to take.
+    """
+    ran = {way: found for way, found in row["ways"].items() if "error" not in found}
+    taken = {way: seconds[row["budget_bytes"], way] for way in ran}
+    for way, found in ran.items():
+        found["seconds"] = statistics.median(taken[way])
+        found["time_of_plain"] = median_ratio(taken[way], seconds["plain"])
+    most = max((found["peak_bytes"] for found in ran.values()), default=0)
+    by_blocks = [seconds[number] for number, peak in enumerate(coarse_peaks) if peak <= most]
+    if by_blocks := by_blocks + [taken[way] for way in ran if way == "blocks"]:
         best = min(by_blocks, key=statistics.median)
         row["best_by_blocks_of_plain"] = median_ratio(best, seconds["plain"])
         if "tensors" in taken:
