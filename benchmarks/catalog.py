@@ -110,11 +110,8 @@ CASES = {
     "split_check": Case(3, (BYTES, "*_flops")),
     "step_faults": Case(3, ("faults/*", "memory/*_peak")),
     "step_timeline": Case(0.5, ("*",)),
-    "tensor_plans": Case(
-        8,
-        ("*_bytes", "*/is_*equal", "*flops", "*/share", "*/num_graphs"),
-    ),
     "tail_group": Case(0.1, ("*",)),
+    "tensor_plans": Case(9, ("*/summary/*", "*/plain/*_bytes", "*/plain/flops", "*/plain/is_*equal", "*/compiled_*")),
     "tiled": Case(0.7, (PEAKS, "*/share_of_equal_labels")),
     "torch_versions": Case(
         100,

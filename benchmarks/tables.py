@@ -143,8 +143,8 @@ def share_of_plain(way: str) -> Callable[[Row], float]:
 
 
 def recomputed(place: str) -> Callable[[Row], str]:
-    """FLOPs that run again, over the plain step's; of the compiler's graphs there is no other plain step."""
-    return lambda row: "" if row.get(place) is None else f"{row[place] / row['model/plain/flops']:.1%}"
+    """FLOPs that run again, over the plain step's."""
+    return lambda row: "" if row.get(place) is None else f"{row[place] / row['plain_flops']:.1%}"
 
 
 def added_by(manager: str) -> Callable[[Row], str]:
@@ -599,18 +599,16 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "model | plain step | budgets that held | bits equal | least: by blocks, by tensors | "
         "time over the best by blocks, at equal peaks | predicted bytes off by | predicted time over measured | "
         "in order",
-        "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num} | {equal:yes|no} | "
-        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {off:,} | {low:.2f} to {high:.2f} | "
+        "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num} | {summary/are_bits_equal:yes|no} | "
+        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {summary/largest_off_bytes:,} | {low:.2f} to {high:.2f} | "
         "{order/tensors/in_order} of {order/tensors/pairs}",
         {
             "ms": lambda row: 1000 * row["plain/seconds"],
             "plans": by_tensors,
             "held": lambda row: sum(each["peak_bytes"] <= each["budget_bytes"] for each in by_tensors(row)),
-            "equal": lambda row: all(each["is_equal"] and each.get("is_loop_equal", True) for each in by_tensors(row)),
             "by_blocks": share_of_plain("blocks"),
             "by_tensors": share_of_plain("tensors"),
             "ratios": over_blocks,
-            "off": lambda row: max((each["off_bytes"] for each in by_tensors(row)), key=abs),
             "low": lambda row: min(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
             "high": lambda row: max(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
         },
@@ -618,10 +616,10 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "tensor_plans.compiler": Table(
         "{model}/compiler/{budget}",
         "model | `activation_memory_budget` | it saves | memkit saves | on disk | it recomputes | memkit recomputes",
-        "{model} | {budget} | {saved_bytes?:.1f MB} | {memkit/saved_bytes?:.1f MB} | "
+        "{model} | {budget} | {compiled_saved_bytes?:.1f MB} | {memkit/saved_bytes?:.1f MB} | "
         "{memkit/offloaded_bytes?:.1f MB} | {compiler} | {memkits}",
         {
-            "compiler": lambda row: row.get("error") or recomputed("recomputed_flops")(row),
+            "compiler": lambda row: row.get("error") or recomputed("compiled_recomputed_flops")(row),
             "memkits": recomputed("memkit/recomputed_flops"),
         },
         is_grouped=True,

@@ -298,6 +298,7 @@ def measure(name: str) -> dict[str, Any]:
     figures["time_of_loop_by_hand"] = median_ratio(seconds["plain"], seconds["by hand"])
     by_tensors = [run for (_, way), run in planned.items() if way == "tensors"]
     return {
+        "summary": summary(rows),
         "plain": figures,
         "least_bytes": least,
         "budgets": rows,
@@ -362,6 +363,16 @@ def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse_peaks: 
             row["time_of_best_by_blocks"] = median_ratio(taken["tensors"], best)
 
 
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the plans by tensors what is the same on every machine, though speeds choose other plans."""
+    ran = [row | row["ways"]["tensors"] for row in rows if "error" not in row["ways"]["tensors"]]
+    return {
+        "are_budgets_held": all(each["peak_bytes"] <= each["budget_bytes"] for each in ran),
+        "are_bits_equal": all(each["is_equal"] and each.get("is_loop_equal", True) for each in ran),
+        "largest_off_bytes": max((each["off_bytes"] for each in ran), key=abs),
+    }
+
+
 def order(rows: list[dict[str, Any]], way: Treat) -> dict[str, int]:
     """Of pairs of plans that take clearly different times, those whose predicted times have the same order."""
     times = [found for row in rows if "seconds" in (found := row["ways"].get(way, {}))]
@@ -402,9 +413,10 @@ def against_compiler(training: Training, runs: list[Run]) -> dict[str, Any]:
     for found in compiled.values():
         if "error" in found or "error" in least:
             continue
-        found["recomputed_flops"] = found.pop("flops") - least["flops"]
-        points += aimed_at(found["saved_bytes"], training, part, points)
-        if fitting := [each for each in points if each.saved_bytes <= found["saved_bytes"]]:
+        found["compiled_recomputed_flops"] = found.pop("compiled_flops") - least["compiled_flops"]
+        found["plain_flops"], most = plain, found["compiled_saved_bytes"]
+        points += aimed_at(most, training, part, points)
+        if fitting := [each for each in points if each.saved_bytes <= most]:
             best = min(fitting, key=lambda each: (each.offloaded_bytes > 0, each.flops, each.saved_bytes))
             found["memkit"] = asdict(best) | {"recomputed_flops": best.flops - plain}
     return {str(budget): found for budget, found in compiled.items()}
