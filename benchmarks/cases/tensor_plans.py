@@ -137,7 +137,8 @@ def try_plans(training: Training, budget: int, way: Treat) -> Plans | str:
 
 
 def said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    """Its first words: what follows names files of this machine."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0].partition(";")[0]
 
 
 def least_bytes(training: Training, way: Treat) -> int:
