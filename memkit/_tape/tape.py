@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import StateError
-from memkit._torch.dispatch import OpOverload, below_autograd, counting_in_views
+from memkit._torch.dispatch import OpOverload, below_autograd, below_modes, counting_in_views
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_backward, current_node, keeps_graph
 from memkit._torch.operators import schema_of
@@ -37,6 +37,7 @@ _NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"
 _DETACH = _aten.detach.default
 # What these do to a storage cannot be done again on another one.
 _ODD = frozenset({"set_", "resize_", "resize_as_", "resize", "set", "set_data"})
+_REAL = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
@@ -160,8 +161,11 @@ class Storages(Generic[T]):
 
     def find(self, tensor: Tensor) -> T | None:
         """Return what is known of a tensor's storage."""
-        entry = self._entries.get(id(tensor.untyped_storage())) if is_plain(tensor) else None
-        return None if entry is None else entry.known
+        try:
+            entry = self._entries.get(id(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):  # sparse or opaque: no storage of its own
+            return None
+        return None if entry is None or not is_plain(tensor) else entry.known
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
@@ -207,17 +211,16 @@ class Reading(NamedTuple):
 
 
 class Leaf:
-    """A tensor that stays, and its version.
+    """A tensor that stays for an operator that runs again, and its version.
 
     Args:
-        tensor: The tensor.
-        is_inside: Whether an operator of this tensor is being dispatched, below autograd.
+        tensor: The tensor, below autograd.
     """
 
     __slots__ = ("__weakref__", "_num_bytes", "_seen_version", "_tensor")
 
-    def __init__(self, tensor: Tensor, *, is_inside: bool = False) -> None:
-        with counting_in_views() if is_inside else contextlib.nullcontext():
+    def __init__(self, tensor: Tensor) -> None:
+        with counting_in_views():
             self._tensor = tensor.detach()  # an operator's own result would keep its graph alive
         self._seen_version = version_of(self._tensor)
         self._num_bytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
@@ -241,13 +244,41 @@ class Leaf:
         return self._tensor
 
 
+class Saved:
+    """A tensor that autograd saves and that stays, and its version. It is made for nearly each of them: in little time.
+
+    Args:
+        tensor: The tensor.
+    """
+
+    __slots__ = ("_seen_version", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        modes = below_modes() if type(tensor) in _REAL else None
+        try:
+            self._tensor = tensor.detach()  # an operator's own result would keep its graph alive
+        finally:
+            del modes
+        self._seen_version = version_of(self._tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            StateError: It was changed in place.
+        """
+        if version_of(self._tensor) != self._seen_version:
+            _refuse_changed(self._tensor)
+        return self._tensor
+
+
 class Unpackable(NamedTuple):
     """Any other way to a tensor, such as back from the disk."""
 
     unpack: Callable[[], Tensor]
 
 
-OperatorInput: TypeAlias = Reading | Leaf | Unpackable
+OperatorInput: TypeAlias = Reading | Leaf | Saved | Unpackable
 
 
 class Step:
@@ -396,7 +427,7 @@ def _without_autocast(device_type: str) -> Iterator[None]:
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Replace each source, or each tensor, inside of arguments by what a function returns for it."""
-    if isinstance(value, (Tensor, Reading, Leaf, Unpackable)):
+    if isinstance(value, (Tensor, Reading, Leaf, Saved, Unpackable)):
         return function(value)
     if isinstance(value, (list, tuple)):
         return type(value)([mapped(function, each) for each in value])

@@ -11,6 +11,7 @@ from torch._C import (
     DispatchKeySet,
     TensorBase,  # attributes of tensors below their subclasses
     _AutoDispatchBelowAutograd as below_autograd,  # a context in which autograd records nothing, as inside a mode
+    _DisableTorchDispatch as below_modes,  # as long as the object lives; a context would take longer
     _ExcludeDispatchKeyGuard as without_keys,
     _get_privateuse1_backend_name as private_backend_name,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "below_autograd",
+    "below_modes",
     "counting_in_views",
     "current_modes",
     "fake_mode",

@@ -20,6 +20,7 @@ from memkit._tape.tape import (
     OperatorInput,
     Reading,
     Rerun,
+    Saved,
     Step,
     Storages,
     Unpackable,
@@ -34,8 +35,9 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import LeanDispatchMode, fake_mode
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
 from memkit._torch.graph import current_backward
+from memkit._torch.operators import kernel_of
 from memkit._torch.script import as_written
 from memkit.train.offload import offload_activations
 
@@ -145,10 +147,11 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 class _Operator:
     """What becomes of the results of one operator, call by call."""
 
-    __slots__ = ("changes", "count", "fates")
+    __slots__ = ("changes", "count", "fates", "run")
 
-    def __init__(self, fates: Mapping[int, Fate], *, changes: bool) -> None:
-        self.count, self.fates, self.changes = 0, fates, changes
+    def __init__(self, func: Any, fates: Mapping[int, Fate]) -> None:
+        self.count, self.fates, self.changes = 0, fates, changes_arguments(func)
+        self.run = kernel_of(func) if type(func) is OpOverload else func
 
 
 class _Forward(LeanDispatchMode):
@@ -190,14 +193,14 @@ class _Forward(LeanDispatchMode):
             if not counts(func):
                 return func(*args, **kwargs)
             fates = self._planned.get(str(func), (0, {}))[1]
-            operator = self._operators[func] = _Operator(fates, changes=changes_arguments(func))
+            operator = self._operators[func] = _Operator(func, fates)
         fate = operator.fates.get(operator.count)
         operator.count += 1
         self._latest = func
         if operator.changes:
             self._before_change(written_arguments(func, args, kwargs), is_recorded=fate == "recompute")
         if fate is None:
-            return func(*args, **kwargs)
+            return operator.run(*args, **kwargs)
         if fate == "offload":
             out = func(*args, **kwargs)
             for tensor in filter(is_plain, tensors_in(out)):
@@ -258,7 +261,7 @@ class _Forward(LeanDispatchMode):
             return Reading.of(tensor, known)
         if known == "offload":
             return Unpackable(self._offload(tensor).pack(tensor).unpack)
-        leaf = Leaf(tensor, is_inside=True)
+        leaf = Leaf(tensor)
         if is_plain(tensor):
             leaves = self._leaves.find(tensor)
             (self._leaves.learn(tensor, []) if leaves is None else leaves).append(weakref.ref(leaf))
@@ -271,7 +274,7 @@ class _Forward(LeanDispatchMode):
             return Reading.of(tensor, known)
         self._is_packing = True
         try:
-            return Unpackable(self._offload(tensor).pack(tensor).unpack) if known == "offload" else Leaf(tensor)
+            return Unpackable(self._offload(tensor).pack(tensor).unpack) if known == "offload" else Saved(tensor)
         finally:
             self._is_packing = False
 
