@@ -39,7 +39,7 @@ _PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
     "offload": (0, 5),
 }
 # The same for a tape: of each operator of a forward under it, and of each that runs again.
-_TAPE_LAUNCHES, _RERUN_LAUNCHES = 3, 7
+_TAPE_LAUNCHES, _RERUN_LAUNCHES = 1, 6
 
 
 @dataclass(frozen=True, slots=True)
