@@ -644,9 +644,9 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "chunk_budget": Table(
         "cases/{case}/ways/{way}",
-        "edges, reduction | budget | rows | chunks | kept | products kept | peak | first call | time",
+        "edges, reduction | budget | rows | chunks | kept | peak | first call | time",
         "{case/edges:,} edges, {case/reduce}{case/gather:, gathered|} | {way} | {chunk_size?:,} | {num_chunks?:,} | "
-        "{num_kept?:,} | {num_partly_kept?:,} | {peak_bytes:,.2f MiB} | {first_peak_bytes:,.2f MiB} | {ratio:.2f}",
+        "{num_kept?:,} | {peak_bytes:,.2f MiB} | {first_peak_bytes:,.2f MiB} | {ratio:.2f}",
         is_grouped=True,
     ),
     "chunked_loss": Table(
