@@ -186,7 +186,7 @@ class ForwardNotes(LeanDispatchMode):
 
 
 class _Dropped(NamedTuple):
-    """What stands for a saved tensor until backward needs one of its kind."""
+    """Placeholder for a saved tensor until backward needs it."""
 
     value: ValueNote
     view: View

@@ -15,7 +15,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensorPlan(Overviewed):
-    """What to do with each tensor that a forward saves for its backward, by the operator that made it.
+    """Treatment of each tensor that a forward saves for its backward, identified by the operator that made it.
 
     Operators are counted from the start of the forward. A tensor whose operator is in neither set stays.
 

@@ -35,7 +35,7 @@ _STATISTICS: Mapping[Any, tuple[int, int, int]] = {
 }
 _NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"})
 _DETACH = _aten.detach.default
-# What these do to a storage cannot be done again on another one.
+# These change a storage in a way that cannot be repeated on another one.
 _ODD = frozenset({"set_", "resize_", "resize_as_", "resize", "set", "set_data"})
 _REAL = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
@@ -134,7 +134,7 @@ class Value:
 
 
 class Storages(Generic[T]):
-    """What is known of the storages of a forward, as long as they live."""
+    """Entries for the storages of a forward, kept while these live."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by id() of the storage's Python object, which lives as long as it

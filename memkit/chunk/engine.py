@@ -36,7 +36,7 @@ from memkit.chunk.trial import CallTensors, TrialCall
 from memkit.chunk.volumes import spatial_call, without_batch
 
 Keep: TypeAlias = Literal["nothing", "products", "graph"]
-"""What is kept of a chunk for the backward: "products" are the results of matrix products and convolutions."""
+"""Parts of a chunk kept for the backward: "products" are the results of matrix products and convolutions."""
 
 _TENSOR = object()  # stands for a tensor when only the structure is kept
 _SAME_OPERATORS = "make the function depend on its arguments alone, or pass chunk_size=4096, which keeps nothing."

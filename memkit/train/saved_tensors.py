@@ -36,7 +36,7 @@ from memkit._tape.tape import (
     written_arguments,
 )
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
-from memkit._torch.graph import current_backward
+from memkit._torch.graph import current_backward, saving_hooks
 from memkit._torch.operators import kernel_of
 from memkit._torch.script import as_written
 from memkit.train.offload import offload_activations
@@ -65,15 +65,18 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 
     Raises:
         InputTypeError: ``plan`` is no plan for saved tensors.
-        StateError: It was entered twice, or, from the backward: a tensor that is needed was changed in place.
+        StateError: It was entered twice, or inside of other hooks on saved tensors (of `offload_activations`, or of a
+            checkpoint around it), which would have no effect. From the backward: a tensor that is needed was changed in
+            place, or its memory was released.
 
     Warns:
         MemkitWarning: A forward ran other operators than the planned one.
 
     Memory cost: what the plan keeps; with random operators that run again, their generator's state for each (5 kB on
-    the CPU). Time cost: about 5 microseconds of Python for each operator of the forward.
+    the CPU). Time cost: about 5 microseconds of Python for each operator of the forward,
+    and about 30 for each that runs again.
 
-    OperatorInput: ``docs/plan.md``; the tape is `memkit/_tape/tape.py`.
+    Source: ``docs/plan.md``; the tape is `memkit/_tape/tape.py`.
 
     Example:
         >>> import torch
@@ -113,6 +116,13 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
                 got="a second forward inside the first one",
                 expected="one forward at a time for each treat_saved_tensors(plan)",
                 fix="make another treat_saved_tensors(plan) for the inner forward, or write one block after the other.",
+            )
+        if self._fates and torch.is_grad_enabled() and saving_hooks() is not None:
+            raise StateError(
+                _CALL,
+                got="other hooks on saved tensors around it, such as those of offload_activations or of a checkpoint",
+                expected="one way to save tensors: of nested hooks only the innermost ones are called",
+                fix="leave the outer ones out; a plan offloads by itself.",
             )
         with ExitStack() as stack:
             if self._fates and torch.is_grad_enabled():

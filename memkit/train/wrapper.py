@@ -274,6 +274,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._treated = None if saved_tensors is None else treat_saved_tensors(saved_tensors)
+            if saved_tensors is not None and "activations" in offload:
+                raise ConfigError(
+                    f"{_CALL}(..., saved_tensors=..., offload={sorted(offload)})",
+                    got="two ways to save activations: only one of them would have an effect",
+                    expected="a plan for saved tensors, which offloads by itself, or offload={'activations'}",
+                    fix="leave 'activations' out of offload.",
+                )
             if is_sharded and saved_tensors is not None:
                 raise ConfigError(
                     f"{_CALL}(..., saved_tensors=...)",

@@ -363,6 +363,23 @@ def test_wrong_calls():
         pass
 
 
+def test_two_ways_to_save_tensors_are_refused():
+    model, x = block(), torch.randn(8, 32)
+    plan = everything(operators_of(lambda: model(x).sum()))
+    with (
+        mk.train.offload_activations(to="disk", min_bytes=0),
+        pytest.raises(StateError, match="other hooks on saved tensors"),
+        treat_saved_tensors(plan),
+    ):
+        pass
+    optimizer = torch.optim.SGD(model.parameters())
+    assert_refused(
+        lambda: mk.MemoryEfficientTrainingWrapper(model, optimizer, saved_tensors=plan, offload={"activations"}),
+        mk.errors.ConfigError,
+        "two ways to save",
+    )
+
+
 def test_a_plan_as_a_file():
     plan = mixed(operators_of(lambda: block()(torch.randn(2, 32))), 3)
     assert SavedTensorPlan.from_dict(plan.as_dict()) == plan
