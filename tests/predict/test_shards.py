@@ -19,6 +19,7 @@ from tests.predict.ranks import (
     MORE,
     REPLICATED,
     SHARDED,
+    build,
     figures,
     outcome,
     rank_estimate,
@@ -32,6 +33,8 @@ from tests.toys import mean_square
 
 # Python numbers that C++ wraps in tensors; DDP's own divides by the number of ranks.
 NUMBERS = 64
+# DDP sends the order of its new buckets around, an int32 per parameter and one more; gloo's threads may let go late.
+ORDER = 4
 # In the real step nobody says what DDP's buckets are; here they are gradients.
 MAY_HOLD_BUCKETS = ("gradient", "activation", "input")
 
@@ -59,7 +62,8 @@ def assert_sharded_equal(name, ranks):
 
 def assert_replicated_equal(name, ranks):
     expected, found = ranks[0][name], figures_without_data(name)
-    assert 0 <= expected["peak"] - found["peak"] <= NUMBERS
+    num_parameters = len(list(build(name).model.parameters()))
+    assert 0 <= expected["peak"] - found["peak"] <= NUMBERS + ORDER * (num_parameters + 1)
     for part in expected.keys() - {*MAY_HOLD_BUCKETS, "peak"}:
         assert found[part] == expected[part], part
 
