@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memkit._simulation.tensors import Kernels, is_matrix
-from memkit._torch.aten import ctc_loss, overloads
+from memkit._torch.aten import ctc_loss, overloads, pack_padded_sequence
 from memkit._torch.convolution import ConvBackend, select_conv_backend
 from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
 from memkit._torch.machine import onednn_version
@@ -64,7 +64,7 @@ class HostKernels:
         return None
 
 
-def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
+def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:  # noqa: C901 - a table of kernels
     """Return the most scratch memory that a CPU kernel is expected to allocate and free, beyond its results.
 
     Zero for kernels that only wrap numbers in tensors (less than 64 bytes). Checked against the allocator in
@@ -75,6 +75,8 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     if func is _aten.convolution_backward.default:
         grad, x, weight = args[:3]
         return _convolution(x, weight, grad, (x, weight, None, *args[4:10])) + _depthwise_sums(x, weight)
+    if func is pack_padded_sequence:
+        return _nbytes(out[0])  # the rows of each step, before they are concatenated
     if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():  # at most what it would otherwise keep
         weights_bytes = _nbytes(args[1]) + _nbytes(args[2])  # in another layout
         return _gates_and_states(args[0], args[2]) + weights_bytes

@@ -37,9 +37,10 @@ from memkit._simulation.failures import note_failure
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
-from memkit._simulation.tensors import Tensors
+from memkit._simulation.tensors import Tensors, pads_packed
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.fake import FakeTensor, without_fake_log
+from memkit._torch.modules import PAD_PACKED, rnn_functions
 from memkit._torch.pytree import children_of, tree_leaves
 
 T = TypeVar("T")
@@ -210,7 +211,11 @@ class Gpu:
 
 def _reading() -> list[Patches]:
     values = {name: make(getattr(FakeTensor, name)) for name, make in READING.items()}
-    return [Patches(FakeTensor, "numbers that code reads from tensors without data are guessed and counted", values)]
+    padding = {PAD_PACKED: pads_packed(getattr(rnn_functions, PAD_PACKED))}
+    return [
+        Patches(FakeTensor, "numbers that code reads from tensors without data are guessed and counted", values),
+        Patches(rnn_functions, "lengths of packed rows have data", padding),
+    ]
 
 
 reading = Shared(_reading)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from functools import partial
+from functools import partial, wraps
 from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -43,6 +43,8 @@ from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
 CALL = "a step on tensors without data"  # a placeholder for the user's call, which is not known here
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_EMPTY = _aten.empty.memory_format
+_LOOKING = frozenset({aten.local_scalar_dense, _aten.select.int, _aten.slice.Tensor, _aten.unbind.int})
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
@@ -91,6 +93,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     Attributes:
         guesses: How often each ``"operator at line"`` was answered without data.
+        is_padding: Whether packed rows are being padded: C++ writes their lengths into a new tensor, which has data.
         is_open: Whether its tensors may be used. They have no data, so any use after the run is an error.
     """
 
@@ -104,11 +107,12 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                 raise check.refusal("selected_fraction", selected_fraction, "None, or a fraction in (0, 1]", fix=fix)
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
-        self.is_open = True
+        self.is_open, self.is_padding = True, False
         self.guesses = Guesses()
         self.fake_tensor_converter = self.converter = _Converter()
         self.copies = StorageCopies()
-        self._results, self._instead = {**_RESULTS, **(results or {})}, instead or {}
+        self._results = {**_RESULTS, **(results or {})}
+        self._instead = {aten.pack_padded_sequence: self._pack, **(instead or {})}
         self._selected_fraction = selected_fraction
         self._has_known = False
         self._num_answers = 0  # to operators that asked for data, within others too
@@ -224,6 +228,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator without data."""
+        if not types and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
+            return func(*args, **kwargs)
         if func in self._results:
             return self._results[func](self._infer(func, types, args, kwargs), *args)
         try:
@@ -256,6 +262,22 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             values = func(*args, **kwargs)
         return self.converter.from_real_tensor(self, values, make_constant=True)
 
+    def _pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001 - torch's
+        """Pack padded rows of known lengths; the number of rows at each step has data, since C++ reads it."""
+        known = lengths.constant if isinstance(lengths, FakeTensor) else lengths
+        if lengths.device.type != "cpu":
+            raise RuntimeError(
+                f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} Long "
+                "tensor"
+            )
+        if known is None:
+            raise DynamicOutputShapeException(aten.pack_padded_sequence)
+        self.guesses.num_true += 1
+        with no_dispatch():
+            places = torch.empty((*x.shape[:2], 1), dtype=torch.uint8)
+            rows, num_rows = aten.pack_padded_sequence(places, known, batch_first)
+        return x.new_empty((len(rows), *x.shape[2:])), num_rows
+
     def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
             raise NotSimulatedError(
@@ -263,7 +285,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                 got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
                 expected="sizes that depend only on the sizes of the batch",
                 fix="for masks and nonzero, pass selected_fraction=1.0 (the worst case) or the fraction that they "
-                "select; pass output_size=... to repeat_interleave; other such operators cannot be estimated.",
+                "select; pass output_size=... to repeat_interleave; give pack_padded_sequence lengths that come with "
+                "the batch; other such operators cannot be estimated.",
             )
         if func is _aten.nonzero.default:
             count = math.ceil(self._selected_fraction * tensor.numel())
@@ -473,6 +496,11 @@ def has_values(tensor: Tensor) -> bool:
     )
 
 
+def _looks_into_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator reads or indexes a tensor with data that is small enough to keep its values."""
+    return func in _LOOKING and isinstance(args[0], Tensor) and has_values(args[0])
+
+
 # ------------------------------------------------------------------------- what shape functions do not say
 
 
@@ -507,6 +535,23 @@ def is_matrix(tensor: Tensor) -> bool:
     """Whether rows or columns are contiguous, so that BLAS takes the matrix without a copy."""
     (num_rows, num_columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
     return (right == 1 and down >= num_columns) or (down == 1 and right >= num_rows)
+
+
+def pads_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function that pads packed rows, for rows without data too."""
+
+    @wraps(original)
+    def pad_packed(data: Tensor, *args: Any) -> Any:
+        mode = data.fake_mode if isinstance(data, FakeTensor) else None
+        if not isinstance(mode, Tensors):
+            return original(data, *args)
+        mode.is_padding = True
+        try:
+            return original(data, *args)
+        finally:
+            mode.is_padding = False
+
+    return pad_packed
 
 
 class _Converter(FakeTensorConverter):

@@ -33,6 +33,7 @@ is_any_true = _aten._is_any_true.default
 local_scalar_dense = _aten._local_scalar_dense.default  # a tensor's value as a Python number
 log_softmax = _aten._log_softmax.default
 math_attention = _aten._scaled_dot_product_attention_math
+pack_padded_sequence = _aten._pack_padded_sequence.default
 softmax = _aten._softmax.default
 to_copy = _aten._to_copy.default
 

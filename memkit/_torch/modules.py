@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
@@ -15,6 +16,7 @@ __all__ = [
     "COMPILED",
     "HOOKS",
     "LOAD",
+    "PAD_PACKED",
     "PARAMETERS",
     "STATE",
     "BatchNorm",
@@ -26,6 +28,7 @@ __all__ = [
     "loads_as_torch_does",
     "members_of",
     "parameters_of",
+    "rnn_functions",
     "training_flags",
     "with_buffers",
 ]
@@ -103,3 +106,9 @@ HOOKS = {
     "_backward_pre_hooks": "register_full_backward_pre_hook",
 }
 """Attribute in which a module holds its hooks, by the method that registers them."""
+
+rnn_functions = torch._VF
+"""The C++ functions that recurrent layers and `torch.nn.utils.rnn` call."""
+
+PAD_PACKED = "_pad_packed_sequence"
+"""The name of the one that pads packed rows; it writes their lengths in C++."""

@@ -7,6 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from memkit import Loss
@@ -97,6 +98,32 @@ def packed_lengths() -> Step:
         return Loss(sum=(losses * valid).sum(), count=valid.sum())
 
     return Step(model, batch, loss_fn)
+
+
+class Packed(nn.Module):
+    """Reads padded rows of different lengths, in both directions, as packed ones; pads them again."""
+
+    def __init__(self, kind: type[nn.RNNBase], *, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.embedding = nn.Embedding(100, 12)
+        self.layer = kind(12, 20, 2, bidirectional=True, batch_first=batch_first)
+        self.head = nn.Linear(40, 6)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rows, lengths = batch
+        x = self.embedding(rows if self.batch_first else rows.T)
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=self.batch_first, enforce_sorted=False)
+        padded, lengths = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.head(padded.sum(1) / lengths[:, None])
+
+
+def ragged() -> tuple[tuple[Tensor, Tensor], Tensor]:
+    return (labels(100, 5, 16), torch.tensor([9, 16, 9, 2, 11])), labels(6, 5)
+
+
+STEPS["packed_lstm"] = from_zoo(lambda: Packed(nn.LSTM, batch_first=True), ragged, classify)
+STEPS["packed_gru"] = from_zoo(lambda: Packed(nn.GRU, batch_first=False), ragged, classify)
 
 
 class DenseExperts(nn.Module):

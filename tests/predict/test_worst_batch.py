@@ -139,6 +139,18 @@ def test_an_optimizer_that_reads_its_own_steps_reads_no_batch():
     assert mk.estimate_memory_usage(MODEL, packed(2, 2), pad_packed).reads_values
 
 
+def test_lengths_that_a_card_gives_to_the_host_make_kinds():
+    """A copy to the host is real: reading it is no operator on the card."""
+
+    def loss_fn(model, batch):
+        x, lengths = batch
+        return model(x[: max(lengths.cpu().tolist())]).square().mean()
+
+    loader = [packed(50, 50), packed(99, 1), packed(50, 50), packed(60, 40)]
+    worst = mk.predict.find_worst_batch(loader, MODEL, loss_fn, target="RTX 3060")
+    assert (worst.number, worst.num_kinds) == (1, 3)
+
+
 def test_a_batch_without_data_takes_the_same_memory():
     whole = torch.ones(100, 16)
     batch = {"x": whole[:40], "lengths": torch.tensor([30, 10]), "graph": Graph(torch.ones(3).requires_grad_())}

@@ -26,6 +26,7 @@ from memkit._core.errors import InputError, StateError
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
 from tests.helpers import assert_refused
+from tests.versions import has, lacks
 from tests.zoo import CASES, no_mark
 
 HERE = __file__
@@ -430,6 +431,9 @@ class Traced(TorchDispatchMode):
 
 @pytest.mark.parametrize(("mode", "is_compiled"), [(Recorder, False), (Traced, True)])
 def test_the_compiler_leaves_the_recorder_alone(mode, is_compiled):
+    wrapper = "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo"
+    if is_compiled and not has(wrapper):
+        pytest.skip(lacks(wrapper, "the control is about it"))
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(requires_grad=False)
     compiled = torch.compile(model, backend="eager")
     with warnings.catch_warnings(action="ignore"), mode():

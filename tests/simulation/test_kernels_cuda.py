@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import memkit as mk
-from memkit._core.errors import ConfigError
+from memkit._core.errors import ConfigError, NotSimulatedError
 from memkit._torch.cuda import rules_of
+from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 from tests.versions import has, lacks
 
@@ -401,3 +403,41 @@ def test_code_is_scripted_as_elsewhere():
         scripted = torch.jit.script(double)
         assert scripted(torch.ones(2)).tolist() == [2, 2]
     assert torch.jit.script(double)(torch.ones(2)).tolist() == [2, 2]
+
+
+# -------------------------------------------------------------------------------------------- packed sequences
+
+
+@pytest.mark.parametrize("lengths", [[9, 9, 9], [12, 5, 5, 1], [7]], ids=str)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_packing_copies_the_rows_of_each_run_of_steps(lengths, batch_first):
+    """Its C++ is that of the CPU, whose allocator says what it takes."""
+    shape = (len(lengths), 12, 2048) if batch_first else (12, len(lengths), 2048)
+
+    def call(device):
+        x = torch.zeros(shape, device=device)
+        return lambda: pack_padded_sequence(x, torch.tensor(lengths), batch_first)
+
+    peak, kept, packed = taken(lambda: call("cuda"))
+    trace = trace_allocations(call("cpu"))
+    counts = max(lengths) * 8  # on the host, with the lengths
+    assert kept == sum(lengths) * 2048 * 4
+    assert 0 <= trace.peak - counts - peak <= 64
+    assert packed.batch_sizes.tolist() == [sum(length > step for length in lengths) for step in range(max(lengths))]
+
+
+def test_lengths_must_be_on_the_host_and_known():
+    def loss_fn(model, batch):
+        return model(pack_padded_sequence(batch[0], batch[1], batch_first=True))[0].data.sum()
+
+    model, x = nn.GRU(4, 8, batch_first=True), torch.zeros(2, 5, 4)
+    with pytest.raises(RuntimeError, match="should be a 1D CPU int64 tensor, but got 1D cuda:0 Long tensor"):
+        mk.estimate_memory_usage(model, (x, torch.tensor([5, 2])), loss_fn=loss_fn, target="RTX 4090")
+    assert mk.estimate_memory_usage(model, (x, torch.tensor([5, 2])), loss_fn=loss_fn).guesses == ()
+    computed = torch.tensor([5.0, 2.0])  # numbers that are computed are not known
+    assert_refused(
+        lambda: mk.estimate_memory_usage(model, (x, computed), lambda m, b: loss_fn(m, (b[0], b[1].long()))),
+        NotSimulatedError,
+        "size depends on data",
+        "lengths that come with the batch",
+    )

@@ -32,6 +32,8 @@ from memkit._simulation.tensors import is_matrix
 from memkit._torch import aten
 from memkit._torch.aten import overloads
 from memkit._torch.cuda import Cards, Rules
+from memkit._torch.dispatch import no_dispatch
+from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_backward
 
 _aten = torch.ops.aten
@@ -537,6 +539,21 @@ def _embedding_backward(args: Sequence[Any], _: Processors) -> Phases:
     )
 
 
+def _pack(args: Sequence[Any], _: Processors) -> Phases:
+    """`PackedSequence.cpp`: the rows of each run of steps that equally many have, unless they lie together already."""
+    x, lengths, batch_first = args
+    values: Any = lengths.constant if isinstance(lengths, FakeTensor) else lengths  # known, as it was packed
+    known: list[int] = values.tolist()
+    with no_dispatch():
+        steps = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        steps = steps.transpose(0, 1) if batch_first else steps
+        runs = [
+            steps[start:stop, : sum(length > start for length in known)]
+            for start, stop in pairwise(sorted({0, *known}))
+        ]
+    return (tuple(run.nbytes for run in runs if not run.is_contiguous()),)
+
+
 def _index_put(args: Sequence[Any], _: Processors) -> Phases:
     """`index_put_with_sort_kernel`, if values are accumulated: positions, and their order."""
     if len(args) < 4 or not args[3]:
@@ -812,6 +829,7 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
+    aten.pack_padded_sequence: _pack,
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
     **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product),

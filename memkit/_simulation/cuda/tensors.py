@@ -169,8 +169,9 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         return fake
 
     def _to_host(self, tensor: FakeTensor, kwargs: dict[str, Any]) -> Tensor:
-        """Make a copy on the host, without data except for known values."""
+        """Make a copy on the host, without data except for known values, which the step can then read."""
         if tensor.constant is not None:
+            self.guesses.num_true += 1
             return cast("Tensor", _COPIED(tensor.constant, **kwargs))
         with no_dispatch():
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
