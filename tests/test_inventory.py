@@ -30,6 +30,12 @@ def test_reasons_are_of_entries():
         assert inventory.test_of(entry) is None, f"{entry} needs no note: {inventory.test_of(entry)} names it"
 
 
+def test_merged_pages_are_gone_and_their_new_page_is_there():
+    for old, new in inventory.CHANGES["merged"].items():
+        assert not (inventory.ROOT / old).exists(), old
+        assert (inventory.ROOT / new).exists(), new
+
+
 def test_it_sees_what_is_missing():
     assert inventory.place("MemoryManager.phase(name)") == "memkit.MemoryManager.phase(name)"
     assert inventory.place("GridSample") == "memkit.points.GridSample"
