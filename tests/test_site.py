@@ -78,8 +78,8 @@ def test_figures_in_the_prose_are_those_of_the_result_files():
     assert errors[0] < 0.0002
     assert errors[1] < 0.02
     for page, words in (
-        ("why.md", from_to.format("together ")),
-        ("why.md", "the peak is met within 0.02 %, what the allocator reserves within 2 %"),
+        ("index.md", from_to.format("together ")),
+        ("index.md", "the peak is met within 0.02 %, what the allocator reserves within 2 %"),
         ("howto/millions-of-edges.md", f"{from_to.format('')}, in {pieces['ratio']:.2f} times"),
         ("howto/volumes-3d.md", slabs),
         ("howto/volumes-3d.md", cubes),
