@@ -33,17 +33,19 @@ def pages_in_nav():
 
 
 def test_nav_has_each_page_once():
-    written = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     named = [page for page in pages_in_nav() if not page.startswith("reference/")]
-    assert sorted(named) == sorted(written)
+    assert sorted(named) == sorted(written - {"architecture.md", "explanation-recorder.md", "releasing.md"})
 
 
-def test_reference_has_each_name_once_and_nav_each_of_its_pages():
+def test_reference_has_each_name_once_six_of_them_first_and_nav_each_of_its_pages():
     pytest.importorskip("mkdocs", reason="Requires: [docs]")
     pages = load(DOCS / "_reference.py").pages()
     names = re.findall(r"^::: memkit\.(\w+)\.(\w+)$", "\n".join(pages.values()), re.MULTILINE)
     rooms = [(room, name) for room in mk._PACKAGES for name in getattr(mk, room).__all__]
     assert sorted(each for each in names if each[0] != "integrations") == sorted(rooms)
+    assert len(re.findall(r"^- \[`mk\.", pages["index"].partition("\n## ")[0], re.MULTILINE)) == 6
+    assert all(f"[`mk.{name}`]" in pages["index"] for name in mk.__all__)
     assert {f"reference/{name}.md" for name in pages} == {each for each in pages_in_nav() if each.startswith("ref")}
 
 
