@@ -1,7 +1,8 @@
 """All that memkit offered at commit fcdc795, and where each of it is now: its place, and a test that names it.
 
 ``tests/data/inventory.json`` was made at that commit. What went, or has another name, stands with its reason in
-``tests/data/inventory_changes.json``, and so does each page that was merged into another one. Run ``python -m tests.inventory`` for the whole list.
+``tests/data/inventory_changes.json``, and so does each page that was merged into another one. Run
+``python -m tests.inventory`` for the whole list.
 """
 
 from __future__ import annotations
