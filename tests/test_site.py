@@ -82,6 +82,8 @@ def test_figures_in_the_prose_are_those_of_the_result_files():
     for page, words in (
         ("index.md", from_to.format("together ")),
         ("index.md", "the peak is met within 0.02 %, what the allocator reserves within 2 %"),
+        ("../README.md", from_to.format("")),
+        ("../README.md", "the predicted peak is within 0.02 %"),
         ("howto/one-sample.md", f"{from_to.format('')}, in {pieces['ratio']:.2f} times"),
         ("howto/one-sample.md", slabs),
         ("howto/one-sample.md", cubes),
