@@ -109,6 +109,16 @@ def test_the_chinese_tutorial_has_the_same_code():
     assert english == chinese
 
 
+def test_tables_that_are_too_wide_for_a_phone_name_the_column_in_each_cell():
+    pytest.importorskip("mkdocs", reason="Requires: [docs]")
+    row = "<tr><td>{}</td><td><code>b</code></td></tr>"
+    table = "<table><tr><th>way</th><th>peak of <em>tensors</em></th></tr>" + row + "</table>"
+    shown = load(DOCS / "_html.py").on_page_content(f"{table.format('a')}<p>{table.format('a' * 80)}")
+    narrow, _, wide = shown.partition("<p>")
+    assert narrow == table.format("a")
+    assert re.findall("<td[^>]*>", wide) == ['<td data-heading="way">', '<td data-heading="peak of tensors">']
+
+
 @pytest.mark.slow
 def test_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
     pytest.importorskip("mkdocs", reason="Requires: [docs]")
@@ -120,3 +130,4 @@ def test_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
             r'<(?:script|img|iframe|link(?! rel="canonical"))[^>]*(?:src|href)="(http[^"]*)', page.read_text()
         )
         assert not loaded, page
+    assert '<html lang="zh"' in (tmp_path / "zh" / "index.html").read_text("utf-8")
