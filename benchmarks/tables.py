@@ -634,6 +634,11 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "peak": lambda row: row.show("{peak_bytes?:.1f MB}") or row["error"].partition("!")[0].strip(),
         },
     ),
+    "activation_offload": Table(
+        "cases/{model}",
+        "model | plain | on the disk | times lower | processor time",
+        "{model} | {plain_peak_bytes:.1f MB} | {offload_peak_bytes:.1f MB} | {times_lower:.1f} | {cpu_time_ratio:.2f}",
+    ),
     "edge_mlp": Table(
         "cases/{case}/ways/{way}",
         "hidden layers, edges, reduction | way | peak | time | gradient error",
