@@ -56,7 +56,7 @@ LOOP_SEMANTICS = {
     "the same weights as without the stop": "{LIB/resume/same_weights:yes|no}",
 }
 SCORED = (
-    "models | runs | error of the recorded peak: median, worst | within 5% | the least respects what is known | "
+    "models | runs | error of the recorded peak: median, worst | within 5% | the least is consistent | "
     "verdict: fits / too close / does not fit / not known, of those that ran | of those that ran out"
 )
 SCORES = (
@@ -254,7 +254,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "recorded_transformers.misses": Table("misses/{row}", MISSED, MISSES),
     "recorded_openmmlab": Table(
         "summary/{family}",
-        "networks | trainings | error of what is allocated: median, worst | within 5% | "
+        "networks | trainings | error of allocated bytes: median, worst | within 5% | "
         "median without the rule for `cudnn.benchmark`",
         "{family} | {num_rows} | {median_error:.1%}, {worst_error:+.1%} | {within_5_percent:.0%} | "
         "{median_error_without_workspaces:.1%}",
@@ -274,13 +274,13 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "recorded_intervals.spread": Table(
         "",
-        "spread | that would hold 95% of these runs | held with what the other families need",
+        "spread | that would hold 95% of these runs | held with the spread of the other families",
         "{spread/used:.1%} | {spread/needed:.1%} | {spread/held_with_that_of_other_families:.1%}",
     ),
     "recorded_intervals.verdicts": Table(
         "verdicts/{group}",
         "card or family | runs | that ran: fits / too close / does not fit / not known | that ran out | too close | "
-        "right of those that are said to fit, or not to",
+        "right, of the clear verdicts",
         "{group} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} / {not known, ran} | "
         "{fits, ran out} / {too close, ran out} / {does not fit, ran out} / {not known, ran out} | "
         "{share_too_close:.0%} | {share_right:.1%}",
@@ -320,7 +320,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "dryrun_scripts": Table(
         "scripts/{number}",
         "script | peak | reserved | parameters, gradients, optimizer state | activations, card to CPU | "
-        "what the card takes otherwise",
+        "operators that differ on a card",
         "{script} | {peak_bytes:,.0f MiB} | {reserved_bytes:,.0f MiB} | {is_equal:equal|differ} | "
         "{activations_ratio:.3f} | {otherwise}",
         {"otherwise": lambda row: row["differs"] or "nothing"},
@@ -338,7 +338,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "liger_rows": Table(
         "{row}",
-        "operator | card | rows met in every digit | peaks",
+        "operator | card | rows equal in every digit | peaks",
         "{operator} | {card} | {num_as_printed} of {num_rows} | "
         "{smallest_peak_bytes:,.0f in MiB} to {largest_peak_bytes:,.0f MiB}",
         {
@@ -673,7 +673,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "worst_batch": Table(
         "{data}",
-        "data set | batches, kinds | foreseen | the epoch peaks at | predicted bytes | live bytes, measured | "
+        "data set | batches, kinds | predicted | epoch peaks at | predicted bytes | live bytes, measured | "
         "with what kernels take | batches with equal live bytes | by the largest sample, by the sum of samples, by "
         "elements",
         "{data} | {num_batches}, {num_kinds} | {foreseen} | {real/allocated} | {predicted_bytes:,} | {live_bytes:,} | "
