@@ -41,10 +41,10 @@ IN_README = {  # of the acceptance kit's projects, one of each kind
     "nerf": "rays and points in chunks, backward too",
     "vae": "a batch in 8 parts, for a loss that is a sum",
 }
-LINES_AND_PEAKS = (  # a figure and its unit stay on one line
-    "+{lines_added}&nbsp;-{lines_removed} | "
+PEAKS = (  # a figure and its unit stay on one line
     "{peak_bytes/plain:.0f in MB}&nbsp;MB → {peak_bytes/memkit:.0f in MB}&nbsp;MB ({more:+.0%})"
 )
+LINES_AND_PEAKS = "+{lines_added}&nbsp;-{lines_removed} | " + PEAKS
 LOOP_SEMANTICS = {
     "10 batches, one skipped by the loss scaler: optimizer steps / schedule steps": (
         "{LIB/skipped_step/optimizer_steps} / {LIB/skipped_step/schedule_steps}"
@@ -303,9 +303,9 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "acceptance.short": Table(
         projects_in_readme,
-        "project | what memkit does in it | lines | peak | time | losses differ by",
-        "[{name}](https://github.com/{repository}) | {words} | "
-        + LINES_AND_PEAKS
+        "project, and what memkit does in it | peak | time | losses differ by",
+        "[{name}](https://github.com/{repository}): {words} | "
+        + PEAKS
         + " | {time_ratio:.2f} | {exactness/loss_difference?not alike:.0e}",
         {"more": more("peak_bytes/memkit", "peak_bytes/plain")},
     ),
