@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--all", action="store_true", help="every case")
         command.add_argument("--quick", action="store_true", help="every case of a minute or less")
         command.add_argument("--sources", type=Path, help="folder of public code, each repository as OWNER+NAME")
-    gpu_command.add_to(commands.add_parser("gpu", help="the proof on this machine's GPU: docs/gpu-proof.md"))
+    gpu_command.add_to(commands.add_parser("gpu", help="the proof on this machine's GPU: docs/virtual-gpu-proof.md"))
     given = parser.parse_args(arguments)
     if given.command == "gpu":
         return gpu_command.run(given)

@@ -41,12 +41,12 @@ IN_README = {  # of the acceptance kit's projects, one of each kind
     "nerf": "rays and points in chunks, backward too",
     "vae": "a batch in 8 parts, for a loss that is a sum",
 }
-LINES_AND_PEAKS = (  # a figure and its unit stay on one line
-    "+{lines_added}&nbsp;-{lines_removed} | "
+PEAKS = (  # a figure and its unit stay on one line
     "{peak_bytes/plain:.0f in MB}&nbsp;MB → {peak_bytes/memkit:.0f in MB}&nbsp;MB ({more:+.0%})"
 )
+LINES_AND_PEAKS = "+{lines_added}&nbsp;-{lines_removed} | " + PEAKS
 LOOP_SEMANTICS = {
-    "10 batches, one skipped by the loss scaler: optimiser steps / schedule steps": (
+    "10 batches, one skipped by the loss scaler: optimizer steps / schedule steps": (
         "{LIB/skipped_step/optimizer_steps} / {LIB/skipped_step/schedule_steps}"
     ),
     "52 samples, 4 x 4 to a step: gradient of the last step (1 is right)": "{LIB/last_group/last_group_ratio:.2f}",
@@ -56,7 +56,7 @@ LOOP_SEMANTICS = {
     "the same weights as without the stop": "{LIB/resume/same_weights:yes|no}",
 }
 SCORED = (
-    "models | runs | error of the recorded peak: median, worst | within 5% | the least respects what is known | "
+    "models | runs | error of the recorded peak: median, worst | within 5% | the least is consistent | "
     "verdict: fits / too close / does not fit / not known, of those that ran | of those that ran out"
 )
 SCORES = (
@@ -159,8 +159,13 @@ def chunked_losses(result: Any) -> Rows:
     for row in rows_at(result, "rows/{way}"):
         yield {"loss": "MLP, 50,000 rows", "way": row["way"], **row.figures}
     for row in rows_at(result, "cross_entropy/{case}/modes/{way}"):
-        loss = row.show("{case/rows:,} tokens of width {case/width}, {case/num_classes:,} words")
-        yield {"loss": loss, "way": row["way"], **row.figures}
+        if row["case"] == 0:  # the others have a table of their own
+            loss = row.show("{case/rows:,} tokens of width {case/width}, {case/num_classes:,} words")
+            yield {"loss": loss, "way": row["way"], **row.figures}
+
+
+def other_sizes(result: Any) -> Rows:
+    yield from result["figures"]["cross_entropy"][1:]
 
 
 def first_steps(result: Any) -> Rows:
@@ -254,7 +259,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "recorded_transformers.misses": Table("misses/{row}", MISSED, MISSES),
     "recorded_openmmlab": Table(
         "summary/{family}",
-        "networks | trainings | error of what is allocated: median, worst | within 5% | "
+        "networks | trainings | error of allocated bytes: median, worst | within 5% | "
         "median without the rule for `cudnn.benchmark`",
         "{family} | {num_rows} | {median_error:.1%}, {worst_error:+.1%} | {within_5_percent:.0%} | "
         "{median_error_without_workspaces:.1%}",
@@ -274,13 +279,13 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "recorded_intervals.spread": Table(
         "",
-        "spread | that would hold 95% of these runs | held with what the other families need",
+        "spread | that would hold 95% of these runs | held with the spread of the other families",
         "{spread/used:.1%} | {spread/needed:.1%} | {spread/held_with_that_of_other_families:.1%}",
     ),
     "recorded_intervals.verdicts": Table(
         "verdicts/{group}",
         "card or family | runs | that ran: fits / too close / does not fit / not known | that ran out | too close | "
-        "right of those that are said to fit, or not to",
+        "right, of the clear verdicts",
         "{group} | {num_rows} | {fits, ran} / {too close, ran} / {does not fit, ran} / {not known, ran} | "
         "{fits, ran out} / {too close, ran out} / {does not fit, ran out} / {not known, ran out} | "
         "{share_too_close:.0%} | {share_right:.1%}",
@@ -303,9 +308,9 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "acceptance.short": Table(
         projects_in_readme,
-        "project | what memkit does in it | lines | peak | time | losses differ by",
-        "[{name}](https://github.com/{repository}) | {words} | "
-        + LINES_AND_PEAKS
+        "project, and what memkit does in it | peak | time | losses differ by",
+        "[{name}](https://github.com/{repository}): {words} | "
+        + PEAKS
         + " | {time_ratio:.2f} | {exactness/loss_difference?not alike:.0e}",
         {"more": more("peak_bytes/memkit", "peak_bytes/plain")},
     ),
@@ -320,7 +325,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "dryrun_scripts": Table(
         "scripts/{number}",
         "script | peak | reserved | parameters, gradients, optimizer state | activations, card to CPU | "
-        "what the card takes otherwise",
+        "operators that differ on a card",
         "{script} | {peak_bytes:,.0f MiB} | {reserved_bytes:,.0f MiB} | {is_equal:equal|differ} | "
         "{activations_ratio:.3f} | {otherwise}",
         {"otherwise": lambda row: row["differs"] or "nothing"},
@@ -338,7 +343,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "liger_rows": Table(
         "{row}",
-        "operator | card | rows met in every digit | peaks",
+        "operator | card | rows equal in every digit | peaks",
         "{operator} | {card} | {num_as_printed} of {num_rows} | "
         "{smallest_peak_bytes:,.0f in MiB} to {largest_peak_bytes:,.0f MiB}",
         {
@@ -634,6 +639,11 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "peak": lambda row: row.show("{peak_bytes?:.1f MB}") or row["error"].partition("!")[0].strip(),
         },
     ),
+    "activation_offload": Table(
+        "cases/{model}",
+        "model | plain | on the disk | times lower | processor time",
+        "{model} | {plain_peak_bytes:.1f MB} | {offload_peak_bytes:.1f MB} | {times_lower:.1f} | {cpu_time_ratio:.2f}",
+    ),
     "edge_mlp": Table(
         "cases/{case}/ways/{way}",
         "hidden layers, edges, reduction | way | peak | time | gradient error",
@@ -655,6 +665,15 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "{loss} | {way} | {peak_bytes:,.1f MiB} | {time_ratio:.2f} | {gradient_difference:.0e}",
         is_grouped=True,
     ),
+    "chunked_loss.sizes": Table(
+        other_sizes,
+        "tokens x width, words | plain | memkit | torch, memkit's rows | Liger's method, memkit's rows",
+        "{rows:,} x {width}, {num_classes:,} | {modes/plain/peak_bytes:,.1f MiB} | "
+        + " | ".join(
+            f"{{modes/{way}/peak_bytes:,.1f MiB}}, {{modes/{way}/time_ratio:.2f}}"
+            for way in ("memkit", "torch, memkit's rows", "Liger's method, memkit's rows")
+        ),
+    ),
     "tiled": Table(
         "inference/{way}",
         "way | training: peak | time | inference: peak | time | error",
@@ -668,7 +687,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "worst_batch": Table(
         "{data}",
-        "data set | batches, kinds | foreseen | the epoch peaks at | predicted bytes | live bytes, measured | "
+        "data set | batches, kinds | predicted | epoch peaks at | predicted bytes | live bytes, measured | "
         "with what kernels take | batches with equal live bytes | by the largest sample, by the sum of samples, by "
         "elements",
         "{data} | {num_batches}, {num_kinds} | {foreseen} | {real/allocated} | {predicted_bytes:,} | {live_bytes:,} | "
@@ -736,7 +755,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "sparse_voxels": (
         Table(
             "convolution/{surface}",
-            "surface | occupied | dense, peak | sparse, peak + neighbours | time (neighbours) | error, float64",
+            "surface | occupied | dense, peak | sparse, peak + neighbors | time (neighbors) | error, float64",
             "{surface} | {occupancy:.2%} | {dense/peak_bytes:.1f MB} | "
             "{sparse/peak_bytes:.2f MB} + {neighbours/bytes:.2f MB} | "
             "{sparse/ratio:.3f} ({neighbours/ratio:.3f}) | {error_float64:.0e}",

@@ -1,7 +1,7 @@
 """S4, piece by piece: each name that users of the project wrote, on toy data, with the least edits.
 
 `s4_radar_to_lidar.py` is the whole job; here each name stands alone. Edits are said beside the line, and with their
-reasons in docs/from/founding.md.
+reasons in docs/upgrade.md.
 
 Run: python examples/s4_usage.py [--smoke]
 """

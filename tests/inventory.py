@@ -1,7 +1,8 @@
 """All that memkit offered at commit fcdc795, and where each of it is now: its place, and a test that names it.
 
 ``tests/data/inventory.json`` was made at that commit. What went, or has another name, stands with its reason in
-``tests/data/inventory_changes.json``. Run ``python -m tests.inventory`` for the whole list.
+``tests/data/inventory_changes.json``, and so does each page that was merged into another one. Run
+``python -m tests.inventory`` for the whole list.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def place(entry):
         return entry if value in (log.EVENT_KEYS if kind == "key" else get_args(log.RecordKind)) else None
     if entry.startswith("docs/"):
         page, _, row = entry.partition(": ")
-        path = ROOT / page
+        path = ROOT / CHANGES["merged"].get(page, page)
         return entry if path.exists() and (not row or f"| {row} |" in path.read_text("utf-8")) else None
     name, member, parameter = re.fullmatch(r"(\w+)(?:\.(\w+))?(?:\((\w+)\))?", entry).groups()
     if name not in homes():

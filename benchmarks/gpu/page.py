@@ -1,4 +1,4 @@
-"""Results of GPUs as tables: what the command prints, and what stands in docs/gpu-proof.md.
+"""Results of GPUs as tables: what the command prints, and what stands in docs/virtual-gpu-proof.md.
 
 The part of the page stands between ``<!-- gpu results -->`` and ``<!-- gpu results end -->``.
 Run: python -m benchmarks.gpu.page
@@ -18,7 +18,7 @@ from benchmarks.markdown import table
 from benchmarks.tables import ROOT
 from memkit._core.units import format_bytes
 
-PAGE = ROOT / "docs" / "gpu-proof.md"
+PAGE = ROOT / "docs" / "virtual-gpu-proof.md"
 NEAR = 0.01  # a prediction farther off is explained or mended
 MOST = 2  # operators that are named with a training
 NONE_YET = "No card's file is here yet."

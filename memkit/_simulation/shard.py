@@ -50,7 +50,7 @@ class Shard:
         ConfigError: A value is invalid, or belongs to another kind.
 
     Source:
-        `docs/estimate-shards.md`; checked against two gloo processes in ``tests/predict/test_shards.py``.
+        `docs/howto/fsdp.md`; checked against two gloo processes in ``tests/predict/test_shards.py``.
 
     Example:
         >>> import memkit as mk, torch

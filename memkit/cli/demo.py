@@ -52,7 +52,7 @@ def _progress_text(name: RunName, num_done: int) -> str:
 
 def _verdict(result: DemoResult) -> str:
     if not result.succeeded:
-        return "This is NOT what the demo is to show: see docs/demo.md."
+        return "This is NOT what the demo is to show: see docs/tutorial.md#the-demo."
     limit = format_bytes(LIMIT_BYTES)
     return f"Inside {limit} the full batch ran out of memory; memkit finished, with the full batch's losses."
 

@@ -92,9 +92,9 @@ def watch(limit: Limit, *held: object) -> LimitWatch:
 def watch_for_leaks(step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:
     """Fail the test if calls of a function leave more and more memory behind.
 
-    Two things are checked after each call: the holders that the leak watch reports (`docs/leaks.md`), and the bytes of
-    live tensors that the calls created or used. The first fails if a holder is still reported after the last call; the
-    second if every call added at least 1 KiB.
+    Two things are checked after each call: the holders that the leak watch reports (`docs/memory-manager.md`), and the
+    bytes of live tensors that the calls created or used. The first fails if a holder is still reported after the last
+    call; the second if every call added at least 1 KiB.
 
     Args:
         step: The function to repeat, such as a training step. Its result is dropped.

@@ -1,7 +1,7 @@
 """Split a PyTorch Geometric batch between its graphs: a `split_fn` for the training wrapper."""
 
 # ruff: noqa: SLF001 - which rows are whose graph's is in private attributes of the batch; asking for graph after graph
-# is public, and takes 8 to 120 times as long (docs/packed-batches.md)
+# is public, and takes 8 to 120 times as long (docs/batches.md)
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def split_graphs(batch: Any, n: int) -> list[Any]:
             so the graph of each row is unknown; or it is sparse, nested, or an `EdgeIndex`.
 
     Memory cost: attributes are views, except those that hold node numbers: ``edge_index``, ``batch`` and ``ptr`` of the
-    parts are new. Time cost: see ``docs/packed-batches.md``.
+    parts are new. Time cost: see ``docs/batches.md``.
 
     Example:
         >>> import torch

@@ -370,8 +370,9 @@ class MemoryManager(Uncopied, Closing, Overviewed):
     def leaks(self) -> Leaks:
         """Return what has grown since the last call and what holds it; call it every step, or every few steps.
 
-        The first call takes the baseline and compares nothing; most leaks need three calls (``docs/leaks.md``). The
-        returned list says so when printed, and through ``is_baseline`` and ``is_certain``.
+        The first call takes the baseline and compares nothing; most leaks need three calls
+        (``docs/memory-manager.md``). The returned list says so when printed, and through ``is_baseline`` and
+        ``is_certain``.
         """
         leaks = self._leak_watch.check()
         if leaks:

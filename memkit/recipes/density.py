@@ -108,7 +108,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         ConfigError: A setting is invalid, or two settings conflict.
 
     Memory cost: ``"joint"``: the activations of all scenarios; ``"cached"``: those of the largest one, and all outputs;
-    ``"stopgrad"``: those of the sparser ones. Time cost: ``"cached"`` adds one forward. (``docs/density.md``.)
+    ``"stopgrad"``: those of the sparser ones. Time cost: ``"cached"`` adds one forward. (``docs/points.md``.)
 
     Source: the scenarios are those of density-invariant training in CompressedSceneSplat; the cached gradient is
     Gao et al. 2021 (GradCache).

@@ -50,7 +50,7 @@ class GradientAccumulator(Uncopied, Closing):
         accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, at 2 extra bytes
             per element from a group's second micro-batch on (with DistributedDataParallel or a scaler, in each step).
         guard_steps: If ``optimizer.step()`` runs out of memory, keep each parameter consistent with its state, and
-            continue the step (``docs/optimizer-step.md``).
+            continue the step (``docs/out-of-memory.md``).
         check_weights: Warn once if the micro-batches' losses were visibly divided by something other than their counts
             (a short last micro-batch, padding), if they are sums that came with a count as means, or if a batch
             normalization sees each micro-batch by itself.

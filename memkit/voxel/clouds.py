@@ -91,7 +91,7 @@ def chamfer_distance(
 
     Memory cost: see `nearest_points`; autograd keeps one difference (N + M, D).
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch
@@ -144,7 +144,7 @@ def hausdorff_distance(
 
     Memory cost: see `nearest_points`.
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch

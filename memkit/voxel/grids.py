@@ -59,7 +59,7 @@ def voxel_scores(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> V
 
     Memory cost: dense: four bool grids of one sample. Sparse: one number per voxel, sorted.
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch
@@ -90,7 +90,7 @@ def voxel_iou(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> Tens
 
     Memory cost: see `voxel_scores`.
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch
@@ -129,7 +129,7 @@ def feature_mae(
 
     Memory cost: the compared differences.
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch

@@ -88,7 +88,7 @@ def nearest_points(
 
     Memory cost: one int64 per point of both clouds, and the budget during the search.
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch

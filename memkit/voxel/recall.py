@@ -66,7 +66,7 @@ def precision_recall(
 
     Memory cost: see `nearest_points`; one search for all thresholds.
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch
@@ -101,7 +101,7 @@ def f_score(
 
     Memory cost: see `nearest_points`.
 
-    Source: `docs/clouds.md`.
+    Source: `docs/losses.md`.
 
     Example:
         >>> import torch

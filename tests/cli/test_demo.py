@@ -84,7 +84,7 @@ def test_what_does_not_convince_says_so(bad, monkeypatch, capsys):
     monkeypatch.setattr(demo, "run_demo", lambda _: bad)
     assert main(["demo"]) == 1
     verdict = capsys.readouterr().out.split("\n\n")[1]
-    assert verdict == "This is NOT what the demo is to show: see docs/demo.md."
+    assert verdict == "This is NOT what the demo is to show: see docs/tutorial.md#the-demo."
 
 
 def test_the_first_line_is_there_before_the_first_run(monkeypatch, capsys):

@@ -106,6 +106,24 @@ def test_the_line_that_does_not_fit(capfd):
     assert {"memory of the card", "parameters", "total"} < {line[:28].rstrip() for line in lines}
 
 
+@pytest.mark.slow
+def test_the_pages_show_what_the_command_prints(capfd, tmp_path, monkeypatch):
+    pages = Path(__file__).parents[2]
+    shown = (pages / "docs/dryrun.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(re.search(r"```py\n(.*?)```", shown, re.DOTALL)[1])
+    code, out, _ = dryrun(capfd, "train.py", "--gpu", "RTX 3060 12GB")
+    assert code == 1
+    beginning, _, _ = out.partition("Including")
+    code, out, _ = dryrun(capfd, "train.py", "--gpu", "RTX 4090")
+    assert code == 0
+    verdict, *report = out.splitlines()
+    for page in (shown, (pages / "README.md").read_text()):
+        assert beginning in page
+        assert verdict in page
+    assert "\n".join(report[3 : report.index("confidence: exact")]) in shown  # all but the seconds
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_script_that_recovers_fits_and_its_resets_hide_no_peak(capfd):
     code, out, _ = dryrun(capfd, "too_large.py", "--recover", "--gpu", "T4", "--json")

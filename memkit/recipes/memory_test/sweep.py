@@ -57,7 +57,7 @@ def run_memory_test(
         Predicted: no tensor memory. Measured: that of the step, in its own process.
 
     Source:
-        The memory test of the GAOT-3D project, whose names and files are kept; `docs/profile.md`.
+        The memory test of the GAOT-3D project, whose names and files are kept; `docs/scaling.md`.
 
     Example:
         >>> import memkit as mk
