@@ -44,7 +44,7 @@ from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
 _RELEASE_INTERVAL_S = 10.0
-_MOST_NOTED = 3  # leaks in an event of the log
+_MOST_NOTED = 3  # leaks listed in one event of the log
 _RESERVE_BYTES = 2**20  # held in reserve for writing a post-mortem, and freed first
 
 
@@ -96,7 +96,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
     as a DataLoader worker, writes nothing to the log.
 
     Memory cost: about 0.2 kB of host memory for each event, up to ``max_events``. Time cost: 20 to 50 microseconds for
-    a phase or a step during training on the CPU (``docs/memory-manager.md``); nothing unless called.
+    a phase or a step during training on the CPU (``docs/memory-manager.md``); no cost between calls.
 
     Args:
         device: ``"auto"`` (the accelerator if there is one, otherwise the CPU), a name, or a device.
@@ -233,11 +233,11 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         return Overview(headline, [*rows, ("steps", str(self.num_steps)), *phases], [str(tip) for tip in self.advice()])
 
     def figures(self) -> dict[str, int]:
-        """Return the bytes held now as curves for a logger: TensorBoard, Weights & Biases, MLflow, any other.
+        """Return the bytes held now as scalars for a logger: TensorBoard, Weights & Biases, MLflow or any other.
 
         Returns:
-            By name, such as ``"memory/allocated_bytes"``, ``"memory/reserved_bytes"``, ``"memory/peak_bytes"`` (of the
-            run) and ``"memory/host_resident_bytes"``. What the device does not count is left out.
+            Bytes by name, such as ``"memory/allocated_bytes"``, ``"memory/reserved_bytes"``, ``"memory/peak_bytes"``
+            (of the run) and ``"memory/host_resident_bytes"``. Figures that the device does not count are left out.
 
         Example:
             >>> import memkit as mk
@@ -322,7 +322,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
 
         Args:
             directory: Output directory for the evidence, created if missing.
-            batch: The batch, whose shapes are recorded; None records none.
+            batch: The batch, whose shapes are recorded; None records no shapes.
 
         Example:
             >>> import tempfile
