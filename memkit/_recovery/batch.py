@@ -402,7 +402,7 @@ class BatchRun:
         try:
             smaller = self.plan.shrink(limit, self._cut)
         except (InputError, InputTypeError) as error:
-            self.means.sizes.load_state_dict(self._before_cut[2])  # a smaller size would be no use
+            self.means.sizes.load_state_dict(self._before_cut[2])  # a smaller size would not help
             raise MemkitOutOfMemoryError(
                 self.means.call,
                 got=f"out of memory with {failed.size} {self.means.unit}: {failure.description}; and a batch that "

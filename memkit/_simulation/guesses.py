@@ -4,8 +4,8 @@ The methods by which code reads them are at the end, as `READING`.
 
 A tensor without data answers with 1, or False. The answer is a number that knows it is a guess: arithmetic with it
 makes more guesses, conversion to text does not count, and a comparison, a condition or a conversion that loses this
-knowledge is noted with its line. So is a number that goes where it cannot be followed, unless the source shows that it
-becomes text or a sum.
+knowledge is noted with its line. So is a number that passes into code where it cannot be followed, unless the source
+shows that it becomes text or a sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor
 from memkit._torch.files import WRAPPERS
 
-READ = "aten._local_scalar_dense.default"  # the operator beneath `Tensor.item`
+READ = "aten._local_scalar_dense.default"  # the operator behind `Tensor.item`
 KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same, and known
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
@@ -70,7 +70,7 @@ class Guesses(Counter[str]):
     Attributes:
         answers: The answers to give.
         branches: Lines that branch on an answer: a different answer might take the other branch.
-        numbers: Lines whose number goes where it cannot be followed: it may become a size.
+        numbers: Lines whose number passes into code where it cannot be followed: it may become a size.
         assumptions: Lines that raise an error unless the answer is the given one.
         num_true: How often a value was read that a tensor does have: it needed no guess.
     """
