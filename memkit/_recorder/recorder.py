@@ -199,7 +199,7 @@ class Recorder(LeanDispatchMode):
         self._is_probing = False
         self._cleanup = ExitStack()
         self._was_entered = False
-        self._where = Whereabouts()
+        self._where = StepPosition()
         self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it does
         self._live: dict[torch.device, int] = {}  # live bytes after the first `_num_summed` events
         self._num_summed = 0
@@ -233,7 +233,7 @@ class Recorder(LeanDispatchMode):
             cleanup.push(super().__exit__)
             if self._reusing:
                 self._probe()
-            self._where = Whereabouts()
+            self._where = StepPosition()
             for handle in (
                 register_module_forward_pre_hook(self._before_module),
                 register_module_forward_hook(self._after_module, always_call=True),
@@ -698,7 +698,7 @@ class OperatorPlace(NamedTuple):
 _BEFORE = OperatorPlace("other", "", None)
 
 
-class Whereabouts:
+class StepPosition:
     """Tracks a step through its operators and module calls.
 
     Call `update` at every operator, `enter_module` and `leave_module` around module calls, and set `outside_backward`

@@ -126,7 +126,7 @@ def unless_failed(kinds: Kinds, run: Callable[..., Result], *args: Any) -> Done[
         return Failed(error)
 
 
-class TellingErrors(contextlib.AbstractContextManager[None]):
+class ReportingErrors(contextlib.AbstractContextManager[None]):
     """A context that reports any error raised in its block, and lets it propagate; cheap enough for every step.
 
     Args:

@@ -328,7 +328,7 @@ def cloned(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _all_cloned(buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return `cloned` of each buffer; ordinary tensors are copied in one call, since a BatchNorm has three small ones."""
+    """Return `cloned` of each buffer; ordinary tensors in one call, since a BatchNorm has three small ones."""
     if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in buffers):
         return [cloned(each) for each in buffers]
     with torch.inference_mode(mode=False), torch.no_grad():

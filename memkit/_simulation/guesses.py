@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from memkit._recorder.recorder import Whereabouts
+from memkit._recorder.recorder import StepPosition
 from memkit._simulation.uses import Site, Use, operation_of, site_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor
@@ -90,7 +90,7 @@ class Guesses(Counter[str]):
 
     def note(self, name: str) -> str:
         """Count an answer and return the line that read it."""
-        line = str(Whereabouts().place().line)
+        line = str(StepPosition().place().line)
         self[f"{name} at {line}"] += 1
         return line
 
@@ -149,7 +149,7 @@ class Guesses(Counter[str]):
 
     def finite(self) -> None:
         """Note that code checked whether numbers are finite, and was told that they are."""
-        self.assumptions[f"{Whereabouts().place().line} finds all numbers finite"] = None
+        self.assumptions[f"{StepPosition().place().line} finds all numbers finite"] = None
 
     # -------------------------------------------------------------------------- what becomes of the answers
 
@@ -200,7 +200,7 @@ class Guesses(Counter[str]):
 
 def _now(line: str) -> str:
     """Return the user's line that is running, or else the line that read the number."""
-    return str(Whereabouts().place().line or line)
+    return str(StepPosition().place().line or line)
 
 
 def _named(line: str) -> str:

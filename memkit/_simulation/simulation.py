@@ -26,7 +26,7 @@ from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.protocols import SimulatedGpu
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
 from memkit._machine import random_state
-from memkit._recorder.recorder import UNSHARD, Recorder, Whereabouts
+from memkit._recorder.recorder import UNSHARD, Recorder, StepPosition
 from memkit._recorder.recording import Recording
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches
@@ -316,7 +316,7 @@ class Watch:
             guesses=tuple(f"{count} x {guess}" for guess, count in guesses.items()),
             doubts=(*guesses.doubts, *self.steps_without_gradients()),
             assumptions=tuple(guesses.assumptions),
-            caller=str(Whereabouts().place().line),
+            caller=str(StepPosition().place().line),
         )
 
     def steps_without_gradients(self) -> tuple[str, ...]:
@@ -465,7 +465,11 @@ Spread: TypeAlias = Callable[[nn.Module, "str | MakeOptimizer | Optimizer", str]
 
 
 @contextmanager
-def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[RankPart]:  # noqa: ARG001 - interface
+def in_one_process(
+    model: nn.Module,
+    optimizer: str | MakeOptimizer | Optimizer,
+    device_type: str,  # noqa: ARG001 - interface
+) -> Iterator[RankPart]:
     """Run everything in one process."""
     yield RankPart(model, optimizer_maker(optimizer)(model.parameters()), ())
 
@@ -482,12 +486,13 @@ class TrainingStep:
     accumulation_steps: int = 1
     selected_fraction: float | None = None
 
-    def record(self, place: Place, *, spread: Spread = alone, call: str = "estimate_memory_usage") -> Record:
+    def record(self, place: Place, *, spread: Spread = in_one_process, call: str = "estimate_memory_usage") -> Record:
         """Run two steps and record the second.
 
         Args:
             place: The place to run in.
-            spread: How the step is distributed over ranks: `alone`, or `memkit._simulation.ranks.as_first_rank`.
+            spread: How the step is distributed over ranks: `in_one_process`, or
+                `memkit._simulation.ranks.as_first_rank`.
             call: The user's call, for errors.
         """
         check_model(call, self.model, self.batch, self.optimizer)

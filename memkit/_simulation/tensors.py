@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from memkit._core.errors import InputError, NotSimulatedError, StateError
 from memkit._core.settings import Checker
-from memkit._recorder.recorder import Whereabouts
+from memkit._recorder.recorder import StepPosition
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
 from memkit._torch.dispatch import OpOverload, keys_of, no_dispatch
@@ -282,7 +282,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
             raise NotSimulatedError(
                 CALL,
-                got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
+                got=f"{func} at {StepPosition().place().line}, whose result's size depends on data",
                 expected="sizes that depend only on the sizes of the batch",
                 fix="for masks and nonzero, pass selected_fraction=1.0 (the worst case) or the fraction that they "
                 "select; pass output_size=... to repeat_interleave; give pack_padded_sequence lengths that come with "

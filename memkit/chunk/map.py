@@ -59,7 +59,8 @@ def chunked_map(
             ``fn``.
         check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
         gather: Keyword arguments of ``fn`` whose rows are gathered chunk by chunk: ``{"x_j": (x, src)}`` passes rows of
-            ``x[src]``. ``x`` (m, ...), ``src`` int64 or int32 (n,). Its gradient is summed over the rows that refer to it.
+            ``x[src]``. ``x`` (m, ...), ``src`` int64 or int32 (n,). The gradient of a row of ``x`` is the sum over all
+            rows that refer to it.
 
     Returns:
         The result of ``fn(*rows)``: tensors of shape (n, ...), alone or in containers. An unused tensor gets no

@@ -28,7 +28,7 @@ from memkit._core.settings import Checker
 from memkit._core.units import format_bytes, parse_budget
 from memkit._core.words import guided
 from memkit._machine import devices
-from memkit._recovery.attempt import TellingErrors
+from memkit._recovery.attempt import ReportingErrors
 from memkit._recovery.errors import describe_error
 from memkit.memory.advice import find_tips
 from memkit.memory.batch_shapes import batch_shapes
@@ -427,7 +427,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
                 self._reserve = None
                 self._write_post_mortem(directory, error, note or {})
 
-        return TellingErrors(tell, done)
+        return ReportingErrors(tell, done)
 
     def close(self) -> None:
         """Close the log file and release the claim on the GPU. Later events are kept in memory only."""

@@ -66,7 +66,7 @@ def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
         ('[["a",1]]', "index 0: ['a', 1]; expected {\"event\": NAME} with either"),
         ('[{"event":"a","peak_memory":1}', "invalid JSON at character 30"),
         ('[{"event":"a","peak_memory":1}]]', "invalid JSON at character 31 (Extra data)"),
-        ('[{"event":"\\ud800","peak_memory":1}]', "got text that is no Unicode"),
+        ('[{"event":"\\ud800","peak_memory":1}]', "got text that is not valid Unicode"),
         ("[" * 100_000, "got JSON that is nested too deeply"),
         ("[1," * 300, "invalid JSON at character"),
     ],

@@ -54,7 +54,7 @@ def test_cut_at_every_byte(tmp_path):
         num_events, num_runs, is_cut = expected_after(data[:size])
         assert log.events == events[:num_events]
         assert len(log.headers) == num_runs
-        assert any("not whole" in problem for problem in log.problems) == is_cut
+        assert any("incomplete" in problem for problem in log.problems) == is_cut
         assert any("before its header" in problem for problem in log.problems) == (num_runs == 0)
         cuts += is_cut
     assert cuts > 0.9 * len(data)
@@ -76,7 +76,9 @@ def test_a_log_cut_at_every_byte_is_continued_and_cut_again(tmp_path):
             log = read_memory_events(path)
             assert len(log.headers) == num_runs + 1
             assert log.events[:num_events] == events[:num_events]
-            assert sum("not whole" in problem for problem in log.problems) == is_noted + (len(log.events) == num_events)
+            assert sum("incomplete" in problem for problem in log.problems) == is_noted + (
+                len(log.events) == num_events
+            )
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"{", b'{"schema":"memkit.events/1","run', START[:-3]])

@@ -225,8 +225,8 @@ def bomb(unit, head=b'{"traceEvents":[', tail=b"]}"):
 
 
 BOMBS = {
-    "empty events": (bomb(b"{},"), "hardly anything"),
-    "events of one entry": (bomb(b'{"a":1},'), "hardly anything"),
+    "empty events": (bomb(b"{},"), "nearly empty"),
+    "events of one entry": (bomb(b'{"a":1},'), "nearly empty"),
     "events that are none": (bomb(b"[[]],"), "without a list of traceEvents"),
     "one event": (bomb(b"{},", b'{"traceEvents":[{"args":[', b"]}]}"), "containers in"),
     "beside the events": (bomb(b"{},", b'{"others":[', b'],"traceEvents":[]}'), "containers in"),
@@ -290,7 +290,7 @@ def test_of_an_accelerator_the_allocators_own_totals_count(tmp_path):
         "cuda",
     )
     assert header.wall_s == pytest.approx(1.75e9)
-    assert "CPU are left out" in log.problems[0]
+    assert "CPU's memory events are left out" in log.problems[0]
 
 
 # ---- and back

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import NotSimulatedError, StateError
-from memkit._recorder.recorder import Whereabouts
+from memkit._recorder.recorder import StepPosition
 from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.leftovers import Patches, applied
@@ -220,7 +220,7 @@ def _as_cuda(value: Any) -> Any:
 def _refuse_layout(layout: torch.layout) -> NoReturn:
     raise NotSimulatedError(
         "a sparse tensor on a virtual GPU",
-        got=f"a tensor of layout {layout} at {Whereabouts().place().line}",
+        got=f"a tensor of layout {layout} at {StepPosition().place().line}",
         expected="dense tensors on the GPU: CUDA's sparse kernels are not simulated",
         fix="keep the indices and values as dense tensors (index_add, scatter), or estimate the step for the CPU: "
         "estimate_memory_usage(model, batch, loss_fn) supports sparse tensors there.",
