@@ -500,7 +500,7 @@ class Recorder(LeanDispatchMode):
     def _parts(self, tensor: torch.Tensor, operator: Any) -> Iterator[torch.Tensor]:
         """Yield the plain tensors that hold the memory of a sparse or wrapper tensor."""
         if is_traceable_wrapper_subclass_type(type(tensor)):
-            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # the check says it has it
+            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # ensured by the check
                 part = getattr(tensor, name)
                 if isinstance(part, torch.Tensor):  # a DTensor's mesh is not memory
                     yield from self._parts(part, operator)
@@ -699,7 +699,7 @@ _BEFORE = OperatorPlace("other", "", None)
 
 
 class StepPosition:
-    """Tracks a step through its operators and module calls.
+    """The current position in a step: follows its operators and module calls.
 
     Call `update` at every operator, `enter_module` and `leave_module` around module calls, and set `outside_backward`
     when an optimizer step starts or ends.

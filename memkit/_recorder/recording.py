@@ -170,7 +170,7 @@ class Recording:
             raise InputError(
                 f"device={device!r}",
                 got=repr(device),
-                expected=f"a device of this recording: {', '.join(self.devices) or 'there is none'}",
+                expected=f"a device of this recording: {', '.join(self.devices) or 'it has none'}",
                 fix="read `recording.devices`.",
             )
         on_device = self.codes["device"][self.event_storage] == self.devices.index(device)

@@ -216,7 +216,7 @@ def _frame() -> FrameType:
 
 
 def _site() -> Site:
-    """Find what the reading code does with the answer. memkit's own code only weighs and checks with it."""
+    """Find how the reading code uses the answer. memkit's own code uses it only for weights and checks."""
     frame = _frame()
     return Site(Use.TEXT) if frame.f_code.co_filename.startswith(str(_MEMKIT)) else site_of(frame)
 

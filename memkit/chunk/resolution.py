@@ -26,7 +26,7 @@ _MOST_LEVELS = 20  # Morton codes of a cell have 21 bits an axis
 
 @dataclass(frozen=True, slots=True)
 class ResolutionChoice:
-    """A chosen resolution, and what the others would have been.
+    """A chosen resolution, with the figures of the other levels.
 
     Attributes:
         level: Number of halvings of the finest grid.

@@ -36,8 +36,8 @@ class Measurement:
 
     Attributes:
         num_rows: Number of rows.
-        forward_bytes: Peak in the forward, without what the call holds regardless of chunking: the result, running
-            sums.
+        forward_bytes: Peak in the forward, without the memory that the call holds regardless of chunking: the result,
+            running sums.
         backward_bytes: Peak in the backward, without the result, running sums, and the gradients of the call.
         kept_bytes: Memory that its graph holds between forward and backward.
         segment_bytes: Additional memory of the call per segment of its result, in the forward and in the backward.
@@ -243,7 +243,7 @@ class _Chunk:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory it adds to what the call always holds."""
+        """Memory it adds to the memory that the call always holds."""
         return max(self.grown(1.0), self.kept_bytes, 1)
 
     def grown(self, factor: float) -> int:

@@ -111,7 +111,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         line_every: Log a line at level INFO to the logger ``"memkit"`` every this many steps; None disables it.
         max_events: Maximum number of events to keep in memory.
         allocator_history: On CUDA, how many of the allocator's last actions torch keeps for a post-mortem's snapshot,
-            each with the lines that asked for it: several kB of host memory each. It is recorded for the whole process,
+            each with the lines that requested it: several kB of host memory each. It is recorded for the whole process,
             until `close`. 0 leaves torch's own setting alone.
 
     Attributes:

@@ -69,7 +69,7 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
         ),
         Patches(accelerator_owner, "FSDP2 finds the virtual GPU", {GET_ACCELERATOR: lambda *_: CARD}),
-        # LSTMs run step by step: what cuDNN saves for their backward is undocumented.
+        # LSTMs run step by step: the tensors that cuDNN saves for their backward are undocumented.
         Patches(
             memory_format_owner,
             "convolutions use the order of dimensions that cuDNN would get",
