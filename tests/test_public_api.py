@@ -66,7 +66,7 @@ def test_a_name_that_is_elsewhere_says_where():
         (mk, "VirtualGpu", "did you mean 'VirtualGPU'?"),
         (mk, "chamfer_distanse", "did you mean memkit.voxel.chamfer_distance?"),
         (mk.errors, "Stage", "it is memkit.recipes.Stage"),
-        (mk, "quux", r"has no attribute 'quux'; help\(memkit\) says where names are"),
+        (mk, "quux", r"has no attribute 'quux'; see help\(memkit\) for all names"),
     ):
         with pytest.raises(AttributeError, match=text):
             getattr(module, name)

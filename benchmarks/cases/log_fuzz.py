@@ -212,7 +212,7 @@ def judge(path: Path) -> EventLog | FileFormatError:
 
 
 WHERE = re.compile(
-    r"line \d|index \d|^no JSON at character \d|^the key|^text that|^JSON that|^-?(NaN|Infinity)|^Exceeds"
+    r"line \d|index \d|^invalid JSON at character \d|^the key|^text that|^JSON that|^-?(NaN|Infinity)|^Exceeds"
 )
 
 

@@ -1,7 +1,7 @@
-"""How other libraries name what is named here, by meaning: for `memkit._core.words`.
+"""Other libraries' names for memkit's parameters and methods, grouped by meaning, for `memkit._core.words`.
 
 The words are those of accelerate, Lightning, the Hugging Face trainer, DeepSpeed, fairscale, MONAI, torchio, PyG,
-Pointcept and plain loops. What one function alone has to answer stands at that function.
+Pointcept and plain loops. Answers that only one function needs are given at that function.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ranks num_ranks world_size num_gpus devices gpus nproc num_replicas
 IDEAS = tuple(
     frozenset(line.split()) for line in _IDEAS.replace("\n  ", " ").splitlines() if line and not line.startswith("#")
 )
-"""Names of one idea each, ours and those of others: who has a parameter of an idea understands all its names."""
+"""Groups of names for one idea, memkit's and other libraries': a call with a parameter of a group understands all."""
 
 VALUES = {
     "precision='bf16-mixed'": "bf16 use_bf16 use_amp amp amp_dtype autocast use_autocast autocast_dtype",
@@ -82,9 +82,9 @@ VALUES = {
     "monitor=mk.ValidationMonitor(patience=5)": "early_stopping early_stopping_patience patience",
     "state=mk.TrainingStateManager('states')": "checkpoint_dir output_dir save_dir state_dir default_root_dir",
 }
-"""By an argument as it is written, the words that it is for. It is for functions that have the parameter."""
+"""For each argument as written in a call, the keywords that it answers, for functions that have the parameter."""
 
-# Words that are common to tables, whose answers differ.
+# Words that several tables share, with different answers.
 ACCUMULATION = "accumulation_steps gradient_accumulation_steps accumulate_grad_batches grad_accum"
 BATCH_SIZE = "batch_size train_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
 CHECKPOINTING = "gradient_checkpointing checkpointing use_checkpoint"
@@ -95,7 +95,7 @@ LOADER = "dataloader loader train_loader train_dataloader train_dataset dataset 
 LOSS = "loss_fn criterion loss loss_func loss_function"
 RANKS = "strategy ddp world_size num_gpus gpus distributed"
 
-# Names of what objects do and have, for `absent`.
+# Names of methods and attributes, for `absent`.
 LOAD = "load load_state load_checkpoint resume"
 PEAK = "peak peak_memory max_memory max_memory_allocated"
 RUN = "run fit train start train_loop train_epoch run_loop __call__ ()"

@@ -11,17 +11,17 @@ from types import FrameType
 from typing import Any
 
 _ROOT = "memkit"
-_WRAPPER = "what it does for a step, memkit.MemoryEfficientTrainingWrapper does"
-_ELSEWHERE = {  # names of other libraries, and short names, by what they are here
+_WRAPPER = "use memkit.MemoryEfficientTrainingWrapper for a step"
+_ELSEWHERE = {  # advice by name: other libraries' names, and short names
     "Accelerator": _WRAPPER,
     "Fabric": _WRAPPER,
     "GradScaler": "MemoryEfficientTrainingWrapper(..., precision='fp16-mixed') has its own",
-    "Trainer": "a step is memkit.MemoryEfficientTrainingWrapper, a whole loop memkit.MemoryEfficientTrainLoop",
+    "Trainer": "use memkit.MemoryEfficientTrainingWrapper for a step, memkit.MemoryEfficientTrainLoop for a whole loop",
     "autocast": "write MemoryEfficientTrainingWrapper(..., precision='bf16-mixed')",
     "checkpoint": "write memkit.Checkpointing(model, 'auto')",
-    "estimate": "it is memkit.estimate_memory_usage",
+    "estimate": "use memkit.estimate_memory_usage",
     "initialize": _WRAPPER,
-    "plan": "it is memkit.plan_training",
+    "plan": "use memkit.plan_training",
 }
 
 
@@ -43,7 +43,7 @@ def load_lazily(
         if name not in homes:
             text = f"module {package!r} has no attribute {name!r}{_hint(name, names)}"
             if _is_import(sys._getframe(1)):  # noqa: SLF001 - no public form
-                raise ImportError(text, name=package)  # of an AttributeError, Python would make one without the hint
+                raise ImportError(text, name=package)  # Python would turn an AttributeError into one without the hint
             raise AttributeError(text, name=name, obj=None)  # with obj=package, Python would add a hint of its own
         value = getattr(importlib.import_module(homes[name]), name)
         vars(sys.modules[package])[name] = value  # the next access finds it without this function
@@ -65,8 +65,8 @@ def _hint(name: str, names: Sequence[str]) -> str:
     if name.startswith("_"):
         return ""
     root = importlib.import_module(_ROOT)
-    rooms = {_ROOT: root, **{f"{_ROOT}.{each}": getattr(root, each) for each in vars(root)["_PACKAGES"]}}
-    homes = {each: f"{room}.{each}" for room, module in reversed(rooms.items()) for each in module.__all__}
+    modules = {_ROOT: root, **{f"{_ROOT}.{each}": getattr(root, each) for each in vars(root)["_PACKAGES"]}}
+    homes = {each: f"{path}.{each}" for path, module in reversed(modules.items()) for each in module.__all__}
     if name in homes:
         return f"; it is {homes[name]}"
     if name in _ELSEWHERE:
@@ -75,4 +75,4 @@ def _hint(name: str, names: Sequence[str]) -> str:
     if near:
         return f"; did you mean {near[0]!r}?"
     near = difflib.get_close_matches(name, homes, n=1)
-    return f"; did you mean {homes[near[0]]}?" if near else f"; help({_ROOT}) says where names are"
+    return f"; did you mean {homes[near[0]]}?" if near else f"; see help({_ROOT}) for all names"

@@ -74,7 +74,8 @@ def load_noted(data: bytes, kind: str, names: Collection[str]) -> object:
     try:
         return _Unpickler(data, names).load()
     except Exception as error:  # noqa: BLE001 - a damaged pickle can make the unpickler raise any error
-        refuse_pickle(f"a pickle that cannot be loaded ({type(error).__name__}: {short(str(error))})", "a whole pickle")
+        found = f"{type(error).__name__}: {short(str(error))}"
+        refuse_pickle(f"a pickle that cannot be loaded ({found})", "a complete pickle")
 
 
 def _check_operations(data: bytes, kind: str) -> None:
@@ -84,16 +85,16 @@ def _check_operations(data: bytes, kind: str) -> None:
     """
     place = 0
     while True:
-        found = _fixed.match(data, place)
-        place = found.end() if found else place
+        fixed = _fixed.match(data, place)
+        place = fixed.end() if fixed else place
         code = data[place : place + 1]
         if code == _STOP:
             return
         width = 4 if code == _PUT else _TEXTS.get(code, 0)
         number = int.from_bytes(data[place + 1 : place + 1 + width], "little")
         if not width or number > len(data):
-            what = f"operation {code!r} at byte {place}, which no {kind} has" if code else "no end: it was cut"
-            refuse_pickle(f"a pickle with {what}", "plain lists, dicts, strings and numbers")
+            found = f"with operation {code!r} at byte {place}, which no {kind} uses" if code else "without an end"
+            refuse_pickle(f"a pickle {found}", "plain lists, dicts, strings and numbers")
         place += 1 + width + (0 if code == _PUT else number)
 
 
@@ -121,7 +122,7 @@ def rebuild(value: object, make: Callable[[Noted | type[Noted]], object], most_p
     """Return a loaded value with its notes replaced by the objects that they represent.
 
     Args:
-        value: What `load_noted` returned, or a part of it.
+        value: The result of `load_noted`, or a part of it.
         make: Given a note with rebuilt contents, or the class of a name that is not called, returns the object that it
             represents; raises `InputError` for an unknown note.
         most_parts: Maximum number of parts of the value; a part that occurs in several places counts each time.
@@ -181,7 +182,7 @@ class _Builder:
         pairs = [self.build(each) for each in values]
         num_parts = 1 + sum(count for _, count in pairs)
         if num_parts > self._most_parts:
-            refuse_pickle(f"over {self._most_parts} parts, the same ones repeated", "each part once")
+            refuse_pickle(f"over {self._most_parts} parts, with repeated ones", "each part once")
         return [part for part, _ in pairs], num_parts
 
 

@@ -13,7 +13,7 @@ from typing import Any
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
-_MAX_SHORT, _MAX_BITS = 160, 63  # characters; of a number that is written out
+_MAX_SHORT, _MAX_BITS = 160, 63  # characters of a text; bits of a number that is written out
 _NOT_ASCII = re.compile("[\x7f-\ud7ff\ue000-\U0010ffff]")  # surrogates are left to the encoder
 
 
@@ -67,7 +67,7 @@ def list_some(names: Sequence[str], most: int = 5) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, which takes an "s" unless there is one of it.
+    """Return a number and its noun, in the plural unless the number is 1.
 
     Example:
         >>> from memkit._core.printable import counted
@@ -78,7 +78,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def short(value: object) -> str:
-    """Describe any value in a few words, even one whose own text would be endless."""
+    """Describe any value in a few words, even one whose own text would be very long."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to write one of 4,300 digits
     text = _SHORT.repr(value)

@@ -33,7 +33,7 @@ class SimulatedGpu(Protocol):
 
     @property
     def context_interval(self) -> tuple[int, int]:
-        """The least and the most of it."""
+        """Lower and upper bound of that memory."""
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -63,13 +63,13 @@ class Closing(ABC):
 
 
 class Uncopied:
-    """An object that hooks into a model, a device or files of this process, and that a copy would hook a second time.
+    """An object that hooks into a model, a device or files of this process; a copy would hook into them again.
 
     Attributes:
-        instead: What to do instead of copying or pickling it.
+        instead: Advice on what to do instead of copying or pickling it.
     """
 
-    instead = "save its state_dict(), and load that into one that is made for the other model."
+    instead = "save its state_dict(), and load it into a new object made for the other model."
 
     def __reduce_ex__(self, protocol: object, /) -> NoReturn:
         """Reject pickling and copying.

@@ -85,7 +85,7 @@ class Checker:
         return value
 
     def choice(self, name: str, value: Any, known: Collection[T], *, fix: str | None = None) -> T:
-        """Return one of the known values; for a misspelt word the error suggests the nearest one."""
+        """Return one of the known values; for a misspelled word, the error suggests the closest one."""
         for each in known:
             if (type(value) is type(each) or isinstance(value, str)) and value == each:
                 return each
@@ -170,14 +170,14 @@ class Checker:
 
 
 def nearest_word(value: str, words: Iterable[str]) -> str | None:
-    """Return the word that was probably meant, whatever its case; None if none is near."""
+    """Return the word that was probably meant, in any case; None if no word is close."""
     by_lower = {word.lower(): word for word in words}
     near = difflib.get_close_matches(value.lower(), by_lower, 1)
     return by_lower[near[0]] if near else None
 
 
 def _number_in(text: str) -> float:
-    """Return the number that a text is; nan if it is none."""
+    """Return the number that a text contains; nan if it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -220,7 +220,7 @@ def _way_to_a_state(state: object) -> str:
         return "load the state with the version of memkit that saved it."
     if isinstance(state, str | os.PathLike):
         return f"load the file first: state = torch.load({os.fspath(state)!r})."
-    return "pass what state_dict() returned, as a mapping."
+    return "pass the mapping that state_dict() returned."
 
 
 def as_whole(value: Any) -> int | None:

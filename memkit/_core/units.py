@@ -25,7 +25,7 @@ _FACTORS: dict[str, int] = {
 }
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
-_CARD = re.compile(r"\s*[A-Za-z].*[0-9]")  # the name of one: the table of cards is not known here
+_CARD = re.compile(r"\s*[A-Za-z].*[0-9]")  # probably the name of a GPU; the table of GPUs is not known here
 _BUDGETS = "pass 0.9 for 90%, or a size such as '22GiB'."
 _UNITS = "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
 
@@ -37,8 +37,8 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size", is_large: boo
         value: Bytes as an int, or text with a unit, such as ``"24GiB"``, ``"24 GB"`` or ``"1.5MiB"``
             (upper or lower case). A fraction of a byte is rounded down.
         name: Name of the size, for the error message.
-        is_large: Whether this is memory of a whole device or step. Then a bare number below 1 MiB is refused: whoever
-            writes 24 means 24 GiB.
+        is_large: Whether this is the memory of a whole device or step. If so, a bare number below 1 MiB is refused,
+            since 24 probably means 24 GiB.
 
     Returns:
         The size in bytes, zero or more.
@@ -126,7 +126,7 @@ def _parse_text(value: str, call: str) -> int:
             fix = f"write '{match[1]}GiB', or '{match[1]}B' if bytes are meant."
         elif _CARD.match(value):
             name = call.partition("=")[0].rpartition(" ")[2]
-            fix = f"write {name}=mk.find_gpu({value!r}).usable_bytes for all of that card."
+            fix = f"write {name}=mk.find_gpu({value!r}).usable_bytes for all memory of that GPU."
         raise InputError(call, got=f"the text {value!r}", expected=f"a number and a unit: {_UNITS}", fix=fix)
     return int(Decimal(match[1].replace("_", "")) * factor)
 

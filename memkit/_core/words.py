@@ -1,13 +1,13 @@
-"""Calls in other libraries' words: a typed error whose way out is the corrected call, instead of Python's own.
+"""Typed errors for wrong calls, such as those in other libraries' words; the way out is the corrected call.
 
-Python answers a misspelt keyword, a missing argument or an absent method with a sentence about its own rules. `guided`
-answers with the call that works. It costs nothing where a call is right: arguments are looked at only after Python has
-refused them.
+Python answers a misspelled keyword, a missing argument or an absent method with a sentence about its own rules.
+`guided` answers with the call that works. A correct call costs nothing more: arguments are inspected only after Python
+has rejected them.
 
     @guided(words={"the model has it": "device"}, absent={"MemoryEfficientTrainLoop(...).run()": "fit train"})
     class Wrapper: ...
 
-Names that other libraries have for the same idea stand once, in `memkit._core.foreign`, and serve every guided call.
+Other libraries' names for the same idea are listed once, in `memkit._core.foreign`, for all guided calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memkit._core.foreign import IDEAS, VALUES
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rewrite = Callable[[tuple[Any, ...]], "str | None"]
-# In `absent`: what is done to the object itself, and what Python looks up for it.
+# In `absent`: a use of the object itself, and the methods that Python looks up for it.
 _DONE = {
     "()": ("__call__",),
     "[]": ("__getitem__",),
@@ -35,11 +35,11 @@ _DONE = {
 }
 _SAID = {
     "()": "a call of the {} itself",
-    "[]": "an item of a {}",
-    "float()": "a {} as a number",
-    "iter()": "a {} to be unpacked",
-    "+": "a {} to be added up",
-    "format()": "a {} to be formatted as a number",
+    "[]": "an index into a {}",
+    "float()": "a {} used as a number",
+    "iter()": "a {} being unpacked",
+    "+": "a {} in a sum",
+    "format()": "a {} formatted as a number",
 }
 _LONGEST = 60  # characters of a value that a corrected call repeats
 _ONE_WORD = re.compile(r"[a-z]\w*")
@@ -55,19 +55,20 @@ def guided(
     """Let a public function or class answer wrong calls with the corrected call.
 
     Args:
-        words: By answer, the keywords that it is for, separated by spaces; they come before those of
-            `memkit._core.foreign`, and the last answer to a word counts. An answer is this function's name for it
-            (``"accumulation_steps"``, which keeps the value), the argument to write (``"precision='bf16-mixed'"``), or
-            a sentence that says what to do instead; one that begins with "write " is the whole corrected call.
-            ``{key}`` in a sentence stands for the keyword. The answer to ``""`` is for all that are known nowhere.
-        absent: For a class, by the code to write instead: attributes and methods that it does not have. ``()`` is the
-            object itself, called; ``[]`` indexed; ``float()`` converted to a number; ``iter()`` unpacked; ``+`` added;
-            ``format()`` formatted with a specification.
-        methods: For a class, the methods that are guided too, besides the constructor; class methods as well. A mapping
-            gives their own words by method.
-        rewrite: By method (``"__init__"`` for a constructor) or by the function's name: given the positional arguments
-            of a call with too many or too few, the corrected call, or None for the usual one; it may also raise an
-            error of its own.
+        words: For each answer, the keywords that it answers, separated by spaces. They take precedence over those of
+            `memkit._core.foreign`; of several answers to a keyword, the last one counts. An answer is this function's
+            own name (``"accumulation_steps"``, which keeps the value), the argument to write
+            (``"precision='bf16-mixed'"``), or a sentence that says what to do instead; one that begins with "write "
+            is the whole corrected call. ``{key}`` in a sentence stands for the keyword. The answer for ``""`` applies
+            to all unknown keywords.
+        absent: For a class, the attributes and methods that it does not have, by the code to write instead. ``()``
+            stands for the object itself when called; ``[]`` when indexed; ``float()`` when converted to a number;
+            ``iter()`` when unpacked; ``+`` when added; ``format()`` when formatted with a specification.
+        methods: For a class, the methods to guide besides the constructor; class methods too. A mapping gives each
+            method its own words.
+        rewrite: By method (``"__init__"`` for the constructor) or function name, a function that receives the
+            positional arguments of a call with too many or too few of them. It returns the corrected call, or None for
+            the usual one, or raises its own error.
 
     Returns:
         The decorator.
@@ -106,8 +107,8 @@ class ForeignWords:
     """The foreign words that one call understands.
 
     Args:
-        answers: By answer, its words, as in `guided`.
-        maker: For a method, its class: the constructor may take what the method does not.
+        answers: The keywords of each answer, as in `guided`.
+        maker: For a method, its class: its constructor may take an argument that the method does not.
 
     Example:
         >>> words = ForeignWords({"size": "n number", "bind {key}": ""})
@@ -122,7 +123,7 @@ class ForeignWords:
         self._maker = maker
 
     def meant_by(self, key: str, names: Collection[str]) -> str | None:
-        """Return the answer to a foreign keyword, of a call with free parameters of these names; None without one."""
+        """Return the answer to a foreign keyword, given the names of the call's free parameters; None without one."""
         word = self.own.get(key, "")
         if word in names or (word and not _ONE_WORD.fullmatch(word)):  # another name belongs to another method
             return word.replace("{key}", key)
@@ -137,7 +138,7 @@ class ForeignWords:
         if "" not in self.own and self._maker is not None:
             meant = self.meant_by(key, list(inspect.signature(self._maker).parameters))
             if meant is not None and _as_argument(meant, value):
-                return f"the constructor takes it, {self._maker.__name__}(..., {_as_argument(meant, value)})"
+                return f"pass it to the constructor, {self._maker.__name__}(..., {_as_argument(meant, value)})"
         return self.own.get("", "there is no {key}").replace("{key}", key)
 
 
@@ -145,7 +146,7 @@ _VALUES = ForeignWords(VALUES).own
 
 
 def _as_argument(answer: str, value: Any) -> str:
-    """Return an answer as it stands in a call; empty for a sentence."""
+    """Return an answer in the form of an argument in a call; empty for a sentence."""
     if _ONE_WORD.fullmatch(answer):
         return f"{answer}={_shown(answer, value)}"
     return answer if re.match(r"\w+=\S", answer) else ""
@@ -166,9 +167,9 @@ def _guided_function(
 
 
 def taking_settings_of(function: Callable[..., Any]) -> Callable[[F], F]:
-    """Give a function with ``**settings``, which it passes on to another one, that one's keywords in its signature.
+    """Add another function's keywords to the signature of a function that passes its ``**settings`` on to that one.
 
-    Then help shows them, and a wrong one is refused under the name of the function that was called.
+    Then `help` shows them, and an error for a wrong one names the function that was called.
     """
     passed_on = [each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
 
@@ -194,7 +195,7 @@ def refuse_call(
     """Raise the guided error if these arguments do not fit the function; return if they do.
 
     Raises:
-        InputTypeError: An argument is unknown, missing, given twice, or one too many.
+        InputTypeError: An argument is unknown, missing or given twice, or there are too many.
     """
     signature = inspect.signature(function)
     try:
@@ -217,7 +218,7 @@ def _refuse(
     free = [each.name for each in _named(parameters)]
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     series = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    written: dict[str, str] = {}  # by parameter, as it stands in the corrected call
+    written: dict[str, str] = {}  # by parameter, the argument in the corrected call
     wrong: list[str] = []
     notes: list[str] = []
     for position, value in enumerate(args):
@@ -256,7 +257,7 @@ def _refuse(
 
 
 def _missing(parameters: list[inspect.Parameter], written: Mapping[str, str]) -> list[str]:
-    """Return the names of the arguments that a call must have, and has not."""
+    """Return the names of the required arguments that a call lacks."""
     return [each.name for each in _named(parameters) if each.default is each.empty and each.name not in written]
 
 
@@ -294,7 +295,7 @@ def _last_name(name: str) -> str:
 def _translate(
     key: str, value: Any, free: list[str], words: ForeignWords, written: dict[str, str], notes: list[str]
 ) -> None:
-    """Put this library's words for a foreign keyword into the corrected call, or what to do instead into the notes."""
+    """Add memkit's argument for a foreign keyword to the corrected call, or advice to the notes."""
     answer = words.meant_by(key, [each for each in free if each not in written])
     argument = answer and _as_argument(answer, value)
     if argument:
@@ -357,7 +358,7 @@ def refuse_attribute(owner: object, name: str, absent: Mapping[str, str]) -> Abs
     meant = absent.get(name) or (near[0] if near else f"help({kind})")
     return AbsentError(
         f"{kind}.{name}",
-        got=f"the absent name {name!r}",
+        got=f"the unknown name {name!r}",
         expected=f"one of {', '.join(public)}" if public else "a call of the object itself",
         fix=f"write {meant}",
     )

@@ -1,4 +1,4 @@
-"""Every block that a device's allocator handed out: from when to when, how large, and where in the code."""
+"""Every block that a device's allocator handed out: its lifetime, its size, and the code that requested it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class FailedRequest(NamedTuple):
-    """A request that failed for lack of memory: its event, the bytes asked for, and those free on the device."""
+    """A request that failed for lack of memory: its event, the bytes requested, and those free on the device."""
 
     event: int
     asked_bytes: int
@@ -25,7 +25,7 @@ class Room(NamedTuple):
 
     Attributes:
         event: The last event before that moment.
-        segments: For each one, its size, and where its blocks in use lie: from and to, in order, neighbors joined.
+        segments: For each segment, its size, and start and end of its blocks in use, in order, adjacent ones merged.
     """
 
     event: int
@@ -47,7 +47,7 @@ class Room(NamedTuple):
         return sum(size for size, blocks in self.segments if not blocks)
 
     def gaps(self) -> list[int]:
-        """Return the sizes of all free pieces, also of whole segments, largest first."""
+        """Return the sizes of all free pieces, including whole segments, largest first."""
         found = []
         for size, blocks in self.segments:
             ends = [0, *(end for _, end in blocks)]
@@ -58,21 +58,21 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Allocations:
-    """All blocks of one device. A block is live after event ``births`` up to, and without, event ``deaths``.
+    """All blocks of one device. A block is live after event ``births`` and until event ``deaths``, exclusive.
 
     Attributes:
-        num_events: How many events there are.
-        births: The event at which each block was handed out; -1 if it was there before.
-        deaths: The event at which it was given back; ``num_events`` if it never was.
+        num_events: Number of events.
+        births: The event at which each block was handed out; -1 if it existed before.
+        deaths: The event at which it was freed; ``num_events`` if it never was.
         sizes: Its bytes.
-        origins: Where in the code it was asked for: a row of ``labels`` and ``stacks``.
+        origins: The code that requested it: a row of ``labels`` and ``stacks``.
         labels: For each label, such as ``"line"``, its number for each origin, and its texts.
         stacks: For each origin, its frames, innermost first, as indices into ``frames``.
         frames: All frames, as text.
         seconds: The wall time of each event; None if there is no clock.
-        reserved: Bytes that the allocator held before the first event, and after each one; None if that is not known.
-        shortages: Where memory ran out.
-        rooms: The allocator's segments, at the peak and where memory last ran out.
+        reserved: Bytes that the allocator held before the first event, and after each one; None if unknown.
+        shortages: The requests that failed for lack of memory.
+        rooms: The allocator's segments at the peak, and at the last request that failed.
     """
 
     num_events: int

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # needs NumPy, which most logs do without
     from memkit._events.allocations import Allocations
 
 _CHUNK_BYTES = 2**20
-_LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines must be held whole: about 4 million events in the older format
+_LARGEST_WHOLE_BYTES = 2**28  # formats other than JSON lines are held whole: 4 million events in the older format
 Form = Literal["lines", "array", "snapshot", "trace"]
 _SNAPSHOT_START = b"\x80"  # of every pickle since protocol 2
 _GZIP_START = b"\x1f\x8b"
@@ -77,7 +77,7 @@ class EventFile:
             has_mark = start.startswith(codecs.BOM_UTF8)
             file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
             if has_mark:
-                self._note("a byte order mark at its start was passed over")
+                self._note("a byte order mark at its start was ignored")
             text = start.removeprefix(codecs.BOM_UTF8).lstrip()
             if start.startswith((_SNAPSHOT_START, _GZIP_START)) or _looks_like_trace(text):
                 self._read_import(file, start)
@@ -88,9 +88,7 @@ class EventFile:
                 self._read_lines(file)
         if self._unknown:
             names = ", ".join(short(name) for name in sorted(self._unknown)[:5])
-            self._note(
-                f"{self._unknown.total()} values under {len(self._unknown)} unknown names were passed over: {names}"
-            )
+            self._note(f"{self._unknown.total()} values under {len(self._unknown)} unknown names were ignored: {names}")
 
     def _read_lines(self, file: BinaryIO) -> None:
         cut = ""  # problem with the previous line, if it may have been cut
@@ -124,19 +122,19 @@ class EventFile:
                 self._fail(f"{where}: {error}", "the header line of an event log, or a JSON array of events")
             return error
         except ValueError as error:
-            self._fail(f"{where}: {error}", "values that JSON has, each key once")
+            self._fail(f"{where}: {error}", "valid JSON values, each key once")
 
     def _end_run(self, cut: str) -> None:
         if cut:
-            self._note(f"{cut}: not whole, as when the process was killed while writing it; left out")
+            self._note(f"{cut}: incomplete, as after a kill during the write; left out")
 
     def _note_ends(self) -> None:
         if not self.headers:
             self._note("the run ended before its header line was written: there are no events")
         if len(self.headers) > 1:
-            self._note(f"{len(self.headers)} runs stand in it, one after the other")
+            self._note(f"it contains {len(self.headers)} runs, one after the other")
         if self._num_repeats:
-            self._note(f"{self._num_repeats} lines repeat an earlier line of their run word by word")
+            self._note(f"{self._num_repeats} lines are exact copies of an earlier line of their run")
 
     def _add_header(self, where: str, record: dict[str, Any]) -> None:
         schema = record.pop("schema")
@@ -147,7 +145,7 @@ class EventFile:
                 "a newer memkit wrote this log: update memkit.",
             )
         if record.pop("units", "bytes") != "bytes":
-            self._fail(f"{where}: units that are not bytes", "units='bytes'")
+            self._fail(f"{where}: units other than bytes", "units='bytes'")
         try:
             self.headers.append(LogHeader(**_known(_header_values(record, self._unknown), _HEADER_KEYS, self._unknown)))
         except (InputError, InputTypeError) as error:
@@ -235,7 +233,7 @@ class EventFile:
         except FileFormatError:
             raise
         except ValueError as error:
-            self._fail(str(error), "a whole JSON array of events")
+            self._fail(str(error), "a complete JSON array of events")
         if wrong is not None:
             raise wrong
         self._note_legacy()
@@ -259,10 +257,10 @@ class EventFile:
     def _note_legacy(self) -> None:
         name, count = Counter(event.event for event in self.events).most_common(1)[0] if self.events else ("", 0)
         if count > 1:
-            self._note(f"the event {short(name)} stands there {count} times: several runs may be in the file")
+            self._note(f"the event {short(name)} occurs {count} times: the file may contain several runs")
         peaks = [event.peak_total_bytes for event in self.events if event.peak_total_bytes is not None]
         if peaks != sorted(peaks):
-            self._note("peak_memory falls at some event: the counter was reset, or several runs are in the file")
+            self._note("peak_memory falls at some event: the counter was reset, or the file contains several runs")
 
     def _make_event(self, where: str, values: dict[str, Any]) -> Event:
         try:
@@ -274,7 +272,7 @@ class EventFile:
         self.problems.append(f"{self.path}: {problem}")
 
     def _fail(
-        self, got: str, expected: str, fix: str = "check what wrote the file, or take that part out."
+        self, got: str, expected: str, fix: str = "check the program that wrote the file, or remove that part."
     ) -> NoReturn:
         raise FileFormatError(f"read_memory_events({str(self.path)!r})", got=got, expected=expected, fix=fix) from None
 
@@ -299,7 +297,7 @@ def _parse(data: bytes) -> Any:
     except UnicodeError:
         raise NotWholeError("text that is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise NotWholeError(f"no JSON at character {error.pos} ({error.msg})") from None
+        raise NotWholeError(f"invalid JSON at character {error.pos} ({error.msg})") from None
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
     if "\\u" in text:
@@ -312,7 +310,7 @@ def _check_characters(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError:
-        raise ValueError("text that is no Unicode: half of a surrogate pair") from None
+        raise ValueError("text that is not valid Unicode: half of a surrogate pair") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -324,7 +322,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name}, which is no JSON number")
+    raise ValueError(f"{name}, which is not a JSON number")
 
 
 # Shared by all lines: json.loads would create one for each.

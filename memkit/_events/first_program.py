@@ -1,4 +1,4 @@
-"""Events of the program whose logs are JSON arrays. It always records them, so a missing one can be reported."""
+"""Events that the program behind the older JSON arrays always records, so that a missing one can be reported."""
 
 from __future__ import annotations
 

@@ -79,14 +79,14 @@ class JsonStream:
         found = self.peek()
         if not found or found not in characters:
             names = " or ".join(repr(each) for each in characters)
-            raise NotWholeError(f"no JSON at character {self.num_chars} (Expecting {names})")
+            raise NotWholeError(f"invalid JSON at character {self.num_chars} (Expecting {names})")
         self._at += 1
         return found
 
     def expect_end(self) -> None:
         """Check that nothing follows."""
         if self.peek():
-            raise NotWholeError(f"no JSON at character {self.num_chars} (Extra data)")
+            raise NotWholeError(f"invalid JSON at character {self.num_chars} (Extra data)")
 
     def value(self) -> Any:
         """Parse the next value."""
@@ -96,7 +96,8 @@ class JsonStream:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 if not self._read_on(len(self._text) - self._at):  # double the text: the value is parsed again
-                    raise NotWholeError(f"no JSON at character {self._num_before + error.pos} ({error.msg})") from None
+                    place = self._num_before + error.pos
+                    raise NotWholeError(f"invalid JSON at character {place} ({error.msg})") from None
             except RecursionError:
                 raise ValueError("JSON that is nested too deeply") from None
             else:
@@ -134,7 +135,7 @@ class JsonStream:
                 return
 
     def _read_on(self, num_chars: int = 1) -> bool:
-        """Read at least ``num_chars`` more characters, if there are that many; return whether there were any."""
+        """Read ``num_chars`` or more further characters, or all that are left; return whether there were any."""
         if len(self._text) - self._at > _LARGEST_CHARS:
             raise ValueError(f"a value of over {_LARGEST_CHARS} characters at character {self.num_chars}")
         pieces, num_new = [self._text[self._at :]], 0

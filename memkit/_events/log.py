@@ -66,7 +66,7 @@ class Event:
         device_used_bytes: Bytes of the device in use by all processes, as counted by the driver.
         host_rss_bytes: Resident bytes of the process.
         host_peak_bytes: Largest resident bytes of the process.
-        children_bytes: Bytes that its child processes, such as data loader workers, hold for themselves.
+        children_bytes: Bytes that its child processes, such as data loader workers, hold and do not share.
         incremental_bytes: Bytes that the event added, if only that is known.
         source: Source of this event's numbers, if different from the header's; see `Origin`.
         kind: Kind of this event's numbers, if different from the header's; see `Origin`.

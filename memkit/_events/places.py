@@ -1,4 +1,4 @@
-"""Places in code that stacks lead to: the line of the user's own, its module and function, and the part of the step."""
+"""Places in code, read from stacks: the line of user code, its module and function, and the part of the step."""
 
 from __future__ import annotations
 

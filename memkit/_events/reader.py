@@ -63,12 +63,12 @@ class EventLog:
 
     @property
     def missing_loads(self) -> tuple[str, ...]:
-        """Names of the load events that the program which writes the older format would have recorded."""
+        """Names of the load events missing here that the program of the older format always records."""
         return first_program.missing_loads(self._names) if self.is_legacy else ()
 
     @property
     def missing_stages(self) -> tuple[str, ...]:
-        """Names of the stages that the program which writes the older format would have recorded."""
+        """Names of the stages missing here that the program of the older format always records."""
         return first_program.missing_stages(self._names) if self.is_legacy else ()
 
     @property
@@ -115,8 +115,8 @@ class EventLog:
 def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> EventLog:
     """Read a memory log, without torch or access to the machine that wrote it.
 
-    The last line of a run may be cut: it is left out, and ``problems`` says so. Any other defect is an error that names
-    the file and the line, or the index in an array: a log is never silently read in part.
+    The last line of a run may be truncated: it is left out, and ``problems`` says so. Any other defect is an error that
+    names the file and the line, or the index in an array: a log is never silently read in part.
 
     Args:
         path: A log file; the older JSON array ``[{"event": ..., "peak_memory": ...}, ...]``; a CUDA memory snapshot
@@ -156,8 +156,8 @@ def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike
     if len(parts) > 1 and any(part.form == "array" for part in parts):
         raise InputError(
             f"read_memory_events({short(path)})",
-            got="a JSON array of the older form beside other files",
-            expected="logs with times, by which they can be merged",
+            got="a JSON array of the older format together with other files",
+            expected="logs with times to merge them by",
             fix="read the array alone.",
         )
     problems += [problem for part in parts for problem in part.problems]
@@ -168,7 +168,7 @@ def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike
         events = [events[index] for index in sorted(range(len(events)), key=seconds.__getitem__)]
     problems += _rank_problems([part.headers[-1] for part in parts if part.headers])
     problems += [
-        f"run {run_id} of rank {rank} stands in the log {count} times: its events count as often"
+        f"run {run_id} of rank {rank} occurs {count} times in the log: its events are counted each time"
         for (run_id, rank), count in Counter((header.run_id, header.rank) for header in headers).items()
         if count > 1
     ]
@@ -189,7 +189,7 @@ def _find_one(path: object, problems: list[str]) -> list[Path]:
     if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
         fix = "pass the log's path, or a list of paths."
         if isinstance(path, EventLog):
-            fix = "write mk.write_report(log, 'report.html'): it has been read."
+            fix = "write mk.write_report(log, 'report.html'): the log has already been read."
         elif isinstance(path, Mapping):
             fix = "write the events into a file first: json.dump(events, open('memory_events.json', 'w'))"
         raise InputTypeError(call, got=f"a {type(path).__name__}", expected="a path as text", fix=fix)
@@ -199,10 +199,10 @@ def _find_one(path: object, problems: list[str]) -> list[Path]:
     ranks = _rank_files(base)
     if base.is_file():
         if ranks:
-            problems.append(f"{base}: {len(ranks)} files of single ranks lie beside it and are not read")
+            problems.append(f"{base}: {len(ranks)} files of single ranks beside it are not read")
         return [base]
     if not ranks:
-        what = "something that is no regular file" if base.exists() else "no file there, nor one of a rank"
+        what = "something other than a regular file" if base.exists() else "no file at this path, and none of a rank"
         raise LogNotFoundError(call, got=what, expected="a memory log", fix="check the path and the run's directory.")
     return ranks
 
@@ -237,10 +237,10 @@ def _rank_files(base: Path) -> list[Path]:
 def _rank_problems(headers: list[LogHeader]) -> Iterator[str]:
     sizes = sorted({header.world_size for header in headers})
     if len(sizes) > 1:
-        yield f"the files are of runs with {', '.join(map(str, sizes))} ranks: some may be left over from an older run"
+        yield f"the files are from runs with {', '.join(map(str, sizes))} ranks: some may be left from an older run"
     elif sizes:
         ranks = {header.rank for header in headers}
         missing = sizes[0] - len(ranks)
         if missing:
             first = next(rank for rank in range(sizes[0]) if rank not in ranks)
-            yield f"{missing} of {sizes[0]} ranks are missing, rank {first} the first of them"
+            yield f"{missing} of {sizes[0]} ranks are missing, the first of them rank {first}"

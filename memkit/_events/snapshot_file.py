@@ -75,7 +75,7 @@ class Snapshot:
         """Return the indices of the GPUs in the snapshot."""
         cards = self._segments.keys() | {card for card, trace in enumerate(self._traces) if len(trace)}
         if len(cards) > _MOST_CARDS:
-            refuse_pickle(f"{len(cards)} cards", f"at most {_MOST_CARDS}")
+            refuse_pickle(f"{len(cards)} GPUs", f"at most {_MOST_CARDS}")
         return sorted(cards)
 
     def segments_of(self, card: int) -> list[Segment]:
@@ -145,5 +145,5 @@ class Snapshot:
             refuse_pickle(f"{name}={short(value)}", "a list")
         self._num_left -= len(value)
         if self._num_left < 0:
-            refuse_pickle("more parts than the file has bytes: the same over and over", "each block and action once")
+            refuse_pickle("more parts than the file has bytes: repeated ones", "each block and action once")
         return list(value)

@@ -39,8 +39,8 @@ def read_snapshot(chunks: Iterable[bytes], first_run: int) -> Imported:
 
     The history gives the requested sizes. The allocator's rounded sizes are known only for blocks in use at the end;
     the others count as the next multiple of 512 bytes, so that the true ``allocated_bytes`` is at least the one given.
-    Of a history of more than 20,000 actions, each few in a row are one event with the most and one with the least that
-    was held; the allocations have all of them.
+    In a history of more than 20,000 actions, each group of consecutive actions becomes two events: those with the most
+    and the least bytes held. The allocations contain all actions.
 
     Args:
         chunks: The file, in chunks of any length.
@@ -72,11 +72,11 @@ def read_snapshot(chunks: Iterable[bytes], first_run: int) -> Imported:
         found.allocations.append(history.allocations)
         if history.num_actions > _MOST_EVENTS:
             found.problems.append(
-                f"the {history.num_actions:,} actions of card {card} became {len(events):,} events: of each "
-                f"{-(-history.num_actions // _NUM_BUCKETS):,} in a row, those with the most and the least held"
+                f"the {history.num_actions:,} actions of GPU {card} became {len(events):,} events: those with the most "
+                f"and the least bytes held in each group of {-(-history.num_actions // _NUM_BUCKETS):,}"
             )
     if not found.headers:
-        refuse_pickle("a snapshot without segments or history", "a snapshot of one card or more")
+        refuse_pickle("a snapshot without segments or history", "a snapshot of at least one GPU")
     return found
 
 
@@ -85,7 +85,7 @@ def _known(value: object, keys: Iterable[str]) -> dict[str, Any]:
 
 
 class _Blocks(NamedTuple):
-    """All blocks of a history; an entry of each array is one of them."""
+    """All blocks of a history; each array has one entry for each block."""
 
     births: Int64s
     deaths: Int64s
@@ -167,7 +167,7 @@ class _History:
         return None if start < 0 else start + changes
 
     def _by_place(self, event: int) -> dict[str, int]:
-        """Return the bytes in use after an event by line of code, those of the oldest block first."""
+        """Return the bytes in use after an event by line of code, the line of the oldest block first."""
         is_live = np.flatnonzero((self._blocks.births <= event) & (self._blocks.deaths > event))
         found: dict[str, int] = {}
         stacks, first, inverse = np.unique(self._blocks.stacks[is_live], return_index=True, return_inverse=True)
@@ -253,10 +253,10 @@ def _replay(
     final: Mapping[int, SnapshotBlock],
     num_actions: int,
 ) -> _Blocks:
-    """Pair each request with what ended it: the next action at its address, or nothing.
+    """Pair each request with the action that ended its block: the next one at its address, if any.
 
-    A block that was freed but never requested was there before. So was a block of the final state at an address that
-    no action names. The rounded size of a block is known where it is in use at the end.
+    A block that was freed but never requested existed before the history. So did a block of the final state at an
+    address that no action mentions. The rounded size of a block is known if it is in use at the end.
     """
     rows = np.flatnonzero(is_alloc | is_free)
     rows = rows[np.argsort(addresses[rows], kind="stable")]
@@ -287,13 +287,13 @@ def _replay(
 
 
 def _coded(texts: Sequence[str]) -> tuple[Int64s, tuple[str, ...]]:
-    """Return texts as numbers, and the texts that these stand for."""
+    """Return a number for each text, and the distinct texts by number."""
     table = {text: code for code, text in enumerate(dict.fromkeys(texts))}
     return np.asarray([table[text] for text in texts], dtype=np.int64), tuple(table)
 
 
 def _phases(annotations: Sequence[tuple[float, str, str]]) -> Callable[[float | None], str | None]:
-    """Return a function that names the phase at a time; it must be called with times in order."""
+    """Return a function that returns the phase at a time; it must be called with ascending times."""
     ahead, inside = list(reversed(annotations)), list[str]()
 
     def phase(seconds: float | None) -> str | None:

@@ -1,8 +1,9 @@
-"""Read the actions of a snapshot's pickle in bulk: those of one length differ only in numbers at the same places.
+"""Read the actions of a snapshot's pickle in bulk: those of one length differ only in numbers at the same offsets.
 
-An action is a dict of some 100 bytes and 5 bytes for each frame of its stack. A regular expression reads one action of
-a kind; where it found the numbers, they lie in all others of that length whose remaining bytes are equal. So thousands
-of actions become rows of a table at once, and each byte is still checked.
+An action is a dict of some 100 bytes, plus 5 bytes for each frame of its stack. A regular expression parses one action
+of each form and so finds the offsets of its numbers. All other actions of that length whose remaining bytes are equal
+have their numbers at the same offsets. So thousands of actions become rows of a table at once, and each byte is still
+checked.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from memkit._events.allocations import Int64s
 
 _GET = rb"(?:j.{4}|h.)"
-# All but the payload has a fixed length. Nothing that torch writes takes 9 bytes, save as an unsigned address.
+# Everything but the payload has a fixed length. Of torch's numbers, only an unsigned address may take 9 bytes.
 _NUMBER = rb"(?:\x8a(?:" + b"|".join(rb"\x%02x(.{%d})" % (n, n) for n in range(1, 9)) + rb")|J(.{4})|M(..)|K(.))"
 _PLAIN_NUMBER = _NUMBER.replace(b"(.", b"(?:.")
 _TEXT = rb"\x8c(?:\x00|" + b"|".join(rb"\x%02x.{%d}" % (n, n) for n in range(1, 41)) + rb")\x94"
@@ -43,28 +44,28 @@ _names = re.compile(rb"(?s:" + _RUN + rb")")
 
 
 def memo_indices(names: bytes) -> list[int]:
-    """Return the memo indices that a run of operations names."""
+    """Return the memo indices in a run of operations."""
     return [int.from_bytes(long or short, "little") for long, short in _one_name.findall(names)]
 
 
 def memo_name(index: int) -> bytes:
-    """Return the operation that names the object at a memo index."""
+    """Return the operation that gets the object at a memo index."""
     return b"h" + index.to_bytes(1, "little") if index < 256 else b"j" + index.to_bytes(4, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class ActionColumns:
-    """ActionColumns in a row, each an entry of every array.
+    """Consecutive actions as columns: every array has one entry for each action.
 
     Attributes:
         num_bytes: Their length in the pickle.
-        kinds: Memo index of the text that says what was done.
-        addresses, sizes: As numbers; 0 where there is none.
-        times: In microseconds; -1 where there is none.
-        stacks: Number of a stack that the action names frame by frame; -1 for others.
-        known: Memo index of its stack, for an action that names a list from before; -1 for others.
-        lists: How many objects the action memoizes before that list.
-        memos: How many it memoizes in all.
+        kinds: Memo index of the text of its kind.
+        addresses, sizes: As numbers; 0 if the action has none.
+        times: In microseconds; -1 if the action has none.
+        stacks: Number of its stack if the action lists the frames; -1 otherwise.
+        known: Memo index of its stack if the action refers to an earlier list; -1 otherwise.
+        lists: Number of objects that the action memoizes before that list.
+        memos: Number of objects that it memoizes in total.
     """
 
     num_bytes: int
@@ -90,22 +91,22 @@ _FIELDS = {"action": "kinds", "addr": "addresses", "size": "sizes", "time_us": "
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """Where the numbers lie in actions of one length: all other bytes are equal."""
+    """Offsets of the numbers in actions of one length whose other bytes are equal."""
 
     fixed: npt.NDArray[np.uint8]
     mask: npt.NDArray[np.uint8]
-    numbers: dict[str, tuple[int, int, bool]]  # from, to, and whether the last bit is a sign
+    numbers: dict[str, tuple[int, int, bool]]  # start, end, and whether the last bit is a sign
     stack: tuple[int, int] | None
     num_before_stack: int
     num_memos: int
 
 
 class ActionPattern:
-    """Fits actions with some of these keys, in this order.
+    """Matches actions with some of these keys, in this order.
 
     Args:
-        keys: Memo index by which each key is named.
-        number_of: Returns the number of a stack, given the operations that name its frames.
+        keys: Memo index of each key.
+        number_of: Returns the number of a stack, given the operations that get its frames.
     """
 
     def __init__(self, keys: Mapping[str, int], number_of: Callable[[bytes], int]) -> None:
@@ -127,9 +128,9 @@ class ActionPattern:
         self._action = re.compile(rb"(?s:" + b"".join(values) + rb"u(?:e\()?)")
 
     def match(self, data: bytes, start: int, end: int) -> ActionColumns:
-        """Return the actions that lie one after the other from a place on, as far as they fit."""
+        """Return the consecutive actions from ``start`` on, up to the first that does not match."""
         before, *pieces = data[start:end].split(self._begin)
-        pieces = pieces[:-1] if not before else []  # the last one may be cut, or be followed by something else
+        pieces = pieces[:-1] if not before else []  # the last one may be truncated, or followed by something else
         found = {name: np.full(len(pieces), _NONE.get(name, 0), dtype=np.int64) for name in _COLUMNS}
         lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
         order = np.argsort(lengths, kind="stable")
@@ -141,7 +142,7 @@ class ActionPattern:
         return ActionColumns(num_bytes, **{name: column[:num_good] for name, column in found.items()})
 
     def _read(self, pieces: list[bytes], rows: Int64s, found: dict[str, Int64s]) -> int:
-        """Fill in the rows of actions of one length; return the first row that does not fit, or the number of all."""
+        """Fill in the rows of actions of one length; return the first row without a match, or the number of rows."""
         length = len(pieces[rows[0]])
         table = np.frombuffer(b"".join([pieces[row] for row in rows.tolist()]), dtype=np.uint8).reshape(-1, length)
         templates = self._templates.setdefault(length, [])
@@ -195,7 +196,7 @@ class ActionPattern:
         table: npt.NDArray[np.uint8],
         found: dict[str, Int64s],
     ) -> int | None:
-        """Fill in rows that fit a template; return the first one with a number or a stack that does not, if any."""
+        """Fill in rows that match a template; return the first one with an invalid number or stack, if any."""
         is_good = np.ones(len(rows), dtype=np.bool_)
         for name, (start, end, is_signed) in template.numbers.items():
             wide = np.zeros((len(rows), 8), dtype=np.uint8)
@@ -218,7 +219,7 @@ class ActionPattern:
         return None if is_good.all() else int(rows[np.argmin(is_good)])
 
     def _number(self, names: bytes) -> int:
-        """Return the number of a stack; -1 for bytes that do not only name frames, or that name one still to come."""
+        """Return the number of a stack; -1 if the bytes contain other operations, or refer to a later frame."""
         if names not in self._stacks:
             if not _names.fullmatch(names):
                 return -1

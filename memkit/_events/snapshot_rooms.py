@@ -1,4 +1,4 @@
-"""The segments of a GPU's allocator at one moment of a snapshot's history, and what lay in them."""
+"""The segments of a GPU's allocator at one moment of a snapshot's history, and the blocks in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memkit._events.allocations import Int64s, Room
 from memkit._events.snapshot_file import Segment
 
 Change = tuple[int, int, int, int]
-"""An action, its address, its bytes, and whether they were taken (1) or given back (-1)."""
+"""Index of an action, its address, its bytes, and 1 if they were taken from the device, -1 if returned."""
 
 
 def find_room(
@@ -21,12 +21,12 @@ def find_room(
     Args:
         event: The last event before the moment.
         segments: The segments at the end.
-        changes: What was taken from the device and given back, in order.
+        changes: Memory taken from the device and returned to it, in order.
         addresses: Addresses of the blocks in use at the moment.
         sizes: Their sizes.
 
     Returns:
-        None if the history lacks actions, so that a block would lie outside of all segments.
+        None if the history lacks actions, so that a block would lie outside all segments.
     """
     pieces = _pieces([(segment.address, segment.num_bytes) for segment in segments], event, changes)
     starts = np.asarray([start for start, _ in pieces], dtype=np.int64)
@@ -63,7 +63,7 @@ def _pieces(final: Sequence[tuple[int, int]], event: int, changes: Sequence[Chan
 
 
 def _covered(final: Sequence[tuple[int, int]], later: Sequence[Change]) -> list[tuple[int, int]]:
-    """Return the pieces where segments grow and shrink by pages: what is covered once all later changes are undone."""
+    """Return the pieces where segments grow and shrink by pages: the ranges left once all later changes are undone."""
     steps: dict[int, int] = {}
     for address, size, sign in [(*each, 1) for each in final] + [(each[1], each[2], -each[3]) for each in later]:
         steps[address] = steps.get(address, 0) + sign

@@ -1,4 +1,4 @@
-"""A snapshot's history in memory: a row of numbers for each action, and each stack once."""
+"""A snapshot's history in memory: one row of numbers for each action; each distinct stack is stored once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _BYTES_OF_STACK, _BYTES_OF_FRAME = 300, 500
 
 
 class StackNumber(int):
-    """Stands where a list of frames stood: the number of an equal stack in `Stacks`."""
+    """Replacement for a list of frames: the number of an equal stack in `Stacks`."""
 
 
 class Frame(NamedTuple):
-    """A place in code; ``line`` is 0 where none is known."""
+    """A place in code; ``line`` is 0 if unknown."""
 
     file: str
     line: int
@@ -29,17 +29,17 @@ class Frame(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The place and the name, or the name alone where no file is known."""
+        """The place and the name, or the name alone if the line is unknown."""
         return f"{self.file}:{self.line} {self.name}" if self.line else self.name
 
 
 class Stacks:
-    """Each stack once, by number; number 0 is the empty one. Equal frames of several objects are one.
+    """The distinct stacks, by number; number 0 is the empty one. Equal frames of several objects are stored once.
 
     Attributes:
         frames: All frames.
         stacks: For each stack, the numbers of its frames, innermost first.
-        num_held_bytes: About what this takes.
+        num_held_bytes: Approximate memory of this object.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Stacks:
         self._seen: dict[int, tuple[object, int | None]] = {}  # by the id of an object, which is kept alive
 
     def number(self, frames: object) -> int:
-        """Return the number of a stack; 0 for what is no list of frames."""
+        """Return the number of a stack; 0 for anything but a list of frames."""
         if isinstance(frames, StackNumber):
             return int(frames)
         if not isinstance(frames, list):
@@ -86,8 +86,8 @@ class ActionTrace:
     """The actions of one GPU's allocator, in order, as columns.
 
     Attributes:
-        kinds: What can be done; ``kind`` numbers it.
-        free_bytes: What was free on the device, by row, where an action says it.
+        kinds: The kinds of actions; `kind` returns their numbers.
+        free_bytes: Bytes free on the device, by row, for actions that record them.
     """
 
     def __init__(self, stacks: Stacks) -> None:
@@ -136,7 +136,7 @@ class ActionTrace:
         return self._numbers[value]
 
     def columns(self) -> list[Int64s]:
-        """Return kinds, addresses, sizes, times (in microseconds, -1 where there is none) and stacks of all actions."""
+        """Return kinds, addresses, sizes, times (in microseconds, -1 if unknown) and stacks of all actions."""
         self._gather()
         if len(self._blocks) > 1:
             self._blocks = [[np.concatenate(each) for each in zip(*self._blocks, strict=True)]]
@@ -149,7 +149,7 @@ class ActionTrace:
 
 
 def number_of(record: dict[str, Any], name: str, default: Any) -> Any:
-    """Return a number from 0 to 2**63 - 1 of a record, or the default where it has none."""
+    """Return a number from 0 to 2**63 - 1 of a record, or the default if it has none."""
     value = record.get(name)
     if value is None:
         return default

@@ -1,9 +1,10 @@
 """Read the pickle of a CUDA memory snapshot piece by piece: memory use depends on its blocks and stacks.
 
 A file of 1 GB holds some five million actions with a stack of 20 to 100 frames each. As Python objects they would take
-several times the file. Here each action becomes a row of numbers as soon as it was read, and a stack the number of an
-equal one. Nearly all of the file matches one regular expression (`ActionPattern`); a small machine runs the rest,
-operation by operation. It knows lists, tuples, dicts, strings and numbers; anything else is rejected, never run.
+several times the file's size. Here each action becomes a row of numbers as soon as it has been read, and equal stacks
+get the same number. Nearly all of the file matches one regular expression (`ActionPattern`); a small pickle machine
+runs the rest, operation by operation. It knows lists, tuples, dicts, strings and numbers; anything else is rejected,
+never run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOOKAHEAD_BYTES = 2**16
 _FIRST_WINDOW_BYTES, _LARGEST_WINDOW_BYTES = 2**14, 2**22
 _LONGEST_TEXT_BYTES = 2**20
 _MOST_KEYS, _MOST_PATTERNS = 24, 32
-# Limit on the memory of what is kept: PyTorch's own files need 15 bytes per byte where they are dense.
+# Limit on the memory of the values kept: PyTorch's own files need at most 15 bytes for each of theirs.
 _BYTES_PER_BYTE, _BYTES_ANYHOW, _BYTES_AT_MOST = 40, 2**20, 2**30
 _BYTES_OF_MARK = 120
 
@@ -56,9 +57,9 @@ class SnapshotStream:
         self._memo: dict[int, Any] = {}
         self._stack_memo = np.full(2**12, -1, dtype=np.int32)  # numbers of stacks, by memo index
         self._num_memos = 0
-        self._text_memo: dict[str, int] = {}  # the index by which each text was last named
+        self._text_memo: dict[str, int] = {}  # the index at which each text was last stored or fetched
         self._held = 0
-        self._trace: ActionTrace | None = None  # whose actions come now, directly above mark number `_trace_depth`
+        self._trace: ActionTrace | None = None  # the trace being read: its actions lie directly above `_trace_depth`
         self._trace_depth = self._trace_held = -1
         self._keys: list[str] = []
         self._pattern: ActionPattern | None = None
@@ -78,7 +79,7 @@ class SnapshotStream:
             raise
         except (IndexError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             found = f"{type(error).__name__}: {short(str(error))}"
-            refuse_pickle(f"a pickle that cannot be loaded ({found})", "a whole pickle")
+            refuse_pickle(f"a pickle that cannot be loaded ({found})", "a complete pickle")
 
     def _run(self) -> Any:
         while True:
@@ -92,7 +93,7 @@ class SnapshotStream:
                 return value
             found = self._operations.get(code)
             if found is None:
-                what = f"operation {bytes([code])!r}, which no snapshot has"
+                what = f"operation {bytes([code])!r}, which does not occur in snapshots"
                 refuse_pickle(f"a pickle with {what}", "plain lists, dicts, strings and numbers")
             operation, num_held = found
             self._at += 1
@@ -107,10 +108,10 @@ class SnapshotStream:
             yield chunk
 
     def _read_on(self, num_bytes: int) -> None:
-        """Read until so many bytes lie ahead, or the file ends."""
+        """Read until at least ``num_bytes`` lie ahead, or the file ends."""
         most = min(_BYTES_ANYHOW + _BYTES_PER_BYTE * self.num_bytes, _BYTES_AT_MOST)
         if self._held + self.stacks.num_held_bytes > most:
-            what = "hold almost only empty containers" if most < _BYTES_AT_MOST else f"take over {most} bytes of memory"
+            what = "are almost all empty containers" if most < _BYTES_AT_MOST else f"take over {most} bytes of memory"
             refuse_pickle(f"{self.num_bytes} bytes that {what}", "a snapshot")
         while not self._is_over and len(self._data) - self._at < num_bytes:
             chunk = next(self._chunks, None)
@@ -155,7 +156,7 @@ class SnapshotStream:
     def _text(self, width: int) -> None:
         num_bytes = self._number(width)
         if num_bytes > _LONGEST_TEXT_BYTES:
-            refuse_pickle(f"a text of {num_bytes} bytes, which no snapshot has", "names and paths")
+            refuse_pickle(f"a text of {num_bytes} bytes, too long for a snapshot", "names and paths")
         self._read_on(num_bytes)
         self._held += num_bytes
         self._stack.append(self._take(num_bytes).decode("utf-8", "surrogatepass"))
@@ -169,7 +170,7 @@ class SnapshotStream:
     def _long(self) -> None:
         num_bytes = self._number(1)
         if num_bytes > 9:
-            refuse_pickle(f"a number of {num_bytes} bytes, which no snapshot has", "numbers of up to 64 bits")
+            refuse_pickle(f"a number of {num_bytes} bytes, too long for a snapshot", "numbers of up to 64 bits")
         self._stack.append(int.from_bytes(self._take(num_bytes), "little", signed=True))
 
     def _float(self) -> None:
@@ -177,7 +178,7 @@ class SnapshotStream:
 
     def _tuple(self, count: int) -> None:
         if len(self._stack) < count:
-            raise IndexError("a tuple of what is not there")
+            raise IndexError("a tuple of more items than the stack holds")
         items = self._stack[len(self._stack) - count :]
         del self._stack[len(self._stack) - count :]
         self._stack.append(tuple(items))
@@ -202,7 +203,7 @@ class SnapshotStream:
             self._stack.append(_Traces())
         elif type(parent) is _Traces:
             self._stack.append(ActionTrace(self.stacks))
-        elif found := STACK_LIST.match(self._data, self._at):  # a list of frames that were all named before
+        elif found := STACK_LIST.match(self._data, self._at):  # a list of frames that are all in the memo
             self._at = found.end()
             number = self._stack_of(found[2])
             if found[1]:
@@ -222,7 +223,7 @@ class SnapshotStream:
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) not in (list, ActionTrace, _Traces):
-            raise TypeError("an item for what is no list")
+            raise TypeError("an item for an object that is not a list")
         if type(target) is ActionTrace:
             self._add_actions(target, items)
         else:
@@ -239,7 +240,7 @@ class SnapshotStream:
     def _set_all(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not dict:
-            raise TypeError("an entry for what is no dict")
+            raise TypeError("an entry for an object that is not a dict")
         target.update(zip(items[::2], items[1::2], strict=True))
         if self._is_among_actions and len(self._stack) == 1 and self._trace is not None:
             self._add_actions(self._trace, [self._stack.pop()])
@@ -256,8 +257,8 @@ class SnapshotStream:
 
     def _remember(self, index: int) -> None:
         if index > self.num_bytes:
-            refuse_pickle(f"a memo index of {index}, which no snapshot has", "one for each object")
-        if not self._is_among_actions:  # an action becomes a row, which nothing can name
+            refuse_pickle(f"a memo index of {index}, too large for a snapshot", "one for each object")
+        if not self._is_among_actions:  # an action becomes a row, which no later operation can get
             value = self._memo[index] = self._stack[-1]
             if type(value) is str:
                 self._text_memo[value] = index
@@ -274,7 +275,7 @@ class SnapshotStream:
             return self._memo[index]
         number = int(self._stack_memo[index]) if index < len(self._stack_memo) else -1
         if number < 0:
-            raise KeyError(f"nothing at memo index {index}")
+            raise KeyError(f"no object at memo index {index}")
         return StackNumber(number)
 
     def _memo_index(self, operation: bytes) -> int:
@@ -286,7 +287,7 @@ class SnapshotStream:
 
     def _note_stack(self, index: int, number: int) -> None:
         if index > self.num_bytes:
-            refuse_pickle(f"a memo index of {index}, which no snapshot has", "one for each object")
+            refuse_pickle(f"a memo index of {index}, too large for a snapshot", "one for each object")
         self._make_room(index + 1)
         self._stack_memo[index] = number
 
@@ -296,7 +297,7 @@ class SnapshotStream:
             self._stack_memo = np.concatenate([self._stack_memo, more])
 
     def _stack_of(self, names: bytes) -> int:
-        """Return the number of the stack whose frames are named by these operations."""
+        """Return the number of the stack whose frames these operations get."""
         return self.stacks.number([self._recall(index) for index in memo_indices(names)])
 
     # ------------------------------------------------------------------------------------------------ actions
@@ -309,7 +310,7 @@ class SnapshotStream:
             self._learn(item)
 
     def _learn(self, action: dict[Any, Any]) -> None:
-        """Make a pattern that also fits actions like this one."""
+        """Make a pattern that also matches actions like this one."""
         keys = [key for key in action if key in self._text_memo and key != "device_free"]
         if self._num_patterns == _MOST_PATTERNS or set(keys) <= set(self._keys):
             return
@@ -318,7 +319,7 @@ class SnapshotStream:
         self._pattern = ActionPattern({key: self._text_memo[key] for key in self._keys}, self._stack_of)
 
     def _take_actions(self) -> bool:
-        """Read all actions that the pattern fits, from the dict that begins here; return whether there was any."""
+        """Read all actions that match the pattern, from the dict that begins here; return whether there were any."""
         if self._pattern is None or self._trace is None:
             return False
         self._at -= 1
@@ -353,7 +354,7 @@ class SnapshotStream:
         return np.asarray([trace.kind(text) for text in texts])[inverse]
 
     def _stacks_of(self, found: ActionColumns) -> Int64s:
-        """Return the number of each action's stack, and note those that later actions may name."""
+        """Return the number of each action's stack, and note the stacks that later actions may refer to."""
         ends = self._num_memos + np.cumsum(found.memos)
         starts, self._num_memos = ends - found.memos, int(ends[-1])
         is_new, is_known = found.stacks >= 0, found.known >= 0
@@ -367,7 +368,7 @@ class SnapshotStream:
         return stacks
 
     def _stack_number(self, indices: Int64s) -> Int64s:
-        """Return the number of the stack at each memo index; -1 where none is known to be."""
+        """Return the number of the stack at each memo index; -1 if no stack is known there."""
         inside = np.minimum(indices, len(self._stack_memo) - 1)
         return np.where(inside == indices, self._stack_memo[inside], -1).astype(np.int64)
 
@@ -408,8 +409,8 @@ class SnapshotStream:
 
 
 def _unframed(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a pickle without the headers of its frames, which may lie in the midst of an action."""
-    data, num_left, is_framed = b"", 2, True  # the first two bytes say the version
+    """Yield a pickle without the headers of its frames, which may lie in the middle of an action."""
+    data, num_left, is_framed = b"", 2, True  # the first two bytes give the version
     for chunk in chunks:
         data, at, pieces = data + chunk, 0, []
         while is_framed and at < len(data):
@@ -433,4 +434,4 @@ def _unframed(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _refuse_end() -> NoReturn:
-    refuse_pickle("a pickle with no end: it was cut", "plain lists, dicts, strings and numbers")
+    refuse_pickle("a truncated pickle", "plain lists, dicts, strings and numbers")

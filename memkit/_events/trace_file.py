@@ -25,7 +25,7 @@ _FIRST_SECOND = 10**9  # times before 2001 are not wall times
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})", re.ASCII)
 _CODE = re.compile(r"(?P<file>.+\.pyw?)\((?P<line>\d+)\): (?P<name>.+)", re.DOTALL)
 CHUNK_BYTES = 2**20
-_MOST_ACTS = 2**20  # the profiler writes about 3000 bytes for each, and a file has at most 2**28
+_MOST_ACTS = 2**20  # the profiler writes about 3000 bytes for each, and a file may have 2**28
 _MOST_LEVELS = 1000  # of nested slices
 _CHARS_PER_RECORD = 48  # minimum on average: the profiler's have about 250
 _MOST_PACKED = 200  # unpacked bytes per gzip byte: about 20 in profiler files, 1000 in a zip bomb
@@ -72,21 +72,21 @@ def unzipped(chunks: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
             try:
                 text = unpacker.decompress(packed, CHUNK_BYTES)
             except zlib.error as error:
-                refuse_pickle(f"a gzip file that cannot be unpacked ({error})", "a whole gzip file")
+                refuse_pickle(f"a gzip file that cannot be unpacked ({error})", "a complete gzip file")
             num_bytes += len(text)
             if num_bytes > most_bytes:
                 refuse_pickle(f"more than {most_bytes} bytes in a gzip file", "a trace")
             if num_bytes > _SMALL_BYTES + _MOST_PACKED * num_packed:
                 refuse_pickle(
-                    f"more than {num_bytes} bytes in {num_packed} bytes of a gzip file", "a trace as it was packed"
+                    f"more than {num_bytes} bytes in {num_packed} bytes of a gzip file", "a trace of the profiler"
                 )
             yield text
             packed = unpacker.unconsumed_tail
             is_left = not unpacker.eof and (bool(packed) or len(text) == CHUNK_BYTES)
     if not unpacker.eof:
-        refuse_pickle("a gzip file that was cut", "a whole gzip file")
+        refuse_pickle("a truncated gzip file", "a complete gzip file")
     if has_more or unpacker.unused_data:
-        refuse_pickle("something after the end of a gzip file", "one trace in it")
+        refuse_pickle("data after the end of a gzip file", "a single trace in it")
 
 
 class Trace:
@@ -110,14 +110,14 @@ class Trace:
         self.acts: dict[tuple[int, int], list[_Act]] = {}
         self.slices: dict[_Thread, list[_Slice]] = {}
         self._num_acts = 0
-        self._threads: dict[_Thread, _Thread] = {}  # one tuple for each, however many events it has
+        self._threads: dict[_Thread, _Thread] = {}  # so that all events of a thread share one tuple
         stream = JsonStream(chunks, json.JSONDecoder())
         try:
             self._read(stream)
         except (InputError, InputTypeError):
             raise
         except ValueError as error:
-            refuse_pickle(f"no JSON ({short(str(error))})", "a whole trace")
+            refuse_pickle(f"invalid JSON ({short(str(error))})", "a complete trace")
         for found in self.acts.values():
             found.sort(key=lambda act: act.time_us)
         for parts in self.slices.values():
@@ -130,16 +130,16 @@ class Trace:
                 has_events = True
                 for index, record in enumerate(stream.elements()):
                     if not isinstance(record, dict):
-                        refuse_pickle("JSON that has no list of traceEvents", "a trace in Chrome's format")
+                        refuse_pickle("JSON without a list of traceEvents", "a trace in Chrome's format")
                     if index > 1000 and index * _CHARS_PER_RECORD > stream.num_chars:
-                        refuse_pickle("a list of traceEvents that say hardly anything", "a trace of torch.profiler")
+                        refuse_pickle("a list of nearly empty traceEvents", "a trace of torch.profiler")
                     self._add(index, _with_whole_characters(record) if stream.may_have_halves else record)
             else:
                 value = stream.value()
                 self.entries[key] = _with_whole_characters(value) if stream.may_have_halves else value
         stream.expect_end()
         if not has_events or "traceEvents" in self.entries:
-            refuse_pickle("JSON that has no list of traceEvents", "a trace in Chrome's format")
+            refuse_pickle("JSON without a list of traceEvents", "a trace in Chrome's format")
 
     def _add(self, index: int, record: dict[str, Any]) -> None:
         """Keep the needed parts of an event."""
@@ -202,7 +202,7 @@ def read_profile(trace: Trace, name: str, first_run: int) -> Imported:
     problems = []
     used = [device for device in sorted(acts) if device[0] != 0] or sorted(acts)
     if len(used) < len(acts):
-        problems.append("memory events of the CPU are left out: the trace has those of an accelerator")
+        problems.append("the CPU's memory events are left out, since the trace has an accelerator's")
     headers, events = [], list[Event]()
     for device in used:
         is_own = device[0] == 0 or any(act.allocated_bytes is None for act in acts[device])
@@ -275,7 +275,7 @@ class _Run:
         found = [part for parts in self._slices.values() for part in parts if _STEP.fullmatch(part.name)]
         bounds = [self._bounds(part) for part in found]
         if sum(end - start for start, end in bounds) > _MOST_LEVELS * len(self._acts):
-            refuse_pickle(f"{len(found)} steps that lie over each other", "one step after the other")
+            refuse_pickle(f"{len(found)} steps that overlap", "one step after another")
         return sorted(found, key=lambda part: -part.end_us)
 
     def _bounds(self, part: _Slice) -> tuple[int, int]:
@@ -311,7 +311,7 @@ class _Run:
             while stack and stack[-1].end_us < act.time_us:
                 stack.pop()
             if len(stack) > _MOST_LEVELS:
-                refuse_pickle(f"{len(stack)} slices inside each other", f"at most {_MOST_LEVELS}")
+                refuse_pickle(f"{len(stack)} nested slices", f"at most {_MOST_LEVELS}")
             yield _place(stack)
 
     def _split(self, places: Sequence[_Place], best: int) -> dict[str, Any]:

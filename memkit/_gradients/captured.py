@@ -71,10 +71,10 @@ class CapturedTensors:
         return [weakref.ref(leaf.variable) for leaf in leaves]
 
     def refuse_survivors(self, leaves: Sequence[weakref.ref[Tensor]]) -> None:
-        """Refuse leaves that somebody still holds: a leaf that the function made lives only as long as the graph.
+        """Refuse leaves that something still holds: a leaf that the function made lives only as long as the graph.
 
         Args:
-            leaves: What `refuse` returned, for results that are gone.
+            leaves: The leaves that `refuse` returned; its results must have been freed.
 
         Raises:
             InputError: See `refuse`.

@@ -1,4 +1,4 @@
-"""Loss functions: how one is called, and what it returns: a mean or a sum, its weight, and additional outputs."""
+"""Loss functions: how they are called, and their result: a mean or a sum, its weight, and additional outputs."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class Loss:
         """The loss summed over its count, at least in float32; a mean over a count of zero (NaN) sums to zero."""
         value = self.value.float() if self.value.dtype in {torch.float16, torch.bfloat16} else self.value
         if isinstance(self.weight, Tensor):
-            is_nothing = (self.weight == 0).to(value.device)
-            return value if self.mean is None else torch.where(is_nothing, torch.zeros_like(value), value * self.weight)
+            is_empty = (self.weight == 0).to(value.device)
+            return value if self.mean is None else torch.where(is_empty, torch.zeros_like(value), value * self.weight)
         if not self.weight:
             return torch.zeros_like(value)
         return value if self.mean is None else value * self.weight
@@ -162,9 +162,9 @@ _set_mean, _set_sum, _set_count, _set_outputs = [
 
 _EXPECTED = "a function loss_fn(model, batch), which returns the loss"
 _STEPS = ("training_step", "validation_step", "test_step")
-# Errors that a wrong way to call ends in; anything else, such as an out-of-memory, is the function's own.
+# Errors that a wrong call raises; any other error, such as out of memory, is the function's own.
 _MISTAKES = (TypeError, AttributeError, ValueError, LookupError, NotImplementedError)
-# Names of parameters that tell what a function that has failed takes.
+# Names of parameters, which show what a failed function expects.
 _MODELS = frozenset({"model", "net", "network", "module", "m"})
 _BATCHES = frozenset({"batch", "b", "data", "sample", "samples", "xy", "micro", "micro_batch"})
 _PREDICTIONS = frozenset(
@@ -177,8 +177,8 @@ _TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true", "tr
 def call_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> Loss:
     """Call a user's loss function and read its result.
 
-    An error inside the function stays what it is. Only after an error is the function looked at: a criterion, a
-    function of another number of arguments, or of swapped ones, gets an error that shows the line to write.
+    An error inside the function propagates unchanged. The function is inspected only after an error: for a criterion, a
+    function with another number of arguments, or swapped ones, a new error shows the line to write.
 
     Args:
         loss_fn: Called as ``loss_fn(model, batch)``.
@@ -187,7 +187,7 @@ def call_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> Loss:
         call: The user's call, for messages.
 
     Raises:
-        InputTypeError: It cannot be called so, or returns no loss.
+        InputTypeError: It cannot be called this way, or does not return a loss.
         InputError: It returns several numbers, or a loss without a graph while gradients are enabled.
     """
     loss = read_loss(run_loss_fn(loss_fn, model, batch, call=call), call=call)
@@ -197,7 +197,7 @@ def call_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> Loss:
 
 
 def run_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> object:
-    """Call a user's loss function and return its result as it is; see `call_loss_fn`."""
+    """Call a user's loss function and return its result unchanged; see `call_loss_fn`."""
     try:
         return loss_fn(model, batch)
     except _MISTAKES as error:
@@ -212,12 +212,12 @@ def check_loss_fn(loss_fn: object, batch: object, *, call: str, before: str = ""
 
     Args:
         loss_fn: The loss function.
-        batch: The batch that it is to take.
+        batch: The batch to pass to it.
         call: The user's call, for messages.
-        before: The arguments before the batch, as they are written.
+        before: The arguments before the batch, as written in the call.
 
     Raises:
-        InputTypeError: It cannot, or it was exchanged with the batch.
+        InputTypeError: It cannot be called, or it was swapped with the batch.
     """
     if callable(loss_fn) and not isinstance(loss_fn, type):
         return
@@ -286,23 +286,23 @@ def _fix(result: object) -> str:
         return 'write `return result["loss"]`, or `return mk.Loss(mean=loss, outputs=...)` with the rest as outputs.'
     if isinstance(getattr(result, "loss", None), Tensor):
         return "write `return result.loss`, or `return mk.Loss(mean=loss, outputs=...)` with the rest as outputs."
-    return "write `return mk.Loss(mean=loss, outputs=...)`: the loss as a tensor, and what else you want to see."
+    return "write `return mk.Loss(mean=loss, outputs=...)`, with the loss as a tensor and anything else as outputs."
 
 
 def _refuse_without_graph(model: Any, call: str) -> None:
     is_frozen = isinstance(model, nn.Module) and not any(each.requires_grad for each in model.parameters())
     raise InputError(
         call,
-        got="a loss without a graph" + (" of a model without a parameter that requires a gradient" * is_frozen),
+        got="a loss without a graph" + (", from a model in which no parameter requires a gradient" * is_frozen),
         expected="a loss computed from the model's output with gradients enabled",
-        fix="unfreeze what is trained: model.requires_grad_(True)."
+        fix="unfreeze the parameters to train: model.requires_grad_(True)."
         if is_frozen
         else "let loss_fn return the loss itself: not from torch.tensor(...), not under torch.no_grad(), not detached.",
     )
 
 
 def _misuse(loss_fn: object, model: Any, batch: Any, error: Exception, call: str) -> InputTypeError | None:
-    """Return what is wrong with a function that raised an error; None if the error is its own."""
+    """Return an error that explains how a loss function was misused; None if its error has another cause."""
     if isinstance(error, MemkitError):
         return None
     if not callable(loss_fn):
@@ -318,7 +318,7 @@ def _misuse(loss_fn: object, model: Any, batch: Any, error: Exception, call: str
 
 
 def _known_function(loss_fn: Any, batch: Any) -> tuple[str, str] | None:
-    """Return what a criterion of torch's, or a method of Lightning's, is, and the line to write."""
+    """Describe one of torch's criteria or a method of Lightning's, and return the line to write; None for others."""
     inner = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     name = getattr(inner, "__name__", "")
     if isinstance(getattr(inner, "__self__", None), nn.Module) and name in _STEPS:
@@ -331,7 +331,7 @@ def _known_function(loss_fn: Any, batch: Any) -> tuple[str, str] | None:
 
 
 def _by_its_signature(loss_fn: Any, model: Any, batch: Any) -> tuple[str, str] | None:
-    """Return which arguments a function takes, if not a model and a batch, and the line to write."""
+    """Describe a function that does not take a model and a batch, and return the line to write; None for others."""
     is_module = isinstance(loss_fn, nn.Module)
     try:
         signature = inspect.signature(loss_fn.forward if is_module else loss_fn)

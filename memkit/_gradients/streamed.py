@@ -34,7 +34,7 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, call: str) -> 
         compute: Called once, with whether each input needs a gradient, in no-grad mode if any does and in the caller's
             mode if none does. Returns the value, 0-dim, and for each input its gradient: of the input's shape, in any
             dtype (see `accumulator_dtype`), or None for no gradient.
-        inputs: All that the value depends on.
+        inputs: All tensors that the value depends on.
         call: The user's call, for the message.
 
     Returns:
@@ -66,8 +66,8 @@ def sum_of_chunks(
 
     Args:
         chunk_sum: ``chunk_sum(*chunk)`` returns a 0-dim tensor.
-        rows: Tensors of one or more dimensions with the same number of rows in dimension 0 are split; all else goes to
-            every chunk unchanged.
+        rows: Tensors of one or more dimensions with the same number of rows in dimension 0 are split; everything else
+            is passed to every chunk unchanged.
         params: Distinct leaf tensors that ``chunk_sum`` uses besides the rows and that require grad.
         chunk_size: Rows per chunk. Zero rows give one empty chunk.
         call: The user's call, for messages.
@@ -175,7 +175,7 @@ class _WithGradients(torch.autograd.Function):
         results: Gradients = []
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if gradient is not None:
-                factor = upstream[0].to(gradient.device)  # a model's parameters may lie on several devices
+                factor = upstream[0].to(gradient.device)  # a model's parameters may be on several devices
                 gradient = gradient.mul_(factor) if is_last else gradient * factor  # noqa: PLW2901
             results.append(gradient if gradient is None else gradient.to(dtype))
         return None, None, *results
@@ -202,14 +202,14 @@ class GradientTotals:
 def catch_gradients(
     root: Tensor, slope: Tensor, parameters: Sequence[Tensor], catch: Callable[[int, Tensor], object]
 ) -> None:
-    """Run backward outside of autocast, and call ``catch(index, gradient)`` with each gradient as soon as it is there.
+    """Run backward outside autocast, and call ``catch(index, gradient)`` with each gradient as soon as it is computed.
 
     Memory cost: one gradient at a time.
     """
 
     def note(index: int, gradient: Tensor) -> Tensor | None:
         catch(index, gradient)
-        # Autograd holds what a hook returns until its end: a stand-in without memory.
+        # Autograd holds a hook's result until the backward ends: return a stand-in without memory.
         return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else None
 
     with contextlib.ExitStack() as stack:
@@ -238,7 +238,7 @@ def _is_cut(value: object) -> bool:
 
 
 def num_rows_of(rows: Sequence[Any], call: str) -> int:
-    """Return the number of rows of the split tensors; refuse tensors that differ, or none at all."""
+    """Return the number of rows of the split tensors; refuse different numbers, and calls without such a tensor."""
     counts = {len(each) for each in rows if _is_cut(each)}
     if len(counts) != 1:
         raise InputError(

@@ -234,11 +234,11 @@ def resident_bytes() -> int:
 
 
 def children_bytes() -> int | None:
-    """Read the bytes that the children of this process hold for themselves; None without children.
+    """Read the bytes that the children of this process hold and do not share; None without children.
 
-    Data loader workers are such children. Pages that they share with this process since the fork do not count, until
-    writing to them makes a copy: so a list that all workers come to copy shows. Only Linux tells; about a millisecond
-    for each child of a gigabyte.
+    DataLoader workers are such children. A page shared with this process since the fork is not counted until a write
+    copies it, so a list that every worker gradually copies becomes visible. Linux only; takes about a millisecond for
+    each child of 1 GB.
     """
     total = None
     for tasks in glob("/proc/self/task/*/children"):  # noqa: PTH207 - it is read in training steps, and `Path` is slower
@@ -251,7 +251,7 @@ def children_bytes() -> int | None:
 
 
 def _read(path: str) -> bytes:
-    """Read a file of the kernel; empty if it is gone. Between two steps, `Path` takes several times longer."""
+    """Read a kernel file; empty if it is gone. Between two steps, `Path` takes several times longer."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Atomic file writes: the target is either the old or the new file, never half of each, even if the process is killed.
+"""Atomic file writes: the target is either the old or the new file, never a mix, even if the process is killed.
 
 The new content goes to a temporary file in the same directory (a rename across file systems would be a copy), is
 flushed to disk, and replaces the target in one step; then the directory entry is flushed too. A process that is
@@ -63,7 +63,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _target_of(path: str | os.PathLike[str]) -> Path:
-    """Return the file to replace; rejects a dangling link, which would let others choose where a file appears."""
+    """Return the file to replace; reject a dangling link, which would let others choose where a file appears."""
     target = Path(os.path.realpath(path))
     if not target.exists() and Path(path).is_symlink():
         raise FileNotFoundError(errno.ENOENT, "a link to a missing file", os.fspath(path))

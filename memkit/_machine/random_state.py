@@ -18,9 +18,9 @@ from memkit._core.errors import StateError
 from memkit._core.settings import check_version
 
 _VERSION = 2
-_NUM_WORDS = 624  # of a Mersenne twister; NumPy puts its position behind them, Python in front
-_MARK = struct.Struct("4I")  # the position and the three words beside it
-_LAST = 4 * (_NUM_WORDS - 3)  # bytes in front of NumPy's
+_NUM_WORDS = 624  # of a Mersenne twister; NumPy stores its position after them, Python before them
+_MARK = struct.Struct("4I")  # the position and the three words next to it
+_LAST = 4 * (_NUM_WORDS - 3)  # offset of NumPy's in bytes
 _PYTHON: Any = getattr(random.getstate, "__self__", None)  # the generator of the module's functions
 
 
@@ -145,10 +145,10 @@ def capture_host() -> HostRandomState:
 class HostState:
     """Cached random state of NumPy's and Python's global generators, copied again only if a number was drawn.
 
-    A copy takes longer than everything else that is captured, since NumPy makes a new array and Python 625 integers.
-    The position of either Mersenne twister, and some of its words, lie at an address: NumPy exposes its own, Python's
-    are the fields of its object. They change with each draw except one: the second of a pair of normal numbers, which
-    is stored. Python's can be read; a NumPy state with such a number is copied every time.
+    A copy takes longer than the rest of a capture, since NumPy makes a new array and Python 625 integers. So the
+    position of each Mersenne twister and some of its words are compared in place: NumPy exposes their address, Python's
+    are fields of its generator object. They change with every draw but one: the second of a pair of normal numbers is
+    stored in advance. Python exposes that number; a NumPy state that holds one is copied every time.
     """
 
     def __init__(self) -> None:
@@ -159,13 +159,13 @@ class HostState:
         self._state: HostRandomState
 
     def __reduce__(self) -> tuple[type[HostState], tuple[()]]:
-        return HostState, ()  # a copy, perhaps in another process, looks at its own generators
+        return HostState, ()  # a copy, perhaps in another process, reads that process's generators
 
     def get(self) -> HostRandomState:
         """Return the state: the same object until a number is drawn."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
         if generator is not self._generator:
-            self._look_at(generator)
+            self._read_generator(generator)
         numpy, python = self._numpy_words, self._python_words
         marks = (
             _MARK.unpack_from(numpy, _LAST) if numpy else None,
@@ -183,7 +183,7 @@ class HostState:
         self._state = HostRandomState(numpy, self._state.python if is_python_known else random.getstate())
         self._marks = None if numpy_mark is not None and numpy[3] else numpy_mark, python_mark
 
-    def _look_at(self, generator: Any) -> None:
+    def _read_generator(self, generator: Any) -> None:
         self._generator, self._numpy_words, self._marks = generator, (), (None, self._marks[1])
         if type(generator) is np.random.MT19937:
             words = (ctypes.c_uint32 * (_NUM_WORDS + 1)).from_address(generator.ctypes.state_address)
@@ -193,7 +193,7 @@ class HostState:
 
 
 def _words_of_python() -> Any:
-    """Return position and words of Python's generator where they lie; () if they do not lie where CPython has them."""
+    """Return a view of the position and words of Python's generator; () if its layout differs from CPython's."""
     words = ctypes.c_uint32 * (_NUM_WORDS + 1)
     begin = object.__basicsize__
     if sys.implementation.name != "cpython" or type(_PYTHON).__basicsize__ < begin + ctypes.sizeof(words):
@@ -206,8 +206,8 @@ def _words_of_python() -> Any:
 def _numpy_state() -> Any:
     # User code may draw from the legacy global state.
     if type(np.random.get_bit_generator()) is np.random.MT19937:  # type: ignore[attr-defined]  # as above
-        return np.random.get_state(legacy=True)  # noqa: NPY002 - as said
-    return np.random.get_state(legacy=False)  # noqa: NPY002 - as said
+        return np.random.get_state(legacy=True)  # noqa: NPY002 - see above
+    return np.random.get_state(legacy=False)  # noqa: NPY002 - see above
 
 
 def restore_host(state: HostRandomState, host: HostState | None = None) -> None:
@@ -245,7 +245,8 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     )  # of torch.cuda and torch.xpu, one per device
     if not generators:
         return None
-    index = module.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]  # it is
+    # torch's stub forgets that an index may be None.
+    index = module.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
     return generators[index] if index < len(generators) else None
 
 

@@ -66,7 +66,7 @@ WRITES = frozenset(
     }
 )
 REUSING = WRITES | {ADD}
-# Arguments that hold no tensor: an `isinstance` that says so would take longer than anything else done to them.
+# Types of arguments without tensors: checking them with `isinstance` would take longer than all other work on them.
 _NO_TENSORS = {int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str}
 _LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) returns the tensor that it created below the dispatcher
 _DEVICE = torch.ops.prim.device.default
@@ -199,8 +199,8 @@ class Recorder(LeanDispatchMode):
         self._is_probing = False
         self._cleanup = ExitStack()
         self._was_entered = False
-        self._where = Whereabouts()
-        self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it
+        self._where = StepPosition()
+        self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it does
         self._live: dict[torch.device, int] = {}  # live bytes after the first `_num_summed` events
         self._num_summed = 0
         # One entry per event, and the storages that existed before: (event before which they count, number, bytes).
@@ -233,7 +233,7 @@ class Recorder(LeanDispatchMode):
             cleanup.push(super().__exit__)
             if self._reusing:
                 self._probe()
-            self._where = Whereabouts()
+            self._where = StepPosition()
             for handle in (
                 register_module_forward_pre_hook(self._before_module),
                 register_module_forward_hook(self._after_module, always_call=True),
@@ -241,7 +241,7 @@ class Recorder(LeanDispatchMode):
                 register_optimizer_step_post_hook(self._after_optimizer),
             ):
                 cleanup.callback(handle.remove)
-            cleanup.enter_context(telling(self._note_resized))
+            cleanup.enter_context(on_resize(self._note_resized))
             if self._marks is not None:
                 self._marks.begin()
                 cleanup.callback(self._marks.end)
@@ -264,7 +264,7 @@ class Recorder(LeanDispatchMode):
         return self._live.get(torch.device(device), 0)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage; None if none of its own was seen."""
+        """Return the number of a tensor's storage; None if it has no storage that the recorder has seen."""
         try:
             block = self._blocks.get(id(tensor.untyped_storage()))
         except (NotImplementedError, RuntimeError):
@@ -500,7 +500,7 @@ class Recorder(LeanDispatchMode):
     def _parts(self, tensor: torch.Tensor, operator: Any) -> Iterator[torch.Tensor]:
         """Yield the plain tensors that hold the memory of a sparse or wrapper tensor."""
         if is_traceable_wrapper_subclass_type(type(tensor)):
-            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # the check says it has it
+            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # ensured by the check
                 part = getattr(tensor, name)
                 if isinstance(part, torch.Tensor):  # a DTensor's mesh is not memory
                     yield from self._parts(part, operator)
@@ -698,8 +698,8 @@ class OperatorPlace(NamedTuple):
 _BEFORE = OperatorPlace("other", "", None)
 
 
-class Whereabouts:
-    """Tracks a step through its operators and module calls.
+class StepPosition:
+    """The current position in a step: follows its operators and module calls.
 
     Call `update` at every operator, `enter_module` and `leave_module` around module calls, and set `outside_backward`
     when an optimizer step starts or ends.
@@ -835,7 +835,7 @@ _resize = torch.UntypedStorage.resize_
 _listeners: list[Callable[[torch.UntypedStorage], None]] = []
 
 
-def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+def _resize_and_notify(storage: torch.UntypedStorage, size: int) -> Any:
     result = _resize(storage, size)
     for listener in tuple(_listeners):
         listener(storage)
@@ -843,10 +843,10 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
 
 
 @contextmanager
-def telling(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def on_resize(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Call ``listener`` with each storage after it is resized, in any thread."""
     _listeners.append(listener)
-    torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign,assignment]
+    torch.UntypedStorage.resize_ = _resize_and_notify  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -170,7 +170,7 @@ class Recording:
             raise InputError(
                 f"device={device!r}",
                 got=repr(device),
-                expected=f"a device of this recording: {', '.join(self.devices) or 'there is none'}",
+                expected=f"a device of this recording: {', '.join(self.devices) or 'it has none'}",
                 fix="read `recording.devices`.",
             )
         on_device = self.codes["device"][self.event_storage] == self.devices.index(device)
@@ -209,7 +209,7 @@ class Recording:
 
 
 def encoded(texts: Sequence[str], known: Sequence[str] = ()) -> tuple[IntArray, tuple[str, ...]]:
-    """Return texts as indices into a table, and the table: the ``known`` texts, then those that are new."""
+    """Return texts as indices into a table, and the table: the ``known`` texts, then the new ones."""
     table = {text: code for code, text in enumerate(dict.fromkeys((*known, *texts)))}
     return np.asarray([table[text] for text in texts], dtype=np.int64), tuple(table)
 

@@ -3,7 +3,7 @@
 Nothing is copied beforehand, so it works where a copy would not: with models that keep activations, teachers that
 a loss function closes over, models that fill the memory. Below autograd, a dispatch mode sees every operator:
 
-- An existing tensor is copied right before an operator writes to it, whatever holds it, and restored later.
+- An existing tensor is copied right before an operator writes to it, no matter what holds it, and restored later.
 - Random draws of a run can be kept and replayed row by row in runs on some of the rows.
 - Operators can be made to round slightly differently, to distinguish rounding from a real difference.
 - Operators that exchange tensors with other processes are rejected before they start: the others may not be running.
@@ -37,8 +37,8 @@ _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
 _MAX_COPIED = 100_000  # items of a list or dict that is restored
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
-# Arguments that native_batch_norm writes to, although its schema does not say so.
-_WRITTEN_UNSAID = ("running_mean", "running_var")
+# Arguments that native_batch_norm writes to, although its schema does not declare it.
+_WRITTEN_UNDECLARED = ("running_mean", "running_var")
 _TF32_EPS = 2.0**-10
 _FEWEST_NUMEL = 256  # of a piece that is perturbed at once
 # Operators that select or move values without rounding: a value must stay equal to its source (topk, then >=).
@@ -292,7 +292,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if rehearsal.left_bytes is not None and storage.device.type == "cpu":
             rehearsal.left_bytes -= storage.nbytes()
             if rehearsal.left_bytes < 0:
-                raise MemoryError("a look at these rows takes more host memory than is available")
+                raise MemoryError("inspecting these rows takes more host memory than is available")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ def _facts(func: Any) -> _Facts:
     written = [
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _WRITTEN_UNSAID
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _WRITTEN_UNDECLARED
     ]
     names = [schema.arguments[position].name for position in written if isinstance(position, int)]
     aliases = any(each.alias_info is not None for each in schema.returns)

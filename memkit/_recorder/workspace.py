@@ -76,7 +76,7 @@ class WorkspaceMarks:
             raise StateError(
                 "track(workspace=True)",
                 got="a thread in which a profiler is running",
-                expected="none: workspace is read from a profiler's events, and torch runs one at a time",
+                expected="no other profiler: workspace is read from a profiler's events, and torch runs one at a time",
                 fix="leave that profiler (or the outer track(workspace=True)) first, or use track().",
             )
         shapes, memory, stack, flops, modules = False, True, False, False, False
@@ -113,8 +113,8 @@ class WorkspaceMarks:
         if self._workspaces is None:
             raise StateError(
                 "track(workspace=True)",
-                got="a question inside the block",
-                expected="questions after the block: the profiler hands out its events when it ends",
+                got="a query inside the block",
+                expected="queries after the block: the profiler returns its events when it ends",
                 fix="read the tracker after the block, or use track().",
             )
         return _with_workspaces(recording, self._workspaces)

@@ -1,4 +1,4 @@
-"""Run something that may run out of memory: get its result, or an error that holds no tensors of the failed call.
+"""Run a function that may run out of memory: get its result, or an error that holds no tensors of the failed call.
 
 An error holds the frames of the failed call, and the frames hold its tensors. So the frames are cleared where the error
 is caught, and dropped; undoing, collecting and releasing happen after ``except``, which holds the frames too.
@@ -112,7 +112,7 @@ def attempt(
             raise
     release_cached_memory()
     if undo is not None:
-        insist(undo, "undoing what ran out of memory")
+        insist(undo, "undoing a call that ran out of memory")
     return failure
 
 
@@ -126,8 +126,8 @@ def unless_failed(kinds: Kinds, run: Callable[..., Result], *args: Any) -> Done[
         return Failed(error)
 
 
-class TellingErrors(contextlib.AbstractContextManager[None]):
-    """A context that tells of any error raised in its block, and lets it propagate; cheap enough for every step.
+class ReportingErrors(contextlib.AbstractContextManager[None]):
+    """A context that reports any error raised in its block, and lets it propagate; cheap enough for every step.
 
     Args:
         tell: Called with the error, and whether it is an out-of-memory error.
@@ -233,7 +233,7 @@ def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterabl
 
 
 def _check_function(fn: object, sizes: object) -> None:
-    """Refuse what is no function, and the two arguments swapped."""
+    """Refuse a value that is not a function, and swapped arguments."""
     if not callable(fn):
         is_swapped = callable(sizes)
         raise InputTypeError(
@@ -254,7 +254,7 @@ def _check_takes_a_size(fn: Callable[..., Any]) -> None:
             expected="fn(size)",
             fix="write recover_from_oom(lambda size: step(batch[:size]), sizes).",
         ) from None
-    except ValueError:  # a function in C that does not tell its arguments
+    except ValueError:  # a function in C that does not expose its signature
         return
 
 

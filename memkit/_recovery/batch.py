@@ -1,7 +1,7 @@
 """Micro-batch execution of one batch: parts run one after the other, with a remedy or a retry if memory runs out.
 
-`BatchRun` is the state of the current batch. The next attempt is chosen either by `Alone`, or jointly by the ranks of a
-sharded model (`memkit.train.sharded`).
+`BatchRun` is the state of the current batch. The next attempt is chosen either by `SingleProcess`, or jointly by the
+ranks of a sharded model (`memkit.train.sharded`).
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def refuse_as_batch() -> NoReturn:
     raise StateError(
         "for attempt in trainer.microbatches(batch)",
         got="the attempt itself, used as a batch",
-        expected="its micro-batch, which the attempt gives on entry",
+        expected="its micro-batch, which the attempt returns on entry",
         fix="write `with attempt as micro:` around forward, loss and trainer.backward(loss), and use micro there.",
     )
 
@@ -402,7 +402,7 @@ class BatchRun:
         try:
             smaller = self.plan.shrink(limit, self._cut)
         except (InputError, InputTypeError) as error:
-            self.means.sizes.load_state_dict(self._before_cut[2])  # a smaller size would be no use
+            self.means.sizes.load_state_dict(self._before_cut[2])  # a smaller size would not help
             raise MemkitOutOfMemoryError(
                 self.means.call,
                 got=f"out of memory with {failed.size} {self.means.unit}: {failure.description}; and a batch that "
@@ -429,7 +429,7 @@ class BatchRun:
         ) from failure.error
 
 
-class Alone:
+class SingleProcess:
     """Strategy of a single process: undo a failed micro-batch and run it again, with a remedy or in smaller parts."""
 
     def num_parts(self, run: BatchRun, at_least: int) -> int:

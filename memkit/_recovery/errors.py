@@ -57,7 +57,7 @@ class OomVerdict:
     """An error that is, or may be, out-of-memory.
 
     Attributes:
-        certain: False where the same message also has other causes, so that only memory pressure decides.
+        certain: False if the same message also has other causes, so that only memory pressure decides.
         backend: The memory that ran out: ``"cpu"`` (host memory), ``"cuda"``, ``"hip"``, ``"xpu"``, ``"mps"``, ...
     """
 
@@ -96,7 +96,7 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
         True when memory ran out. ``KeyboardInterrupt`` and ``SystemExit`` never count.
 
     Raises:
-        InputTypeError: ``exc`` is no exception, such as its text.
+        InputTypeError: ``exc`` is not an exception, but for example its text.
 
     Source:
         The messages and where each comes from: ``tests/data/oom_corpus.json``.

@@ -41,7 +41,7 @@ class Replay:
     @property
     def again(self) -> AbstractContextManager[None]:
         """Return a context for the rerun; it may be entered once for every rerun."""
-        return Again(self.repetition)
+        return ReusableRerun(self.repetition)
 
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ def contexts_of(watch: StateWatch) -> tuple[AbstractContextManager[None], Abstra
     return replay, replay.again
 
 
-class Again(contextlib.AbstractContextManager[None]):
+class ReusableRerun(contextlib.AbstractContextManager[None]):
     """A rerun that can be entered more than once: a retained graph is recomputed for each backward.
 
     Args:

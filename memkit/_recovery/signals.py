@@ -14,12 +14,12 @@ _PASSIVE = (signal.SIG_DFL, signal.SIG_IGN)
 _NOTES = "only_noting"  # attribute of a handler
 Handler = TypeVar("Handler", bound=Callable[..., None])
 # The C module, without the slower conversion of arguments and results to enums in the public functions.
-_beneath: Any = vars(signal)["_signal"]
-_get, _set = _beneath.getsignal, _beneath.signal
+_c_module: Any = vars(signal)["_signal"]
+_get, _set = _c_module.getsignal, _c_module.signal
 
 
 def only_noting(handler: Handler) -> Handler:
-    """Mark the handler of a signal that only notes it, for later: it neither raises nor looks at anything."""
+    """Mark a signal handler that only records the signal for later: it neither raises nor reads any state."""
     vars(handler)[_NOTES] = True
     return handler
 

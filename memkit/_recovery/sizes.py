@@ -1,4 +1,4 @@
-"""Memory of the micro-batch sizes that fit, per input shape, and of when a larger one is worth trying."""
+"""Record of the micro-batch sizes that fit, per input shape, and of when a larger one is worth trying."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class BufferSnapshot:
                         "rolling back a failed attempt",
                         got=f"the large buffer {name!r} of a {type(owner).__name__}, which the failed attempt "
                         "changed for the first time",
-                        expected="large buffers that, if they ever change, change in the first steps",
+                        expected="large buffers that change in the first steps, or never",
                         fix="restart from the last checkpoint.",
                     )
             elif entry.copy is not None and entry.buffer is not None:
@@ -261,7 +261,7 @@ class AttributeStates:
                 raise StateError(
                     "rolling back a failed attempt",
                     got=f"a large tensor of shape {tuple(each.shape)} that forward changes in place",
-                    expected="buffers wherever forward changes a tensor in place",
+                    expected="a registered buffer for each tensor that forward changes in place",
                     fix="register the tensor with register_buffer, or update it after the step.",
                 )
 
@@ -328,7 +328,7 @@ def cloned(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _all_cloned(buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return `cloned` of each, of ordinary tensors all at once: a BatchNorm has three small ones."""
+    """Return `cloned` of each buffer; ordinary tensors in one call, since a BatchNorm has three small ones."""
     if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in buffers):
         return [cloned(each) for each in buffers]
     with torch.inference_mode(mode=False), torch.no_grad():

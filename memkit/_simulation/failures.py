@@ -1,6 +1,6 @@
 """Notes on errors of the user's own code that ran on tensors without data: the place and the way out.
 
-The error itself stays what it is, with its traceback: real data would end in the same one, or in one much like it.
+The error and its traceback stay unchanged: real data would cause the same error, or a similar one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONGEST = 80  # characters of a module's own description
 
 
 def note_failure(call: str, error: Exception, model: object, batch: object) -> None:
-    """Add to an error of the user's code where it arose, in the model's terms, and what to try.
+    """Add a note to an error of the user's code: where in the model it arose, and what to try.
 
     Args:
         call: Name of the user's call.
@@ -37,7 +37,7 @@ def note_failure(call: str, error: Exception, model: object, batch: object) -> N
         raise InputTypeError(
             f"{call}(model, sample_batch)",
             got=f"the shape {shape} as batch",
-            expected="a batch of tensors, as the training step gets it",
+            expected="a batch of tensors, as in the training step",
             fix=f"write sample_batch=torch.empty{shape}; on the meta device it takes no memory.",
         ) from error
     error.add_note(_note(call, error, model))
@@ -49,7 +49,7 @@ def _note(call: str, error: Exception, model: object) -> str:
     text += "." if place is None else f"; it failed in {place}."
     if "convert cuda" in str(error) and "numpy" in str(error):
         return f"{text} NumPy cannot read tensors of a GPU: compute with torch, or write .detach().cpu().numpy()."
-    return f"{text} Way out: run loss_fn(model, sample_batch) once by itself, which fails in the same line."
+    return f"{text} Way out: run loss_fn(model, sample_batch) once by itself, which fails on the same line."
 
 
 def _module_at(trace: TracebackType | None, model: object) -> str | None:

@@ -4,8 +4,8 @@ The methods by which code reads them are at the end, as `READING`.
 
 A tensor without data answers with 1, or False. The answer is a number that knows it is a guess: arithmetic with it
 makes more guesses, conversion to text does not count, and a comparison, a condition or a conversion that loses this
-knowledge is noted with its line. So is a number that goes where it cannot be followed, unless the source shows that it
-becomes text or a sum.
+knowledge is noted with its line. So is a number that passes into code where it cannot be followed, unless the source
+shows that it becomes text or a sum.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from memkit._recorder.recorder import Whereabouts
+from memkit._recorder.recorder import StepPosition
 from memkit._simulation.uses import Site, Use, operation_of, site_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor
 from memkit._torch.files import WRAPPERS
 
-READ = "aten._local_scalar_dense.default"  # the operator beneath `Tensor.item`
+READ = "aten._local_scalar_dense.default"  # the operator behind `Tensor.item`
 KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same, and known
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
@@ -70,7 +70,7 @@ class Guesses(Counter[str]):
     Attributes:
         answers: The answers to give.
         branches: Lines that branch on an answer: a different answer might take the other branch.
-        numbers: Lines whose number goes where it cannot be followed: it may become a size.
+        numbers: Lines whose number passes into code where it cannot be followed: it may become a size.
         assumptions: Lines that raise an error unless the answer is the given one.
         num_true: How often a value was read that a tensor does have: it needed no guess.
     """
@@ -90,7 +90,7 @@ class Guesses(Counter[str]):
 
     def note(self, name: str) -> str:
         """Count an answer and return the line that read it."""
-        line = str(Whereabouts().place().line)
+        line = str(StepPosition().place().line)
         self[f"{name} at {line}"] += 1
         return line
 
@@ -149,7 +149,7 @@ class Guesses(Counter[str]):
 
     def finite(self) -> None:
         """Note that code checked whether numbers are finite, and was told that they are."""
-        self.assumptions[f"{Whereabouts().place().line} finds all numbers finite"] = None
+        self.assumptions[f"{StepPosition().place().line} finds all numbers finite"] = None
 
     # -------------------------------------------------------------------------- what becomes of the answers
 
@@ -200,7 +200,7 @@ class Guesses(Counter[str]):
 
 def _now(line: str) -> str:
     """Return the user's line that is running, or else the line that read the number."""
-    return str(Whereabouts().place().line or line)
+    return str(StepPosition().place().line or line)
 
 
 def _named(line: str) -> str:
@@ -216,7 +216,7 @@ def _frame() -> FrameType:
 
 
 def _site() -> Site:
-    """Find what the reading code does with the answer. memkit's own code only weighs and checks with it."""
+    """Find how the reading code uses the answer. memkit's own code uses it only for weights and checks."""
     frame = _frame()
     return Site(Use.TEXT) if frame.f_code.co_filename.startswith(str(_MEMKIT)) else site_of(frame)
 

@@ -25,7 +25,7 @@ _ONE_BUFFER_OF_STATES = (3, 8)  # oneDNN 3.7 keeps a recurrent layer's states in
 _SMALL = 1024  # scalars, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # oneDNN's own allocations
 _PER_HELPER = 2**20  # upper bound for each thread beyond the first
-_TRANSPOSED = 2**14  # a block that is transposed at a time
+_TRANSPOSED = 2**14  # a block that is transposed at once
 _CHUNK_CAT = "fsdp::chunk_cat"  # a CPU pads copies of gradients that cannot be split evenly
 
 
@@ -36,7 +36,7 @@ def _operators(*names: str) -> frozenset[Any]:
 class HostKernels:
     """Scratch memory of CPU kernels; there is no model of the allocator."""
 
-    def counts(self, device: torch.device) -> bool:  # noqa: ARG002 - the interface of all places
+    def counts(self, device: torch.device) -> bool:  # noqa: ARG002 - interface
         """Count all storages, whatever device they report."""
         return True
 
@@ -113,7 +113,7 @@ def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Te
 
 
 def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    """Give the storage of the map from rows to bags one entry more than its size."""
+    """Make the storage of the map from rows to bags one entry larger than the tensor."""
     bag_of_row = out[1]
     if bag_of_row.numel():
         bag_of_row = bag_of_row.new_empty(len(indices) + 1)[:-1]

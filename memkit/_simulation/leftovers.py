@@ -101,7 +101,7 @@ def empty_caches(tensors: Simulated) -> None:
 def _are_alive(tensors: Simulated) -> bool:
     if not tensors.survivors():
         return False
-    gc.collect()  # most of what is left is in cycles
+    gc.collect()  # most remaining ones are in cycles
     return bool(tensors.survivors())
 
 

@@ -26,7 +26,7 @@ from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.protocols import SimulatedGpu
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
 from memkit._machine import random_state
-from memkit._recorder.recorder import UNSHARD, Recorder, Whereabouts
+from memkit._recorder.recorder import UNSHARD, Recorder, StepPosition
 from memkit._recorder.recording import Recording
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches
@@ -57,9 +57,9 @@ class AllocatorFigures(NamedTuple):
 
     Attributes:
         allocated_bytes: Peak of allocated bytes.
-        reserved_bytes: Peak of reserved bytes, where memory is plenty.
-        find_least: Finds the least that it must be able to reserve: short of memory, it frees what it caches.
-        find_range: Finds the least and most that it reserves, whatever else libraries hold.
+        reserved_bytes: Peak of reserved bytes if memory is plentiful.
+        find_least: Finds the least that it must be able to reserve: when memory runs short, it frees cached blocks.
+        find_range: Finds the least and most that it reserves, for any amount held by libraries.
         context_interval: Least and most bytes outside the allocator.
         gpu: Name of the GPU.
         total_bytes: Memory of the GPU.
@@ -132,8 +132,8 @@ class Host:
         """Make a recorder that knows the scratch memory of CPU kernels."""
         return Recorder(beneath=HostKernels())
 
-    def active(self, tensors: Tensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all places
-        """Set up nothing: the CPU is always there."""
+    def active(self, tensors: Tensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - interface
+        """Set up nothing: every machine has a CPU."""
         return nullcontext(())
 
     def figures(self) -> None:
@@ -316,7 +316,7 @@ class Watch:
             guesses=tuple(f"{count} x {guess}" for guess, count in guesses.items()),
             doubts=(*guesses.doubts, *self.steps_without_gradients()),
             assumptions=tuple(guesses.assumptions),
-            caller=str(Whereabouts().place().line),
+            caller=str(StepPosition().place().line),
         )
 
     def steps_without_gradients(self) -> tuple[str, ...]:
@@ -465,7 +465,11 @@ Spread: TypeAlias = Callable[[nn.Module, "str | MakeOptimizer | Optimizer", str]
 
 
 @contextmanager
-def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[RankPart]:  # noqa: ARG001 - interface
+def in_one_process(
+    model: nn.Module,
+    optimizer: str | MakeOptimizer | Optimizer,
+    device_type: str,  # noqa: ARG001 - interface
+) -> Iterator[RankPart]:
     """Run everything in one process."""
     yield RankPart(model, optimizer_maker(optimizer)(model.parameters()), ())
 
@@ -482,12 +486,13 @@ class TrainingStep:
     accumulation_steps: int = 1
     selected_fraction: float | None = None
 
-    def record(self, place: Place, *, spread: Spread = alone, call: str = "estimate_memory_usage") -> Record:
+    def record(self, place: Place, *, spread: Spread = in_one_process, call: str = "estimate_memory_usage") -> Record:
         """Run two steps and record the second.
 
         Args:
             place: The place to run in.
-            spread: How the step is distributed over ranks: `alone`, or `memkit._simulation.ranks.as_first_rank`.
+            spread: How the step is distributed over ranks: `in_one_process`, or
+                `memkit._simulation.ranks.as_first_rank`.
             call: The user's call, for errors.
         """
         check_model(call, self.model, self.batch, self.optimizer)
@@ -541,13 +546,13 @@ def loss_of(
 
 
 def check_model(call: str, model: object, batch: object = None, optimizer: object = None) -> None:
-    """Refuse what is no model, and a loader instead of a batch.
+    """Refuse a model that is not a module, and a loader instead of a batch.
 
     Args:
         call: Name of the user's call.
-        model: What came as the model.
-        batch: What came as the sample batch.
-        optimizer: What came as the optimizer, for the message.
+        model: The value passed as the model.
+        batch: The value passed as the sample batch.
+        optimizer: The value passed as the optimizer, for the message.
 
     Raises:
         InputTypeError: ``model`` is not a module, or ``batch`` is a loader.
@@ -563,13 +568,13 @@ def check_model(call: str, model: object, batch: object = None, optimizer: objec
         raise InputTypeError(
             f"{call}(model, sample_batch)",
             got=f"a {type(batch).__name__}",
-            expected="one batch of it",
+            expected="one of its batches",
             fix=f"write {call}(model, next(iter(loader)), loss_fn, ...).",
         )
 
 
 def _instead_of_a_model(call: str, model: object, batch: object, optimizer: object) -> str:
-    """Return the way out for something that is no model."""
+    """Return the way out for a value that is not a model."""
     if call == "find_worst_batch":
         return "write find_worst_batch(loader, model, loss_fn)."
     right = f"write {call}(model, "
@@ -581,8 +586,8 @@ def _instead_of_a_model(call: str, model: object, batch: object, optimizer: obje
         return f"write {call}(torch.nn.ModuleList(models), ...)."
     kinds = {(each.__module__.partition(".")[0], each.__name__) for each in type(model).__mro__}
     if kinds & {("lightning", "Trainer"), ("pytorch_lightning", "Trainer")}:
-        return f"write {call}(module, ...), with the LightningModule that trainer.fit(module) gets."
-    if isinstance(getattr(model, "model", None), nn.Module):  # a trainer of Hugging Face, of memkit, of one's own
+        return f"write {call}(module, ...) with the LightningModule passed to trainer.fit(module)."
+    if isinstance(getattr(model, "model", None), nn.Module):  # a trainer of Hugging Face, of memkit, or the user's own
         return f"write {call}(trainer.model, ...)."
     if isinstance(model, Mapping):
         return f"load it into a model, model.load_state_dict(state), and write {call}(model, ...)."

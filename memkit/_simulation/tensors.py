@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from memkit._core.errors import InputError, NotSimulatedError, StateError
 from memkit._core.settings import Checker
-from memkit._recorder.recorder import Whereabouts
+from memkit._recorder.recorder import StepPosition
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
 from memkit._torch.dispatch import OpOverload, keys_of, no_dispatch
@@ -48,10 +48,10 @@ _LOOKING = frozenset({aten.local_scalar_dense, _aten.select.int, _aten.slice.Ten
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
-# padding) are true. Those that a step makes from nothing are computed for real, up to the second, smaller limit.
+# padding) are true. Those that a step makes without inputs are computed for real, up to the second, smaller limit.
 _MOST_VALUES, _MOST_COUNTED = 2**20, 1024
 _ATOMS = frozenset({bool, int, float, str})
-_COUNTING = frozenset(  # what makes tensors, whose values are known, from nothing
+_COUNTING = frozenset(  # operators without inputs, which make tensors with known values
     {
         _aten.arange.default,
         _aten.arange.start,
@@ -115,7 +115,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         self._instead = {aten.pack_padded_sequence: self._pack, **(instead or {})}
         self._selected_fraction = selected_fraction
         self._has_known = False
-        self._num_answers = 0  # to operators that asked for data, within others too
+        self._num_answers = 0  # to operators that asked for data, including those inside other operators
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # initial attributes of a tensor, by device
         # References to storages: a tensor with weak references could not move to another device.
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -282,7 +282,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
             raise NotSimulatedError(
                 CALL,
-                got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
+                got=f"{func} at {StepPosition().place().line}, whose result's size depends on data",
                 expected="sizes that depend only on the sizes of the batch",
                 fix="for masks and nonzero, pass selected_fraction=1.0 (the worst case) or the fraction that they "
                 "select; pass output_size=... to repeat_interleave; give pack_padded_sequence lengths that come with "
@@ -647,9 +647,10 @@ class StorageCopies:
 
 
 def holds_values(value: object) -> bool:
-    """Return whether an object's attributes are a batch's.
+    """Return whether an object may be a batch that holds its values as attributes.
 
-    A UserDict, as tokenizers return, a dataclass, or what moves itself to a device, as PyG's `Data` does.
+    Such an object is a UserDict, as tokenizers return, a dataclass, or one that moves itself to a device, as PyG's
+    `Data` does.
     """
     return isinstance(value, Mapping) or is_dataclass(value) or callable(getattr(type(value), "to", None))
 

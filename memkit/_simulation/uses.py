@@ -1,7 +1,7 @@
-"""Find out from source code what it does with a number that it reads from a tensor.
+"""Analysis of source code: how it uses a number that it reads from a tensor.
 
-A number that becomes text or is added up does not matter; one that is compared, bounds a loop or goes where it cannot
-be followed may affect memory use. The use is found in the file's syntax tree, by the position of the running
+A number that becomes text or is added up does not matter; one that is compared, bounds a loop or passes into code where
+it cannot be followed may affect memory use. The use is found in the file's syntax tree, by the position of the running
 instruction; names are followed within their function, attributes within their file.
 """
 
@@ -248,7 +248,7 @@ class _Tree:
 
 
 def _guard(statement: ast.AST) -> Site | None:
-    """Return the guard that a statement is, if it raises an error or exits depending on its condition."""
+    """Return a statement as a guard, if it raises an error or exits depending on its condition."""
     if isinstance(statement, ast.Assert):
         return Site(Use.GUARD, _passing(statement.test, wanted=True))
     if isinstance(statement, ast.If) and _ends(statement.body) and not statement.orelse:

@@ -47,7 +47,7 @@ FUSED_ATTENTION = overloads(
 """The operators of F.scaled_dot_product_attention."""
 
 FUSED_RMS_NORM_BACKWARD = overloads("_fused_rms_norm_backward.default")
-"""The backward of RMSNorm as one operator; in 2.8 it is missing, and CUDA composes both directions of several."""
+"""The backward of RMSNorm as one operator; 2.8 lacks it, and composes forward and backward of several on CUDA."""
 
 FUSED_RMS_NORM = overloads("_fused_rms_norm.default") if FUSED_RMS_NORM_BACKWARD else frozenset()
 """The forward of RMSNorm as one operator: in 2.8 for Metal only."""

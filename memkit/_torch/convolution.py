@@ -10,6 +10,6 @@ from torch._C import (  # type: ignore[attr-defined]  # torch's stubs lack the u
 
 memory_format_owner: Any = torch._C
 MEMORY_FORMAT = "_conv_determine_backend_memory_format"
-"""Function of (input, weight, backend) that FakeTensor asks; a build without CUDA says contiguous for every GPU."""
+"""Function of (input, weight, backend) that FakeTensor calls; without CUDA it returns contiguous for every GPU."""
 
 __all__ = ["MEMORY_FORMAT", "ConvBackend", "memory_format_owner", "select_conv_backend"]

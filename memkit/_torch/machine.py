@@ -11,7 +11,7 @@ def allocator_history() -> object:
 
 
 def keep_allocator_history(max_entries: int) -> None:
-    """Let torch record its CUDA allocator's last actions with the Python lines that asked for memory; 0 stops it."""
+    """Let torch record its CUDA allocator's last actions with the Python lines that requested them; 0 stops it."""
     if max_entries:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
     else:

@@ -10,7 +10,7 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Returns an operator's schema: its arguments and results, and the ones it writes to."""
 
 kernel_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
-"""Returns what an `OpOverload` calls: calling it at once saves a function of Python."""
+"""Returns the function that an `OpOverload` calls: calling it directly saves one Python call."""
 
 remove_kernels: Callable[[Any], None] = methodcaller("_destroy")
 """Removes the kernels that a library has registered."""
@@ -19,7 +19,7 @@ scriptable: Callable[[], dict[int, str]] = torch.jit._builtins._get_builtin_tabl
 """Returns torch's own table of functions that `torch.jit.script` maps to operators: operator names by `id`."""
 
 has_fallback: Callable[[Any], bool] = torch._C._dispatch_has_backend_fallback
-"""Returns whether operators without a kernel for a dispatch key fall through to the next; for autograd not in 2.8."""
+"""Returns whether operators without a kernel for a dispatch key fall through to the next; not for autograd in 2.8."""
 
 
 def has_kernel(func: Any, key: str) -> bool:

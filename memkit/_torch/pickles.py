@@ -1,4 +1,4 @@
-"""Names in torch's files that are called to create their tensors."""
+"""Names of the functions that torch's files call to create their tensors, and of other objects in them."""
 
 REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
 REBUILD_TENSOR_OF_DTYPE = "torch._utils._rebuild_tensor_v3"

@@ -1,7 +1,7 @@
-"""TorchScript inside a forward that runs again in backward.
+"""TorchScript inside a forward that is run again in the backward.
 
-It runs another plan when it is called for the second time, which saves other tensors than the first; and an exception
-passes through it as a RuntimeError that holds only its text.
+On its second call, a scripted function runs another plan, which saves other tensors than the first one; and an
+exception raised inside it becomes a RuntimeError that holds only its text.
 """
 
 import contextlib
@@ -12,16 +12,17 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 
 def as_written() -> contextlib.AbstractContextManager[None]:
-    """Return a block in which scripted code runs its operators as they are written, so that reruns save the same."""
+    """Return a context in which scripted code runs its operators as written, so that reruns save the same tensors."""
     return optimized_execution(False)  # noqa: FBT003 - torch's form
 
 
 @contextlib.contextmanager
 def early_stop_through_scripts() -> Iterator[None]:
-    """Give back the exception with which torch's checkpoint stops a recomputation that has all that it needs.
+    """Restore the exception by which torch's checkpoint stops a recomputation once it has all tensors it needs.
 
-    It has no text, and is raised where a tensor is saved: inside a scripted function, as a RuntimeError without text.
-    Should another exception without text be taken for it, torch's checkpoint finds tensors missing, and says so.
+    The exception has no text, and is raised where a tensor is saved; a scripted function turns it into a RuntimeError
+    without text. If another exception without text is mistaken for it, torch's checkpoint finds tensors missing and
+    reports them.
     """
     try:
         yield

@@ -28,7 +28,7 @@ def live_versions(references: Iterable[Callable[[], torch.Tensor | None]]) -> li
 
 
 def marks_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Return the tensors that have a version (inference tensors have none), each with its present one."""
+    """Return the tensors that have a version (inference tensors have none), each with its current one."""
     return [(each, each._version) for each in tensors if not each.is_inference()]
 
 

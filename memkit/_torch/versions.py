@@ -26,8 +26,8 @@ def warn_beyond_tested(version: str = torch.__version__) -> None:
     if not OLDEST <= parse(version) <= NEWEST:
         warnings.warn(
             f"memkit was tested on PyTorch {_name(OLDEST)} to {_name(NEWEST)}, and this is {version}. It uses private "
-            "parts of PyTorch, which may have changed: predictions may be off, and a feature may fail. Way out: "
-            "memkit's newest version, or a PyTorch within that range.",
+            "parts of PyTorch, which may have changed: predictions may be wrong, and a feature may fail. Way out: "
+            "install memkit's newest version, or a PyTorch within that range.",
             MemkitWarning,
             stacklevel=2,
         )
@@ -65,7 +65,7 @@ def refuse_unknown(name: str, *, feature: str) -> NoReturn:
         feature,
         got=f"PyTorch {torch.__version__}, which has no {name}",
         expected=f"PyTorch {tested}, as its wheels install it",
-        fix="install one of these, or a newer memkit; what needs no virtual GPU works with this one.",
+        fix="install one of these, or a newer memkit; features that need no virtual GPU work with this one.",
     )
 
 

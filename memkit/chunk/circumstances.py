@@ -56,7 +56,7 @@ class Circumstances:
         self.taken()
 
     def taken(self) -> tuple[list[ReplayedChunk], dict[int, KeptResults]]:
-        """Return what was kept, and keep it no longer: a graph is used once."""
+        """Return the kept chunks and results, and drop them here: a graph is used once."""
         kept, products = self.kept, self.products
         self.kept, self.products = [], {}
         return kept, products

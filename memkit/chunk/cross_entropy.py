@@ -27,7 +27,7 @@ _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gr
         "write chunked_linear_cross_entropy(x, head.weight, targets): logits are computed from the hidden states, a "
         "chunk at a time": "logits",
         "there is no num_chunks: pass the rows of a chunk, chunk_size=-(-len(x) // num_chunks)": "num_chunks",
-        "there is no softcap: a softcap of the logits goes through memkit.chunk.chunked_loss": "softcap",
+        "there is no softcap: use memkit.chunk.chunked_loss for a softcap of the logits": "softcap",
         "label_smoothing": "smoothing",
         "ignore_index": "ignore_id",
     }
@@ -65,7 +65,7 @@ def chunked_linear_cross_entropy(
         ignored, and its gradients are zero.
 
     Raises:
-        ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is something else, such as
+        ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is invalid, such as
             ``"none"``, or ``label_smoothing`` lies outside [0, 1].
         InputError: The shapes do not match, or the targets are not int64.
         StateError: In the backward pass with ``create_graph=True``.

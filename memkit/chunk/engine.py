@@ -229,7 +229,7 @@ class ChunkedCall:
     def _recorded(
         self, tensors: CallTensors, replay: Circumstances, start: int, length: int, keep: Keep, *, is_first: bool
     ) -> list[Tensor]:
-        """Run one chunk, keeping for the backward what is wanted. No local outlives the chunk."""
+        """Run one chunk, and keep its graph or its products for the backward if wanted. No local outlives the chunk."""
         # The first chunk always has a graph: it reveals tensors that the function captures from outside.
         captured = CapturedTensors(self.name, self.fn) if is_first else None
         products = KeptResults(self.name, _SAME_OPERATORS) if keep == "products" and not self._differentiates else None
@@ -246,7 +246,7 @@ class ChunkedCall:
         return [result.detach() for result in chunk.results]
 
     def product_bytes(self, tensors: CallTensors, num_rows: int) -> int:
-        """Run the first rows; return the bytes of what is kept of a chunk whose products are kept."""
+        """Run the first rows; return the bytes that are kept for a chunk whose products are kept."""
         products = KeptResults(self.name, _SAME_OPERATORS)
         with graphs(enabled=True):
             chunk = self._run_chunk(tensors, 0, num_rows, products.first())
@@ -317,7 +317,7 @@ class ChunkedCall:
                 got=f"a function that returns {shapes or 'no tensor'} for a chunk of {length} rows",
                 expected="one row of output for each input row",
                 fix=without_batch(self.fn, rows)
-                or "reduce the result outside of the function, or use chunked_segment_reduce or chunked_loss.",
+                or "reduce the result outside the function, or use chunked_segment_reduce or chunked_loss.",
             )
         self._result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         return results

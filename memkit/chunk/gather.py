@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError, InputTypeError
 
 Gather: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
-"""By keyword of the function: a pair (x, src), of which the function gets the rows x[src]."""
+"""By keyword of the function: a pair (x, src); the function gets the rows x[src]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def gathered(
     Args:
         call: The user's call, for messages.
         fn: The function or module that gets the rows as keywords.
-        gather: What the user passed.
-        num_rows: Rows of the call; None where the other arguments say it.
+        gather: The user's argument.
+        num_rows: Rows of the call; None if the other arguments determine it.
 
     Raises:
         InputError: An index does not fit the rows, or its tensor.

@@ -31,7 +31,7 @@ _SIZES = (8, 16, 32, 64, 128)  # sizes of the small volume; the strides of most 
 _LONGEST = 512
 _PERIODS = (2, 8, 32)  # longest period to search for, cheap search first
 _VOXELS = 2**13  # per run of the probe, if its rows can be split
-REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # of modules for a size or dtype
+REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # of a size or dtype, by modules
 _APART = (
     "apply the part of the module before that layer in tiles, and that layer to the whole volume; "
     "monai.inferers.sliding_window_inference approximates the result."
@@ -54,7 +54,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
         dims: Dimensions to examine, counted from the end.
 
     Returns:
-        The reach along each dimension. Where it covers the whole volume, no more than that is found out.
+        The reach along each dimension. If it covers the whole volume, its exact size is not determined.
 
     Raises:
         InputError: The module depends on the whole input, changes its buffers, depends on absolute position, or stops
@@ -67,7 +67,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     form = (x.shape[1], x.dtype, x.device, tuple(size % (2 * _PERIODS[-1]) for size in x.shape[2:]))
     key = (repr(module), modes, form, tuple(dims))
     known = _CACHE.setdefault(module, {})
-    for_this_size = (*key, tuple(x.shape))  # what is as large as this volume may fit into a larger one
+    for_this_size = (*key, tuple(x.shape))  # a reach as large as this volume may fit into a larger one
     if key not in known and for_this_size not in known:
         with without_gradients(), undone([module]) as changed:
             probe = _Probe(module, x, changed)
@@ -208,7 +208,7 @@ class _Probe:
                 got=f"a module for which no halo up to {_LONGEST // 2} and no stride up to {_PERIODS[-1]} was found "
                 f"in dimension {dim}",
                 expected="a module that is equivariant to shifts, as convolutions are, and propagates NaN",
-                fix="apply the parts of the module in tiles that look less far.",
+                fix="apply only those parts of the module in tiles that have a smaller receptive field.",
             )
         return InputError(
             CALL,

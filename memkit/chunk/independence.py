@@ -190,7 +190,7 @@ def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
 
 
 def unpacked() -> contextlib.AbstractContextManager[None]:
-    """Return a block that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
+    """Return a context that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
     if saving_hooks() is None:
         return contextlib.nullcontext()  # hooks, even those that do nothing, would forbid torch.func inside
     # Detached, as torch's checkpoint does: a tensor that a gradient with create_graph=True saves would hold itself.
@@ -211,7 +211,7 @@ def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: 
     names = dict(pair for module in modules for pair in _open_children(module, ""))
 
     def watch(child: nn.Module, inputs: Any, output: Any) -> Any:
-        if is_transforming():  # inside torch.func the values are not there to be looked at; the result will show it
+        if is_transforming():  # inside torch.func the values cannot be read; the result will show the mixing
             return output
         given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if given and not any(map(_may_be_nan, given)):

@@ -57,8 +57,8 @@ def chunked_loss(
 
     Raises:
         ConfigError: ``chunk_size`` is invalid, or not even one row fits into ``memory_budget``; ``reduction`` is
-            something else, such as ``"none"``: per-row upstream gradients cannot be applied to gradients that are
-            already summed.
+            invalid, such as ``"none"``: per-row upstream gradients cannot be applied to gradients that are already
+            summed.
         InputError: ``fn`` returns a single number, or the wrong number of rows; it uses a tensor that requires grad and
             is neither among the rows nor in ``params``; the arguments differ in their number of rows.
         InputTypeError: ``fn`` returns neither a tensor nor a `Loss`.

@@ -25,8 +25,8 @@ WORDS = {  # for calls in chunks
     ),
 }
 BOUND = (
-    "rows go by position, rows that an index picks as gather={'{key}': (x, src)}, and what is the same for all rows "
-    "is bound: functools.partial(fn, {key}={key})"
+    "pass rows by position, rows picked by an index as gather={'{key}': (x, src)}, and bind values that are the same "
+    "for all rows: functools.partial(fn, {key}={key})"
 )
 
 
@@ -51,16 +51,16 @@ def chunked_map(
         chunk_size: Rows per call. ``"auto"`` tries some sizes on the first rows, forward and backward, in every call; a
             `ChunkedProcessor` remembers the result.
         memory_budget: With ``"auto"``, the peak memory of the call beyond its arguments and its result, in bytes or as
-            text such as ``"512MiB"``; the gradients it creates count. Leftover budget buys time back: the results
-            of matrix products, or the graphs, of some chunks are kept. None for chunks of 16 MiB on a CPU, 256 MiB
-            elsewhere.
+            text such as ``"512MiB"``; the gradients it creates count. Leftover budget saves time: the results of matrix
+            products, or the graphs, of some chunks are kept. None for chunks of 16 MiB on a CPU, 256 MiB elsewhere.
         params: Leaf tensors that a plain function uses and that need a gradient. A module contributes its own, also
             through a method or a `functools.partial`. A forgotten tensor is detected and refused.
         output_device: Device on which the result is assembled, chunk by chunk; None for the device of the output of
             ``fn``.
         check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
         gather: Keyword arguments of ``fn`` whose rows are gathered chunk by chunk: ``{"x_j": (x, src)}`` passes rows of
-            ``x[src]``. ``x`` (m, ...), ``src`` int64 or int32 (n,). Its gradient is summed over the rows that name it.
+            ``x[src]``. ``x`` (m, ...), ``src`` int64 or int32 (n,). The gradient of a row of ``x`` is the sum over all
+            rows that refer to it.
 
     Returns:
         The result of ``fn(*rows)``: tensors of shape (n, ...), alone or in containers. An unused tensor gets no
@@ -99,7 +99,7 @@ def chunked_map(
 
 
 def read_device(call: str, device: str | torch.device | None) -> torch.device | None:
-    """Return the device on which a result is assembled; None for that of the function's output.
+    """Return the device on which a result is assembled; None for the device of the function's output.
 
     Raises:
         ConfigError: It is not a device.

@@ -44,7 +44,7 @@ def cast_bytes(params: Iterable[Tensor]) -> int:
 
 
 def watched(run: Callable[[], _T]) -> tuple[_T, int, int]:
-    """Run something; return its result, the highest bytes above the start, and the bytes above the start at the end.
+    """Run a function; return its result, the highest bytes above the start, and the bytes above the start at the end.
 
     Counts storages on all devices and the temporary workspace of operators. The workspace is not counted while a
     profiler is running: torch allows only one at a time.

@@ -61,7 +61,7 @@ def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] 
             raise InputError(
                 call,
                 got=f"a parameter of shape {tuple(tensor.shape)} that was computed from other tensors",
-                expected="leaf tensors, as module.parameters() gives",
+                expected="leaf tensors, as module.parameters() returns",
                 fix="compute this tensor inside the function, from leaf tensors in params.",
             )
     return list(found.values())
@@ -79,8 +79,9 @@ def listed(call: str, params: Iterable[Tensor] | None) -> list[Tensor]:
     if is_one or not all(isinstance(each, Tensor) for each in found):
         raise InputTypeError(
             call,
-            got=f"params of {', '.join(sorted({type(each).__name__ for each in found}))}" + " alone" * is_one,
-            expected="tensors in a list, or what module.parameters() gives",
+            got=f"params as {'a single' if is_one else 'items of type'} "
+            + ", ".join(sorted({type(each).__name__ for each in found})),
+            expected="a list of tensors, or module.parameters()",
             fix="pass params=[tensor] or params=module.parameters().",
         )
     return found

@@ -45,11 +45,11 @@ _CALL_WORDS = {
 class ChunkedProcessor:
     """Run a function of rows in pieces, forward and backward, within a memory budget.
 
-    Chunks are as large as is useful for speed, or as the budget allows. Leftover budget buys time back: of as
-    many chunks as fit the results of matrix products and convolutions are kept, or the graph, if there is room for it,
-    and not recomputed. Sizes are measured on the first rows of the
-    first call of a kind (shapes, dtypes, modes), in bytes rather than time, so the same call is always cut the same
-    way; calls of that kind with a different number of rows reuse the measurement.
+    Chunks are as large as is useful for speed, or as the budget allows. Leftover budget saves time: for as many chunks
+    as fit, the results of matrix products and convolutions, or the whole graph if there is room for it, are kept and
+    not recomputed. Sizes are measured on the first rows of the first call of a kind (shapes, dtypes, modes), in bytes
+    rather than time, so the same call is always cut the same way; calls of that kind with a different number of rows
+    reuse the measurement.
 
     Args:
         fn: A module or function that treats each row independently. It is run again in the backward pass.
@@ -57,7 +57,7 @@ class ChunkedProcessor:
         memory_budget: With ``"auto"``, the peak memory of a call beyond its arguments and its result, in bytes or as
             text such as ``"512MiB"``. The gradients it creates and running sums count. None for chunks of 16 MiB on a
             CPU, 256 MiB elsewhere.
-        params: Leaf tensors that a plain function uses and that need a gradient. A module brings its own.
+        params: Leaf tensors that a plain function uses and that need a gradient. A module contributes its own.
         check: Whether to verify on a few rows that ``fn`` treats each row independently.
 
     Raises:

@@ -26,7 +26,7 @@ _MOST_LEVELS = 20  # Morton codes of a cell have 21 bits an axis
 
 @dataclass(frozen=True, slots=True)
 class ResolutionChoice:
-    """A chosen resolution, and what the others would have been.
+    """A chosen resolution, with the figures of the other levels.
 
     Attributes:
         level: Number of halvings of the finest grid.
@@ -144,7 +144,7 @@ class DynamicResolutionProcessor:
         return self.choice
 
     def _finest(self, num_active: tuple[int, ...], density: list[float]) -> int:
-        """Return the finest level within the limits; the last one where none has enough points."""
+        """Return the finest level within the limits; the last one if no level has enough points per voxel."""
         last = len(num_active) - 1
         if num_active[-1] > self._max_active:
             raise InputError(
@@ -239,7 +239,7 @@ class DynamicResolutionProcessor:
 
 
 def _points_of(coords: Tensor) -> str:
-    """Return the call for what was given in place of points: a volume, a batch of clouds, points as columns."""
+    """Return the way out for a value given in place of points: a volume, a batch of clouds, points as columns."""
     if coords.dim() in (4, 5):
         return "for a volume: at = (volume != 0).any(1).nonzero(); write choose(at[:, 1:], batch=at[:, 0])"
     if coords.dim() == 3 and coords.shape[2] in MORTON_BITS:

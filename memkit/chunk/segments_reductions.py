@@ -80,8 +80,8 @@ class _Sum(_OverSegments):
 class _Extreme(_OverSegments):
     """The largest or smallest message; its gradient goes to the first edge that attains it.
 
-    Which edge has won an element is kept as the edge's rank. A later chunk ranks above an earlier one, whose winner it
-    has beaten if it attains the result anew; in a chunk the first edge ranks highest. So the highest rank wins.
+    The winning edge of each element is stored as its rank. A later chunk ranks above an earlier one, since its edges
+    win only if they beat the earlier winner; within a chunk the first edge ranks highest. So the highest rank wins.
     """
 
     def __init__(self, segments: Segments, reduce: Literal["max", "min"]) -> None:
@@ -123,14 +123,14 @@ class _Extreme(_OverSegments):
             best.scatter_reduce_(0, rows, message, self._how)
             after = best.index_select(0, ids)
             # Comparisons in place write zeros and ones of the messages' dtype: they are vectorized, unlike those that
-            # make booleans. Of an empty segment also an infinite message wins, which is equal to what was there before.
+            # make booleans. In an empty segment an infinite message wins too, although it equals the initial value.
             is_new = before.ne_(after).clamp_(min=like_rows(are_empty.index_select(0, ids), message).to(message.dtype))
             ranks = is_new.mul_(after.eq_(message)).to(self._dtype).mul_(self._ranks(start, message))
             winners.view(self._floats).scatter_reduce_(0, rows, ranks.view(self._floats), "amax")
         are_empty.index_fill_(0, ids, value=False)
 
     def _ranks(self, start: int, rows: Tensor) -> Tensor:
-        """Return the rank of each of a chunk's edges, to be compared with the winners of its elements."""
+        """Return the rank of each of a chunk's edges, for comparison with the winners of its elements."""
         end = self._least + start
         return like_rows(torch.arange(end + len(rows), end, -1, dtype=self._dtype, device=rows.device), rows)
 

@@ -24,7 +24,7 @@ _FIRST_SIZE = 4  # a single row can take another code path: matrix-vector produc
 _CPU_BYTES, _ACCELERATOR_BYTES = 16 << 20, 256 << 20
 _FILL = 0.97  # of a budget: the rest allows for allocator rounding
 _MIN_GRAPHS = 8
-_MANY = 4  # as a part of all rows
+_MANY = 4  # a fourth of all rows or more are many
 _MAX_REFINEMENTS = 3
 _SAME = 0.9  # a measured size is reused if it is at least this fraction of the wanted size
 _MAX_KINDS = 64
@@ -36,8 +36,8 @@ class Measurement:
 
     Attributes:
         num_rows: Number of rows.
-        forward_bytes: Peak in the forward, without what the call holds regardless of chunking: the result, running
-            sums.
+        forward_bytes: Peak in the forward, without the memory that the call holds regardless of chunking: the result,
+            running sums.
         backward_bytes: Peak in the backward, without the result, running sums, and the gradients of the call.
         kept_bytes: Memory that its graph holds between forward and backward.
         segment_bytes: Additional memory of the call per segment of its result, in the forward and in the backward.
@@ -138,7 +138,7 @@ class Problem(Protocol):
         name: The user's call, for messages.
         num_rows: Number of rows.
         is_on_cpu: Whether its tensors are in host memory.
-        elsewhere: Text before the way out where not even one row fits: what else can be done; may be empty.
+        elsewhere: Text before the way out if not even one row fits, with an alternative; may be empty.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Sizer:
             raise InputTypeError(
                 call,
                 got=f"memory_budget={budget!r}",
-                expected="bytes as an int, or text with a unit; no fraction, because a call does not know its share",
+                expected="bytes as an int, or text with a unit; not a fraction, since a call does not know its share",
                 fix=f"pass memory_budget={int(float(budget)) if is_size else repr('512MiB')}.",
             )
         self.budget_bytes = None if budget is None else parse_bytes(cast("str", budget), name=f"{call}: memory_budget")
@@ -210,7 +210,7 @@ class Sizer:
                 self._known.popitem(last=False)
 
     def _note(self) -> str:
-        """Return what a budget that is a small bare number means."""
+        """Return a note on the meaning of a budget that is a small bare number; empty for others."""
         bare = self._bare
         return f"{bare} means {bare} bytes, not '{bare}MiB'; " if bare is not None and bare < MIB else ""
 
@@ -243,7 +243,7 @@ class _Chunk:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory it adds to what the call always holds."""
+        """Memory it adds to the memory that the call always holds."""
         return max(self.grown(1.0), self.kept_bytes, 1)
 
     def grown(self, factor: float) -> int:
@@ -262,7 +262,7 @@ class _Chunk:
         return max(in_forward, in_backward + self.base) - max(self.held)
 
     def rows_in(self, room: int, more: int = 0) -> int:
-        """Return how many rows fit, with ``more`` equal chunks kept besides, assuming linear growth."""
+        """Return how many rows fit, with ``more`` equal chunks kept in addition, assuming linear growth."""
         total, found = room + max(self.held), self.found
         factors = [
             (total - held) / (taken + more * self.unit_bytes)
@@ -328,7 +328,7 @@ class _Choice:
         # Either one chunk fills the room, or many graphs do: a few large ones would leave much of it unused.
         rest = room - base
         limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
-        # Products save more time per byte: if half of the room holds those of many rows, it is for them.
+        # Products save more time per byte: if half of the room holds those of many rows, it is reserved for them.
         if 0 < best.product_bytes * self._num_rows < rest // 2 * best.num_rows * _MANY:
             limit = base + min(rest, target, max(rest, target) // 2)
         best = self._largest(best, room, max(limit, best.peak_bytes))
@@ -374,7 +374,7 @@ class _Choice:
         return self._try(max((rows for rows in self._known if _SAME * size <= rows <= size), default=size))
 
     def _keep(self, chunk: _Chunk, room: int, num_chunks: int) -> tuple[int, int, int]:
-        """Return how many chunks' graphs fit, of how many others the products, and the peak with them."""
+        """Return for how many chunks the graphs fit, for how many others the products, and the peak with both."""
         kept, part = chunk.kept_bytes, chunk.product_bytes
         if kept <= 0:
             return 0, 0, chunk.peak_bytes
@@ -390,7 +390,7 @@ class _Choice:
             peak = max(chunk.peak_bytes + max(count - 2, 0) * kept, short + (count - 1) * kept)
             return count, max(num_parts, 0), peak + max(num_parts, 0) * part
 
-        # Graphs take the place of products where all of these fit.
+        # If the products of all chunks fit, graphs replace products.
         step = kept - part if most == num_chunks - 2 else kept
         rest = room - most * part
         count = max(1, min(1 + (rest - short) // step, 2 + (rest - chunk.peak_bytes) // step, num_chunks))

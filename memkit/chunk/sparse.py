@@ -107,7 +107,7 @@ class SparsityAwareProcessor:
         fix = "put the function into the forward of a module that holds its layers."
         if isinstance(fn, Tensor | SparseVoxels):
             fix = "write SparsityAwareProcessor(module)(volume)"
-        check.instance(fn, nn.Module, "an nn.Module, whose layers can be looked at", fix)
+        check.instance(fn, nn.Module, "an nn.Module, whose layers can be inspected", fix)
         modes = "pass mode='auto'; a model of submanifold layers is built from memkit.chunk.submanifold_conv3d."
         check.choice("mode", mode, get_args(SparseMode), fix=modes)
         self._fn, self._mode = fn, mode
@@ -169,7 +169,7 @@ class SparsityAwareProcessor:
 
     def _choose(self, volume: Tensor | SparseVoxels, occupied: Tensor, occupancy: float) -> tuple[_Option, str]:
         if self._mode == "dense":
-            return _Option("dense", 1.0), "as asked"
+            return _Option("dense", 1.0), "as requested"
         form = _form(volume)
         kind = self._kind(form)
         try:
@@ -185,11 +185,11 @@ class SparsityAwareProcessor:
                 raise
             return _Option("dense", 1.0), f"no other mode has the same result: {error.got}"
         if self._mode != "auto":
-            return next(option for option in options if option.mode == self._mode), "as asked"
+            return next(option for option in options if option.mode == self._mode), "as requested"
         best = min(options, key=lambda option: option.computed)
         if best.computed > self._threshold:
-            return _Option("dense", 1.0), f"{best.mode} would run over {best.computed:.0%} of the volume"
-        return best, f"it runs over {best.computed:.2%} of the volume, the least of {_names(options)} and dense"
+            return _Option("dense", 1.0), f"{best.mode} would compute {best.computed:.0%} of the volume"
+        return best, f"it computes {best.computed:.2%} of the volume, the least of {_names(options)} and dense"
 
     def _options(self, form: Tensor, kind: object, occupied: Tensor, occupancy: float) -> list[_Option]:
         """Return the modes that preserve the network's result; refuse a requested one that does not."""
@@ -202,7 +202,7 @@ class SparsityAwareProcessor:
                 + ", ".join(f"{r.before} + {r.after} voxels (stride {r.period})" for r in reaches)
                 + " around each voxel along D, H, W",
                 'pass mode="blocks", which keeps the margin; memkit.chunk.submanifold_conv3d is a layer of occupied '
-                "voxels only, for a model of its own.",
+                "voxels only, for a different model.",
             )
         axes = tuple(
             ExactAxis.cut(size, self._block_size, reach)
@@ -221,13 +221,13 @@ class SparsityAwareProcessor:
         """Return the network's reach along D, H, W. A refusal is cached too: the search is slow."""
         key = kind, form.shape[2:]
         if key not in self._known:
-            self._known[key] = self._look(form)
+            self._known[key] = self._reach_or_reason(form)
         known = self._known[key]
         if isinstance(known, str):
             raise _refusal(known, _FIX)
         return known
 
-    def _look(self, form: Tensor) -> tuple[Reach, ...] | str:
+    def _reach_or_reason(self, form: Tensor) -> tuple[Reach, ...] | str:
         outcome = unless_failed(REFUSALS, self._find_reach, form)
         if isinstance(outcome, Done):
             return outcome.result
@@ -238,7 +238,7 @@ class SparsityAwareProcessor:
 
     def _find_reach(self, form: Tensor) -> tuple[Reach, ...] | str:
         if self._draws_random(form):
-            return "a module that draws random numbers (dropout), of which all empty parts would share one draw"
+            return "a module that draws random numbers (dropout): all empty parts would share one draw"
         found = find_reach(self._fn, form, _DIMS)
         return tuple(found[dim] for dim in _DIMS)
 
@@ -297,7 +297,7 @@ def _refusal(got: str, fix: str) -> InputError:
 
 
 def _volume_of(value: object) -> str:
-    """Return what to pass in place of something that is no volume."""
+    """Return the way out for a value that is not a volume."""
     if not isinstance(value, Tensor):
         return "pass torch.as_tensor(volume)."
     if value.dim() == 2 and value.shape[1] in (3, 4):

@@ -57,7 +57,7 @@ def _on_rows(fn: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
             got=f"a module that gives {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__} for "
             f"{(1, rows.shape[1], 1, 1, len(rows))}",
             expected="one result for each voxel",
-            fix='pool or flatten outside of the module, or pass mode="dense".',
+            fix='pool or flatten outside the module, or pass mode="dense".',
         )
     return _as_rows(y)
 

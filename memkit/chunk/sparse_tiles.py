@@ -33,7 +33,7 @@ class Patch(NamedTuple):
 
     @property
     def part(self) -> tuple[Any, ...]:
-        """Index of what it contributes in its own result."""
+        """Index of the part that it contributes, in its own result."""
         return ..., *(piece.part for piece in self.pieces)
 
 

@@ -44,7 +44,7 @@ def submanifold_conv3d(
         StateError: In a backward pass with ``create_graph=True``.
 
     Memory cost: the result, and the rows gathered for one kernel offset, at most 3 times N rows; in the backward pass
-    the gradients and the same again. The neighbor cache takes 4 bytes per neighbor of each voxel.
+    the gradients and the same amount again. The neighbor cache takes 4 bytes per neighbor of each voxel.
 
     Source: Graham, Engelcke, van der Maaten, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks",
     2018.

@@ -171,5 +171,5 @@ def check_form(x: Tensor, y: object) -> None:
             CALL,
             got=f"a module that returns {described(y)} for an input of shape {tuple(x.shape)}",
             expected="one tensor (B, channels, *spatial) with as many dimensions as the input",
-            fix="wrap the module in one that returns the tensor you need; pool or flatten outside of it.",
+            fix="wrap the module in one that returns the tensor you need; pool or flatten outside it.",
         )

@@ -1,4 +1,4 @@
-"""A call whose chunk size is to be chosen: trial runs of its first rows show what a chunk of a size takes."""
+"""A call whose chunk size is to be chosen: trial runs of its first rows show the memory of a chunk of each size."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TriedCall(Protocol):
 
 
 class _Gradient(NamedTuple):
-    """A gradient that the call creates: rows are written once each, all else is summed over the chunks."""
+    """A gradient that the call creates: those of rows are written once each, all others are summed over the chunks."""
 
     tensor: Tensor
     is_written_once: bool
@@ -144,7 +144,7 @@ class TrialCall:
         held = output_bytes + in_backward + self._gradient_bytes()
         # A recomputed chunk takes its forward memory in the backward too, before its own backward begins.
         backward_bytes = max(forward_bytes, forward_end + backward_peak - held)
-        # Of a few rows: held by a whole chunk's trial, they would add to its peak. No rows have none.
+        # Measured on a few rows: held during a whole chunk's trial, they would add to its peak. Zero rows have none.
         few = min(HEAD, trial.count)
         product_bytes = trial.product_bytes(tensors, few) * num_rows // max(few, 1)
         return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes, product_bytes)
@@ -162,7 +162,7 @@ class TrialCall:
         return totals
 
     def _gradients(self) -> list[_Gradient | None]:
-        """Describe the gradient of each input and parameter; None where none is needed."""
+        """Describe the gradient of each input and parameter; None if it needs no gradient."""
         inputs, params = self._tensors.inputs, self._tensors.params
         are_gathered = self._call.layout[: len(inputs)]
         found = [_Gradient(tensor, not is_gathered) for tensor, is_gathered in zip(inputs, are_gathered, strict=True)]

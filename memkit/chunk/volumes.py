@@ -1,4 +1,4 @@
-"""Functions of rows that are given volumes: rows are cut along dimension 0, and `memkit.tiled_apply` cuts space."""
+"""Advice for row-wise functions that get volumes: rows are cut along dimension 0; `memkit.tiled_apply` cuts space."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUM_SPATIAL = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
 def spatial_call(fn: object, tensors: Sequence[Tensor]) -> str | None:
-    """Return the call that cuts space, if the function has convolutions and its only tensor is what they take."""
+    """Return the call that cuts space, if the function has convolutions and its only tensor fits them."""
     num_spatial = _num_spatial(fn)
     if len(tensors) != 1 or num_spatial is None or tensors[0].dim() not in (num_spatial + 1, num_spatial + 2):
         return None

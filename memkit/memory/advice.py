@@ -13,7 +13,7 @@ def find_tips(
 ) -> list[Tip]:
     """Return the advice on the environment that the figures call for.
 
-    How well the run fills the device is left to the report: in the middle of a run the peak may be still to come.
+    Only the report judges how well the run fills the device: during a run the peak may be yet to come.
 
     Args:
         device: The device's counters, with the peaks of the whole run.

@@ -6,14 +6,14 @@ from typing import Any
 
 from memkit._torch.pytree import children_of
 
-_MOST = 16  # tensors that are listed, and entries of a container that are looked at
+_MOST = 16  # tensors listed, and entries inspected per container
 
 
 def batch_shapes(batch: Any) -> list[str]:
-    """List the first tensors and arrays of a batch, whatever containers hold them.
+    """List the first tensors and arrays of a batch, in containers of any kind.
 
     Args:
-        batch: Any object. What is neither a container nor has a shape is named by its type if there is nothing else.
+        batch: Any object; if it holds no tensor or array, the result is the name of its type.
 
     Returns:
         For example ``["float32[8, 3, 224, 224]", "int64[8]"]``; at most 16, then ``"and more"``.

@@ -59,7 +59,7 @@ def take_census(device: torch.device, num_largest: int) -> Census:
         device: The device whose storages are counted.
         num_largest: Number of storages to list with their holders.
     """
-    objects = gc.get_objects()  # no closure may hold it: its cell would be in the list, a cycle that is never freed
+    objects = gc.get_objects()  # no closure may hold it: the list would contain its cell, a cycle that is never freed
     tensors: list[Tensor] = instances_of(Tensor, objects)
     layers = instances_of(nn.Module, objects)
     gradients = [(gradient, tensor) for tensor in tensors if (gradient := grad_of(tensor)) is not None]

@@ -38,7 +38,8 @@ def graph_of(tensor: Tensor) -> Node | None:
 def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
     """Yield key and bytes of each storage of a tensor; views of one storage share the key.
 
-    A tensor on the meta device holds nothing, nor does a wrapper around other tensors (which are listed themselves).
+    A tensor on the meta device has no storage of its own, nor has a wrapper around other tensors, which are listed
+    themselves.
     """
     if "__tensor_flatten__" in dir(type(tensor)):
         return

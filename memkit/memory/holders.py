@@ -228,7 +228,7 @@ class References:
         end_text = self._end(nodes[-1])
         context = context or end_text
         if first is None:
-            return Referrer(f"a {type(value).__name__} under no variable that can be read", tuple(texts), None)
+            return Referrer(f"a {type(value).__name__} that no readable variable refers to", tuple(texts), None)
         return Referrer(first if context in ("", first) else f"{first} ({context})", (*texts, end_text), place)
 
     def _way_up(self, value: object) -> list[Any]:

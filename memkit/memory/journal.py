@@ -53,7 +53,7 @@ class EventJournal:
     """
 
     def __init__(self, header: LogHeader, *, path: str | os.PathLike[str] | None, max_events: int) -> None:
-        Checker("MemoryManager(...)").whole("max_events", max_events, fix="pass max_events=0 to keep none.")
+        Checker("MemoryManager(...)").whole("max_events", max_events, fix="pass max_events=0 to keep no events.")
         self.num_dropped = 0
         self._header = header
         self._events: deque[str] = deque(maxlen=max_events)

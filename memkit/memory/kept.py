@@ -1,4 +1,4 @@
-"""What a tracked block leaves behind: tensors that it made again and again and that are still there; who holds them."""
+"""Search for tensors that a tracked block keeps making and never frees, and for the variables that hold them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from memkit.memory.holders import References, Referrer, instances_of
 from memkit.memory.sources import find_growth
 
 KeptGroups = dict[str, tuple[list[int], int]]
-"""By the line that made them: numbers of storages, and their bytes."""
-_PARTS = 3  # of a block: what is made in each of them and stays is made again and again, unlike a state or a cache
-_MOST_GROUPS = 4  # their holders are looked for
-_ELEMENT = re.compile(r"(\[[^`]*\])+(?=`)")  # the container counts, not which of its elements was looked up
+"""For each line of code that made storages: their numbers, and their bytes in total."""
+_PARTS = 3  # of a block: a line that makes lasting tensors in each part keeps making them, unlike a state or a cache
+_MOST_GROUPS = 4  # whose holders are searched
+_ELEMENT = re.compile(r"(\[[^`]*\])+(?=`)")  # the container matters, not which of its elements was looked up
 _LASTING = ("parameter", "buffer", "gradient", "optimizer")
 
 
@@ -29,11 +29,12 @@ class Kept:
     Attributes:
         made_at: The line, as ``"file:line in function"``.
         num_tensors: Number of them.
-        nbytes: Their bytes; of a graph, with what it saved for a backward.
+        nbytes: Their bytes; for tensors with a graph, including those saved for its backward.
         is_graph: Whether they keep the graphs that made them.
-        holder: The variable that keeps them, by its name in your code; None if none was found.
-        grows_at: ``"file:line"`` of the statement that adds to it; None if that is not known.
-        is_preloaded: Whether they were there before, as batches in a list: a tracker counts each from its first use.
+        holder: The variable that keeps them, by its name in your code; None if not found.
+        grows_at: ``"file:line"`` of the statement that adds to it; None if unknown.
+        is_preloaded: Whether they existed before the block, such as batches in a list: a tracker counts each tensor
+            from its first use.
     """
 
     made_at: str
@@ -46,11 +47,11 @@ class Kept:
 
 
 def find_kept(groups: KeptGroups, number_of: Callable[[Tensor], int | None], objects: list[object]) -> list[Kept]:
-    """Find who holds what a block keeps making and never frees, most bytes first.
+    """Find the holders of tensors that a block keeps making and never frees, most bytes first.
 
     Args:
         groups: From `groups_by_line`.
-        number_of: Returns the number of a tensor's storage in the recording, if it has one.
+        number_of: Returns the number of a tensor's storage in the recording; None if it is not there.
         objects: All objects that the garbage collector tracks.
     """
     tensors: dict[int, Tensor] = {}
@@ -62,7 +63,7 @@ def find_kept(groups: KeptGroups, number_of: Callable[[Tensor], int | None], obj
     found, nameless = [], 0
     for line, (numbers, nbytes) in groups.items():
         there = [tensors[number] for number in numbers if number in tensors]
-        if not there:  # only C++ refers to them: a graph saved them for its backward
+        if not there:  # only C++ code refers to them: a graph saved them for its backward
             nameless += nbytes
             continue
         references = references or References(objects, instances_of(nn.Module, objects))
@@ -83,19 +84,19 @@ def find_kept(groups: KeptGroups, number_of: Callable[[Tensor], int | None], obj
 
 
 def _representative(tensors: list[Tensor], references: References) -> tuple[Tensor, Referrer]:
-    """Return one of the tensors that a line made, and its holder; one with a graph, if it has one.
+    """Return one of the tensors that a line made, with a graph if some have one, and its holder.
 
-    It is from the middle: a name may still refer to the last one, and the first may be something else.
+    It is taken from the middle: a name may still refer to the last one, and the first may be something else.
     """
     roots = [tensor for tensor in tensors if graph_of(tensor) is not None]
-    if 4 * len(roots) <= len(tensors):  # those are of the last step, and go with it
+    if 4 * len(roots) <= len(tensors):  # these belong to the last step, and are freed with it
         roots = []
     found = [(each, references.holder_of(each)) for each in (part[len(part) // 2] for part in (roots, tensors) if part)]
     return next((each for each in found if each[1].place is not None), found[0])
 
 
 def groups_by_line(recording: Recording, device: str | None) -> KeptGroups:
-    """Return numbers and bytes of the storages that are live at the end, by the line that made them in every part.
+    """Return numbers and bytes of the storages live at the end, by line, for lines that made some in every part.
 
     Args:
         recording: The block, before its tracker ends.
@@ -121,7 +122,7 @@ def groups_by_line(recording: Recording, device: str | None) -> KeptGroups:
 
 
 def _has_unseen(tensor: Tensor, references: References, number_of: Callable[[Tensor], int | None]) -> bool:
-    """Whether a container of a tensor has others that no operator has touched yet: then the block did not fill it."""
+    """Whether a tensor's container also holds tensors that no operator has used yet: the block did not fill it then."""
     parents = [parent for parent, _ in references.referrers([tensor]) if isinstance(parent, (list, tuple, dict))]
     for parent in parents:
         values = parent.values() if isinstance(parent, dict) else parent
@@ -131,7 +132,7 @@ def _has_unseen(tensor: Tensor, references: References, number_of: Callable[[Ten
 
 
 def _with_saved(found: list[Kept], nbytes: int, groups: KeptGroups) -> list[Kept]:
-    """Add the bytes that only graphs hold to the first graph that is kept; without one they stand alone."""
+    """Add the bytes that only graphs hold to the first kept tensor with a graph; without one they get their own row."""
     root = next((each for each in found if each.is_graph), None)
     if not nbytes:
         return found

@@ -27,9 +27,9 @@ _MOST_TARGETS, _MOST_GRAPHS = 32, 8  # bounds of the search
 _FIXES: dict[GrowthKind, str] = {
     "tensors": "empty it when its values are used, keep less (`.item()`, `.cpu()`), or bound it"
     " (`collections.deque(maxlen=...)`).",
-    "graph": "detach what goes from one step to the next: `x.detach()` or `x.item()`; `running += loss` keeps each"
-    " step's graph.",
-    "tensors and graph": "keep `x.detach()` or `x.item()`; a tensor that is kept keeps the graph that made it.",
+    "graph": "detach the value that is carried from step to step: `x.detach()` or `x.item()`; `running += loss` keeps"
+    " each step's graph.",
+    "tensors and graph": "keep `x.detach()` or `x.item()`; keeping a tensor keeps the graph that made it.",
     "hooks": "register it once, outside the loop, or call `.remove()` on the handle that register returns.",
 }
 
@@ -123,8 +123,8 @@ class Leaks(list[Leak]):
                 "Call leaks() after each of the next steps."
             )
         if not self.is_certain:
-            return "nothing seen in one interval, which finds only the plainest leaks. Call leaks() after another step."
-        return f"nothing grew: {self.num_checks} checks."
+            return "no leak in one interval, which shows only the most obvious ones. Call leaks() after another step."
+        return f"no leak found in {self.num_checks} checks."
 
     def __repr__(self) -> str:
         return f"<Leaks: {self}>"

@@ -2,7 +2,7 @@
 
 Between two blocks of a training step, none of this code is in the CPU caches: code that takes 5 microseconds in a tight
 loop takes 40 there. So a block only records the counters at its ends. Computing the totals and the events waits until
-they are read; with a log for a tenth of a second at most, otherwise for a second or a thousand blocks.
+they are read; for a tenth of a second at most with a log, otherwise for at most a second or a thousand blocks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from memkit.memory.journal import EventJournal
 from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, larger, peak_by_record
 from memkit.memory.track import Tracker
 
-_WRITTEN_NS, _KEPT_NS = 100_000_000, 1_000_000_000  # events of a log, and events that are only in memory
-_MOST_ENDED = 1000  # blocks in a shorter time
+_WRITTEN_NS, _KEPT_NS = 100_000_000, 1_000_000_000  # longest wait of events for a log, and of events only in memory
+_MOST_ENDED = 1000  # blocks that wait; more are settled earlier
 _CHILDREN_NS, _CHILDREN_SHARE = 250_000_000, 200  # child processes: a reading each 250 ms, in at most 1/200 of the time
-_FIRST_LOOK = _NEXT_LOOK = 4  # steps in a tracked block; it looks for what is kept whenever they are four times as many
+_FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors after 4 steps, 16, 64 and so on
 _NO_COUNTERS = DeviceMemory()
 
 
@@ -47,7 +47,7 @@ class Interval:
         path: Path of the phases that it belongs to.
         step: Its number, if it is a step.
         error: Type of the error that left it.
-        note: What else its event says.
+        note: Additional values of its event.
         trackers: The open trackers of the thread in which it began.
         tracker: The innermost tracker when it began, with that moment as ``mark``.
         live_bytes: Live bytes counted by the tracker at the end, if there was one.
@@ -249,21 +249,21 @@ class Ledger:
         """End a step, begin the next one, and return the number of steps so far.
 
         Args:
-            note: What else the step's event says, as plain JSON values, which are not checked.
+            note: Additional values of the step's event, as plain JSON values, which are not checked.
         """
         here = self.here
         self._step.note = note
         self._step.path, self._step.trackers = here.path, here.trackers
         self._step.end()
         if here.trackers:
-            self._look(here.trackers[-1], here.path)
+            self._search_kept(here.trackers[-1], here.path)
         self._step = self._begin_step()
         return self._num_steps - 1
 
-    def _look(self, tracker: Tracker, path: str | None) -> None:
-        """Look for what is kept at each step, now and then: after the block, its function's variables are gone."""
+    def _search_kept(self, tracker: Tracker, path: str | None) -> None:
+        """Search now and then for tensors that every step keeps: after the block, its function's variables are gone."""
         tracker.num_steps += 1
-        if tracker.num_steps == _NEXT_LOOK ** round(math.log(tracker.num_steps, _NEXT_LOOK)) > 1:
+        if tracker.num_steps == _NEXT_SEARCH ** round(math.log(tracker.num_steps, _NEXT_SEARCH)) > 1:
             note = tracker.note_of_kept()
             if note:
                 self.mark("kept", path, note={"num_steps": tracker.num_steps, **note})
@@ -279,15 +279,16 @@ class Ledger:
         return step
 
     def note_watched(self, tracker: Tracker, path: str | None, *, is_whole: bool) -> None:
-        """Record the peak of a tracker whose block ends, also as an event: a log may have no other one.
+        """Record the peak of a tracker whose block ends, also as an event: it may be the only peak in the log.
 
-        A block of several steps, or with a new peak, also says what it was, and what it left behind.
+        The event of a new peak, or of a block of several steps, also splits the peak. After several steps, it also
+        lists the tensors that the block left behind.
 
         Args:
             tracker: The tracker, still inside its block.
             path: Path of the phases around it.
-            is_whole: Whether the block came to its end. An error that leaves it may be one of memory: then nothing is
-                looked for.
+            is_whole: Whether the block finished. An error that leaves it may be an out-of-memory error, so the event
+                then has neither the split nor the list.
         """
         peak_bytes = tracker.peak_since(0)
         is_new = self.watched_bytes is None or peak_bytes > self.watched_bytes
@@ -295,9 +296,9 @@ class Ledger:
         counters = self.read()
         values: dict[str, Any] = {"event": "track", "phase": path}
         note: dict[str, Any] = {}
-        if is_whole and (is_new or tracker.num_steps >= _FIRST_LOOK):
+        if is_whole and (is_new or tracker.num_steps >= _FIRST_SEARCH):
             note = {"num_steps": tracker.num_steps, **tracker.note_of_peak()}
-        if is_whole and tracker.num_steps >= _FIRST_LOOK:
+        if is_whole and tracker.num_steps >= _FIRST_SEARCH:
             note |= tracker.note_of_kept()
         if counters.peak_bytes is None:
             values["peak_bytes"] = peak_bytes
@@ -403,7 +404,7 @@ class Ledger:
         return event_text(values)
 
     def _read_children(self, time_ns: int) -> int | None:
-        """Read the bytes of child processes now and then: it takes long where they are many, or large."""
+        """Read the bytes of child processes now and then: many or large processes take long to read."""
         if time_ns < self._children_due_ns:
             return None
         start_ns = time.monotonic_ns()

@@ -28,7 +28,7 @@ from memkit._core.settings import Checker
 from memkit._core.units import format_bytes, parse_budget
 from memkit._core.words import guided
 from memkit._machine import devices
-from memkit._recovery.attempt import TellingErrors
+from memkit._recovery.attempt import ReportingErrors
 from memkit._recovery.errors import describe_error
 from memkit.memory.advice import find_tips
 from memkit.memory.batch_shapes import batch_shapes
@@ -44,7 +44,7 @@ from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
 _RELEASE_INTERVAL_S = 10.0
-_MOST_NOTED = 3  # leaks in an event of the log
+_MOST_NOTED = 3  # leaks listed in one event of the log
 _RESERVE_BYTES = 2**20  # held in reserve for writing a post-mortem, and freed first
 
 
@@ -96,7 +96,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
     as a DataLoader worker, writes nothing to the log.
 
     Memory cost: about 0.2 kB of host memory for each event, up to ``max_events``. Time cost: 20 to 50 microseconds for
-    a phase or a step during training on the CPU (``docs/memory-manager.md``); nothing unless called.
+    a phase or a step during training on the CPU (``docs/memory-manager.md``); no cost between calls.
 
     Args:
         device: ``"auto"`` (the accelerator if there is one, otherwise the CPU), a name, or a device.
@@ -111,7 +111,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         line_every: Log a line at level INFO to the logger ``"memkit"`` every this many steps; None disables it.
         max_events: Maximum number of events to keep in memory.
         allocator_history: On CUDA, how many of the allocator's last actions torch keeps for a post-mortem's snapshot,
-            each with the lines that asked for it: several kB of host memory each. It is recorded for the whole process,
+            each with the lines that requested it: several kB of host memory each. It is recorded for the whole process,
             until `close`. 0 leaves torch's own setting alone.
 
     Attributes:
@@ -233,11 +233,11 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         return Overview(headline, [*rows, ("steps", str(self.num_steps)), *phases], [str(tip) for tip in self.advice()])
 
     def figures(self) -> dict[str, int]:
-        """Return the bytes held now as curves for a logger: TensorBoard, Weights & Biases, MLflow, any other.
+        """Return the bytes held now as scalars for a logger: TensorBoard, Weights & Biases, MLflow or any other.
 
         Returns:
-            By name, such as ``"memory/allocated_bytes"``, ``"memory/reserved_bytes"``, ``"memory/peak_bytes"`` (of the
-            run) and ``"memory/host_resident_bytes"``. What the device does not count is left out.
+            Bytes by name, such as ``"memory/allocated_bytes"``, ``"memory/reserved_bytes"``, ``"memory/peak_bytes"``
+            (of the run) and ``"memory/host_resident_bytes"``. Figures that the device does not count are left out.
 
         Example:
             >>> import memkit as mk
@@ -322,7 +322,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
 
         Args:
             directory: Output directory for the evidence, created if missing.
-            batch: The batch, whose shapes are recorded; None records none.
+            batch: The batch, whose shapes are recorded; None records no shapes.
 
         Example:
             >>> import tempfile
@@ -428,7 +428,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
                 self._reserve = None
                 self._write_post_mortem(directory, error, note or {})
 
-        return TellingErrors(tell, done)
+        return ReportingErrors(tell, done)
 
     def close(self) -> None:
         """Close the log file and release the claim on the GPU. Later events are kept in memory only."""

@@ -1,4 +1,4 @@
-"""What the log says of a tracked block: its peak taken apart, what it keeps and who holds it, optimizer state twice."""
+"""A log's notes on a tracked block: the split of its peak, the tensors it keeps, duplicate optimizer state."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from memkit.memory.leaks import Leak
 
 _SPLITS: dict[str, Label] = {"peak_by_category": "category", "peak_by_module": "module", "peak_by_line": "source"}
 _MOST_PARTS = 20  # of a split
-_BYTES_PER_STORAGE = 300  # of host memory, that a tracker takes; measured, as in its docstring
+_BYTES_PER_STORAGE = 300  # host memory of a tracker; measured, as in its docstring
 
 
 def note_of_peak(recording: Recording, device: str | None) -> dict[str, Any]:
-    """Return the peak's splits, and the bytes of host memory that tracking took: they grow with each step."""
+    """Return the peak's splits, and the bytes of host memory that tracking took, which grow with each step."""
     splits = {name: _largest(recording.peak_by(label, device)) for name, label in _SPLITS.items()}
     return {**splits, "tracker_bytes": _BYTES_PER_STORAGE * recording.num_storages}
 
 
 def note_of_kept(recording: Recording, device: str | None, number_of: Callable[[Tensor], int | None]) -> dict[str, Any]:
-    """Return what is kept, the bytes that were there before their first use, and optimizer state that is there twice.
+    """Return the kept tensors, the bytes of tensors made before the block, and the bytes of duplicate optimizer state.
 
-    What there is none of is left out.
+    Empty entries are left out.
     """
     groups = groups_by_line(recording, device)
     if groups:
-        gc.collect()  # what only cycles keep is nobody's
+        gc.collect()  # tensors that only cycles keep have no holder
     objects = gc.get_objects()
     found = find_kept(groups, number_of, objects) if groups else []
     kept = [asdict(each) for each in found if not each.is_preloaded]
@@ -50,7 +50,7 @@ def note_of_kept(recording: Recording, device: str | None, number_of: Callable[[
 
 
 def noted_leak(leak: Leak) -> dict[str, Any]:
-    """Return a leak as `note_of_kept` notes what is kept."""
+    """Return a leak in the form of an entry ``"kept"`` of `note_of_kept`."""
     return {
         "made_at": "",
         "num_tensors": leak.num_tensors,
@@ -62,7 +62,7 @@ def noted_leak(leak: Leak) -> dict[str, Any]:
 
 
 def twice_bytes(objects: list[object]) -> int:
-    """Return the bytes of optimizers' state for parameters that another optimizer has state for as well."""
+    """Return the bytes of optimizer state for parameters for which another optimizer also holds state."""
     held: dict[int, list[int]] = {}
     for optimizer in instances_of(torch.optim.Optimizer, objects):
         for parameter, state in dict(attributes(optimizer).get("state", {})).items():
@@ -73,7 +73,7 @@ def twice_bytes(objects: list[object]) -> int:
 
 
 def short_line(text: str) -> str:
-    """Shorten the path in ``"/long/path/train.py:17 in step"`` to its last two parts: logs are sent to others.
+    """Shorten the path in ``"/long/path/train.py:17 in step"`` to its last two parts, since logs are sent to others.
 
     Example:
         >>> from memkit.memory.notes import short_line
@@ -85,7 +85,7 @@ def short_line(text: str) -> str:
 
 
 def _largest(split: dict[str, int]) -> dict[str, int]:
-    """Return the largest parts, and the sum of the others, so that the whole stays the same."""
+    """Return the largest parts, and one for the sum of the others, so that the total stays the same."""
     parts = list(split.items())
     shown = {short_line(name): 0 for name, _ in parts[:_MOST_PARTS]}
     for name, nbytes in parts[:_MOST_PARTS]:

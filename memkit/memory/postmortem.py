@@ -49,10 +49,10 @@ def write_post_mortem(
 ) -> None:
     """Write ``out-of-memory.json`` (with ranks, ``out-of-memory.rank3.json``) while the error's frames are alive.
 
-    A part that cannot be produced, mostly because it needs more memory than is left, is None; ``problems`` says why.
+    A part that cannot be produced, usually because too little memory is left, is None; ``problems`` says why.
 
     Args:
-        path: The file, from `evidence_path`. That of an earlier error is replaced: the last one counts.
+        path: The file, from `evidence_path`. It replaces the file of an earlier error.
         error: The out-of-memory error.
         device: The device being watched.
         phase: The phase in which the error was raised; None outside all phases.
@@ -102,15 +102,15 @@ def _describe(
     error: BaseException, where: str, phase: str | None, snapshot: MemorySnapshot, census: Census | None
 ) -> list[str]:
     """Return the most important facts for a human reader, one per line."""
-    place = f"in phase {phase}" if phase else "outside of all phases"
+    place = f"in phase {phase}" if phase else "outside all phases"
     lines = [describe_error(error), place, summarize_host(snapshot)]
     if census is None:
-        return [*lines, f"the tensors on {where} could not be looked at: see problems"]
+        return [*lines, f"the tensors on {where} could not be inspected: see problems"]
     counted = sum(census.by_category.values())
-    lines.append(f"tensors on {where} that Python reaches: {format_bytes(counted)}")
+    lines.append(f"tensors on {where} reachable from Python: {format_bytes(counted)}")
     lines += [f"  {format_bytes(nbytes):>12}  {name}" for name, nbytes in census.by_category.items()]
     if snapshot.allocated_bytes is not None:
-        lines.append(f"  {format_bytes(snapshot.allocated_bytes - counted):>12}  not reached, or rounding")
+        lines.append(f"  {format_bytes(snapshot.allocated_bytes - counted):>12}  unreachable, or rounding")
     lines.append("largest:")
     for each in census.largest[:10]:
         shape = "" if each.shape is None else f" {each.dtype}{list(each.shape)}"

@@ -19,8 +19,8 @@ class DeviceClaim:
     """Announces to this user's other memkit processes that this one uses a GPU, until `close` or process exit.
 
     The file is held under a lock, which the system releases however the process ends: a file that can be locked has no
-    owner, and is removed. No other process is found if this cannot work: without such locks (Windows), without a
-    writable directory, and if the directory belongs to another user, who could have placed links there.
+    owner, and is removed. The search finds no other process where this cannot work: without such locks (Windows),
+    without a writable directory, and in a directory of another user, who could have placed links there.
 
     Args:
         identity: Unique ID of the GPU.

@@ -13,7 +13,7 @@ from memkit.memory.phases import PhaseTotals
 _UNKNOWN = "not recorded"
 _HEADER = ("phase", "calls", "host time", "mean", "longest", "peak of tensors", "peak of process")
 _LEGEND = {
-    "<=": "'<=': no block of the phase set a new record, so its own peak is known to be at most this.",
+    "<=": "'<=': no block of the phase set a new record, so only an upper bound of its peak is known.",
     ">=": "'>=': not every block was watched, so the largest peak is at least this.",
     " to ": "'to': a block set a record, the first size; later ones did not, and stayed below the second.",
 }
@@ -31,7 +31,7 @@ def summarize_line(snapshot: MemorySnapshot, where: str, watched_bytes: int | No
         if value is not None
     ]
     if not device and watched_bytes is not None:
-        device = [f"tensors not counted now, peak {format_bytes(watched_bytes)} inside of track()"]
+        device = [f"tensors not counted now, peak {format_bytes(watched_bytes)} inside track()"]
     total = "" if snapshot.total_bytes is None else f", of {format_bytes(snapshot.total_bytes)}"
     return f"{where}: {', '.join(device) or f'tensors {_UNKNOWN}'}{total} | {summarize_host(snapshot)}"
 
@@ -48,8 +48,8 @@ def memory_figures(counters: DeviceMemory) -> dict[str, int]:
 
 
 def snapshot_rows(snapshot: MemorySnapshot, watched_bytes: int | None, *, is_cpu: bool) -> list[tuple[str, str]]:
-    """Return the figures of a snapshot by name, and why a counter has none."""
-    unknown = "not counted on a CPU outside of track()" if is_cpu else _UNKNOWN
+    """Return the figures of a snapshot by name, with the reason for each unknown one."""
+    unknown = "not counted on a CPU outside track()" if is_cpu else _UNKNOWN
     device = {
         "allocated": snapshot.allocated_bytes,
         "reserved": snapshot.reserved_bytes,
@@ -67,7 +67,7 @@ def snapshot_rows(snapshot: MemorySnapshot, watched_bytes: int | None, *, is_cpu
 
 
 def summarize_host(snapshot: MemorySnapshot) -> str:
-    """Return the part of that line about host memory."""
+    """Return the part of `summarize_line` about host memory."""
     return (
         f"host: process {format_bytes(snapshot.host_rss_bytes)} (peak {format_bytes(snapshot.host_peak_bytes)}), "
         f"available {format_bytes(snapshot.host_available_bytes)} (limited by {snapshot.host_limited_by})"
@@ -87,7 +87,7 @@ def summarize(
     if rows:
         lines += ["", *align([_HEADER, *rows]), ""]
         lines += [text for sign, text in _LEGEND.items() if any(sign in cell for row in rows for cell in row[5:])]
-        lines.append("Times are the host's clock: an accelerator may still work when the host is done.")
+        lines.append("Times are by the host's clock: an accelerator may still be working when the host is done.")
     return "\n".join([*lines, *(f"- {note}" for note in notes)])
 
 

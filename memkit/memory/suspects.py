@@ -53,7 +53,7 @@ def growing_containers(targets: list[Tensor], references: References, age_of: Ag
 
     Args:
         targets: Tensors to start from.
-        references: The references of this moment.
+        references: The references between objects at this moment.
         age_of: Returns the number of checks since a tensor was first seen.
         grew: Returns whether a container whose elements have these ages counts as growing.
     """

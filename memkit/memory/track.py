@@ -19,7 +19,7 @@ from memkit._recorder.recording import IntArray, Label, Moment, Recording, StepP
 from memkit.memory.notes import note_of_kept, note_of_peak
 
 _ROWS = 8  # per table of a summary
-_SHOWN = 8  # of each split, when printed
+_SHOWN = 8  # parts of each split, when printed
 
 
 class PeakPlace(NamedTuple):
@@ -72,7 +72,7 @@ class Tracker(Uncopied, Overviewed):
 
     Raises:
         ConfigError: This machine has no such device.
-        StateError: On entry: the tracker was used before, or ``workspace`` was asked for while a profiler runs.
+        StateError: On entry: the tracker was used before, or ``workspace`` was requested while a profiler runs.
             On reading: the tracker has not been entered yet.
 
     Source:
@@ -88,7 +88,7 @@ class Tracker(Uncopied, Overviewed):
         (8192, [4096, 8192], 'aten.mul.Tensor')
     """
 
-    instead = "keep what it says, such as peak_by_category: plain values."
+    instead = "keep its results, such as peak_by_category, which are plain values."
     num_steps = 0
     """Number of steps that a `MemoryManager` has counted in the block."""
 
@@ -246,15 +246,16 @@ class Tracker(Uncopied, Overviewed):
         return recording.top(count, device, at=at)
 
     def note_of_peak(self) -> dict[str, Any]:
-        """Return what a log says of the peak so far, as plain JSON values: taken apart three ways."""
+        """Return a log's note on the peak so far, as plain JSON values: the peak split three ways."""
         recording, device = self._asked
         return note_of_peak(recording, device)
 
     def note_of_kept(self) -> dict[str, Any]:
-        """Return what a log says of tensors that a line made again and again and that are still there.
+        """Return a log's note on tensors that one line keeps making and that are still alive, as plain JSON values.
 
-        Call it inside the block; it tells the variable that holds them. Empty if there are none. Among 170,000 objects
-        of Python it takes 0.1 s, and 0.4 s if there are any: it then collects reference cycles first.
+        Call it inside the block: it names the variable that holds them. The note is empty if there are none. With
+        170,000 Python objects, the search takes 0.1 s; if it finds any, 0.4 s, since it collects reference cycles
+        first.
         """
         recording, device = self._asked
         return note_of_kept(recording, device, self._entered.number_of)
@@ -262,7 +263,7 @@ class Tracker(Uncopied, Overviewed):
     def _overview(self) -> Overview:
         where = self._device or "all devices"
         if self._recorder is None:
-            return Overview(f"tracks {where}, once its `with` block has begun")
+            return Overview(f"tracks {where} once its `with` block has begun")
         peak_bytes = self.peak_bytes
         rows = [("reached by", str(self.peak_where or "nothing"))]
         rows += [(f"live {'at the end' if self._is_over else 'now'}", format_bytes(self.live_bytes))]
@@ -282,7 +283,7 @@ class Tracker(Uncopied, Overviewed):
         for title, split in splits.items():
             lines += ["", f"{title:<14} at the peak", *_rows(split, self.peak_bytes)]
         if not self._workspace:
-            lines += ["", "Not counted: what operators take and give back inside. track(workspace=True) counts it."]
+            lines += ["", "Not counted: memory that operators allocate and free internally (track(workspace=True))."]
         lines += [f"Not seen: {name}" for name in self.recording.untracked]
         return "\n".join(lines)
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import limit_memory, resolve_device
 from memkit._recorder.recorder import Recorder
-from memkit._recovery.attempt import TellingErrors
+from memkit._recovery.attempt import ReportingErrors
 from memkit._recovery.errors import describe_error, drop_frames
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
@@ -138,7 +138,7 @@ def _run(kind: str, num_steps: int, limit_bytes: int) -> None:
         drop_frames(error)  # and its tensors: writing the summary needs some memory
 
     try:
-        with TellingErrors(tell), recorder:
+        with ReportingErrors(tell), recorder:
             for step in _train(kind, _batches(num_steps, _BATCH_ROWS, device), device):
                 _write(step)
     finally:

@@ -11,7 +11,7 @@ from torch import nn
 
 from memkit._core.errors import InputError, MemkitError
 from memkit._gradients.loss import LossFn
-from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
+from memkit._recovery.batch import Attempt, BatchRun, Means, Peers, SingleProcess, Sums
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback, StateWatch
@@ -68,7 +68,7 @@ class BatchDriver:
         self._call_of_split = f"{call}: splitting a batch"
         self._surveyor = Surveyor(self._call_of_split)
         snapshot = functools.partial(Rollback, self.state_watch)
-        self._means = Means(self.sizes, remedies, snapshot, peers or Alone(), unit, call)
+        self._means = Means(self.sizes, remedies, snapshot, peers or SingleProcess(), unit, call)
 
     def open(self, batch: Any, num_parts: int, sums: Sums) -> BatchRun:
         """Split a batch into at least this many micro-batches.

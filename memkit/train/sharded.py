@@ -10,7 +10,7 @@ from torch import nn
 from memkit._core.errors import MemkitOutOfMemoryError
 from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Failure
-from memkit._recovery.batch import Alone, Attempt, BatchRun, Forced, Peers
+from memkit._recovery.batch import Attempt, BatchRun, Forced, Peers, SingleProcess
 from memkit._recovery.plan import Part
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.lockstep import Lockstep
@@ -51,7 +51,7 @@ def choose_peers(
             cleanup.callback(lockstep.close)
             return True, Together(lockstep, sums)
     num_ranks = 1 if sums.ranks is None else sums.ranks.num_ranks
-    return recovers and may_recover_alone(model, num_ranks, is_sharded=shards is not None), Alone()
+    return recovers and may_recover_alone(model, num_ranks, is_sharded=shards is not None), SingleProcess()
 
 
 class Together:

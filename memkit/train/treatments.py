@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._core.errors import StateError
-from memkit._recovery.replay import Again, Replay
+from memkit._recovery.replay import Replay, ReusableRerun
 from memkit._recovery.snapshot import StateWatch
 from memkit._tape.kept import KeptResults, is_kept
 from memkit._torch.pytree import tree_leaves
@@ -107,7 +107,7 @@ class TreatedForward:
                 "use checkpoint 'offload' for this block, or make its forward depend on its inputs alone.",
             )
             first, repetition = _within(replay, kept.first()), lambda: _within(replay.repetition(), kept.repetition())
-        return self._nesting.around(self._name, first), Again(lambda: self._looked_into(repetition()))
+        return self._nesting.around(self._name, first), ReusableRerun(lambda: self._looked_into(repetition()))
 
     @contextlib.contextmanager
     def _looked_into(self, repetition: contextlib.AbstractContextManager[None]) -> Iterator[None]:

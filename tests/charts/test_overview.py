@@ -99,7 +99,7 @@ def test_a_doubt_is_the_verdict():
 
 def test_looking_at_a_tracker_before_and_in_its_block():
     tracker = mk.memory.Tracker(device="cpu")
-    assert str(tracker) == "tracks cpu, once its `with` block has begun"
+    assert str(tracker) == "tracks cpu once its `with` block has begun"
     with tracker:
         kept = torch.ones(256)
         assert "live now       1.00 KiB" in str(tracker)

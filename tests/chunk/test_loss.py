@@ -173,7 +173,7 @@ def test_containers_are_cut_too_as_chunked_map_cuts_them(model, rows):
 def test_params_that_are_no_list_of_tensors_are_refused(model, rows):
     for wrong in (model[0].weight, model, [model], [*model.named_parameters()], torch.zeros(())):
         for call in (chunked_loss, mk.chunked_map):
-            with pytest.raises(mk.errors.InputTypeError, match=r"got params of .*params=\[tensor\]"):
+            with pytest.raises(mk.errors.InputTypeError, match=r"got params as .*params=\[tensor\]"):
                 call(model, rows[0], chunk_size=8, params=wrong)
         with pytest.raises(mk.errors.InputTypeError, match="ChunkedProcessor"):
             mk.ChunkedProcessor(model, params=wrong)

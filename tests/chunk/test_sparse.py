@@ -75,7 +75,7 @@ def test_pointwise_equals_the_whole():
     assert max(found) <= 1e-12
     assert plan.mode == "pointwise"
     assert plan.computed == plan.occupancy < 0.05
-    assert plan.why.startswith("it runs over")
+    assert plan.why.startswith("it computes")
 
 
 def test_zeros_for_what_is_empty_are_wrong():
@@ -199,7 +199,7 @@ def test_what_would_run_over_most_of_the_volume_runs_over_all_of_it():
     auto = SparsityAwareProcessor(net)
     auto(volume)
     assert auto.last_plan.mode == "dense"
-    assert auto.last_plan.why == "bbox would run over 64% of the volume"
+    assert auto.last_plan.why == "bbox would compute 64% of the volume"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_auto_goes_by_what_is_run():
     assert processor.last_plan.mode == "bbox"
     processor(torch.ones_like(one))
     assert processor.last_plan.mode == "dense"
-    assert "would run over" in processor.last_plan.why
+    assert "would compute" in processor.last_plan.why
 
 
 def test_the_network_is_described_once_a_call():

@@ -66,12 +66,12 @@ def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["report", "--log", "none.json"], "no file there"),
+        (["report", "--log", "none.json"], "no file at this path"),
         (["report", "--log", str(S1), "--output", "report.pdf"], "print it to PDF in a browser"),
         (["report", "--log", str(S1), "--output", str(S1)], "an existing file that is not a memkit report"),
         (["report", "--log", str(S1), "--language", "de"], "expected one of 'en', 'zh'"),
         (["report", "--log", str(S1), "--gpu", "none"], "an unknown GPU"),
-        (["compare", str(S1), "none.json"], "no file there"),
+        (["compare", str(S1), "none.json"], "no file at this path"),
         (["compare", str(S1), str(S1), "--output", "x.pdf"], "the report 'x.pdf': got the suffix"),
     ],
 )

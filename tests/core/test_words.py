@@ -107,9 +107,12 @@ class Loop:
         (lambda: Loop("net").run(max_epochs=4), "write run(num_epochs=4)"),
         (
             lambda: Loop("net").run(grad_accum=4),
-            "the constructor takes it, Loop(..., accumulation_steps=4); write run()",
+            "pass it to the constructor, Loop(..., accumulation_steps=4); write run()",
         ),
-        (lambda: Loop("net").run(amp=True), "the constructor takes it, Loop(..., precision='bf16-mixed'); write run()"),
+        (
+            lambda: Loop("net").run(amp=True),
+            "pass it to the constructor, Loop(..., precision='bf16-mixed'); write run()",
+        ),
     ],
 )
 def test_words_of_an_idea_are_known_to_whoever_has_a_parameter_of_it(call, corrected):

@@ -18,17 +18,21 @@ START = b'{"schema":"memkit.events/1","run_id":"r","wall_s":1.0}\n'
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda folder: folder / "missing.jsonl", LogNotFoundError, "no file there, nor one of a rank"),
-        (lambda folder: folder / "no" / "missing.jsonl", FileNotFoundError, "no file there, nor one of a rank"),
-        (lambda folder: Path("/dev/null"), LogNotFoundError, "something that is no regular file"),
+        (lambda folder: folder / "missing.jsonl", LogNotFoundError, "no file at this path, and none of a rank"),
+        (lambda folder: folder / "no" / "missing.jsonl", FileNotFoundError, "no file at this path, and none of a rank"),
+        (lambda folder: Path("/dev/null"), LogNotFoundError, "something other than a regular file"),
         (lambda folder: folder, InputError, "got a directory with 2 logs: a.jsonl, b.jsonl"),
         (lambda folder: folder / "empty", InputError, "got a directory with 0 logs; expected a directory with one log"),
         (lambda folder: [], InputError, "a list in a list, or an empty one"),
         (lambda folder: [[folder / "a.jsonl"]], InputError, "a list in a list, or an empty one"),
         (lambda folder: b"a.jsonl", InputTypeError, "got a bytes; expected a path as text"),
         (lambda folder: None, InputTypeError, "got a NoneType"),
-        (lambda folder: [folder / "a.jsonl", folder / "old.json"], InputError, "older form beside other files"),
-        (lambda folder: "a\0b", LogNotFoundError, "no file there"),
+        (
+            lambda folder: [folder / "a.jsonl", folder / "old.json"],
+            InputError,
+            "format together with other files",
+        ),
+        (lambda folder: "a\0b", LogNotFoundError, "no file at this path"),
     ],
 )
 def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
@@ -54,17 +58,17 @@ def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
         ('[{"event":"a","incremental_memory":-1}]', "index 0, event 'a': incremental_memory=-1"),
         ('[{"event":"a","peak_memory":9223372036854775808}]', "peak_memory=an integer of 64 bits"),
         ('[{"event":"a","peak_memory":1e400}]', "peak_memory=inf"),
-        ('[{"event":"a","peak_memory":NaN}]', "got NaN, which is no JSON number"),
+        ('[{"event":"a","peak_memory":NaN}]', "got NaN, which is not a JSON number"),
         ('[{"event":"a","peak_memory":' + "1" * 5000 + "}]", "Exceeds the limit (4300 digits)"),
         ('[{"event":"a","peak_memory":1,"peak_memory":2}]', "got the key 'peak_memory' twice in one object"),
         ('[{"peak_memory":1}]', "index 0, event None: event=None; expected text that is not empty"),
         ('[{"event":5,"peak_memory":1}]', "index 0, event 5: event=5"),
         ('[["a",1]]', "index 0: ['a', 1]; expected {\"event\": NAME} with either"),
-        ('[{"event":"a","peak_memory":1}', "no JSON at character 30"),
-        ('[{"event":"a","peak_memory":1}]]', "no JSON at character 31 (Extra data)"),
-        ('[{"event":"\\ud800","peak_memory":1}]', "got text that is no Unicode"),
+        ('[{"event":"a","peak_memory":1}', "invalid JSON at character 30"),
+        ('[{"event":"a","peak_memory":1}]]', "invalid JSON at character 31 (Extra data)"),
+        ('[{"event":"\\ud800","peak_memory":1}]', "got text that is not valid Unicode"),
         ("[" * 100_000, "got JSON that is nested too deeply"),
-        ("[1," * 300, "no JSON at character"),
+        ("[1," * 300, "invalid JSON at character"),
     ],
 )
 def test_a_wrong_array_is_one_error_that_says_where(tmp_path, content, text):
@@ -81,12 +85,12 @@ AFTER = b'{"event":"z"}\n'
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b'{"event":"a","step":', "line 2: no JSON at character 2"),
-        (b"\x00\x00\x00", "line 2: no JSON at character 0"),
+        (b'{"event":"a","step":', "line 2: invalid JSON at character 2"),
+        (b"\x00\x00\x00", "line 2: invalid JSON at character 0"),
         (b'{"event":"\xff"}', "line 2: text that is not UTF-8"),
         (b'{"event":"\xed\xa0\x80"}', "line 2: text that is not UTF-8"),
-        (b'{"event":"\\udc00"}', "line 2: text that is no Unicode: half of a surrogate pair"),
-        (b'{"event":"a","wall_s":Infinity}', "line 2: Infinity, which is no JSON number"),
+        (b'{"event":"\\udc00"}', "line 2: text that is not valid Unicode: half of a surrogate pair"),
+        (b'{"event":"a","wall_s":Infinity}', "line 2: Infinity, which is not a JSON number"),
         (b'{"event":"a","event":"b"}', "line 2: the key 'event' twice in one object"),
         (b'{"event":"a","x":' + b"[" * 100_000, "line 2: JSON that is nested too deeply"),
         (b'{"event":"a","step":' + b"1" * 5000 + b"}", "line 2: Exceeds the limit (4300 digits)"),
@@ -103,7 +107,7 @@ AFTER = b'{"event":"z"}\n'
         (b'{"schema":"memkit.events/2","run_id":"r","wall_s":1}', "line 2: schema='memkit.events/2'"),
         (b'{"schema":"memkit.events/1","wall_s":1}', "line 2, the run's header: run_id=None"),
         (b'{"schema":"memkit.events/1","run_id":"r","wall_s":-1}', "line 2, the run's header: wall_s=-1"),
-        (START.strip()[:-1] + b',"units":"GiB"}', "line 2: units that are not bytes"),
+        (START.strip()[:-1] + b',"units":"GiB"}', "line 2: units other than bytes"),
         (START.strip()[:-1] + b',"rank":4}', "the run's header: rank=4; expected a rank below world_size=1"),
         (START.strip()[:-1] + b',"argv":"ab"}', "the run's header: argv='ab'"),
         (START.strip()[:-1] + b',"versions":[]}', "the run's header: versions=[]"),
@@ -114,7 +118,7 @@ AFTER = b'{"event":"z"}\n'
 def test_a_wrong_line_is_one_error_that_says_where(tmp_path, line, text):
     path = tmp_path / "log.jsonl"
     path.write_bytes(START + line)
-    if text.startswith(("line 2: no JSON", "line 2: text that is not UTF-8")):
+    if text.startswith(("line 2: invalid JSON", "line 2: text that is not UTF-8")):
         assert text in read_memory_events(path).problems[0]  # as the last line it may have been cut
     else:
         assert_refused(lambda: read_memory_events(path), FileFormatError)

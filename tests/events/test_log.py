@@ -209,7 +209,7 @@ def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path):
     log = read_memory_events(path)
     assert [event.step for event in log.events] == [0, 1, 2]
     assert len(log.problems) == 1
-    assert log.problems[0].startswith(f"{path}: line 5: no JSON at character")
+    assert log.problems[0].startswith(f"{path}: line 5: invalid JSON at character")
 
 
 def test_a_disk_that_is_full_from_the_start_stops_no_run(tmp_path):

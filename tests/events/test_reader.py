@@ -54,7 +54,7 @@ def test_cut_at_every_byte(tmp_path):
         num_events, num_runs, is_cut = expected_after(data[:size])
         assert log.events == events[:num_events]
         assert len(log.headers) == num_runs
-        assert any("not whole" in problem for problem in log.problems) == is_cut
+        assert any("incomplete" in problem for problem in log.problems) == is_cut
         assert any("before its header" in problem for problem in log.problems) == (num_runs == 0)
         cuts += is_cut
     assert cuts > 0.9 * len(data)
@@ -76,7 +76,9 @@ def test_a_log_cut_at_every_byte_is_continued_and_cut_again(tmp_path):
             log = read_memory_events(path)
             assert len(log.headers) == num_runs + 1
             assert log.events[:num_events] == events[:num_events]
-            assert sum("not whole" in problem for problem in log.problems) == is_noted + (len(log.events) == num_events)
+            assert sum("incomplete" in problem for problem in log.problems) == is_noted + (
+                len(log.events) == num_events
+            )
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"{", b'{"schema":"memkit.events/1","run', START[:-3]])
@@ -186,7 +188,7 @@ def test_newer_minor_version_is_read_and_what_it_adds_is_named(tmp_path):
     assert log.headers[0].device.name == "X"
     assert log.headers[0].fields == {"peak_bytes": Origin("a")}
     assert log.problems == (
-        f"{path}: 6 values under 5 unknown names were passed over: 'cloud', 'power', 'power_bytes', 'unit', 'watts'",
+        f"{path}: 6 values under 5 unknown names were ignored: 'cloud', 'power', 'power_bytes', 'unit', 'watts'",
     )
 
 
@@ -197,7 +199,7 @@ def test_windows_endings_and_a_byte_order_mark_do_no_harm(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     log = read_memory_events(path)
     assert log.events == events
-    assert log.problems == (f"{path}: a byte order mark at its start was passed over",)
+    assert log.problems == (f"{path}: a byte order mark at its start was ignored",)
 
 
 def test_repeated_lines_and_repeated_runs_are_named(tmp_path):
@@ -208,9 +210,9 @@ def test_repeated_lines_and_repeated_runs_are_named(tmp_path):
     path.write_bytes(data + event + data)
     log = read_memory_events(path)
     assert log.problems == (
-        f"{path}: 2 runs stand in it, one after the other",
-        f"{path}: 1 lines repeat an earlier line of their run word by word",
-        f"run {log.headers[0].run_id} of rank 0 stands in the log 2 times: its events count as often",
+        f"{path}: it contains 2 runs, one after the other",
+        f"{path}: 1 lines are exact copies of an earlier line of their run",
+        f"run {log.headers[0].run_id} of rank 0 occurs 2 times in the log: its events are counted each time",
     )
 
 
@@ -244,9 +246,9 @@ def test_ranks_above_nine_come_in_order_and_missing_ones_are_named(tmp_path):
         write_rank(base, rank, 12, [])
     log = read_memory_events(base)
     assert [header.rank for header in log.headers] == [0, 2, 10, 11]
-    assert log.problems == ("8 of 12 ranks are missing, rank 1 the first of them",)
+    assert log.problems == ("8 of 12 ranks are missing, the first of them rank 1",)
     assert read_memory_events(rank_path(base, 2, 12)).problems == (
-        "11 of 12 ranks are missing, rank 0 the first of them",
+        "11 of 12 ranks are missing, the first of them rank 0",
     )
 
 
@@ -255,10 +257,10 @@ def test_leftovers_of_an_older_run_are_named(tmp_path):
     for rank, world_size in ((0, 2), (1, 2), (2, 3)):
         write_rank(base, rank, world_size, [])
     assert read_memory_events(base).problems == (
-        "the files are of runs with 2, 3 ranks: some may be left over from an older run",
+        "the files are from runs with 2, 3 ranks: some may be left from an older run",
     )
     write_rank(base, 0, 1, [])
-    assert read_memory_events(base).problems == (f"{base}: 3 files of single ranks lie beside it and are not read",)
+    assert read_memory_events(base).problems == (f"{base}: 3 files of single ranks beside it are not read",)
 
 
 # ---- the older form
@@ -287,8 +289,8 @@ def test_two_runs_in_an_array_are_named(tmp_path):
     path = tmp_path / "memory_events.json"
     path.write_text(json.dumps(log_fuzz.LEGACY * 2, indent=2))
     assert read_memory_events(path).problems == (
-        f"{path}: the event 'init' stands there 2 times: several runs may be in the file",
-        f"{path}: peak_memory falls at some event: the counter was reset, or several runs are in the file",
+        f"{path}: the event 'init' occurs 2 times: the file may contain several runs",
+        f"{path}: peak_memory falls at some event: the counter was reset, or the file contains several runs",
     )
 
 

@@ -135,8 +135,8 @@ def test_the_summary_as_it_is_read():
         "step/forward      3     1.20 s  400.00 ms  500.00 ms  12.00 GiB to 18.00 GiB      <= 4.00 GiB",
         "step/log          3      90 us      30 us      50 us            not recorded      <= 4.00 GiB",
         "",
-        "'<=': no block of the phase set a new record, so its own peak is known to be at most this.",
+        "'<=': no block of the phase set a new record, so only an upper bound of its peak is known.",
         "'to': a block set a record, the first size; later ones did not, and stayed below the second.",
-        "Times are the host's clock: an accelerator may still work when the host is done.",
+        "Times are by the host's clock: an accelerator may still be working when the host is done.",
         "- topic: evidence. action",
     ]

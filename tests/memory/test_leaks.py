@@ -238,7 +238,7 @@ def test_an_answer_says_how_much_it_means():
     assert (second, second.is_baseline, second.is_certain) == ([], False, False)
     assert "Call leaks() after another step" in str(second)
     third = memory.leaks()
-    assert (third, third.is_certain, str(third)) == ([], True, "nothing grew: 3 checks.")
+    assert (third, third.is_certain, str(third)) == ([], True, "no leak found in 3 checks.")
     for _ in range(3):
         kept.append(torch.ones(1000))
         found = memory.leaks()

@@ -187,7 +187,7 @@ CALLS = [
     (
         lambda: sampler().sample_half_density(index(), ratio=0.5),
         InputTypeError,
-        "the constructor takes it, GridAwareSampler(..., ratio=0.5); write sample_half_density(index)",
+        "pass it to the constructor, GridAwareSampler(..., ratio=0.5); write sample_half_density(index)",
     ),
     (
         lambda: sampler().sample_half_density(index()).take(),

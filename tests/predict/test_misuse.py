@@ -232,7 +232,7 @@ def test_a_shape_mismatch_says_where_and_logs_nothing(call, caplog):
     assert not [each for each in caplog.records if each.name.startswith("torch")]
     (note,) = set(caught.value.__notes__)
     assert "module '0', Linear(in_features=4, out_features=16, bias=True), given a tensor of shape (8, 5)" in note
-    assert note.endswith("which fails in the same line.")
+    assert note.endswith("which fails on the same line.")
 
 
 def test_the_log_of_torch_is_as_before_afterwards():

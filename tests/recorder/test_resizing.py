@@ -2,13 +2,13 @@
 
 import torch
 
-from memkit._recorder.recorder import telling
+from memkit._recorder.recorder import on_resize
 
 
 def test_each_hears_what_happens_in_its_own_time():
     storage, resize = torch.zeros(10).untyped_storage(), torch.UntypedStorage.resize_
     heard = {"first": [], "second": []}
-    first, second = (telling(lambda storage, name=name: heard[name].append(storage.nbytes())) for name in heard)
+    first, second = (on_resize(lambda storage, name=name: heard[name].append(storage.nbytes())) for name in heard)
     first.__enter__()
     storage.resize_(1)
     second.__enter__()

@@ -11,7 +11,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memkit._core.errors import MemkitOutOfMemoryError, StateError
-from memkit._recovery.batch import Alone, BatchRun, Means
+from memkit._recovery.batch import BatchRun, Means, SingleProcess
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from tests.helpers import assert_refused
@@ -82,7 +82,7 @@ class Remedies:
 
 
 def make_means(world, sizes, num_remedies):
-    return Means(sizes, Remedies(world, num_remedies), world.snapshot, Alone())
+    return Means(sizes, Remedies(world, num_remedies), world.snapshot, SingleProcess())
 
 
 def cut_unevenly(part, num_parts):
@@ -206,7 +206,7 @@ def test_a_batch_that_was_changed_in_place_does_not_run_again():
 
 def test_without_remedies_the_error_comes_through():
     world = World()
-    means = Means(SizeMemory(), None, world.snapshot, Alone())
+    means = Means(SizeMemory(), None, world.snapshot, SingleProcess())
     run = BatchRun([1, 2], 2, 1, means=means, sums=Sums(), cut=cut)
     with pytest.raises(MemoryError), run.next_attempt():
         raise MemoryError

@@ -367,7 +367,7 @@ def test_a_manager_that_has_tracked_does_not_say_that_tensors_are_not_recorded(t
         train(memory)
         peak = max(totals.peak_bytes for totals in memory.phases.values())
         assert "tensors not recorded" not in memory.summary()
-        assert f"tensors not counted now, peak {mk.memory.format_bytes(peak)} inside of track()" in memory.line()
+        assert f"tensors not counted now, peak {mk.memory.format_bytes(peak)} inside track()" in memory.line()
     figures = read_figures(mk.report.read_memory_events(tmp_path / "log.jsonl"), None)
     assert figures.peak.num_bytes == peak
     for name, totals in memory.phases.items():

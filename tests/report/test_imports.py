@@ -115,18 +115,18 @@ def bombs():
     deep = []
     deep.append(deep)
     blocks = [{"size": 1}] * 2000
-    yield "a call", b"cos\nsystem\n(S'true'\ntR.", "which no snapshot has"
-    yield "a call", pickle.dumps(os.getcwd), "which no snapshot has"
-    yield "a class", pickle.dumps(Event("x")), "which no snapshot has"
-    yield "an index", b"\x80\x02}r" + struct.pack("<I", 2**31 - 1) + b".", "which no snapshot has"
-    yield "a length", b"\x80\x04\x96" + struct.pack("<Q", 2**40) + b".", "which no snapshot has"
-    yield "a text", b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b".", "which no snapshot has"
-    yield "a cut", pickle.dumps(snapshot(), protocol=4)[:-300], "it was cut"
+    yield "a call", b"cos\nsystem\n(S'true'\ntR.", "does not occur in snapshots"
+    yield "a call", pickle.dumps(os.getcwd), "does not occur in snapshots"
+    yield "a class", pickle.dumps(Event("x")), "does not occur in snapshots"
+    yield "an index", b"\x80\x02}r" + struct.pack("<I", 2**31 - 1) + b".", "for a snapshot"
+    yield "a length", b"\x80\x04\x96" + struct.pack("<Q", 2**40) + b".", "does not occur in snapshots"
+    yield "a text", b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b".", "for a snapshot"
+    yield "a cut", pickle.dumps(snapshot(), protocol=4)[:-300], "a truncated pickle"
     yield "no stack", b"\x80\x04tu.", "cannot be loaded"
     yield "recursion", pickle.dumps({"segments": deep}), "segments[0]"
-    yield "sharing", pickle.dumps({"segments": [{"blocks": blocks}] * 2000}), "over and over"
+    yield "sharing", pickle.dumps({"segments": [{"blocks": blocks}] * 2000}), "repeated ones"
     yield "another pickle", pickle.dumps({"epoch": 3}), "a pickle of {'epoch': 3}"
-    yield "containers", b"\x80\x04(" + b"}" * 10**6 + b"l.", "almost only empty containers"
+    yield "containers", b"\x80\x04(" + b"}" * 10**6 + b"l.", "almost all empty containers"
     yield "nothing", pickle.dumps({"segments": []}), "without segments or history"
     yield "a sign", pickle.dumps({"segments": [{"blocks": [{"size": -1}]}]}), "size=-1"
     yield "a type", pickle.dumps({"device_traces": [[{"action": 3}]]}), "action=3"
@@ -213,7 +213,7 @@ def test_a_trace_may_be_packed_and_a_bomb_is_not_unpacked(profile, tmp_path, mon
     packed.write_bytes(gzip.compress(profile.read_bytes()))
     assert read_memory_events(packed).events == read_memory_events(profile).events
     packed.write_bytes(packed.read_bytes()[:-100])
-    assert_refused(lambda: read_memory_events(packed), FileFormatError, "a gzip file that was cut")
+    assert_refused(lambda: read_memory_events(packed), FileFormatError, "a truncated gzip file")
     monkeypatch.setattr("memkit._events.file._LARGEST_WHOLE_BYTES", 10**6)
     packed.write_bytes(gzip.compress(bytes(10**8)))
     assert_refused(lambda: read_memory_events(packed), FileFormatError, "more than 1000000 bytes in a gzip file")
@@ -225,20 +225,20 @@ def bomb(unit, head=b'{"traceEvents":[', tail=b"]}"):
 
 
 BOMBS = {
-    "empty events": (bomb(b"{},"), "hardly anything"),
-    "events of one entry": (bomb(b'{"a":1},'), "hardly anything"),
-    "events that are none": (bomb(b"[[]],"), "no list of traceEvents"),
+    "empty events": (bomb(b"{},"), "nearly empty"),
+    "events of one entry": (bomb(b'{"a":1},'), "nearly empty"),
+    "events that are none": (bomb(b"[[]],"), "without a list of traceEvents"),
     "one event": (bomb(b"{},", b'{"traceEvents":[{"args":[', b"]}]}"), "containers in"),
     "beside the events": (bomb(b"{},", b'{"others":[', b'],"traceEvents":[]}'), "containers in"),
     "nested": (bomb(b"[", b'{"traceEvents":[{"args":', b"}]}"), "nested too deeply"),
     "digits": (bomb(b"1"), "Exceeds the limit"),
     "text": (bomb(b"x", b'{"traceEvents":[{"name":"', b'"}]}'), "bytes of a gzip file"),
-    "spaces": (gzip.compress(b" " * 16 * MIB), "no JSON at character 16777216"),
+    "spaces": (gzip.compress(b" " * 16 * MIB), "invalid JSON at character 16777216"),
     "many in little": (
         gzip.compress(b'{"traceEvents":[' + b'{"ph":"M"},' * 40 + b" " * 2**26 + b"]}"),
         "bytes of a gzip file",
     ),
-    "two files": (gzip.compress(b"{}") * 2, "something after the end of a gzip file"),
+    "two files": (gzip.compress(b"{}") * 2, "data after the end of a gzip file"),
 }
 
 
@@ -267,8 +267,8 @@ def piece(name, thread):
 def test_slices_that_would_be_looked_at_over_and_over_are_refused(tmp_path):
     path = tmp_path / "log"
     for pieces, text in (
-        ([piece("op", 1) for _ in range(1100)], "1100 slices inside each other"),
-        ([piece(f"ProfilerStep#{thread}", thread) for thread in range(1100)], "1100 steps that lie over each other"),
+        ([piece("op", 1) for _ in range(1100)], "1100 nested slices"),
+        ([piece(f"ProfilerStep#{thread}", thread) for thread in range(1100)], "1100 steps that overlap"),
     ):
         events = [*pieces, act(50), act(51)]
         path.write_text(json.dumps({"traceEvents": events}))
@@ -290,7 +290,7 @@ def test_of_an_accelerator_the_allocators_own_totals_count(tmp_path):
         "cuda",
     )
     assert header.wall_s == pytest.approx(1.75e9)
-    assert "CPU are left out" in log.problems[0]
+    assert "CPU's memory events are left out" in log.problems[0]
 
 
 # ---- and back

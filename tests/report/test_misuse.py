@@ -19,7 +19,11 @@ TABLE = [
     (lambda log: log.peak, "AbsentError", "write max(event.peak_bytes or 0 for event in log.events)"),
     (lambda log: log.save("a.json"), "AbsentError", "write mk.write_report(log, 'report.html')"),
     (lambda log: log.plot(), "AbsentError", "write mk.write_report(log, 'report.html')"),
-    (mk.report.read_memory_events, "InputTypeError", "write mk.write_report(log, 'report.html'): it has been read."),
+    (
+        mk.report.read_memory_events,
+        "InputTypeError",
+        "write mk.write_report(log, 'report.html'): the log has already been read.",
+    ),
     (
         lambda _: mk.report.read_memory_events([{"event": "init", "peak_memory": 0}]),
         "InputTypeError",

@@ -200,7 +200,7 @@ RESULTS = [  # (what is returned, the error, the last line)
     (lambda losses: losses.mean().detach(), InputError, "not under torch.no_grad(), not detached."),
     (lambda losses: torch.tensor(1.0), InputError, "not under torch.no_grad(), not detached."),
     (lambda losses: {"loss": losses.mean()}, InputTypeError, "with the rest as outputs."),
-    (lambda losses: {"total": losses.mean()}, InputTypeError, "and what else you want to see."),
+    (lambda losses: {"total": losses.mean()}, InputTypeError, "and anything else as outputs."),
     (lambda losses: (losses.mean(), losses), InputError, "for a loss and other outputs."),
 ]
 
@@ -220,7 +220,7 @@ def test_what_is_no_loss_says_how_to_end(give, error, ending, steps):
 def test_a_frozen_model_is_told_from_a_detached_loss():
     trainer = make_trainer()
     trainer.model.requires_grad_(False)
-    with pytest.raises(InputError, match=r"unfreeze what is trained: model\.requires_grad_\(True\)\.$"):
+    with pytest.raises(InputError, match=r"unfreeze the parameters to train: model\.requires_grad_\(True\)\.$"):
         trainer.train_step(make_batch(), right)
 
 

@@ -173,13 +173,13 @@ CONSTRUCTED = [
     (
         lambda: wrapped(memory="RTX 4090"),
         InputError,
-        "write memory=mk.find_gpu('RTX 4090').usable_bytes for all of that card.",
+        "write memory=mk.find_gpu('RTX 4090').usable_bytes for all memory of that GPU.",
     ),
     (lambda: wrapped(memory="24"), InputError, "write '24GiB', or '24B' if bytes are meant."),
     (
         lambda: mk.ChunkedProcessor(net(), memory_budget="A100 80GB"),
         InputError,
-        "write memory_budget=mk.find_gpu('A100 80GB').usable_bytes for all of that card.",
+        "write memory_budget=mk.find_gpu('A100 80GB').usable_bytes for all memory of that GPU.",
     ),
 ]
 
@@ -269,11 +269,11 @@ STEPPED = [
     ),
     (lambda: wrapped().load_state_dict(net().state_dict()), FileFormatError, "for that of trainer.state_dict()."),
     (lambda: wrapped().load_state_dict({"version": 1}), FileFormatError, "torch.save(trainer.state_dict(), path)."),
-    (lambda: wrapped().load_state_dict([1]), FileFormatError, "pass what state_dict() returned, as a mapping."),
+    (lambda: wrapped().load_state_dict([1]), FileFormatError, "pass the mapping that state_dict() returned."),
     (
         lambda: wrapped().load_state_dict({**wrapped().state_dict(), "accumulator": 3}),
         FileFormatError,
-        "pass what state_dict() returned, as a mapping.",
+        "pass the mapping that state_dict() returned.",
     ),
     (lambda: wrapped()(BATCH), InputTypeError, "write trainer.model(x)"),
 ]
@@ -365,7 +365,7 @@ ACCUMULATED = [
         FileFormatError,
         "load the file first: state = torch.load('a.pt').",
     ),
-    (lambda: accumulator().load_state_dict(None), FileFormatError, "pass what state_dict() returned, as a mapping."),
+    (lambda: accumulator().load_state_dict(None), FileFormatError, "pass the mapping that state_dict() returned."),
     (lambda: list(accumulator()), InputTypeError, "count=len(x)); accumulator.step()"),
     (lambda: accumulator(steps=4), InputTypeError, "write GradientAccumulator(optimizer, accumulation_steps=4)"),
     (

@@ -28,7 +28,7 @@ _ROUNDING = 2 * MIB  # for a segment of one request
 _SMALLEST_BLOCK = 512
 _KEY_BITS = 64  # a free block's key is its size above its address, in one number
 _ADDRESS = attrgetter("address")
-_LEAST_SEGMENT_MB = 11  # must exceed 10 MiB, from which size on a request has a segment of its own
+_LEAST_SEGMENT_MB = 11  # must exceed 10 MiB: requests of that size or more get their own segment
 _SMALLEST_INTERVAL_BITS = 20  # roundup_power2_divisions has one number for each power of two from 1 MiB to 32 GiB
 _NUM_INTERVALS = 16
 _OPTION = re.compile(r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)")
@@ -127,7 +127,7 @@ class CachingAllocator:
         return max(self.peak_reserved_bytes, self._earlier_peaks[1])
 
     def make_another(self) -> CachingAllocator:
-        """Return an allocator of the same GPU, settings and limit that has met no request."""
+        """Return an allocator of the same GPU, settings and limit that has received no request."""
         driver = self.driver
         another = CachingAllocator(driver.capacity_bytes, other_bytes=driver.other_bytes, settings=self.settings)
         another._limit_bytes = self._limit_bytes
@@ -713,7 +713,7 @@ class AllocatorSettings:
             )
         for each in check.items("roundup_power2_divisions", self.roundup_power2_divisions, _NUM_INTERVALS):
             if check.whole("roundup_power2_divisions", each) & (each - 1):
-                fix = "pass for example 8 where blocks are to be rounded up, and 0 elsewhere."
+                fix = "pass, for example, 8 where blocks should be rounded up, and 0 elsewhere."
                 raise check.refusal("roundup_power2_divisions", each, "0 or a power of two for each size", fix=fix)
 
     @classmethod

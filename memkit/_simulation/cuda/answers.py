@@ -61,25 +61,25 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
     accelerator = _accelerator(card, memory) | _streams(memory)
     loading = _Loading(tensors)
     return [
-        Patches(cuda, "`torch.cuda` speaks of the card", answers),
-        Patches(cuda.memory, "the same under its other name", of_memory),
+        Patches(cuda, "`torch.cuda` describes the virtual GPU", answers),
+        Patches(cuda.memory, "the same functions under their other names", of_memory),
         Patches(
             torch.accelerator,
-            "`torch.accelerator` speaks of the card",
+            "`torch.accelerator` describes the virtual GPU",
             {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
         ),
-        Patches(accelerator_owner, "FSDP2 finds the card", {GET_ACCELERATOR: lambda *_: CARD}),
-        # LSTMs run step by step: what cuDNN saves for their backward is undocumented.
+        Patches(accelerator_owner, "FSDP2 finds the virtual GPU", {GET_ACCELERATOR: lambda *_: CARD}),
+        # LSTMs run step by step: the tensors that cuDNN saves for their backward are undocumented.
         Patches(
             memory_format_owner,
-            "convolutions work in the order of dimensions that cuDNN is given",
+            "convolutions use the order of dimensions that cuDNN would get",
             {MEMORY_FORMAT: _formatting(getattr(memory_format_owner, MEMORY_FORMAT))},
         ),
         Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
-        Patches(Tensor, "what CUDA's tensors do in Python", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
-        Patches(FakeTensor, "tensors without data go into files", {"__reduce_ex__": _reduced}),
-        Patches(cuda.nvtx, "marks for a profiler that is not there", dict.fromkeys(_NVTX, _nothing)),
-        Patches(nn.parallel.scatter_gather, "`DataParallel` on one card", {"Scatter": _Scatter}),
+        Patches(Tensor, "Python methods of CUDA tensors", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
+        Patches(FakeTensor, "tensors without data can be saved", {"__reduce_ex__": _reduced}),
+        Patches(cuda.nvtx, "marks for NVIDIA's profiler are ignored", dict.fromkeys(_NVTX, _nothing)),
+        Patches(nn.parallel.scatter_gather, "`DataParallel` on one GPU", {"Scatter": _Scatter}),
         Patches(to_owner, "`module.to(0)`", {PARSE_TO: _parsing(getattr(to_owner, PARSE_TO))}),
         Patches(
             torch,
@@ -566,7 +566,7 @@ def rebuilt(
         raise StateError(
             "a tensor without data that another process sent",
             got=f"{num_bytes} bytes on {device}, made on a virtual GPU",
-            expected="tensors with data: the others stay in the process that made them",
+            expected="tensors with data: tensors without data stay in the process that made them",
             fix="send sizes, or small tensors, and make the large ones in this process.",
         )
     if key not in _now.storages:

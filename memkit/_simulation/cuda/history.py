@@ -12,7 +12,7 @@ _POOL = (0, 0)  # the pool of all allocations outside CUDA graphs
 
 
 class Asker(NamedTuple):
-    """Origin of a request for a block: the operator, and where in the code it ran; None where there is none."""
+    """Origin of a request for a block: the operator, and where in the code it ran; None if there is no such place."""
 
     operator: str
     place: OperatorPlace | None

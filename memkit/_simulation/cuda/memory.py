@@ -159,7 +159,7 @@ class CudaMemory:
         """Whether a device is the simulated GPU."""
         return device.type == "cuda"
 
-    def device_of(self, storage: torch.UntypedStorage) -> torch.device:  # noqa: ARG002 - it does not know it itself
+    def device_of(self, storage: torch.UntypedStorage) -> torch.device:  # noqa: ARG002 - a storage does not know it
         """Return the simulated GPU."""
         return CARD
 
@@ -187,7 +187,7 @@ class CudaMemory:
         """Empty the cache if ``cudnn.benchmark`` meets this convolution for the first time, as PyTorch does.
 
         The trial of all algorithms may have taken gigabytes: `findAlgorithms` in Conv_v7.cpp, `run_single_conv` in
-        Conv_v8.cpp. The trial itself takes no more than is free and no run needs it, so it is left out.
+        Conv_v8.cpp. The trial takes only free memory, and no run depends on it, so it is not simulated.
         """
         new = convolution.searches - self.tuned
         if new:
@@ -687,7 +687,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _convolution(args: Sequence[Any], _: Processors) -> Phases:
-    """`cudnn_convolution_forward`: what does not lie in the order that cuDNN works in is copied first."""
+    """`cudnn_convolution_forward`: tensors in another order of dimensions than cuDNN's are copied first."""
     x, weight = args[:2]
     return (_copies((x, weight), convolution_format(x, weight)),)
 
@@ -771,9 +771,10 @@ class Convolution(NamedTuple):
 def tuned_workspaces(convolution: Convolution, capability: tuple[int, int]) -> tuple[int, ...]:
     """Return the workspace of the algorithm that ``cudnn.benchmark`` finds to be the fastest, one for each pass.
 
-    Tensor cores work in channels-last order: what lies otherwise is copied, in the backward passes of kernels larger
-    than 1x1 (of the others, and in the forward, no record shows it). Without tensor cores, non-fused Winograd of 3x3
-    kernels takes the most. Both follow from recorded runs with ``cudnn.benchmark``: `docs/virtual-gpu-proof.md`.
+    Tensor cores work in channels-last order: tensors in another order are copied in the backward passes of kernels
+    larger than 1x1 (no record shows a copy for 1x1 kernels, or in the forward). Without tensor cores, non-fused
+    Winograd of 3x3 kernels takes the most. Both follow from recorded runs with ``cudnn.benchmark``:
+    `docs/virtual-gpu-proof.md`.
     """
     x, weight, y = convolution.x, convolution.weight, convolution.y
     if convolution.groups != 1 or convolution.is_transposed:

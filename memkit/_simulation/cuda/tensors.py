@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import NotSimulatedError, StateError
-from memkit._recorder.recorder import Whereabouts
+from memkit._recorder.recorder import StepPosition
 from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.leftovers import Patches, applied
@@ -125,7 +125,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
     def _without_data(self, func: Any, types: Any, args: Any, kwargs: Any, moved: Sequence[Any]) -> Any:
         """Run an operator on tensors without data.
 
-        PyTorch really computes with known values; it must not try to do so on the GPU with those of ``moved``.
+        PyTorch really computes with known values; it must not try to compute on the GPU with those of ``moved``.
         """
         known = [(each, each.constant) for each in moved if isinstance(each, FakeTensor) and each.constant is not None]
         for tensor, _ in known:
@@ -213,14 +213,14 @@ def _as_cuda(value: Any) -> Any:
     if type(value) is not _Device:
         return value
     if value.index and value.type in ("lazy", "cuda"):
-        raise RuntimeError(f"CUDA error: invalid device ordinal (cuda:{value.index}, where there is one card: cuda:0)")
+        raise RuntimeError(f"CUDA error: invalid device ordinal (cuda:{value.index}; the only GPU is cuda:0)")
     return _DEVICES.get(value, value)
 
 
 def _refuse_layout(layout: torch.layout) -> NoReturn:
     raise NotSimulatedError(
         "a sparse tensor on a virtual GPU",
-        got=f"a tensor of layout {layout} at {Whereabouts().place().line}",
+        got=f"a tensor of layout {layout} at {StepPosition().place().line}",
         expected="dense tensors on the GPU: CUDA's sparse kernels are not simulated",
         fix="keep the indices and values as dense tensors (index_add, scatter), or estimate the step for the CPU: "
         "estimate_memory_usage(model, batch, loss_fn) supports sparse tensors there.",
@@ -392,7 +392,7 @@ def _softmax(inner: Any) -> Callable[..., Any]:
     return kernel
 
 
-# ----------------------------------------------------------------------------------------------------- the stage
+# ------------------------------------------------------------------------------------------------- the whole setup
 
 
 @contextmanager
@@ -418,7 +418,7 @@ def on_cuda(
         moving = stack.enter_context(_moving_modules())
         library = stack.enter_context(_cuda_operators(capability, rules))
         functions = _autocast_functions(library, rules, stack)
-        casting = Patches(torch, "autocast for `cuda` is that of the card", functions)
+        casting = Patches(torch, "autocast for `cuda` follows CUDA's rules", functions)
         patches = (*moving, *tensor_patches(), casting, *answers)
         stack.enter_context(_still_scriptable(patches))
         stack.enter_context(applied(patches))
@@ -491,7 +491,7 @@ def _moving_modules() -> Iterator[list[Patches]]:
             Patches(torch.utils, "parameters stay the same objects when they move", {"swap_tensors": moved.swap}),
             Patches(Tensor, "`p.data = p.data.cuda()`", {"data": property(_DATA_OF.__get__, moved.set_data)}),
             Patches(
-                nn.Module, "modules from outside have their data back afterwards", {APPLY: applied_to, LOAD: loaded}
+                nn.Module, "modules from outside get their data back afterwards", {APPLY: applied_to, LOAD: loaded}
             ),
         ]
     finally:
@@ -530,7 +530,7 @@ class _Moved:
             tensor.grad = gradient
 
     def put_back(self) -> None:
-        """Turn them back into tensors with data."""
+        """Turn the swapped tensors back into tensors with data."""
         if not self._has_moved:
             return
         # The list of all objects is gone before anything dies: up to 2.10 a storage in it would outlive its memory.
@@ -586,9 +586,9 @@ def tensor_patches() -> list[Patches]:
     }
     lists = {name: _listing([*getattr(foreach, name)(), "lazy"]) for name in LISTS_OF_DEVICES}
     return [
-        Patches(FakeTensor, "tensors are on a device that is not there", _device_functions()),
+        Patches(FakeTensor, "tensors may be on a device that does not exist", _device_functions()),
         Patches(fake_tensor, "operators without a shape function run on the host", {RUN_FALLBACK: _fallback()}),
-        Patches(Tensor, "`.to` and `.cuda` reach the card", on_tensor),
+        Patches(Tensor, "`.to` and `.cuda` reach the virtual GPU", on_tensor),
         Patches(FakeTensor, "tensors say `cuda`, and are copied", {"device": property(named), "__deepcopy__": _copied}),
         Patches(foreach, "optimizers step several tensors at once, as on CUDA", lists),
     ]
