@@ -70,7 +70,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
             place, or its memory was released.
 
     Warns:
-        MemkitWarning: A forward ran other operators than the planned one.
+        MemkitWarning: A forward ran other operators than the planned one, and than those that a plan for a loader was
+            rehearsed with.
 
     Memory cost: what the plan keeps; with random operators that run again, their generator's state for each (5 kB on
     the CPU). Time cost: about 5 microseconds of Python for each operator of the forward,
@@ -142,15 +143,17 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 
     def _note(self, forward: _Forward) -> None:
         self.num_recomputed = forward.num_recomputed
+        if self._is_told or fake_mode() is not None:
+            return
         missing, more = forward.differences()
-        is_planned = self.plan is not None and self.plan.is_for_all
-        if (missing or more) and not (self._is_told or is_planned or fake_mode() is not None):
+        rehearsed = frozenset() if self.plan is None else self.plan.rehearsed
+        if (missing or more) and frozenset(forward.num_calls().items()) not in rehearsed:
             self._is_told = True
             warn_user(
                 f"{_CALL}: this forward is not the planned one: {_listed(missing, 'did not run')}"
                 f"{' and ' if missing and more else ''}{_listed(more, 'ran besides')}. Gradients are the same, but it "
                 "may take more memory than planned. Way out: plan with a batch and modes as they are in training, or "
-                "make a plan for each kind of batch."
+                "with a loader of all kinds of batch."
             )
 
 
@@ -295,9 +298,13 @@ class _Forward(LeanDispatchMode):
     def _offload(self, tensor: Tensor) -> offload_activations:
         return self._offloads["disk" if tensor.device.type == "cpu" else "host"]
 
+    def num_calls(self) -> dict[str, int]:
+        """Return how often each operator ran, by name."""
+        return {str(func): operator.count for func, operator in self._operators.items() if operator.count}
+
     def differences(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return how many operators of the plan did not run, and how many ran besides, by name."""
-        ran = {str(func): operator.count for func, operator in self._operators.items() if operator.count}
+        ran = self.num_calls()
         names = {*ran, *self._planned}
         by_name = {name: ran.get(name, 0) - self._planned.get(name, (0, {}))[0] for name in names}
         missing = {name: -count for name, count in by_name.items() if count < 0}
