@@ -258,6 +258,7 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
 
     Attributes:
         plan: The plan that it follows.
+        rehearsed: The batches that the plan was rehearsed with.
 
     Example:
         >>> import torch
@@ -270,16 +271,16 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
     """
 
     plan: TrainingPlan
-    _rehearsed: RehearsedBatches
+    rehearsed: RehearsedBatches
 
     def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
         """Run one optimizer step on a batch, as `MemoryEfficientTrainingWrapper.train_step` does."""
-        self._rehearsed.look_at(batch)
+        self.rehearsed.look_at(batch)
         return super().train_step(batch, loss_fn)
 
     def microbatches(self, batch: Any) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts at the micro-batches of a batch, as `MemoryEfficientTrainingWrapper.microbatches` does."""
-        self._rehearsed.look_at(batch)
+        self.rehearsed.look_at(batch)
         yield from super().microbatches(batch)
 
 
@@ -370,7 +371,7 @@ def prepare(
         probe=probe,
         **plan.wrapper_settings(),
     )
-    trainer.plan, trainer._rehearsed = plan, rehearsed  # noqa: SLF001 - of this file
+    trainer.plan, trainer.rehearsed = plan, rehearsed
     if plan.is_split_exact:
         trainer.trust_split(batch, loss_fn)  # a check would take more than the plan's budget
     return trainer
