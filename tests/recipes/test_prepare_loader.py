@@ -192,8 +192,9 @@ def test_a_plan_for_one_batch_holds_for_smaller_ones(batch, is_told):
         rehearsed.look_at(batch)
 
 
-def test_a_plan_for_one_list_of_samples_holds_for_a_shorter_one():
+def test_a_plan_for_one_list_of_samples_holds_for_a_shorter_one(recwarn):
     RehearsedBatches([[(torch.ones(3), 1)] * 4], is_loader=False).look_at([(torch.ones(2), 1)] * 3)
+    assert not recwarn.list
 
 
 def test_a_worst_batch_without_data_will_do():
