@@ -46,23 +46,23 @@ class Replay:
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
         """Run a block in the state of the first run, without side effects."""
+        attributes = self._before.attributes
+        attributes_now = None if attributes is None else AttributeStates(self._watch)
+        if attributes is not None:
+            attributes.restore()  # before buffers are swapped: the dict that holds them is an attribute, too
         buffers_now = []
         for (owner, name), entry in self._before.buffers.entries.items():
             if entry.copy is not None:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
-        attributes = self._before.attributes
-        attributes_now = None if attributes is None else AttributeStates(self._watch)
-        if attributes is not None:
-            attributes.restore()
         try:
             with self._before.random.again(), as_written(), early_stop_through_scripts():
                 yield
         finally:
-            if attributes_now is not None:
-                attributes_now.restore()
             for owner, name, buffer in buffers_now:
                 setattr(owner, name, buffer)
+            if attributes_now is not None:
+                attributes_now.restore()
 
 
 def contexts_of(watch: StateWatch) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
