@@ -409,7 +409,7 @@ def test_installed_and_spread_over_workers(pytester):
 
 def test_the_marker_is_explained(run):
     text = run("", "--markers").stdout.str()
-    assert re.search(r"@pytest\.mark\.memory_limit\(limit, \[.*\], mode='tensors', .*\): fail the ", text)
+    assert re.search(r"@pytest\.mark\.memory_limit\(limit, \*, mode='tensors', .*\): fail the ", text)
 
 
 def test_it_loads_no_torch_for_tests_without_it(pytester):
