@@ -57,6 +57,9 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         StateError: From the backward: a saved tensor that stayed was changed in place since, as plain autograd would
             also refuse. A tensor that was moved out keeps the value that it had when it was saved.
 
+    Not supported: ``rrelu`` in training, in forwards with any hooks that copy what is saved. Autograd saves its noise
+    before it is drawn, so that gradients would be wrong; use ``leaky_relu``, or recompute that block.
+
     Memory:
         The budget, plus the storages that the current backward operator needs.
 
