@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import NoReturn
 
-from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, cloned
+import torch
+from torch import nn
+
+from memkit._core.errors import StateError
+from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, are_same, cloned
 from memkit._torch.script import as_written, early_stop_through_scripts
+from memkit._torch.tensors import version_of
 
 
 class Replay:
@@ -17,6 +23,7 @@ class Replay:
     The rerun starts from the same state as the first run: buffers, attributes, the module's own generators, and the
     random state of NumPy and Python (torch's own is handled by `torch.utils.checkpoint`). It has no side effects: the
     buffers are swapped for copies while it runs, not overwritten, so that tensors saved for backward stay valid.
+    Parameters that the first run has changed must stay as they are: their values before it are gone.
 
     Args:
         watch: The watch of the module that runs the forward.
@@ -25,10 +32,13 @@ class Replay:
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
         self._before: Rollback
+        self._versions: list[tuple[nn.Parameter, int]] = []
+        self._changed: list[nn.Parameter] = []
         self._as_written = as_written()
 
     def __enter__(self) -> None:
         self._before = Rollback(self._watch, of_torch=False)
+        self._versions = [(each, version_of(each)) for each in self._watch.trained()]
         self._as_written.__enter__()
 
     def __exit__(
@@ -37,6 +47,8 @@ class Replay:
         self._as_written.__exit__(kind, error, trace)
         if error is None:
             self._before.learn()
+            self._changed = [each for each, version in self._versions if version_of(each) != version]
+        self._versions = []
 
     @property
     def again(self) -> AbstractContextManager[None]:
@@ -46,23 +58,37 @@ class Replay:
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
         """Run a block in the state of the first run, without side effects."""
+        attributes = self._before.attributes
+        attributes_now = None if attributes is None else AttributeStates(self._watch)
+        if attributes is not None:
+            attributes.restore()  # before buffers are swapped: the dict that holds them is an attribute, too
+        parameters_now = [(each, cloned(each)) for each in self._changed]
         buffers_now = []
         for (owner, name), entry in self._before.buffers.entries.items():
             if entry.copy is not None:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
-        attributes = self._before.attributes
-        attributes_now = None if attributes is None else AttributeStates(self._watch)
-        if attributes is not None:
-            attributes.restore()
         try:
             with self._before.random.again(), as_written(), early_stop_through_scripts():
                 yield
         finally:
-            if attributes_now is not None:
-                attributes_now.restore()
             for owner, name, buffer in buffers_now:
                 setattr(owner, name, buffer)
+            if attributes_now is not None:
+                attributes_now.restore()
+            if not all(are_same(each, now) for each, now in parameters_now):
+                self._refuse_changed(parameters_now)
+
+    def _refuse_changed(self, parameters_now: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> NoReturn:
+        for each, now in parameters_now:
+            each.data.copy_(now)
+        raise StateError(
+            "the repeated forward of a block",
+            got=f"a {type(self._watch.module).__name__} that changes its own parameters, and does so again when it is "
+            "repeated in backward",
+            expected="parameters that a forward leaves as they are",
+            fix="change them after the step, or use checkpoint 'offload' for this block.",
+        )
 
 
 def contexts_of(watch: StateWatch) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -23,7 +23,7 @@ from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
-from memkit._torch.modules import buffers_of, is_compiled, training_flags, with_buffers
+from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags, with_buffers
 from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
@@ -69,6 +69,13 @@ class StateWatch:
             self._num_searches += 1
             self._generators |= {id(each): each for owner in self.owners for each in _held_generators(owner)}
         return self._generators.values()
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that are trained."""
+        for owner in self.owners:
+            for each in parameters_of(owner).values():
+                if each is not None and each.requires_grad and not is_lazy(each):
+                    yield each
 
     def snapshot(self) -> BufferSnapshot:
         """Copy the buffers, except large ones that an earlier forward left unchanged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -15,7 +16,7 @@ from torch import Tensor
 from memkit._core.errors import StateError
 from memkit._tape.tape import changes_arguments, is_plain, written_arguments
 from memkit._torch.aten import FUSED_ATTENTION
-from memkit._torch.dispatch import LeanDispatchMode, counting_in_views
+from memkit._torch.dispatch import LeanDispatchMode, counting_in_views, without_modes
 from memkit._torch.graph import keeps_graph
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
@@ -33,8 +34,6 @@ KEPT_OPERATORS = frozenset(
         *FUSED_ATTENTION,
     }
 )
-# References to a tensor that only a list and these results hold: in C++, in Python, and to its storage.
-_UNSHARED = (1, 2, 3)
 
 
 class KeptResults:
@@ -72,8 +71,8 @@ class KeptResults:
     def forget_unused(self, outputs: list[Tensor]) -> None:
         """Drop the result of the forward's last operator if it is an output that no backward reads.
 
-        It is recognized by its references: the graph, or an object of the user's, would add to them. In the recomputed
-        forward, NaN stands for it.
+        It is recognized by its references: the graph, or an object of the user's, would add to them. Where these cannot
+        be told apart, it stays. In the recomputed forward, NaN stands for it.
 
         Args:
             outputs: The forward's outputs, with their graph. Nothing else holds them.
@@ -85,7 +84,7 @@ class KeptResults:
         for number in range(len(outputs)):  # a loop over the tensors would refer to them
             if storage_key(outputs[number].untyped_storage()) != key:
                 continue
-            if (use_count(outputs[number]), sys.getrefcount(outputs[number]), storage_use_count(key)) == _UNSHARED:
+            if _references(outputs, number) == _references_if_unread():
                 nan = outputs[number].detach().new_full((), math.nan).expand(outputs[number].shape)
                 self._results[-1] = self._results[-1][0], _Result(nan)
 
@@ -201,6 +200,33 @@ class _OnKept(LeanDispatchMode):
         if self._note_change is not None and changes_arguments(func):
             self._note_change(written_arguments(func, args, kwargs))
         return func(*args, **kwargs)
+
+
+def _references(tensors: list[Tensor], place: int) -> tuple[int, int, int]:
+    """Count the references to a tensor: in C++, in Python, and to its storage."""
+    key = storage_key(tensors[place].untyped_storage())
+    return use_count(tensors[place]), sys.getrefcount(tensors[place]), storage_use_count(key)
+
+
+@functools.cache
+def _references_if_unread() -> tuple[int, int, int] | None:
+    """Return the references to a result that nothing reads, as this Python and this torch count them.
+
+    Returns:
+        None if one that a variable, a graph, or another tensor over its storage holds has as many.
+    """
+    holders: tuple[Callable[[Tensor], Any], ...] = (lambda _: None, lambda out: out, torch.sin, torch.detach)
+    counts = []
+    with without_modes(), torch.inference_mode(mode=False), torch.enable_grad():
+        for hold in holders:
+            kept, one = KeptResults("", ""), torch.ones(1, 1, device="cpu", requires_grad=True)
+            with kept.first():
+                outputs = [one @ one]
+            held = hold(outputs[0])
+            counts.append(_references(outputs, 0))
+            del held
+    unread, *others = counts
+    return None if unread in others else unread
 
 
 def is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

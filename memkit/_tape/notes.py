@@ -7,6 +7,7 @@ their place in backward. So it is seen when the forward itself lets go of a tens
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -183,6 +184,27 @@ class ForwardNotes(LeanDispatchMode):
             storage = torch.empty(value.nbytes, dtype=torch.uint8, device=packed.view.device).untyped_storage()
             self._fresh[value.number] = weakref.ref(storage)
         return packed.view.on(storage)
+
+
+class ForwardCount(LeanDispatchMode):
+    """Counts the operators of a forward within a ``with`` block, as a tape counts them.
+
+    Attributes:
+        numbers: How often each operator has run, by name.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if counts(func) and current_backward() == _NO_BACKWARD:
+            self.numbers[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _Dropped(NamedTuple):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from memkit._charts.overview import Overview, Overviewed
 from memkit._core.settings import check_version
 from memkit._core.units import format_bytes
 
-_VERSION = 1
+_VERSION = 2
+OperatorCounts: TypeAlias = frozenset[tuple[str, int]]  # name and number of each operator of a forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class SavedTensorPlan(Overviewed):
         offloaded_bytes: Saved bytes that wait elsewhere.
         num_random: Operators among the recomputed ones that draw random numbers.
         saved_bytes: All bytes that the forward saves without a plan, apart from parameters and inputs.
-        is_for_all: Whether it was rehearsed with all kinds of batch, so that a forward with other operators is no news.
+        rehearsed: Forwards that it was rehearsed with, one for each kind of batch: how often each operator runs.
 
     Example:
         >>> import torch
@@ -48,7 +49,7 @@ class SavedTensorPlan(Overviewed):
     offloaded_bytes: int = 0
     num_random: int = 0
     saved_bytes: int = 0
-    is_for_all: bool = field(default=False, compare=False)
+    rehearsed: frozenset[OperatorCounts] = field(default=frozenset(), compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain types, ready for JSON; `from_dict` reads it."""
@@ -61,7 +62,7 @@ class SavedTensorPlan(Overviewed):
             "offloaded_bytes": self.offloaded_bytes,
             "num_random": self.num_random,
             "saved_bytes": self.saved_bytes,
-            "is_for_all": self.is_for_all,
+            "rehearsed": sorted(sorted(each) for each in self.rehearsed),
         }
 
     @classmethod
@@ -80,7 +81,7 @@ class SavedTensorPlan(Overviewed):
             offloaded_bytes=state["offloaded_bytes"],
             num_random=state["num_random"],
             saved_bytes=state["saved_bytes"],
-            is_for_all=state["is_for_all"],
+            rehearsed=frozenset(frozenset((name, count) for name, count in each) for each in state["rehearsed"]),
         )
 
     @property

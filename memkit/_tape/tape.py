@@ -21,7 +21,7 @@ from memkit._torch.dispatch import OpOverload, below_autograd, below_modes, coun
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_backward, current_node, keeps_graph
 from memkit._torch.operators import schema_of
-from memkit._torch.tensors import version_of
+from memkit._torch.tensors import is_zero_tensor, version_of
 
 T = TypeVar("T")
 _NO_BACKWARD = -1
@@ -35,6 +35,8 @@ _STATISTICS: Mapping[Any, tuple[int, int, int]] = {
 }
 _NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"})
 _DETACH = _aten.detach.default
+# Their results have no content yet.
+_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 # These change a storage in a way that cannot be repeated on another one.
 _ODD = frozenset({"set_", "resize_", "resize_as_", "resize", "set", "set_data"})
 _REAL = frozenset({Tensor, torch.nn.Parameter})
@@ -42,11 +44,11 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is just a view of one storage."""
+    """Return whether a tensor is just a view of one storage; the zeros of forward-mode AD have an empty one."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
         and not tensor.is_inference()
     )
 
@@ -57,6 +59,11 @@ def repeats(func: Any) -> bool:
     Only torch's own operators are known to; of others, what they do besides is unknown.
     """
     return getattr(func, "namespace", "") == "aten" and func.overloadpacket.__name__ not in _ODD
+
+
+def leaves_unfilled(func: Any) -> bool:
+    """Return whether an operator makes tensors that others are to fill: `rrelu` saves its noise before it draws it."""
+    return func.overloadpacket.__name__ in _UNFILLED
 
 
 def counts(func: Any) -> bool:
@@ -107,13 +114,15 @@ class Value:
         storage: The storage, as soon as it was made again.
         is_read: Whether the content after the last operator may be asked for.
         is_lost: Whether the storage was changed since, by an operator that is not written down.
+        is_filled: Whether there is content yet.
     """
 
-    __slots__ = ("__weakref__", "_is_read_between", "is_lost", "is_read", "num_steps", "steps", "storage")
+    __slots__ = ("__weakref__", "_is_read_between", "is_filled", "is_lost", "is_read", "num_steps", "steps", "storage")
 
     def __init__(self, step: Step) -> None:
         self.steps, self.num_steps, self.storage = [step], 1, None
         self.is_read = self.is_lost = self._is_read_between = False
+        self.is_filled = not leaves_unfilled(step.func)
 
     steps: list[Step]
     storage: torch.UntypedStorage | None
@@ -122,6 +131,7 @@ class Value:
         """Append an operator that changes the storage in place."""
         self.steps.append(step)
         self.num_steps += 1
+        self.is_filled = True
         self._is_read_between |= self.is_read
         self.is_read = False
 

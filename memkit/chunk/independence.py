@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError
-from memkit._recovery.snapshot import Rollback, StateWatch, are_same
+from memkit._recovery.snapshot import Rollback, StateWatch, are_same, cloned
 from memkit._torch import pytree
 from memkit._torch.graph import is_transforming, saving_hooks
 from memkit._torch.modules import is_compiled
+from memkit._torch.tensors import version_of
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
@@ -78,6 +79,7 @@ def check_independence(
 
     arguments = pytree.tree_map(poison, tuple(rows))
     culprits: list[str] = []
+    parameters = [(name, each, version_of(each)) for module in modules for name, each in module.named_parameters()]
     with unpacked(), undone(modules) as changed, _watched(modules, count, poisoned, culprits):
         result = fn(*arguments)
         of_calls = changed()
@@ -100,7 +102,25 @@ def check_independence(
             expected="a function that computes the same for each chunk, and again in the backward",
             fix="put that module into eval mode, or pass check=False if no result depends on the buffer.",
         )
+    written = [(name, each) for name, each, version in parameters if version_of(each) != version]
+    if written:
+        with unpacked(), undone(modules):
+            _check_stay(written, lambda: fn(*arguments), call)
     passed[way] = modes
+
+
+def _check_stay(written: Sequence[tuple[str, nn.Parameter]], repeat: Callable[[], object], call: str) -> None:
+    """Refuse a function that changes its parameters again; an embedding with a largest norm changes its only once."""
+    before = [cloned(each) for _, each in written]
+    repeat()
+    for (name, each), copy in zip(written, before, strict=True):
+        if not are_same(each, copy):
+            raise InputError(
+                call,
+                got=f"a function that changes its parameter `{name}` each time it is called, also in this check",
+                expected="a function that computes the same for each chunk, and again in the backward",
+                fix="change the parameter after the step.",
+            )
 
 
 def modules_of(fn: object) -> list[nn.Module]:

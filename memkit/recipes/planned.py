@@ -25,6 +25,7 @@ from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
+from memkit._recovery.batch import Attempt
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit._tape.kept import KEPT_OPERATORS
 from memkit._torch.pytree import tree_leaves
@@ -38,16 +39,16 @@ from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
 from memkit.predict.worst_batch import WorstBatch, find_worst_batch
 from memkit.recipes.order import ResumableLoader
-from memkit.recipes.planned_kinds import suit_all
+from memkit.recipes.planned_kinds import RehearsedBatches, suit_all
 from memkit.train.blocks import choose_blocks
 from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import list_optimizers
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, take_rows
-from memkit.train.split_check import check_split, scan_modules
+from memkit.train.split_check import CheckAttempt, check_split, scan_modules
 from memkit.train.split_watch import Probe
-from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
 
 _NUM_FINALISTS = 5
 _NUM_TIMED = 5
@@ -136,7 +137,7 @@ def plan_training(
         >>> plan.estimate.fits("RTX 3060 12GB"), plan.accumulation_steps > 1
         (True, True)
     """
-    plan, _ = _plan(
+    plan, _, _ = _plan(
         "plan_training",
         model,
         sample_batch,
@@ -169,7 +170,7 @@ def _plan(
     curve: bool,
     measure: bool,
     selected_fraction: float | None,
-) -> tuple[TrainingPlan, Any]:
+) -> tuple[TrainingPlan, Any, RehearsedBatches]:
     """Plan for `plan_training` or `prepare`, whose name is ``call``; return the batch too, which may be a loader's."""
     is_loader = isinstance(sample_batch, (DataLoader, ResumableLoader))
     check_model(call, model, None if is_loader else sample_batch, optimizer)
@@ -248,14 +249,16 @@ def _plan(
         notes=notes,
         is_split_exact=is_exact,
     )
-    return plan, sample_batch
+    batches = [sample_batch] if worst is None else worst.batches.values()
+    return plan, sample_batch, RehearsedBatches(batches, is_loader=worst is not None)
 
 
 class PreparedTrainer(MemoryEfficientTrainingWrapper):
-    """The wrapper that `prepare` returns.
+    """The wrapper that `prepare` returns. It warns once of a batch of shapes that the plan was not rehearsed with.
 
     Attributes:
         plan: The plan that it follows.
+        rehearsed: The batches that the plan was rehearsed with.
 
     Example:
         >>> import torch
@@ -268,6 +271,17 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
     """
 
     plan: TrainingPlan
+    rehearsed: RehearsedBatches
+
+    def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
+        """Run one optimizer step on a batch, as `MemoryEfficientTrainingWrapper.train_step` does."""
+        self.rehearsed.look_at(batch)
+        return super().train_step(batch, loss_fn)
+
+    def microbatches(self, batch: Any) -> Iterator[Attempt | CheckAttempt]:
+        """Yield attempts at the micro-batches of a batch, as `MemoryEfficientTrainingWrapper.microbatches` does."""
+        self.rehearsed.look_at(batch)
+        yield from super().microbatches(batch)
 
 
 # The options of plan_training are repeated in full so that help() and completion show them here too.
@@ -313,6 +327,10 @@ def prepare(
         A `MemoryEfficientTrainingWrapper` with the plan as `plan`. Batches of other sizes are cut into the same number
         of micro-batches.
 
+    Warns:
+        MemkitWarning: As for `plan_training`. From the steps, once: a batch is larger than ``sample_batch``, or has
+            shapes that no batch of the loader had, so that its memory is not known.
+
     Raises:
         ConfigError: As for `plan_training`.
         InputError: As for `plan_training`.
@@ -330,7 +348,7 @@ def prepare(
     """
     if isinstance(model, nn.Module):  # else swapped arguments are better explained below
         list_optimizers(optimizer, Caller("prepare", "trainer", ", sample_batch, loss_fn"))  # before the simulation
-    plan, batch = _plan(
+    plan, batch, rehearsed = _plan(
         "prepare",
         model,
         sample_batch,
@@ -353,7 +371,7 @@ def prepare(
         probe=probe,
         **plan.wrapper_settings(),
     )
-    trainer.plan = plan
+    trainer.plan, trainer.rehearsed = plan, rehearsed
     if plan.is_split_exact:
         trainer.trust_split(batch, loss_fn)  # a check would take more than the plan's budget
     return trainer

@@ -1,16 +1,66 @@
-"""One plan for all kinds of batch of a loader: the plan for the largest, made stronger until every kind fits."""
+"""Batches that a plan is rehearsed with: it is made stronger until all kinds of a loader fit; others are noticed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
+
+from memkit._core.errors import warn_user
+from memkit.predict.batch_kinds import Path, tensors_of
 from memkit.predict.plan.search import fastest, micro_batch_counts, search
 from memkit.predict.plan.trial import Arrangement, PlannedTreatment, StepTrials, Trial
 from memkit.predict.worst_batch import WorstBatch
 
+_Sizes: TypeAlias = dict[Path, tuple[torch.dtype, tuple[int, ...]]]
 _STRENGTH: dict[PlannedTreatment, int] = {"selective": 0, "full": 1, "offload": 2}
+
+
+class RehearsedBatches:
+    """The batches that a plan was rehearsed with, by their shapes. The first one that is none of them is told.
+
+    A plan for one batch holds for smaller ones, too. A loader shows all batches there are: equal shapes are of a kind.
+
+    Args:
+        batches: The batches.
+        is_loader: Whether they are all kinds of a loader.
+    """
+
+    def __init__(self, batches: Iterable[Any], *, is_loader: bool) -> None:
+        self._sizes, self._is_loader, self._is_told = list(map(_sizes_of, batches)), is_loader, False
+
+    def look_at(self, batch: Any) -> None:
+        """Warn, once, of a batch that may take more memory than the plan."""
+        if self._is_told:
+            return
+        sizes = _sizes_of(batch)
+        if sizes in self._sizes or (not self._is_loader and _is_within(sizes, self._sizes[0])):
+            return
+        self._is_told = True
+        known = {each for sizes in self._sizes for each in sizes.items()}
+        new = [shape for path, (dtype, shape) in sizes.items() if (path, (dtype, shape)) not in known]
+        shapes = ", ".join(map(str, new[:3])) or "in another combination"
+        warn_user(
+            f"prepare(...): no batch of these shapes ({shapes}) was rehearsed, and this one may take more memory than "
+            "the budget. The gradient is the same. Way out: plan with a loader of all kinds of batch, or "
+            "make batches of fewer shapes, such as lengths padded to multiples of 64."
+        )
+
+
+def _sizes_of(batch: Any) -> _Sizes:
+    return {path: (tensor.dtype, tuple(tensor.shape)) for path, tensor in tensors_of(batch)}
+
+
+def _is_within(sizes: _Sizes, largest: _Sizes) -> bool:
+    """Return whether a batch has the same tensors, none of them larger; lists may be shorter."""
+    for path, (dtype, shape) in sizes.items():
+        known_dtype, most = largest.get(path, (None, ()))
+        if dtype != known_dtype or len(shape) != len(most) or any(map(operator.gt, shape, most)):
+            return False
+    return all(path in sizes or any(isinstance(name, int) for name in path) for path in largest)
 
 
 def suit_all(
@@ -48,9 +98,9 @@ def suit_all(
         if suited.required_bytes <= budget_bytes:
             tensors = planned.arrangement.tensors
             if tensors is not None:
-                suited = replace(
-                    suited, arrangement=replace(planned.arrangement, tensors=replace(tensors, is_for_all=True))
-                )
+                rehearsed = frozenset().union(*(each.forwards for each in trials.values()))
+                tensors = replace(tensors, rehearsed=rehearsed)
+                suited = replace(suited, arrangement=replace(planned.arrangement, tensors=tensors))
             return suited, most
         if planned.arrangement.tensors is not None:
             planned = _plan(largest, counts, precision, budget_bytes, treats_blocks=treats_blocks)

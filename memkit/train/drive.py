@@ -166,7 +166,7 @@ class BatchDriver:
         try:
             return watch.settle(verdict, run, is_last=is_last)
         except MemkitError as error:
-            doubt, _ = doubt_of_columns(run.batch)
+            doubt, _ = doubt_of_columns(run.batch, is_checked=True)
             if doubt and verdict.loss == "rows":
                 error.add_note(f"memkit: {doubt}")
             raise
@@ -217,8 +217,9 @@ class BatchDriver:
                 "split between them, as a list of samples. If they are columns, pass tuple(batch)."
             )
         elif num_parts > 1 and type(part.data) is list:
-            doubt, is_likely = doubt_of_columns(part.data)
-            if is_likely and self._split_fn is None:
+            watch = self._split_watch
+            doubt, is_due = doubt_of_columns(part.data, is_checked=watch.is_on or watch.is_simulated)
+            if is_due and self._split_fn is None:
                 self._split_watch.say(f"{self._means.call}: {doubt}", "columns")
         pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
         return [Part(data, size) for data, size in pieces]

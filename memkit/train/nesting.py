@@ -6,19 +6,19 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from memkit._core.errors import warn_user
+from memkit._torch.dispatch import LeanDispatchMode
 from memkit._torch.graph import current_backward, saving_hooks
 
-_CHECKPOINT, _FUNCTION = torch.utils.checkpoint.__file__, torch.autograd.function.__file__
+_CHECKPOINT = torch.utils.checkpoint.__file__
 _TREATMENTS = "memkit.train.treatments"  # which calls the checkpoint of a treated block
-# The functions of the reentrant form, which saves its inputs after it has run; the second one from PyTorch 2.15 on.
-_REENTRANT = {"checkpoint", "_checkpoint_impl"}
 _SWITCHES = {  # by method of a model: what turns its own checkpoints off
     "activation_checkpointing_disable": "model.activation_checkpointing_disable()",
     "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
@@ -31,8 +31,7 @@ class Nesting:
     """Notices that the model checkpoints treated blocks, or parts of them, itself, and warns once.
 
     The gradient is the same. Nothing is said where torch ends the outer run before the inner one, as it does if one
-    checkpoint holds hardly more than the other. A checkpoint inside of a block that gets its tensors by keyword, or
-    from variables around it, is not noticed.
+    checkpoint holds hardly more than the other.
 
     Args:
         model: The model.
@@ -72,7 +71,7 @@ class Nesting:
             )
 
 
-class LookInside(AbstractContextManager[None]):
+class LookInside(LeanDispatchMode):
     """Around the repeated forward of a block: warns if a checkpoint inside of it runs, which is to run once more.
 
     Args:
@@ -80,41 +79,38 @@ class LookInside(AbstractContextManager[None]):
         name: The block's name.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, nesting: Nesting, name: str) -> None:
-        self._nesting, self._name = nesting, name
-        self._entered: FrameType | None = None  # the last checkpoint inside that has saved its inputs
-        self._is_run = False
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._nesting, self._name, self._own_hooks = nesting, name, saving_hooks()
 
-    def __enter__(self) -> None:
-        hooks = saving_hooks()
-        assert hooks is not None  # noqa: S101 - the block's own checkpoint has set them
-        self._keep, give = hooks
-        self._hooks = saved_tensors_hooks(self._look, give)
-        self._hooks.__enter__()
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of the block run compiled."""
+        return True
 
-    def _look(self, tensor: torch.Tensor) -> object:
-        entered = _saving_inputs(sys._getframe(1))  # noqa: SLF001 - hooks are not told who saves
-        is_over = entered is not None and entered.f_code.co_name in _REENTRANT
-        self._is_run = self._is_run or is_over or (self._entered is not None and entered is not self._entered)
-        kept = self._keep(tensor)  # the last one that is needed ends the forward, with an error of torch's own
-        self._entered = entered or self._entered
-        return kept
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
-        if self._is_run or (error is None and self._entered is not None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._own_hooks is not None and (self._is_in_hooks_of_another() or _is_in_reentrant()):
+            self._own_hooks = None  # one is enough
             self._nesting.tell(self._name)
-        self._entered = None
+        return func(*args, **(kwargs or {}))
+
+    def _is_in_hooks_of_another(self) -> bool:
+        """Return whether another checkpoint than the block's own saves tensors now, however it got its own."""
+        hooks = saving_hooks()
+        if hooks is None or hooks == self._own_hooks:
+            return False
+        return getattr(getattr(hooks[0], "__code__", None), "co_filename", None) == _CHECKPOINT
 
 
-def _saving_inputs(frame: FrameType) -> FrameType | None:
-    """Return the frame of torch's checkpoint if it saves its inputs; all other operators run in its function.
-
-    A scripted block has no frame of its own, so that its operators seem to be run by the block's own checkpoint.
-    """
-    if frame.f_code.co_filename == _FUNCTION and frame.f_back is not None:  # the reentrant form is such a function
+def _is_in_reentrant() -> bool:
+    """Return whether a checkpoint of the reentrant form, whose forward sets no hooks, runs the present operator."""
+    if torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - operators are not told who calls them
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
         frame = frame.f_back
-    is_own = frame.f_back is not None and frame.f_back.f_globals.get("__name__") == _TREATMENTS
-    return frame if frame.f_code.co_filename == _CHECKPOINT and not is_own else None
+    return frame is not None and frame.f_code is CheckpointFunction.forward.__code__

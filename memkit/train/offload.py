@@ -20,7 +20,7 @@ from memkit._core.units import parse_bytes
 from memkit._torch import compiler
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_node
-from memkit._torch.tensors import base_of, is_view, storage_key, version_of
+from memkit._torch.tensors import base_of, is_view, is_zero_tensor, storage_key, version_of
 from memkit.train.checks import WRAPPER
 from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store, span
@@ -56,6 +56,9 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         MemkitOutOfMemoryError: From the forward: the disk is full. The state is unchanged since before that operator.
         StateError: From the backward: a saved tensor that stayed was changed in place since, as plain autograd would
             also refuse. A tensor that was moved out keeps the value that it had when it was saved.
+
+    Not supported: ``rrelu`` in training, in forwards with any hooks that copy what is saved. Autograd saves its noise
+    before it is drawn, so that gradients would be wrong; use ``leaky_relu``, or recompute that block.
 
     Memory:
         The budget, plus the storages that the current backward operator needs.
@@ -282,9 +285,9 @@ def _uncompiled(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is just a view of one storage."""
+    """Return whether a tensor is just a view of one storage; the zeros of forward-mode AD have an empty one."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided
-    return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
 
 
 def _has_own_version(tensor: torch.Tensor) -> bool:

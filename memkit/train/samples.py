@@ -209,14 +209,18 @@ def _are_rather_samples(node: Sequence[Any]) -> bool:
     return len(node) >= _SURELY_MANY and not is_integer
 
 
-def doubt_of_columns(batch: Any) -> tuple[str, bool]:
+def doubt_of_columns(batch: Any, *, is_checked: bool) -> tuple[str, bool]:
     """Return what to say of a list of two or three tensors that is taken for columns, and whether to say it at once.
 
     They may as well be samples. Where they look like images in three colors, they rather are, but for a last batch of
-    three rows.
+    three rows. Where they have equal shapes, a check would tell, unless there is none.
+
+    Args:
+        batch: The batch.
+        is_checked: Whether it is checked that its parts have the gradient of the whole.
 
     Returns:
-        The text, empty if there is no doubt, and whether they look like images.
+        The text, empty if there is no doubt, and whether to say it at once.
     """
     is_few = type(batch) is list and 1 < len(batch) < _SURELY_MANY
     if not is_few or not isinstance(batch[0], ARRAYS) or not _are_of_one_kind(batch) or not batch[0].shape[0] > 1:
@@ -227,4 +231,5 @@ def doubt_of_columns(batch: Any) -> tuple[str, bool]:
         f"inside. If they are {number} samples, let each be a tuple: [(each,) for each in batch]; if columns, pass "
         "tuple(batch)."
     )
-    return text, batch[0].ndim == 3 and batch[0].shape[0] == 3
+    look_like_images = batch[0].ndim == 3 and batch[0].shape[0] == 3
+    return text, look_like_images or not (is_checked or _are_rather_unlike(batch))

@@ -29,6 +29,7 @@ from memkit._tape.tape import (
     counts,
     is_plain,
     is_random,
+    leaves_unfilled,
     mapped,
     repeats,
     tensors_in,
@@ -54,7 +55,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     same tensors and with the same random numbers; no module runs twice, and statistics of BatchNorm are updated once.
     The same object can be entered again for each forward. A forward that runs other operators than the planned one (for
     a batch of another shape, or by another branch) gives the same gradients too, but may take more memory: tensors
-    whose operators are not in the plan stay. That is said once, as a warning.
+    whose operators are not in the plan stay. That is said once, as a warning. What is changed through ``.data`` or
+    NumPy, unseen by autograd, has its new value in the plain step's backward, and here the one that was saved.
 
     Args:
         plan: The plan, from `plan_training(...).saved_tensors`. None keeps every tensor.
@@ -70,7 +72,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
             place, or its memory was released.
 
     Warns:
-        MemkitWarning: A forward ran other operators than the planned one.
+        MemkitWarning: A forward ran other operators than the planned one, and than those that a plan for a loader was
+            rehearsed with.
 
     Memory cost: what the plan keeps; with random operators that run again, their generator's state for each (5 kB on
     the CPU). Time cost: about 5 microseconds of Python for each operator of the forward,
@@ -142,15 +145,17 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 
     def _note(self, forward: _Forward) -> None:
         self.num_recomputed = forward.num_recomputed
+        if self._is_told or fake_mode() is not None:
+            return
         missing, more = forward.differences()
-        is_planned = self.plan is not None and self.plan.is_for_all
-        if (missing or more) and not (self._is_told or is_planned or fake_mode() is not None):
+        rehearsed = frozenset() if self.plan is None else self.plan.rehearsed
+        if (missing or more) and frozenset(forward.num_calls().items()) not in rehearsed:
             self._is_told = True
             warn_user(
                 f"{_CALL}: this forward is not the planned one: {_listed(missing, 'did not run')}"
                 f"{' and ' if missing and more else ''}{_listed(more, 'ran besides')}. Gradients are the same, but it "
                 "may take more memory than planned. Way out: plan with a batch and modes as they are in training, or "
-                "make a plan for each kind of batch."
+                "with a loader of all kinds of batch."
             )
 
 
@@ -180,7 +185,7 @@ class _Forward(LeanDispatchMode):
         self._planned, self._offloads = fates, offloads
         self._operators: dict[Any, _Operator] = {}
         self._latest: Any = None
-        self._storages: Storages[Value | Literal["offload"]] = Storages()
+        self._storages: Storages[Value | Literal["offload", "unfilled"]] = Storages()
         self._leaves: Storages[list[weakref.ref[Leaf]]] = Storages()  # of operators that run again
         self._rerun = Rerun()
 
@@ -213,8 +218,9 @@ class _Forward(LeanDispatchMode):
             return operator.run(*args, **kwargs)
         if fate == "offload":
             out = func(*args, **kwargs)
+            where: Literal["offload", "unfilled"] = "unfilled" if leaves_unfilled(func) else "offload"
             for tensor in filter(is_plain, tensors_in(out)):
-                self._storages.learn(tensor, "offload")
+                self._storages.learn(tensor, where)
             return out
         return self._recorded(func, args, kwargs)
 
@@ -238,7 +244,7 @@ class _Forward(LeanDispatchMode):
         step = Step(func, mapped(self._source, without_statistics(func, args)), mapped(self._source, kwargs), random)
         given = {id(each.untyped_storage()) for each in tensors_in((args, kwargs)) if is_plain(each)}
         for value, was_read in zip(changed, were_read, strict=True):
-            value.is_read = was_read  # the operator itself does not count
+            value.is_read = was_read or len(changed) > 1  # each needs the others before it; itself does not count
             value.append(step)
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
@@ -256,9 +262,11 @@ class _Forward(LeanDispatchMode):
                 leaf = kept()
                 if leaf is not None:
                     leaf.copy()
-            value = self._value_of(tensor)
-            if value is not None and not is_recorded:
-                value.is_lost = True
+            known = self._storages.find(tensor)
+            if known == "unfilled":
+                self._storages.learn(tensor, "offload")
+            elif isinstance(known, Value) and not is_recorded:
+                known.is_lost = True
 
     def _value_of(self, tensor: Tensor) -> Value | None:
         known = self._storages.find(tensor)
@@ -280,7 +288,7 @@ class _Forward(LeanDispatchMode):
     def pack(self, tensor: Tensor) -> OperatorInput:
         """Keep a tensor that autograd saves, or only the way to it."""
         known = self._storages.find(tensor)
-        if isinstance(known, Value) and not known.is_lost:
+        if isinstance(known, Value) and not known.is_lost and known.is_filled:
             return Reading.of(tensor, known)
         self._is_packing = True
         try:
@@ -295,9 +303,13 @@ class _Forward(LeanDispatchMode):
     def _offload(self, tensor: Tensor) -> offload_activations:
         return self._offloads["disk" if tensor.device.type == "cpu" else "host"]
 
+    def num_calls(self) -> dict[str, int]:
+        """Return how often each operator ran, by name."""
+        return {str(func): operator.count for func, operator in self._operators.items() if operator.count}
+
     def differences(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return how many operators of the plan did not run, and how many ran besides, by name."""
-        ran = {str(func): operator.count for func, operator in self._operators.items() if operator.count}
+        ran = self.num_calls()
         names = {*ran, *self._planned}
         by_name = {name: ran.get(name, 0) - self._planned.get(name, (0, {}))[0] for name in names}
         missing = {name: -count for name, count in by_name.items() if count < 0}

@@ -25,6 +25,7 @@ _SPLIT_FN = (
     "on_oom='raise'."
 )
 _ATOMS = (torch.Tensor, *PLAIN)
+_OF_GRAPHS = ("graphs", "nodes", "edges")
 _LEAVES = (np.ndarray, np.generic, SampleList, *PLAIN)
 
 
@@ -246,29 +247,67 @@ def cut_batch(
 
 
 def _check_kept(batch: Any, num_parts: int, parts: Sequence[Any]) -> None:
-    """Check that the parts of a batch together have its entries, and its rows.
-
-    Rows are missing if all tensors have fewer of them: a single one may have been trimmed of padding, or be shared.
-    """
+    """Check that the parts of a batch together have all that it has."""
     if isinstance(batch, Mapping) and all(isinstance(part, Mapping) for part in parts):
         for key in batch:
             if any(key not in part for part in parts) and list_tensors(batch[key]):
                 whose = "any part" if all(key not in part for part in parts) else "each part"
                 raise _dropped(num_parts, f"no {key!r} in {whose}", "every entry of the batch")
-    whole, found, unit = _rows_of(batch), [_rows_of(part) for part in parts], "rows"
+    for unit, before, now in _totals(batch, parts):
+        if now < before:
+            got = f"{now} of {before} {unit}, in {len(parts)} part{'s' * (len(parts) > 1)}"
+            raise _dropped(num_parts, got, f"all {unit} of the batch")
+
+
+def _totals(batch: Any, parts: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
+    """Yield what a batch consists of, its number, and that of all parts: graphs, nodes, edges, entries, rows.
+
+    Rows count if all tensors have fewer of them: a single one may have been trimmed of padding, or be shared. The
+    places where samples start say nothing, since each part has the place of an end too.
+    """
+    graphs = _count_graphs(parts)
+    for unit, number in _count_graphs([batch]).items():
+        yield unit, number, graphs.get(unit, number)
     if isinstance(batch, list) and all(isinstance(part, list) for part in parts):
-        whole, found, unit = [len(batch)], [[len(part)] for part in parts], "entries"
+        yield "entries", len(batch), sum(map(len, parts))
+        return
+    whole, *found = ([each for each in list_tensors(one) if each.dim()] for one in (batch, *parts))
     if not whole or any(len(each) != len(whole) for each in found):
         return
-    sums = [sum(column) for column in zip(*found, strict=True)]
-    if all(now < before for now, before in zip(sums, whole, strict=True)):
-        most = whole.index(max(whole))
-        got = f"{sums[most]} of {whole[most]} {unit}, in {len(parts)} part{'s' * (len(parts) > 1)}"
-        raise _dropped(num_parts, got, f"all {unit} of the batch")
+    rows = [_num_rows(*each) for each in zip(whole, *found, strict=True)]
+    before, now = min(rows, key=lambda each: each[1] - each[0])
+    is_less = now < before
+    if is_less and all(less < more or _are_starts(each, rows) for each, (more, less) in zip(whole, rows, strict=True)):
+        yield "rows", before, now
 
 
-def _rows_of(batch: Any) -> list[int]:
-    return [len(each) for each in list_tensors(batch) if each.dim()]
+def _count_graphs(graphs: Any) -> dict[str, int]:
+    """Count the graphs of PyTorch Geometric or DGL in anything, and their nodes and edges."""
+    leaves: list[Any] = []
+    _collect(graphs, leaves)
+    counts: dict[str, int] = {}
+    for leaf in leaves:
+        numbers = {} if isinstance(leaf, _ATOMS) else {name: getattr(leaf, f"num_{name}", None) for name in _OF_GRAPHS}
+        if numbers.get("nodes") is not None:
+            numbers["graphs"] = 1 if numbers["graphs"] is None else numbers["graphs"]
+            for name, given in numbers.items():
+                number = given() if callable(given) else given
+                counts[name] = counts.get(name, 0) + (number if isinstance(number, int) else 0)
+    return counts
+
+
+def _num_rows(whole: torch.Tensor, *parts: torch.Tensor) -> tuple[int, int]:
+    """Return the rows of a tensor and of its parts together; of edges, columns: both ends are in each part."""
+    dim = int(all(each.dim() == 2 and len(each) == 2 for each in (whole, *parts)))
+    return whole.shape[dim], sum(each.shape[dim] for each in parts)
+
+
+def _are_starts(tensor: torch.Tensor, rows: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a tensor tells where the samples of a packed batch start, and the last one ends."""
+    if tensor.dim() != 1 or tensor.is_floating_point() or isinstance(tensor, FakeTensor) or not len(tensor):
+        return False
+    first, last = tensor[[0, -1]].tolist()
+    return first == 0 and last in {before for before, _ in rows}
 
 
 def _dropped(num_parts: int, got: str, expected: str) -> InputError:

@@ -276,3 +276,26 @@ def test_a_loss_may_take_a_rows_own_gradient():
     params = [each for each in module.parameters() if each.dim() > 1]
     grads = [torch.autograd.grad(each, params) for each in (loss, force_error(x).mean())]
     assert_close(*grads, rtol=1e-11, atol=1e-14)
+
+
+class Decaying(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def test_a_function_that_changes_its_parameters_is_refused():
+    """Each chunk, and its repetition in the backward, would change them once more."""
+    module = nn.Sequential(Decaying(3, 3), nn.Tanh())
+    with pytest.raises(mk.errors.InputError, match=r"changes its parameter `0\.weight` each time"):
+        mk.ChunkedProcessor(module, chunk_size=4)(torch.randn(12, 3))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Embedding(9, 3, max_norm=0.5), lambda: nn.LazyLinear(3)])
+def test_a_function_that_changes_its_parameters_once_is_not(make):
+    first = make()
+    rows = torch.arange(8) if isinstance(first, nn.Embedding) else torch.randn(8, 3)
+    module = nn.Sequential(first, nn.Tanh())
+    out = mk.ChunkedProcessor(module, chunk_size=4)(rows)
+    assert torch.allclose(out, module(rows))

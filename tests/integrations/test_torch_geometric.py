@@ -156,6 +156,34 @@ def test_parts_are_balanced_by_nodes_and_edges():
     assert [part.num_nodes for part in parts] == [300, 90]  # two graphs each would hold 310 at most, and a part more
 
 
+@pytest.mark.parametrize(
+    ("drops", "expected"),
+    [
+        (
+            lambda batch, n: [Batch.from_data_list(batch[:1]), Batch.from_data_list(batch[1:5])],
+            "5 of 6 graphs, in 2 parts",
+        ),
+        (lambda batch, n: [batch[0], batch[2]], "2 of 6 graphs, in 2 parts"),
+        (lambda batch, n: [batch[:2], batch[2:4]], "4 of 6 graphs"),
+        (lambda batch, n: [without_edges(part) for part in split_graphs(batch, n)], "0 of 42 edges"),
+    ],
+)
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_split_fn_that_drops_graphs_is_refused(drops, expected, probe):
+    """All other rules see nothing: each part has two rows of edges, and as many tensors as it likes."""
+    model, batch = nn.Linear(3, 1), Batch.from_data_list([homogeneous(n) for n in SIZES])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, split_fn=drops, probe=probe)
+    with pytest.raises(mk.errors.InputError, match=expected):
+        trainer.train_step(batch, lambda m, b: mk.Loss(mean=m(b.x).mean(), count=b.num_nodes))
+
+
+def without_edges(graphs):
+    graphs = graphs.clone()
+    graphs.edge_index = graphs.edge_index[:, :0]
+    return graphs
+
+
 def test_attributes_are_views():
     """Asking PyG for one graph after another copies all of the batch."""
     graphs = [Data(x=torch.rand(500, 64), edge_index=edges(500)) for _ in range(16)]

@@ -236,10 +236,10 @@ def test_another_loss_than_the_planned_one_is_checked():
         rows = model(batch[0]).flatten(1)
         return (rows - rows.mean(0)).square().mean()
 
-    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB") as trainer:
+    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB", treat="blocks") as trainer:
         trainer.train_step(batch, loss_fn)
         assert_refused(lambda: trainer.train_step(batch, of_the_batch), ConfigError, "when the batch is split")
-    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB", probe=False) as trainer:
+    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB", treat="blocks", probe=False) as trainer:
         trainer.train_step(batch, of_the_batch)
 
 

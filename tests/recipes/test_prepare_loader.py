@@ -1,5 +1,9 @@
 """A plan for a loader holds for each of its batches, as real steps show, also where the largest is not the hardest."""
 
+import contextlib
+import dataclasses
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import memkit as mk
-from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._tape.plan import SavedTensorPlan
+from memkit.recipes.planned_kinds import RehearsedBatches
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 
@@ -102,6 +108,93 @@ def test_a_plan_of_saved_tensors_that_does_not_suit_all_is_no_plan():
         ConfigError,
         "No plan suits all batches",
     )
+
+
+def test_another_forward_than_the_rehearsed_ones_is_told():
+    """All kinds that the loader had are known; an odd length is none of them, and runs other operators."""
+    model, loader = TwoWays(), tokens((1, 700), (1, 30))
+    plan = mk.plan_training(model, loader, loss_fn, budget="4500KiB", treat="tensors").saved_tensors
+    restored = SavedTensorPlan.from_dict(json.loads(json.dumps(plan.as_dict())))
+    assert restored == plan
+    assert restored.rehearsed == plan.rehearsed
+    for each in (plan, restored):
+        treated = mk.train.treat_saved_tensors(each)
+        for batch in loader:
+            with treated:
+                loss_fn(model, batch)
+        with pytest.warns(MemkitWarning, match="not the planned one.*Way out"), treated:
+            loss_fn(model, torch.zeros(1, 31, dtype=torch.long))
+
+
+class SmallReader(Reader):
+    """Odd lengths run an operator more."""
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits.tanh() if tokens.shape[1] % 2 else logits
+
+
+def test_forwards_of_other_kinds_of_the_loader_are_no_news():
+    """They run other operators than the largest batch; a plan without its rehearsals warns of the same batch."""
+    model, loader = SmallReader(), tokens((1, 700), (1, 31))
+    plan = mk.plan_training(model, loader, loss_fn, budget="4800KiB", treat="tensors").saved_tensors
+    treated = mk.train.treat_saved_tensors(plan)
+    for batch in (*loader, torch.zeros(1, 29, dtype=torch.long)):
+        with treated:
+            loss_fn(model, batch)
+    without = mk.train.treat_saved_tensors(dataclasses.replace(plan, rehearsed=frozenset()))
+    with pytest.warns(MemkitWarning, match="not the planned one"), without:
+        loss_fn(model, loader.dataset[1])
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_a_batch_that_was_not_rehearsed_is_told_once(is_loop):
+    """Also where it runs the operators of the others: a longer one takes more than the budget."""
+    loader, model = tokens((1, 700), (1, 30)), Reader()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(length):
+        batch = torch.zeros(1, length, dtype=torch.long)
+        if not is_loop:
+            trainer.train_step(batch, loss_fn)
+            return
+        for attempt in trainer.microbatches(batch):
+            with attempt as micro:
+                with trainer.autocast():
+                    loss = loss_fn(model, micro)
+                trainer.backward(loss)
+        trainer.step()
+
+    with mk.prepare(model, optimizer, loader, loss_fn, budget="1GiB") as trainer:
+        step(700), step(30)
+        with pytest.warns(MemkitWarning, match=r"\(1, 900\).*may take more memory than the budget.*Way out"):
+            step(900)
+        step(1000)
+
+
+ONE = {"tokens": torch.zeros(8, 30, dtype=torch.long), "mask": torch.ones(8, 30)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_told"),
+    [
+        (ONE, False),
+        ({name: each[:3, :9] for name, each in ONE.items()}, False),
+        ({name: each.repeat(2, 1) for name, each in ONE.items()}, True),
+        ({"tokens": ONE["tokens"]}, True),
+        (ONE | {"weights": torch.ones(8)}, True),
+        (ONE | {"mask": ONE["mask"].double()}, True),
+    ],
+)
+def test_a_plan_for_one_batch_holds_for_smaller_ones(batch, is_told):
+    rehearsed = RehearsedBatches([ONE], is_loader=False)
+    with pytest.warns(MemkitWarning, match="may take more") if is_told else contextlib.nullcontext():
+        rehearsed.look_at(batch)
+
+
+def test_a_plan_for_one_list_of_samples_holds_for_a_shorter_one(recwarn):
+    RehearsedBatches([[(torch.ones(3), 1)] * 4], is_loader=False).look_at([(torch.ones(2), 1)] * 3)
+    assert not recwarn.list
 
 
 def test_a_worst_batch_without_data_will_do():

@@ -1,5 +1,6 @@
 """Checkpointed blocks: bit-equal gradients, randomness and buffers; twice the forward; fewer saved bytes; no trace."""
 
+import contextlib
 import copy
 import pickle
 import random
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit as mk
+from memkit._core.errors import StateError
 from memkit.train.blocks import choose_blocks
 from memkit.train.checkpointing import Checkpointing
 from tests.helpers import assert_refused, assert_same, gradients
@@ -353,3 +355,71 @@ def test_compiled_model():
 def test_a_model_without_modules_inside_has_nothing_to_name():
     error = assert_refused(lambda: mk.Checkpointing(nn.Linear(2, 2), "all"), mk.errors.ConfigError, "matches no module")
     assert "omit checkpoint" in error.fix
+
+
+class Counting(nn.Module):
+    """Changes an attribute and, in place, buffers and statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.num_calls = nn.BatchNorm1d(6), 0
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return self.norm(x) * self.mean.clone() * self.num_calls
+
+
+CHANGING = {
+    "an attribute and buffers": Counting,
+    "spectral norm by hooks": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),  # its weight is an attribute
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("treatment", ["full", "selective", "offload"])
+@pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
+def test_buffers_change_once_where_attributes_change_too(make, treatment):
+    def trained(is_treated):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(make(), nn.Tanh(), nn.Linear(6, 6))).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mk.Checkpointing(model, {"1": treatment}) if is_treated else contextlib.nullcontext():
+            for _ in range(3):
+                model(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*model.parameters(), *model.buffers()]
+
+    assert_same(trained(is_treated=True), trained(is_treated=False))
+
+
+class Decaying(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+def test_a_block_that_changes_its_parameters_is_refused(treatment):
+    """It would change them twice in a step, and train something else."""
+    model = nn.Sequential(nn.Sequential(Decaying(6, 6), nn.Tanh()), nn.Linear(6, 1))
+    before = model[0][0].weight.detach().clone()
+    with mk.Checkpointing(model, {"0": treatment}):
+        loss = model(torch.randn(4, 6)).sum()
+        assert_refused(loss.backward, StateError, "changes its own parameters", "checkpoint 'offload'")
+    assert torch.equal(model[0][0].weight, before * 0.9)
+
+
+def test_an_embedding_with_a_largest_norm_changes_its_weight_once():
+    """That it does so again when it is repeated changes nothing."""
+    block = nn.Sequential(nn.Embedding(9, 6, max_norm=0.5), nn.Tanh(), nn.Linear(6, 6))
+    model, tokens = nn.Sequential(block, nn.Linear(6, 1)), torch.arange(8).view(2, 4)
+    twin = copy.deepcopy(model)
+    with mk.Checkpointing(model, {"0": "full"}):
+        model(tokens).square().sum().backward()
+    twin(tokens).square().sum().backward()
+    assert_same([each.grad for each in model.parameters()], [each.grad for each in twin.parameters()])
+    assert_same(list(model.parameters()), list(twin.parameters()))

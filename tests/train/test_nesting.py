@@ -1,5 +1,6 @@
 """A model that checkpoints itself, treated once more: said exactly where a forward really runs three times."""
 
+import functools
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ import memkit as mk
 from tests.helpers import assert_same
 from tests.toys import mean_square, trainer_of
 
+AS_PLAIN = ("inside, reentrant", "all inside", "all inside, by keyword", "around all")
 RUNS = []  # of parts of blocks; no attribute of a model, since a repeated forward has no side effects
 
 
@@ -24,17 +26,37 @@ class Block(nn.Module):
         return self.leave(self.enter(x).relu())
 
     def forward(self, x):
-        match self.how:
-            case "inside":
-                return checkpoint(self.part, x, use_reentrant=False).exp()
-            case "inside, twice":
-                x = x + checkpoint(self.part, x, use_reentrant=False)
-                return x + checkpoint(self.part, x, use_reentrant=False)
-            case "inside, reentrant":
-                return x + checkpoint(self.part, x, use_reentrant=True)
-            case "all inside":  # torch ends the block's repetition before the part's
-                return x + checkpoint(self.part, x, use_reentrant=False)
-        return x + self.part(x)
+        inside = INSIDE.get(self.how)
+        return x + self.part(x) if inside is None else inside(self, x)
+
+
+def with_own_hooks(block, x):
+    with torch.autograd.graph.save_on_cpu():
+        y = block.part(x)
+    return y.exp()
+
+
+def twice(block, x):
+    x = x + checkpoint(block.part, x, use_reentrant=False)
+    return x + checkpoint(block.part, x, use_reentrant=False)
+
+
+INSIDE = {
+    "inside": lambda block, x: checkpoint(block.part, x, use_reentrant=False).exp(),
+    "inside, by keyword": lambda block, x: checkpoint(block.part, x=x, use_reentrant=False).exp(),
+    "inside, by a variable around it": lambda block, x: checkpoint(lambda: block.part(x), use_reentrant=False).exp(),
+    "inside, by partial": lambda block, x: checkpoint(functools.partial(block.part, x), use_reentrant=False).exp(),
+    "inside, twice": twice,
+    "inside, reentrant": lambda block, x: x + checkpoint(block.part, x, use_reentrant=True),
+    "inside, reentrant, by a variable around it": lambda block, x: checkpoint(
+        lambda _: block.part(x), torch.ones(1, requires_grad=True), use_reentrant=True
+    ).exp(),
+    "inside, hooks of its own": with_own_hooks,  # which are no checkpoint
+    # torch ends the block's repetition before the part's
+    "all inside": lambda block, x: x + checkpoint(block.part, x, use_reentrant=False),
+    # the block saves nothing, and is not repeated
+    "all inside, by keyword": lambda block, x: x + checkpoint(block.part, x=x, use_reentrant=False),
+}
 
 
 class Net(nn.Module):
@@ -96,6 +118,12 @@ def runs_of(how, treatment):
     [
         ("plain", 2),
         ("inside", 3),
+        ("inside, by keyword", 3),
+        ("inside, by a variable around it", 3),
+        ("inside, by partial", 3),
+        ("inside, reentrant, by a variable around it", 3),
+        ("inside, hooks of its own", 2),
+        ("all inside, by keyword", 2),
         ("inside, twice", 5),  # two parts: the second of the block is run twice, the first three times
         ("inside, reentrant", 3),
         ("all inside", 2),
@@ -109,7 +137,7 @@ def test_three_runs_are_told_once_and_only_then(how, num_runs, treatment):
     assert found == num_runs
     assert len(told) == (num_runs > 2)
     assert all("runs three times" in each and each.endswith("or leave Checkpointing(model) out.") for each in told)
-    assert_same(gradients, runs_of("plain" if "twice" not in how and how != "inside" else how, "offload")[1])
+    assert_same(gradients, runs_of("plain" if how in AS_PLAIN else how, "offload")[1])
 
 
 @pytest.mark.parametrize("how", ["inside", "around each, reentrant"])

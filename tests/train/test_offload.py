@@ -375,3 +375,19 @@ def test_parts_with_versions_of_their_own_are_written_alone(kind, budget):
     offload = offload_activations(to="disk", budget=budget, min_bytes=0, model=model)
     assert_same(gradient_under(offload), expected)
     assert offload.written_bytes > 0 or budget
+
+
+def test_zeros_of_forward_mode_have_no_memory_to_move():
+    """What would be read of them differs from run to run."""
+    layer, x = nn.Linear(6, 6).double(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    offload = offload_activations(to="disk", min_bytes=0)
+
+    def found(around):
+        with around:
+            rows = x.tanh()
+            value, tangent = torch.func.jvp(lambda rows: layer(rows).sin(), (rows,), (rows.cos(),))
+            loss = (value * tangent).square().mean()
+        return torch.autograd.grad(loss, [x, *layer.parameters()])
+
+    assert_same(found(offload), found(contextlib.nullcontext()))
+    assert offload.pack(torch._efficientzerotensor(64, 64)).unpack()._is_zerotensor()

@@ -359,6 +359,27 @@ def test_images_that_are_taken_for_columns_are_told_before_they_fail(number):
         trainer.train_step(images(number, is_even=True), of_samples)
 
 
+@pytest.mark.parametrize("number", [2, 3])
+def test_without_a_check_equal_shapes_are_told(number):
+    """Sequences that mix their rows train as something else then; only the probe would see it."""
+    batch = [torch.randn(8, 3, dtype=torch.float64) for _ in range(number)]
+    model = Mixing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, probe=False)
+    with pytest.warns(mk.MemkitWarning, match=rf"a list of {number} tensors.*columns of 8 rows"):
+        trainer.train_step(batch, of_sequences)
+    trainer.train_step(batch, of_sequences)  # it is said once
+
+
+@pytest.mark.parametrize("batch", [[X, X[:, :1]], [X[:, 0], X[:, 1]], (X, X + 1), [X, X.long()], [X[:1], X[1:2]]])
+def test_without_a_check_columns_that_look_like_columns_are_split_without_a_word(batch, recwarn):
+    model = nn.Linear(batch[0].shape[-1], 1) if batch[0].ndim > 1 else nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, probe=False)
+    trainer.train_step(batch, lambda m, b: m(b[0] if b[0].ndim > 1 else b[0][:, None]).square().mean())
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("batch", [[X, X + 1], [X.view(6, 2, 1), X.view(6, 2, 1)], (X.view(3, 2, 2), X.view(3, 2, 2))])
 def test_columns_are_split_without_a_word(batch, recwarn):
     trainer = mk.MemoryEfficientTrainingWrapper(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import random
@@ -198,6 +199,39 @@ def test_changes_in_place_between_what_runs_again():
 
     model, x = InPlace(), torch.randn(8, 16)
     compared(model, lambda: model(x).square().mean())
+
+
+def forward_mode(layer, x):
+    """Forward-mode AD makes zeros without memory, which autograd saves."""
+    value, tangent = torch.func.jvp(lambda rows: layer(rows).sin(), (x,), (x.cos(),))
+    return value * tangent
+
+
+def many_at_once(layer, x):
+    several = torch._foreach_mul([layer(x), x.sin()], 2.0)
+    torch._foreach_add_(several, 1.0)
+    return several[0].sin() * several[1].cos()
+
+
+def noise_that_is_saved_before_it_is_drawn(layer, x):
+    return torch.nn.functional.rrelu(layer(x), training=True)
+
+
+@pytest.mark.parametrize("make_plan", [everything, elsewhere, lambda names: mixed(names, 1)])
+@pytest.mark.parametrize("forward", [forward_mode, many_at_once, noise_that_is_saved_before_it_is_drawn])
+def test_odd_tensors_are_saved_as_they_are(forward, make_plan):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(6, 6).double(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+
+    def found(around):
+        torch.manual_seed(1)
+        with around:
+            loss = forward(layer, x).square().mean()
+        return [loss.detach(), *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+    plan = make_plan(operators_of(lambda: forward(layer, x).square().mean()))
+    expected = found(contextlib.nullcontext())
+    assert all(map(torch.equal, found(treat_saved_tensors(plan)), expected))
 
 
 def test_parts_with_versions_of_their_own():

@@ -1,5 +1,6 @@
 """Cutting batches: every row once, in order, whatever the containers."""
 
+import contextlib
 import math
 from collections import OrderedDict, UserDict, deque, namedtuple
 from types import SimpleNamespace
@@ -231,6 +232,55 @@ def test_samples_that_a_split_fn_drops_are_counted():
     batch = [torch.randn(2 + k, 3) for k in range(5)]
     with pytest.raises(mk.errors.InputError, match="4 of 5 entries"):
         trainer.train_step(batch, lambda m, b: mk.Loss(mean=m(torch.cat(b)).mean(), count=len(torch.cat(b))))
+
+
+PACKED = {"x": torch.randn(9, 3), "edge_index": torch.randint(3, (2, 14)), "starts": torch.tensor([0, 3, 6, 9])}
+
+
+def packed_part(first, last):
+    """Some of the three samples, with four, four and six edges."""
+    edges = slice((0, 4, 8, 14)[first], (0, 4, 8, 14)[last])
+    return {
+        "x": PACKED["x"][3 * first : 3 * last],
+        "edge_index": PACKED["edge_index"][:, edges],
+        "starts": torch.arange(last - first + 1) * 3,
+    }
+
+
+def test_whole_samples_that_are_dropped_are_seen_beside_ends_of_edges_and_starts():
+    """Both ends of the edges are in each part, and each part has a start too many: neither has fewer rows."""
+    assert len(cut_batch(PACKED, 2, size=1, split_fn=lambda b, n: [packed_part(0, 1), packed_part(1, 3)])) == 2
+    for dropping in (
+        [packed_part(0, 1), packed_part(1, 2)],
+        [packed_part(0, 1), packed_part(2, 3)],
+        [packed_part(0, 2)],
+    ):
+        with pytest.raises(mk.errors.InputError, match=r"got \d+ of (9|14) rows, in"):
+            cut_batch(PACKED, 2, size=1, split_fn=lambda b, n, parts=dropping: parts)
+
+
+class GraphsOfDgl:
+    """Counts by methods, as DGL's graphs do."""
+
+    def __init__(self, nodes, edges):
+        self._counts = nodes, edges
+
+    def num_nodes(self):
+        return self._counts[0]
+
+    def num_edges(self):
+        return self._counts[1]
+
+
+def test_nodes_and_edges_of_graphs_are_counted():
+    whole = GraphsOfDgl(9, 14), torch.ones(3)
+    for parts, expected in (
+        ([(GraphsOfDgl(3, 4), torch.ones(1)), (GraphsOfDgl(6, 10), torch.ones(2))], None),
+        ([(GraphsOfDgl(3, 4), torch.ones(1)), (GraphsOfDgl(5, 10), torch.ones(2))], "8 of 9 nodes"),
+        ([(GraphsOfDgl(3, 4), torch.ones(1)), (GraphsOfDgl(6, 9), torch.ones(2))], "13 of 14 edges"),
+    ):
+        with pytest.raises(mk.errors.InputError, match=expected) if expected else contextlib.nullcontext():
+            cut_batch(whole, 2, size=1, split_fn=lambda b, n, parts=parts: parts)
 
 
 KEEPING = {

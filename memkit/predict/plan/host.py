@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +25,11 @@ _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
 _HOT_BYTES = 2**19  # smaller operands stay near, but other kernels evict code and other data
 _COLD_BYTES = 2**20  # after a kernel on so many bytes, Python starts in a cold cache
 _FAST_CACHE_BYTES = 2**22
+_CACHE_BYTES = 2**25
 # glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
-# them. Training steps soon are in that state: measuring starts with a block of that size, which later fills the cache.
-_MOST_KEPT_BYTES = 2**25 - 2**16
+# them. Training steps soon are in that state, and so is measuring: before a call is timed, a block as large as its
+# largest tensor is freed. That holds for the rest of the process and cannot be undone, so nothing larger is freed here.
+_MOST_KEPT_BYTES, _PAGE_BYTES = 2**25 - 2**16, 2**12
 _DISK_BANDWIDTH = 2e8  # a plain disk: the page cache in front of it takes memory too
 _PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES = 256, 16, 2**24, 8, 9
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -39,6 +42,9 @@ class HostTimes:
     Each distinct one is run a few times, and its processor time is remembered: the mean of runs in a cold and in a hot
     cache, since in a step some operands were just computed and others were saved long ago. A call that cannot be run
     counts by a roofline, scaled by how other calls of the operator compare with theirs.
+
+    Measuring leaves the process's allocator as a step would: freed blocks as large as the measured tensors are reused,
+    instead of given back to the system.
 
     Args:
         most_bytes: Most bytes of operands and results of a call that is run.
@@ -58,9 +64,9 @@ class HostTimes:
         self._scales: dict[Any, tuple[float, float]] = {}  # by operator: seconds of its longest call, and their ratio
         self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
         self._clock_seconds = self.operator_seconds = self.measuring_seconds = 0.0
+        self._kept_bytes = 0
         with without_modes(), random_state.preserved():
-            for _ in range(2):  # the second one is kept after the first one was freed
-                self._cache_filler = torch.zeros(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")
+            self._cache_filler = _bytes_beside_the_heap(_CACHE_BYTES)
             self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
             self._roofline = self._measure_roofline()
             self.operator_seconds, self._added_seconds = self._measure_python()
@@ -104,6 +110,7 @@ class HostTimes:
         num_sets = min(_NUM_SETS, self._most_bytes // max(size, 1))
         with without_modes(), torch.no_grad(), random_state.preserved():
             try:
+                self._have_kept(max((num_bytes(each) for each in tree_leaves((args, kwargs, out))), default=0))
                 sets = [tree_map_only(Tensor, _operand, (args, kwargs)) for _ in range(num_sets)]
                 measured = self._time_calls([partial(func, *a, **k) for a, k in sets], size)
             except Exception:  # noqa: BLE001 - operators raise what they like, if the values do not suit them
@@ -112,6 +119,13 @@ class HostTimes:
         if measured >= longest:
             self._scales[func] = measured, scale * measured / estimate
         return measured
+
+    def _have_kept(self, size: int) -> None:
+        """Free a block of this size, so that the allocator keeps such blocks from now on."""
+        size = min(size + _PAGE_BYTES, _MOST_KEPT_BYTES)
+        if size > self._kept_bytes:
+            torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._kept_bytes = size
 
     def _by_roofline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         _, scale = self._scales.get(func, (0.0, 1.0))
@@ -145,14 +159,14 @@ class HostTimes:
         squares = {
             dtype: torch.ones(size, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64, *HALF)
         }
-        data = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
+        data, copy = _bytes_beside_the_heap(_PROBE_BYTES), _bytes_beside_the_heap(_PROBE_BYTES)
         launch = self._shortest(data[:1].clone)
         return Speeds(
             flops={
                 dtype: 2 * _PROBE_WIDTH**3 / self._shortest(partial(torch.mm, each, each))
                 for dtype, each in squares.items()
             },
-            bandwidth=2 * _PROBE_BYTES / self._shortest(data.clone),
+            bandwidth=2 * _PROBE_BYTES / self._shortest(partial(copy.copy_, data)),
             link_bandwidth=_DISK_BANDWIDTH,
             operator_seconds=launch,
             view_seconds=launch,
@@ -220,6 +234,11 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         number, seconds = self.sums[torch.is_grad_enabled()]
         self.sums[torch.is_grad_enabled()] = number + 1, seconds + self._times.seconds(func, args, kwargs or {}, out)
         return out
+
+
+def _bytes_beside_the_heap(size: int) -> Tensor:
+    """Return zeros in memory of their own, which goes back to the system without a trace in the allocator."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_()
 
 
 def _key(value: Any) -> Any:

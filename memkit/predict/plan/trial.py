@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -23,8 +24,8 @@ from memkit._simulation.simulation import (
     optimizer_maker,
     simulate,
 )
-from memkit._tape.notes import ForwardNotes
-from memkit._tape.plan import SavedTensorPlan
+from memkit._tape.notes import ForwardCount, ForwardNotes
+from memkit._tape.plan import OperatorCounts, SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
 from memkit.predict.plan.speeds import OperatorTimes
@@ -92,6 +93,7 @@ class Trial:
             that the step and its treated blocks keep.
         seconds: Time of its operators.
         block_costs: Savings and cost of each treatment of each block, for micro-batches of this size.
+        forwards: The operators of its forwards, where saved tensors are treated by them.
     """
 
     arrangement: Arrangement
@@ -99,6 +101,7 @@ class Trial:
     required_bytes: int
     seconds: float
     block_costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]
+    forwards: frozenset[OperatorCounts] = frozenset()
 
 
 # Takes the whole batch and runs at most its first two micro-batches: a third starts from the same memory as the second,
@@ -157,7 +160,15 @@ class StepTrials:
             arrangement: The arrangement.
             plain: The trial of the same micro-batches without treatments; None if the arrangement has none.
         """
-        record, trace, left_bytes, device_type, _ = self._record(arrangement)
+        counted: list[ForwardCount] = []
+
+        def counting(_: Watch) -> ForwardCount:
+            counted.append(ForwardCount())
+            return counted[-1]
+
+        is_counted = arrangement.tensors is not None
+        record, trace, left_bytes, device_type, _ = self._record(arrangement, counting if is_counted else None)
+        forwards = frozenset(frozenset(each.numbers.items()) for each in counted)
         estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
@@ -168,18 +179,23 @@ class StepTrials:
         seconds = self._seconds(trace.parts, arrangement)
         if plain is None:
             costs = self._block_costs(trace, record.recording, arrangement)
-            return Trial(arrangement, estimate, required_bytes, seconds, costs)
+            return Trial(arrangement, estimate, required_bytes, seconds, costs, forwards)
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         if tensors is not None:
             python = _TAPE_LAUNCHES * len(tensors.operators) + _RERUN_LAUNCHES * len(tensors.recomputed)
             unseen = tensors.offloaded_bytes * self._moving_seconds + python * self.speeds.operator_seconds
             seconds += arrangement.accumulation_steps * unseen
-        return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs)
+        return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs, forwards)
 
     def tensor_choices(self, arrangement: Arrangement) -> TensorChoices:
         """Return what can be done with the tensors that a micro-batch of an arrangement saves."""
         all_notes: list[ForwardNotes] = []
-        recorded = self._record(arrangement, all_notes)
+
+        def noting(watch: Watch) -> AbstractContextManager[None]:
+            all_notes.append(ForwardNotes(watch.recorder.num_events, self.speeds.seconds))
+            return all_notes[-1].forward()
+
+        recorded = self._record(arrangement, noting)
         notes = all_notes[-1]  # of the last micro-batch, which begins with gradients
         return TensorChoices(
             notes.operators,
@@ -194,7 +210,10 @@ class StepTrials:
     def _moving_seconds(self) -> float:
         return 2 / self.speeds.link_bandwidth
 
-    def _record(self, arrangement: Arrangement, all_notes: list[ForwardNotes] | None = None) -> _Recorded:
+    def _record(
+        self, arrangement: Arrangement, around: Callable[[Watch], AbstractContextManager[Any]] | None = None
+    ) -> _Recorded:
+        """Record a step, with a context around the forward of each of its micro-batches."""
         place = self.make_place()
         simulation = Simulation(place, selected_fraction=self.selected_fraction)
         names = {block: name for name, block in self.blocks.items()}
@@ -206,10 +225,10 @@ class StepTrials:
                     trace = StepTimes(self.speeds, names, self.kept_operators)
                     with trace if watch.is_recording else nullcontext(), watch:
                         watch.hold(model, batch)
-                        noted = loss_fn
-                        if all_notes is not None and watch.is_recording:
-                            noted = _noted(loss_fn, all_notes, watch, self.speeds)
-                        left_bytes = train_step(batch, _announced(noted, trace))
+                        watched = loss_fn
+                        if around is not None and watch.is_recording:
+                            watched = _within(partial(around, watch), loss_fn)
+                        left_bytes = train_step(batch, _announced(watched, trace))
             live = watch.recorder.events_since(0).live
             return _Recorded(watch.record(), trace, left_bytes, place.device_type, live)
 
@@ -263,15 +282,14 @@ class StepTrials:
         return saved
 
 
-def _noted(loss_fn: LossFn, all_notes: list[ForwardNotes], watch: Watch, speeds: OperatorTimes) -> LossFn:
-    """Wrap a loss function so that notes are taken on each micro-batch."""
+def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:
+    """Wrap a loss function so that each micro-batch runs within a context."""
 
-    def noted(model: Any, micro_batch: Any) -> Any:
-        all_notes.append(ForwardNotes(watch.recorder.num_events, speeds.seconds))
-        with all_notes[-1].forward():
+    def within(model: Any, micro_batch: Any) -> Any:
+        with context():
             return call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
 
-    return noted
+    return within
 
 
 def _announced(loss_fn: LossFn, trace: StepTimes) -> LossFn:

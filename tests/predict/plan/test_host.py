@@ -1,5 +1,7 @@
 """Measured times of operators: which calls are run, on which tensors, and what is left as it was."""
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.operations import StepTimes
+from tests.helpers import run_python
 
 aten = torch.ops.aten
 
@@ -115,3 +118,27 @@ def test_a_call_that_is_too_large_is_estimated_from_measured_ones_of_its_operato
     too_large = seconds_of(times, aten.relu.default, torch.ones(2**20))
     _, extra = times._added_seconds[True]
     assert too_large - extra == pytest.approx((measured - extra) / roofline(2**17) * roofline(2**20))
+
+
+_CHILD = """
+import ctypes, torch
+from memkit.predict.plan.host import HostTimes
+libc = ctypes.CDLL(None)
+class Counters(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks a b c d e f".split()]
+libc.mallinfo2.restype, libc.malloc.restype, libc.malloc.argtypes = Counters, ctypes.c_void_p, [ctypes.c_size_t]
+def is_given_back(size):  # a block that is mapped by itself; not freed, which would change the answer
+    before = libc.mallinfo2().hblks
+    libc.malloc(size)
+    return libc.mallinfo2().hblks > before
+times, x = HostTimes(2**30), torch.empty(2**19)
+times.seconds(torch.ops.aten.relu.default, (x,), {}, x)
+del times
+print(is_given_back(2**20), is_given_back(2**23), is_given_back(2**24))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_the_allocator_keeps_blocks_as_large_as_those_of_the_step_and_no_larger():
+    """A block of 32 MiB, freed to begin with, changes what the process keeps for good."""
+    assert run_python(_CHILD).stdout.split() == ["False", "True", "True"]
