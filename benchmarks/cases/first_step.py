@@ -77,7 +77,7 @@ def prepare(name: str) -> tuple[Case, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(case[0].parameters(), lr=1e-3, foreach=False)
     for parameter in case[
         0
-    ].parameters():  # the optimiser's state is there before the limit: it is not what is measured
+    ].parameters():  # the optimizer's state is there before the limit: it is not what is measured
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()

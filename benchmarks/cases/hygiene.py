@@ -53,7 +53,7 @@ def make_discriminator() -> nn.Sequential:
 
 
 class Gan:
-    """Both networks with their optimisers, and what all the habits below leave on the device."""
+    """Both networks with their optimizers, and what all the habits below leave on the device."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ class Gan:
 
 
 def peak_of(gan: Gan, run: Callable[[], object]) -> int:
-    """Peak of a warm run, with parameters, gradients and optimiser state that were there before."""
+    """Peak of a warm run, with parameters, gradients and optimizer state that were there before."""
     for _ in range(WARM_STEPS):
         run()
     before = gan.state_bytes()

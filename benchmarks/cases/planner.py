@@ -66,7 +66,7 @@ def unet() -> Task:
 
 
 class Residual(nn.Module):
-    """Two layers around a normalisation, added to what came."""
+    """Two layers around a normalization, added to what came."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

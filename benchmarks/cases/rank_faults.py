@@ -1,7 +1,7 @@
 """Out-of-memory on some ranks at random places of an epoch: do all ranks finish, and with what parameters?
 
 Two gloo processes, float64, under DistributedDataParallel and FSDP2. A place is a rank, a step, a phase (forward,
-backward, clipping with what comes before it, the optimiser's step) and the number of an operator in it. Every third run
+backward, clipping with what comes before it, the optimizer's step) and the number of an operator in it. Every third run
 has a second place in the same step, on any rank. Counted are runs in which every planted fault fired. Parameters are
 compared with the run without fault; with dropout, whose random numbers depend on how rows are grouped, with a run
 without fault in micro-batches of the same sizes. A rank that waits for longer than the group's timeout ends the case.
@@ -91,7 +91,7 @@ class Faults(FailingOperator):
 
 
 class Model(nn.Module):
-    """Embedding, convolution, normalisation, dropout, a branch that some batches skip, and one that all skip."""
+    """Embedding, convolution, normalization, dropout, a branch that some batches skip, and one that all skip."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def plant_on_one_rank(kind: str, stride: int) -> dict[str, Any]:
 
 
 def train_naively(place: Place | None) -> list[torch.Tensor]:
-    """What a rank's own try and except makes of plain DDP: it splits alone, and synchronises in each backward."""
+    """What a rank's own try and except makes of plain DDP: it splits alone, and synchronizes in each backward."""
     model, optimizer = build("ddp", 0.0)
     with Faults([place] if place else []) as faults:
         for faults.step, (tokens, labels) in enumerate(batches("ddp")[:NAIVE_STEPS]):

@@ -27,7 +27,7 @@ class Settings(BaseModel):
     """
 
     foreign_words: ClassVar[Mapping[str, str]] = {}
-    """By a field, or the argument as it is written: words of other libraries, separated by spaces."""
+    """Other libraries' words, separated by spaces, by the field or the argument to write instead."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 

@@ -96,7 +96,7 @@ class _Hook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         step_group(self._optimizer, self._group, [parameter])
-        assert parameter.grad is not None  # noqa: S101 - autograd calls with one
+        assert parameter.grad is not None  # noqa: S101 - autograd sets it before the call
         parameter.grad = _Freed(parameter.grad)
 
 

@@ -1,4 +1,4 @@
-"""Ways to reduce a block's activation memory: full or selective recomputation, or offloading."""
+"""Reduce a block's activation memory: by full or selective recomputation, or by offloading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memkit._torch.pytree import tree_leaves
 from memkit._torch.script import as_written
 from memkit._torch.tensors import versions_of
 from memkit.train.models import device_of
-from memkit.train.nesting import LookInside, Nesting
+from memkit.train.nesting import InnerCheckpointWatch, Nesting
 from memkit.train.offload import offload_activations
 
 Treatment: TypeAlias = Literal["full", "selective", "offload"]
@@ -42,20 +42,20 @@ class TreatedForward:
         name: The block's name in the model, for messages.
         block: The module it belongs to.
         treatment: The treatment to apply.
-        elsewhere: The activation store of offloaded blocks, shared by all blocks of a model.
-        nesting: Notices that the model checkpoints the block itself.
+        offload: The activation store of offloaded blocks, shared by all blocks of a model.
+        nesting: Detects that the model itself checkpoints the block.
     """
 
     def __init__(
-        self, name: str, block: nn.Module, treatment: Treatment, elsewhere: Elsewhere, nesting: Nesting
+        self, name: str, block: nn.Module, treatment: Treatment, offload: BlockOffload, nesting: Nesting
     ) -> None:
         self.treatment = treatment
         self._name = name
         self._block = block
         self._forward = block.__dict__.get("forward")  # the instance may already have its own
         self._watch = StateWatch(block)
-        self._elsewhere = elsewhere
-        self._nesting, self._is_looked_into = nesting, False
+        self._offload = offload
+        self._nesting, self._was_watched = nesting, False
         self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class TreatedForward:
 
     def _offloaded(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         # Scripted functions keep the plan of their first runs for all blocks, also for those that run again.
-        with as_written(), self._elsewhere.of(self._block):
+        with as_written(), self._offload.of(self._block):
             return forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -107,17 +107,17 @@ class TreatedForward:
                 "use checkpoint 'offload' for this block, or make its forward depend on its inputs alone.",
             )
             first, repetition = _within(replay, kept.first()), lambda: _within(replay.repetition(), kept.repetition())
-        return self._nesting.around(self._name, first), Again(lambda: self._looked_into(repetition()))
+        return self._nesting.around(self._name, first), Again(lambda: self._watched(repetition()))
 
     @contextlib.contextmanager
-    def _looked_into(self, repetition: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-        """Run a repetition; in the first one also look for checkpoints inside of the block."""
-        is_first, self._is_looked_into = not self._is_looked_into, True
-        with repetition, LookInside(self._nesting, self._name) if is_first else contextlib.nullcontext():
+    def _watched(self, repetition: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """Run a repetition; in the first one also watch for checkpoints inside the block."""
+        is_first, self._was_watched = not self._was_watched, True
+        with repetition, InnerCheckpointWatch(self._nesting, self._name) if is_first else contextlib.nullcontext():
             yield
 
 
-class Elsewhere:
+class BlockOffload:
     """Store for the activations of a model's offloaded blocks: on disk for the CPU, in host memory for an accelerator.
 
     One for all blocks, so that a tensor saved by two of them is moved once. A copy of a model gets its own.
@@ -126,8 +126,8 @@ class Elsewhere:
     def __init__(self) -> None:
         self._offloads: dict[Literal["disk", "host"], offload_activations] = {}
 
-    def __reduce__(self) -> tuple[type[Elsewhere], tuple[()]]:
-        return Elsewhere, ()
+    def __reduce__(self) -> tuple[type[BlockOffload], tuple[()]]:
+        return BlockOffload, ()
 
     def of(self, block: nn.Module) -> contextlib.AbstractContextManager[offload_activations]:
         """Return a context that offloads a block's forward; its parameters and buffers stay."""

@@ -1,4 +1,4 @@
-"""Events and headers that exist can be written; a writer that is killed, full or forked costs at most one line."""
+"""Valid events and headers can be written; a killed or forked writer, or a full disk, costs at most one line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A loss says what it weighs: valid forms, forms that are refused everywhere, gradients, and further outputs."""
+"""A `Loss` states its weight: valid forms, forms that are refused everywhere, gradients, and further outputs."""
 
 import itertools
 import math

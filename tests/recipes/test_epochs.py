@@ -1,4 +1,4 @@
-"""Every loop tells the epoch to all that draws by it, however deep it lies; who tells none is warned."""
+"""Every loop sets the epoch on all objects that draw by it, at any depth; a loop without epochs is warned."""
 
 import copy
 import pickle

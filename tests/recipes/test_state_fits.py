@@ -562,5 +562,5 @@ def test_a_wrapper_of_another_precision_is_told(tmp_path):
     half, plain = make("fp16-mixed"), make(None)
     with pytest.warns(MemkitWarning, match="it has a loss scale, which is not used"):
         saved(tmp_path / "half", trainer=half).restore(trainer=plain)
-    with pytest.warns(MemkitWarning, match="it has no loss scale, which starts anew"):
+    with pytest.warns(MemkitWarning, match="it has no loss scale, which starts afresh"):
         saved(tmp_path / "plain", trainer=plain).restore(trainer=half)

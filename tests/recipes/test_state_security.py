@@ -1,4 +1,4 @@
-"""A state from elsewhere runs nothing: each of its files replaced by a pickle that would, with right checksums."""
+"""A forged state runs no code: each file is replaced by a pickle that would, with correct checksums."""
 
 import contextlib
 import io
@@ -73,7 +73,7 @@ def restore_or_refuse(manager, objects=None):
 
 
 def test_these_files_do_run_where_somebody_unpickles_them(tmp_path):
-    """Otherwise the tests below would say nothing."""
+    """Otherwise the tests below would prove nothing."""
     readers = (
         pickle.loads,
         lambda data: torch.load(io.BytesIO(data), weights_only=False),

@@ -1,4 +1,4 @@
-"""HeldGrowth is told from noise, warm-ups, caches, sawteeth and larger inputs, at any length of the log."""
+"""Held growth is distinguished from noise, warm-up, caches, sawteeth and larger inputs, at any length of the log."""
 
 import random
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Loss functions, batches and calls around them that are written in another way: each gets the line to write."""
+"""Loss functions, batches and calls written the wrong way: each error shows the line to write."""
 
 import functools
 import traceback
@@ -400,7 +400,7 @@ def test_a_batch_of_an_unknown_object_is_taken_whole():
 )
 def test_a_square_mask_is_not_cut(mask):
     x = torch.randn(6, 4)
-    with pytest.raises(InputError, match="another mask"):
+    with pytest.raises(InputError, match="a different mask"):
         make_trainer(accumulation_steps=2).train_step((x, mask), lambda model, b: model(b[0]).square().mean())
     assert make_trainer().train_step((x, mask), lambda model, b: model(b[0]).square().mean()).stepped
 

@@ -1,4 +1,4 @@
-"""Before anything is tried: what a micro-batch of any size takes, from two small runs, and how batches are cut."""
+"""The memory of a micro-batch of any size is predicted from two small runs, and batches are cut accordingly."""
 
 import copy
 

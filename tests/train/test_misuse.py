@@ -1,4 +1,4 @@
-"""What people write first: each call is refused under its own name, and the message ends with what to write."""
+"""Common first attempts: each call is refused under its own name, and the message ends with the corrected line."""
 
 import inspect
 import re
@@ -267,7 +267,7 @@ STEPPED = [
         InputTypeError,
         "there is no n; write backward(loss)",
     ),
-    (lambda: wrapped().load_state_dict(net().state_dict()), FileFormatError, "for that of trainer.state_dict()."),
+    (lambda: wrapped().load_state_dict(net().state_dict()), FileFormatError, "for the result of trainer.state_dict()."),
     (lambda: wrapped().load_state_dict({"version": 1}), FileFormatError, "torch.save(trainer.state_dict(), path)."),
     (lambda: wrapped().load_state_dict([1]), FileFormatError, "pass what state_dict() returned, as a mapping."),
     (

@@ -1,4 +1,4 @@
-"""A model that checkpoints itself, treated once more: said exactly where a forward really runs three times."""
+"""A model that checkpoints itself and is treated as well: the warning comes only where a forward runs three times."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""After an out-of-memory what keeps the result comes first; what would change it, only where the user has said so."""
+"""After an out-of-memory, remedies that keep the result come first; others are used only if the user allows it."""
 
 import copy
 import json
@@ -158,7 +158,7 @@ def test_where_memory_allows_no_look_a_split_is_not_proven():
 
 
 def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_split():
-    """Rows one by one, as the user wants them; no look at two fits, which is told. Then two come at a time."""
+    """Rows one by one, as the user wants them; a check with two rows does not fit, and says so. Then two at a time."""
     model = nn.Linear(8, 1).double()
     fails, rows = Fails(most=1), X[:, 0].double()
     with trainer_of(model, accumulation_steps=8) as trainer:
@@ -294,7 +294,7 @@ def test_split_loss_too(plain):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set as Linux does")
 def test_a_unet_with_batch_normalization_inside_real_limits():
-    """Blocks run again; these and the disk; where nothing suffices, a refusal, or another result for who wants that."""
+    """Recomputed blocks; these and the disk; if neither suffices, an error, or a changed result if allowed."""
     # A limit means what it says.
     done = run_module("tests.train.unet_child", 36, 21, 15, MALLOC_MMAP_THRESHOLD_="65536")
     recomputed, moved, refused = map(json.loads, done.stdout.splitlines())

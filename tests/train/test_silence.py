@@ -1,4 +1,4 @@
-"""Settings, figures and modes that would be wrong without a word: each is right, warned of or refused."""
+"""Settings, figures and modes that would be silently wrong: each is right, warned of or refused."""
 
 import copy
 

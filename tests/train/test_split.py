@@ -218,7 +218,7 @@ DROPPING = {  # (batch, split_fn, what it has dropped)
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("name", DROPPING)
 def test_what_a_split_fn_drops_is_named(name, probe):
-    """It is not said to compare rows, and it does not train on less in silence."""
+    """The error does not blame the loss, and training on fewer rows is not silent."""
     split_fn, expected = DROPPING[name]
     trainer = trainer_of(nn.Linear(3, 1), accumulation_steps=2, split_fn=split_fn, probe=probe)
     batch = {"x": torch.randn(9, 3), "y": torch.randn(9, 1), "name": "a"}

@@ -1,4 +1,4 @@
-"""What the wrapper's settings save and cost, by counters that do not vary: allocator bytes, operations, host reads."""
+"""Savings and costs of the wrapper's settings, by deterministic counters: allocator bytes, operations, host reads."""
 
 import copy
 
