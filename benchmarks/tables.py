@@ -46,7 +46,7 @@ LINES_AND_PEAKS = (  # a figure and its unit stay on one line
     "{peak_bytes/plain:.0f in MB}&nbsp;MB → {peak_bytes/memkit:.0f in MB}&nbsp;MB ({more:+.0%})"
 )
 LOOP_SEMANTICS = {
-    "10 batches, one skipped by the loss scaler: optimiser steps / schedule steps": (
+    "10 batches, one skipped by the loss scaler: optimizer steps / schedule steps": (
         "{LIB/skipped_step/optimizer_steps} / {LIB/skipped_step/schedule_steps}"
     ),
     "52 samples, 4 x 4 to a step: gradient of the last step (1 is right)": "{LIB/last_group/last_group_ratio:.2f}",
@@ -736,7 +736,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "sparse_voxels": (
         Table(
             "convolution/{surface}",
-            "surface | occupied | dense, peak | sparse, peak + neighbours | time (neighbours) | error, float64",
+            "surface | occupied | dense, peak | sparse, peak + neighbors | time (neighbors) | error, float64",
             "{surface} | {occupancy:.2%} | {dense/peak_bytes:.1f MB} | "
             "{sparse/peak_bytes:.2f MB} + {neighbours/bytes:.2f MB} | "
             "{sparse/ratio:.3f} ({neighbours/ratio:.3f}) | {error_float64:.0e}",

@@ -202,7 +202,7 @@ TRAINERS = {"memkit": "", "accelerate": "accelerate", "lightning": "lightning"}
 SEARCHES = {"accelerate": "accelerate", "Lightning, power": "lightning", "Lightning, binsearch": "lightning"}
 COUNTS = (
     Count("tail_group", "gradient of the last group, 1 is right", "{way}/last_group_ratio", TRAINERS, 1, "plain"),
-    Count("loop_semantics", "schedule steps in 9 optimiser steps", "{way}/skipped_step/schedule_steps", TRAINERS, 9),
+    Count("loop_semantics", "schedule steps in 9 optimizer steps", "{way}/skipped_step/schedule_steps", TRAINERS, 9),
     Count("loop_semantics", "samples lost by a resume", "{way}/resume/never_trained_on", TRAINERS),
     Count("oom_classifier", "out-of-memory messages known", "judges/{way}/certain_recognised", TRAINERS,
           "corpus/certain"),

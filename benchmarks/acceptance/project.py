@@ -1,4 +1,4 @@
-"""What the kit knows of a public project, and the copy of it that is made to run here."""
+"""The kit's description of a public project, and the copy that runs here."""
 
 from __future__ import annotations
 

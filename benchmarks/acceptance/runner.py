@@ -1,6 +1,6 @@
 """Runs a training script to a given optimizer step, unchanged, and records what the comparison needs.
 
-Recorded through torch's global hooks, so that the script need not know. What, is one of:
+Recorded through torch's global hooks, so that the script need not know. WHAT is one of:
     state: all parameters and buffers before the first optimizer step and after the last one, in the order in which the
         modules registered them
     peak: the allocator's events

@@ -45,7 +45,7 @@ LOW, HIGH = 0.3, 0.7
 
 
 class Metadata:
-    """What the vectorized ways keep of a scene."""
+    """The data of a scene that the vectorized ways keep."""
 
     def __init__(self, cells: Tensor) -> None:
         self.cells = cells

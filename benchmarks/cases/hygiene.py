@@ -222,7 +222,7 @@ def default_double() -> tuple[int, int]:
 
 
 def default_device() -> tuple[int, int]:
-    """What lies on the device when all that is made without `device=` goes there: here the whole data set's tensor.
+    """Bytes on the device if all tensors made without `device=` go there: here the whole data set's tensor.
 
     The device's bytes are counted, not used, so that the CPU can stand for a card: the same step, with the data set
     and an epoch's order on the device, and with one batch of it there.

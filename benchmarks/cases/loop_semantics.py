@@ -1,4 +1,4 @@
-"""What three training loops do where loops go wrong: a skipped step, the last group, a resume inside an epoch.
+"""Three training loops where loops often go wrong: a skipped step, the last group, a resume inside an epoch.
 
 The same model and data in the documented way of each library, on the CPU:
 

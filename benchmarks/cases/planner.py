@@ -244,7 +244,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def settings_by_prediction(plan: TrainingPlan) -> Settings:
-    """What the plan would be without real steps."""
+    """The plan without real steps."""
     first = min((each for each in plan.candidates if each.fits), key=lambda each: each.seconds)
     return {"accumulation_steps": first.accumulation_steps, "checkpoint": dict(first.checkpoint) or None}
 

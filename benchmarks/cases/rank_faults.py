@@ -41,7 +41,7 @@ from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.train.faults import FailingOperator
 
 KINDS = ("ddp",) if missing_for_lockstep() else ("ddp", "fsdp2")
-BETWEEN = "between"  # what memkit does around them: rollback, agreement, company for the others
+BETWEEN = "between"  # memkit's own work around them: rollback, agreement, joining the others' collectives
 NUM_BETWEEN = 20
 PHASES = ("forward", "backward", "clipping", "step")
 NUM_PLACES = 60  # of each kind
@@ -131,7 +131,7 @@ def batches(kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def loss_of(kind: str, model: nn.Module, step: int, micro: Any) -> torch.Tensor:
     tokens, labels = micro
-    # Under FSDP2 each micro-batch must exchange the same: there the branch is always taken.
+    # Under FSDP2 all micro-batches must run the same collectives: there the branch is always taken.
     return nn.functional.cross_entropy(model(tokens, branch=kind == "fsdp2" or step % 2 == 0), labels)
 
 
@@ -264,7 +264,7 @@ def plant_on_one_rank(kind: str, stride: int) -> dict[str, Any]:
 
 
 def train_naively(place: Place | None) -> list[torch.Tensor]:
-    """What a rank's own try and except makes of plain DDP: it splits alone, and synchronizes in each backward."""
+    """Plain DDP with a try and except on each rank: a rank splits alone, and synchronizes in each backward."""
     model, optimizer = build("ddp", 0.0)
     with Faults([place] if place else []) as faults:
         for faults.step, (tokens, labels) in enumerate(batches("ddp")[:NAIVE_STEPS]):

@@ -26,7 +26,7 @@ from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import count_rows, shape_key, take_rows
+from memkit.train.split import survey, take_rows
 
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
@@ -149,13 +149,14 @@ class PartPlanner:
                 f"not be predicted: running {_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with "
                 f"{self._failure}. Way out: set accumulation_steps."
             )
+        marked = mark_samples(batch)
         try:
-            key, num_rows = shape_key(batch), count_rows(batch)
+            num_rows, key, _ = survey(marked)
         except InputError as error:  # it may stay whole; splitting it reports the error
             self._failure = describe_error(error)
             return at_least
         if key not in self._forecasts:
-            self._forecasts[key] = self._forecast(batch, num_rows, rehearse)
+            self._forecasts[key] = self._forecast(marked, num_rows, rehearse)
         forecast = self._forecasts[key]
         if forecast is None or num_rows == 0:
             return at_least
@@ -165,13 +166,13 @@ class PartPlanner:
             self._plans[key] = num_plans + 1, max_rows
         return max(at_least, math.ceil(num_rows / max_rows))
 
-    def _forecast(self, batch: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
+    def _forecast(self, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
         if num_rows < _MORE_ROWS:
             return None
 
         def record(rows: int) -> Recording:
             with Recorder() as recorder:
-                rehearse(unmark_samples(take_rows(mark_samples(batch), 0, rows, num_rows=num_rows)))
+                rehearse(unmark_samples(take_rows(marked, 0, rows, num_rows=num_rows)))
             return recorder.recording()
 
         outcome = attempt(lambda: (record(_FEWER_ROWS), record(_MORE_ROWS)), others=(Exception,))

@@ -46,7 +46,9 @@ def count_rows(batch: Any) -> int:
 
 
 def survey(batch: Any, *, call: str = _CALL) -> tuple[int, str, list[torch.Tensor]]:
-    """Return the row count, the `shape_key` and the tensors of a batch that may have to be split, in one pass.
+    """Return the row count, the shape key and the tensors of a batch that may have to be split, in one pass.
+
+    The key describes the shapes without the rows: for one key, memory is proportional to the number of rows.
 
     Args:
         batch: The batch, as `mark_samples` returns it.
@@ -165,11 +167,6 @@ def join_rows(parts: Sequence[Any]) -> Any:
         InputError: The parts have different structures, or differ in a value that belongs to every row.
     """
     return parts[0] if len(parts) == 1 else _join(parts, [_count(_leaves(part), _WAY_OUT, part) for part in parts])
-
-
-def shape_key(batch: Any) -> str:
-    """Describe the shapes of a batch without its rows; for one key, memory is proportional to the number of rows."""
-    return _key(_leaves(mark_samples(batch)))
 
 
 def _key(leaves: list[Any]) -> str:

@@ -253,7 +253,7 @@ class TestWhoTellsNothing:
         sampler = torch.utils.data.RandomSampler(dataset, replacement=True)
         assert len(list(DataLoader(dataset, sampler=sampler))) == 200
 
-    def test_a_validation_is_no_training(self):
+    def test_a_validation_is_not_training(self):
         dataset = mk.voxel.VoxelDataset(VOLUMES, use_augmentation=False)
         for _ in range(4):
             assert_same(list(dataset), VOLUMES)

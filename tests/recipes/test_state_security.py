@@ -235,7 +235,7 @@ def test_names_in_a_manifest_stay_in_the_folder(manager, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["rank-0.pt", "manifest.json"])
-def test_a_pipe_or_a_device_keeps_nobody_waiting(manager, file):
+def test_a_pipe_or_a_device_does_not_block(manager, file):
     path = newest(manager) / file
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
         path.unlink()

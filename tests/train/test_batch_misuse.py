@@ -98,7 +98,7 @@ LOSS_FUNCTIONS = [  # (the loss function, the last line)
 
 @pytest.mark.parametrize(("loss_fn", "ending"), LOSS_FUNCTIONS)
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 4}, {"on_oom": "raise"}], ids=str)
-def test_what_is_no_loss_function_gets_the_line_to_write(loss_fn, ending, settings):
+def test_an_invalid_loss_function_gets_the_line_to_write(loss_fn, ending, settings):
     trainer = make_trainer(**settings)
     with pytest.raises(InputTypeError) as caught:
         trainer.train_step(make_batch(), loss_fn)
@@ -207,7 +207,7 @@ RESULTS = [  # (what is returned, the error, the last line)
 
 @pytest.mark.parametrize(("give", "error", "ending"), RESULTS)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_what_is_no_loss_says_how_to_end(give, error, ending, steps):
+def test_an_invalid_loss_gets_the_last_line_to_write(give, error, ending, steps):
     def loss_fn(model, batch):
         return give(F.cross_entropy(model(batch[0]), batch[1], reduction="none"))
 
@@ -377,7 +377,7 @@ def test_evaluations_get_the_corrected_call(args, ending):
 
 
 @pytest.mark.parametrize("use", [lambda attempt: attempt[0], lambda attempt: list(attempt)])
-def test_an_attempt_is_no_micro_batch(use):
+def test_an_attempt_is_not_a_micro_batch(use):
     trainer = make_trainer(accumulation_steps=2)
     with pytest.raises(StateError, match="write `with attempt as micro:` around forward"):
         for attempt in trainer.microbatches(make_batch()):

@@ -163,7 +163,7 @@ def test_weights_that_become_uneven_are_told_at_once(name):
         ([rows(5), rows(2)], None, {"objective": "sum"}),
     ],
 )
-def test_what_is_right_or_unchecked_says_nothing(losses, counts, settings):
+def test_correct_and_unchecked_losses_are_silent(losses, counts, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert accumulate(nn.Linear(4, 2), losses, counts, **settings) == 1
