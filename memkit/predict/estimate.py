@@ -201,7 +201,7 @@ class MemoryEstimate(Overviewed):
 
     @property
     def reserved_range(self) -> tuple[int, int] | None:
-        """Least and most bytes reserved if libraries hold up to 8 MiB beside what is known; None on a CPU.
+        """Least and most bytes reserved if libraries hold up to 8 MiB more than is known; None on a CPU.
 
         If they are far apart, a few bytes decide: a small block takes the only gap that a large one fits into. They are
         computed at the first access, in a small part of the time that the estimate took.

@@ -29,12 +29,12 @@ def choose_blocks(model: nn.Module, choice: Choice) -> _Modules:
 
 
 class BlockChoice:
-    """The blocks that a choice selects, and what is done with each.
+    """The blocks that a choice selects, and their treatments.
 
     Args:
         model: The model.
         choice: The user's choice.
-        form: The user's call, for messages: the choice is written in place of ``{}``.
+        form: The user's call, for messages, with ``{}`` for the choice.
 
     Attributes:
         blocks: The chosen modules by name, outermost first.
@@ -86,7 +86,7 @@ class BlockChoice:
         return {name: module for found in self._found.values() for name, module in found.items()}
 
     def _select(self, key: BlockKey) -> _Modules:
-        """Return the modules that a name, a pattern, a class or a module stands for."""
+        """Return the modules that a name, a pattern, a class or a module selects."""
         kind = type(self._model).__name__
         if isinstance(key, str):
             found = {name: each for name, each in self._modules.items() if fnmatch.fnmatchcase(name, key)}

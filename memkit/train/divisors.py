@@ -1,4 +1,4 @@
-"""Read the divisors of a loss from its graph, to tell means over rows from means over tokens or classes."""
+"""Read the divisors of a loss from its graph, to distinguish means over rows from means over tokens or classes."""
 
 from __future__ import annotations
 

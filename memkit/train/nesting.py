@@ -19,7 +19,7 @@ _CHECKPOINT, _FUNCTION = torch.utils.checkpoint.__file__, torch.autograd.functio
 _TREATMENTS = "memkit.train.treatments"  # which calls the checkpoint of a treated block
 # The functions of the reentrant form, which saves its inputs after it has run; the second one from PyTorch 2.15 on.
 _REENTRANT = {"checkpoint", "_checkpoint_impl"}
-_SWITCHES = {  # by method of a model: what turns its own checkpoints off
+_SWITCHES = {  # by method of a model: the call that turns its own checkpoints off
     "activation_checkpointing_disable": "model.activation_checkpointing_disable()",
     "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
     "disable_gradient_checkpointing": "model.disable_gradient_checkpointing()",

@@ -20,7 +20,7 @@ from memkit.train.backward_steps import steps_in_backward
 from memkit.train.checks import ACCUMULATOR, WRAPPER, Caller
 from memkit.train.gradients import as_list
 
-# By library and class: what an object is, and what to do with it. Subclasses count too.
+# By library and class: a description of the object, and the way out. Subclasses count too.
 _TRAINERS = {
     ("transformers", "Trainer"): (
         "a Hugging Face Trainer, which runs steps of its own",

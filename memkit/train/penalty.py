@@ -1,4 +1,4 @@
-"""Gradient penalties for a GAN's discriminator, in float32 whatever the surrounding precision."""
+"""Gradient penalties for a GAN's discriminator, in float32 under any surrounding precision."""
 
 from __future__ import annotations
 

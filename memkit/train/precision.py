@@ -19,7 +19,7 @@ PrecisionName = Literal["bf16-mixed", "bf16", "fp16-mixed", "fp16", "bf16-true",
 _CALL = "MemoryEfficientTrainingWrapper"
 _NAMES = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "32-true": "fp32"}  # synonyms
 _KNOWN = ("bf16-mixed", "fp16-mixed", "bf16-true", "fp32", "auto")
-# How accelerate, Lightning and torch call precisions: what to write instead.
+# Names of precisions in accelerate, Lightning and torch, by the name here.
 _FOREIGN = {
     "fp32": ("32", "float32", "fp32-true", "no", "full", "float", "none", "32-mixed"),
     "bf16-mixed": ("bfloat16", "amp", "mixed", "true", "bf16_mixed", "amp_bf16", "bfloat16-mixed"),

@@ -150,7 +150,7 @@ def _reading(node: Sequence[Any], *, is_whole: bool) -> Literal["columns", "samp
     if not node or isinstance(node[0], PLAIN) or not _are_of_one_kind(node):
         return "columns"
     if not isinstance(node[0], ARRAYS) and children_of(node[0]) is None:
-        # Objects, such as graphs; beside tensors, also paths.
+        # Objects, such as graphs; next to tensors, also paths.
         return "samples" if not is_whole or hasattr(node[0], "__dict__") else "columns"
     sizes = _first_dimensions(node)
     if len(sizes) > 1 and len(node) > 1:

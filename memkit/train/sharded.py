@@ -17,8 +17,8 @@ from memkit.train.lockstep import Lockstep
 from memkit.train.models import may_recover_alone
 from memkit.train.split import SplitFn, take_rows
 
-# All ranks must split their batches into the same number of parts, whatever the shapes of their batches. So the
-# remembered size is a share of the batch, under one key; a number with many divisors stands for the whole.
+# All ranks must split their batches into the same number of parts, for any shapes of their batches. So the
+# remembered size is a share of the batch, under one key; a number with many divisors represents the whole.
 _KEY = "share of the batch"
 _WHOLE = 720_720
 _NUM_ROWS = 2  # of the rehearsal; one row can take another path (BatchNorm refuses it)

@@ -91,7 +91,7 @@ class SplitVerdict:
             the whole.
         reason: Why it was not checked.
         is_out_of_memory: Whether it was not checked because memory ran out.
-        is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may tell.
+        is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
         has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
         kind: The operators from the loss down to its reductions; they distinguish one loss from another.
     """

@@ -220,7 +220,7 @@ class SplitLoss(Uncopied):
         # Leaves whose gradient would be lost; collected before a loss function can create leaves of its own.
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
         leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
-        is_checked = False  # once per batch: the loss function, or what it trains, may have changed
+        is_checked = False  # once per batch: the loss function, or its parameters, may have changed
         run = self._driver.open(batch, self._num_microbatches, total)
         try:
             for attempt in self._driver.attempts(run, loss_fn):

@@ -141,14 +141,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             another precision the loss is scaled too, for a loop or a ``loss_fn`` with its own autocast. The wrapper
             unscales, steps and updates; `state_dict` contains the scaler's state.
         on_gradients: ``on_gradients(model)`` is called once per step, right before the optimizer: ``parameter.grad`` is
-            then what it steps with (the batch's mean, unscaled, summed over ranks, clipped), for histograms or clipping
-            of your own. Afterwards they are gone. With a loss scaler they may be infinite, before a step that is
-            skipped.
+            then the gradient of that step (the batch's mean, unscaled, summed over ranks, clipped), for histograms or
+            clipping of your own. Afterwards the gradients are gone. With a loss scaler they may be infinite, before a
+            step that is skipped.
         scheduler: Stepped after each real optimizer step.
         average: A running average of the weights, updated after each real optimizer step.
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. With it,
-            `train_step` predicts from two small runs how large a micro-batch may be. A manager is also told the phases
-            (and by `MemoryEfficientTrainLoop` the steps); it is available as the attribute ``memory``.
+            `train_step` predicts from two small runs how large a micro-batch may be. A manager also records the phases
+            (and in `MemoryEfficientTrainLoop` the steps); it is available as the attribute ``memory``.
         on_oom: ``"exact"`` first tries what cannot change the result (recomputing blocks in backward, offloading
             activations), then splits the batch if the check shows that this keeps its gradient; otherwise the error
             is raised. ``"inexact"`` also allows a split that changes the gradient, with a warning. ``"raise"`` always
@@ -350,8 +350,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     def trust_split(self, batch: Any, loss_fn: LossFn) -> None:
         """Do not check splits of such batches: they were checked before, by `check_split` or by `prepare`.
 
-        A check runs some rows whole, beside the parts, and so may take more memory than the step itself. Batches of
-        another structure, another loss function, and layers in other modes are still checked, and so are losses that
+        A check runs some rows whole, in addition to the parts, so it may take more memory than the step itself. Batches
+        of another structure, another loss function, and layers in other modes are still checked, and so are losses that
         turn out to be divided by something other than rows. A function that starts to compare rows later, because of a
         counter or a flag of its own, is not detected. In a loop over `microbatches`, whose loss is not known
         beforehand, each split is checked.
@@ -693,7 +693,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 _STEP,
                 got="a loss whose graph another backward() has used already",
                 expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
-                fix="remove loss.backward() from loss_fn, and compute inside loss_fn whatever has gradients: "
+                fix="remove loss.backward() from loss_fn, and compute inside loss_fn everything that has gradients: "
                 "`return criterion(model(batch[0]), batch[1])`.",
             ) from error
 

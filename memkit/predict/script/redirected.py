@@ -149,7 +149,7 @@ class Redirection:
         with self._open(old, "rb") as source, self._open(new, "wb") as target:
             shutil.copyfileobj(source, target)
 
-    # ------------------------------------------------------------------------------------------ what is replaced
+    # ---------------------------------------------------------------------------------- replaced functions
 
     def _opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if "x" in mode and self._exists(file):
