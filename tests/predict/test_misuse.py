@@ -69,7 +69,11 @@ TABLE = [
     ),
     (lambda: estimate(MODEL, BATCH, loss_fn, batch_size=64), "InputTypeError", "(model, sample_batch, loss_fn)"),
     (lambda: estimate(MODEL, BATCH), "InputTypeError", "criterion(model(batch[0]), batch[1]))."),
-    (lambda: estimate(MODEL, BATCH, loss_fn, precision="fp32"), "ConfigError", "to convert a model to float32 call model.float()."),
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn, precision="fp32"),
+        "ConfigError",
+        "to convert a model to float32 call model.float().",
+    ),
     (lambda: estimate(MODEL, BATCH, loss_fn, precision="bf16"), "ConfigError", "a model that is in bf16 itself."),
     (lambda: estimate(MODEL, BATCH, loss_fn, precision="fp16"), "ConfigError", "a CPU has no fp16 autocast here."),
     (lambda: plan(MODEL, BATCH, loss_fn), "ConfigError", "or budget='RTX 4090' for all of a card."),
