@@ -27,7 +27,7 @@ from memkit.predict.gpus import GPU, capability_of, find_gpu
 _STEPS = 3
 _LEAST_SECONDS, _SLOWER = 60, 5  # time limit for a script when it runs again
 _MORE = 1.01  # the cycle collector may run a moment later
-_BETWEEN_RUNS = ("branches", "numbers", "diverged_at", "peaks")
+_BETWEEN_RUNS = ("branches", "numbers", "other_way", "peaks")
 _PACKAGE = Path(__file__).parents[1]
 _NUM_LISTED = 5
 _TONES: dict[str, Tone] = {"fits": "good", "does not fit": "bad", "not known": "unsure", "failed": "bad"}
@@ -236,8 +236,8 @@ class _Script:
             return True, "with another answer it does not end"
         except _NoReportError as error:
             return True, f"with another answer it ends otherwise, {error.got}"
-        if found["diverged_at"]:
-            return True, f"with another answer it takes other memory from {found['diverged_at']} on"
+        if found["other_way"]:
+            return True, f"with another answer it takes other memory from {found['other_way']} on"
         if found["ended"] == "error":
             return False, f"with another answer it fails, {found['problem']['message']}"
         highest, usual = max(found["peaks"]), max(first["peaks"])

@@ -212,13 +212,13 @@ class BatchDriver:
 
     def _cut(self, part: Part, num_parts: int) -> list[Part]:
         if num_parts > 1 and isinstance(part.data, SampleList) and part.data.is_guess:
-            self._split_watch.warn_once(
+            self._split_watch.say(
                 f"{self._means.call}: the batch is a list of entries of one kind and equal first dimensions. It is "
                 "split between them, as a list of samples. If they are columns, pass tuple(batch)."
             )
         elif num_parts > 1 and type(part.data) is list:
             doubt, is_likely = doubt_of_columns(part.data)
             if is_likely and self._split_fn is None:
-                self._split_watch.warn_once(f"{self._means.call}: {doubt}", "columns")
+                self._split_watch.say(f"{self._means.call}: {doubt}", "columns")
         pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
         return [Part(data, size) for data, size in pieces]

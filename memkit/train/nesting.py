@@ -19,7 +19,7 @@ _CHECKPOINT, _FUNCTION = torch.utils.checkpoint.__file__, torch.autograd.functio
 _TREATMENTS = "memkit.train.treatments"  # which calls the checkpoint of a treated block
 # The functions of the reentrant form, which saves its inputs after it has run; the second one from PyTorch 2.15 on.
 _REENTRANT = {"checkpoint", "_checkpoint_impl"}
-_SWITCHES = {  # by method of a model: the call that turns its own checkpoints off
+_SWITCHES = {  # by method of a model: what turns its own checkpoints off
     "activation_checkpointing_disable": "model.activation_checkpointing_disable()",
     "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
     "disable_gradient_checkpointing": "model.disable_gradient_checkpointing()",
@@ -28,55 +28,55 @@ _SWITCHES = {  # by method of a model: the call that turns its own checkpoints o
 
 
 class Nesting:
-    """Detects that the model itself checkpoints treated blocks, or parts of them, and warns once.
+    """Notices that the model checkpoints treated blocks, or parts of them, itself, and warns once.
 
-    The gradient is the same. There is no warning if torch ends the outer run before the inner one, as it does if one
-    checkpoint holds hardly more than the other. A checkpoint inside a block that gets its tensors by keyword, or from
-    enclosing variables, is not detected.
+    The gradient is the same. Nothing is said where torch ends the outer run before the inner one, as it does if one
+    checkpoint holds hardly more than the other. A checkpoint inside of a block that gets its tensors by keyword, or
+    from variables around it, is not noticed.
 
     Args:
         model: The model.
         call: The user's call that treats its blocks, for the warning.
-        without: The way to leave that call out.
+        without: How to do without that call.
     """
 
     def __init__(self, model: nn.Module, call: str, without: str) -> None:
         own = "take torch.utils.checkpoint out of the model's forward, or pass its use_checkpoint=False"
         own = next((f"write {fix}" for name, fix in _SWITCHES.items() if hasattr(model, name)), own)
-        self._call, self._fix, self._has_warned = call, f"{own}; or {without}", False
+        self._call, self._fix, self._is_told = call, f"{own}; or {without}", False
 
     def around(self, name: str, forward: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """Return the context of a block's forward; it warns if a checkpoint around the block runs it again just now."""
-        if self._has_warned or current_backward() == -1:
+        if self._is_told or current_backward() == -1:
             return forward
-        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - a forward cannot ask why it runs in a backward
+        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - a forward is not told why it runs in a backward
         while frame is not None and frame.f_globals.get("__name__") != _TREATMENTS:
             frame = frame.f_back  # of the block's own checkpoint
         while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
             frame = frame.f_back
-        return forward if frame is None else self._warning(name, forward)
+        return forward if frame is None else self._telling(name, forward)
 
     @contextlib.contextmanager
-    def _warning(self, name: str, forward: AbstractContextManager[None]) -> Iterator[None]:
+    def _telling(self, name: str, forward: AbstractContextManager[None]) -> Iterator[None]:
         with forward:
-            self.warn(name)  # not before it is entered: torch may end the outer run right before
+            self.tell(name)  # not before it is entered: torch may end the outer run right before
             yield
 
-    def warn(self, name: str) -> None:
+    def tell(self, name: str) -> None:
         """Warn, once for a model."""
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._is_told:
+            self._is_told = True
             warn_user(
                 f"{self._call}: the forward of the block {name!r} runs three times in each step, and so may others: "
                 f"the model checkpoints it itself, too (torch.utils.checkpoint). Way out: {self._fix}."
             )
 
 
-class InnerCheckpointWatch(AbstractContextManager[None]):
-    """Context of a block's repeated forward: warns if a checkpoint inside the block runs, which will run once more.
+class LookInside(AbstractContextManager[None]):
+    """Around the repeated forward of a block: warns if a checkpoint inside of it runs, which is to run once more.
 
     Args:
-        nesting: Warns the user.
+        nesting: Tells the user.
         name: The block's name.
     """
 
@@ -89,11 +89,11 @@ class InnerCheckpointWatch(AbstractContextManager[None]):
         hooks = saving_hooks()
         assert hooks is not None  # noqa: S101 - the block's own checkpoint has set them
         self._keep, give = hooks
-        self._hooks = saved_tensors_hooks(self._note, give)
+        self._hooks = saved_tensors_hooks(self._look, give)
         self._hooks.__enter__()
 
-    def _note(self, tensor: torch.Tensor) -> object:
-        entered = _saving_inputs(sys._getframe(1))  # noqa: SLF001 - hooks do not know who saves
+    def _look(self, tensor: torch.Tensor) -> object:
+        entered = _saving_inputs(sys._getframe(1))  # noqa: SLF001 - hooks are not told who saves
         is_over = entered is not None and entered.f_code.co_name in _REENTRANT
         self._is_run = self._is_run or is_over or (self._entered is not None and entered is not self._entered)
         kept = self._keep(tensor)  # the last one that is needed ends the forward, with an error of torch's own
@@ -105,7 +105,7 @@ class InnerCheckpointWatch(AbstractContextManager[None]):
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
         if self._is_run or (error is None and self._entered is not None):
-            self._nesting.warn(self._name)
+            self._nesting.tell(self._name)
         self._entered = None
 
 

@@ -210,10 +210,10 @@ def _are_probably_samples(node: Sequence[Any]) -> bool:
 
 
 def doubt_of_columns(batch: Any) -> tuple[str, bool]:
-    """Return a warning for a list of two or three tensors that is treated as columns, and whether to give it at once.
+    """Return what to say of a list of two or three tensors that is taken for columns, and whether to say it at once.
 
-    The tensors may just as well be samples. If they look like images in three colors, they probably are, except in a
-    last batch of three rows.
+    They may as well be samples. Where they look like images in three colors, they rather are, but for a last batch of
+    three rows.
 
     Returns:
         The text, empty if there is no doubt, and whether they look like images.

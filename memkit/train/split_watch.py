@@ -229,13 +229,13 @@ class SplitWatch:
                 f"{self._call}: this split was refused on another batch, because the loss, or the model, compares or "
                 "mixes the rows. The rows that were checked now do not show it: their gradients are equal by accident."
             )
-            self.warn_once(text, text)
+            self.say(text, text)
         self._known.add(self._key)
         self._verdicts.setdefault(self._key, verdict)  # also if memory prevented the check: nothing is proven
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"
-            self.warn_once(text, verdict.advice)
+            self.say(text, verdict.advice)
 
     def _report_unchecked(self, verdict: SplitVerdict) -> None:
         fix = (
@@ -251,9 +251,9 @@ class SplitWatch:
             )
         reason = verdict.reason.rstrip(".")
         text = f"{self._call}: could not check that splitting the batch keeps its gradient: {reason}. Way out: {fix}"
-        self.warn_once(text, f"not checked: {reason}")
+        self.say(text, f"not checked: {reason}")
 
-    def warn_once(self, text: str, cause: str = "") -> None:
+    def say(self, text: str, cause: str = "") -> None:
         """Warn, once for each cause."""
         cause = cause or text
         if cause not in self._warned:

@@ -19,7 +19,7 @@ from memkit._torch.pytree import tree_leaves
 from memkit._torch.script import as_written
 from memkit._torch.tensors import versions_of
 from memkit.train.models import device_of
-from memkit.train.nesting import InnerCheckpointWatch, Nesting
+from memkit.train.nesting import LookInside, Nesting
 from memkit.train.offload import offload_activations
 
 Treatment: TypeAlias = Literal["full", "selective", "offload"]
@@ -55,7 +55,7 @@ class TreatedForward:
         self._forward = block.__dict__.get("forward")  # the instance may already have its own
         self._watch = StateWatch(block)
         self._offload = offload
-        self._nesting, self._was_watched = nesting, False
+        self._nesting, self._is_looked_into = nesting, False
         self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,13 +107,13 @@ class TreatedForward:
                 "use checkpoint 'offload' for this block, or make its forward depend on its inputs alone.",
             )
             first, repetition = _within(replay, kept.first()), lambda: _within(replay.repetition(), kept.repetition())
-        return self._nesting.around(self._name, first), Again(lambda: self._watched(repetition()))
+        return self._nesting.around(self._name, first), Again(lambda: self._looked_into(repetition()))
 
     @contextlib.contextmanager
-    def _watched(self, repetition: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    def _looked_into(self, repetition: contextlib.AbstractContextManager[None]) -> Iterator[None]:
         """Run a repetition; in the first one also watch for checkpoints inside the block."""
-        is_first, self._was_watched = not self._was_watched, True
-        with repetition, InnerCheckpointWatch(self._nesting, self._name) if is_first else contextlib.nullcontext():
+        is_first, self._is_looked_into = not self._is_looked_into, True
+        with repetition, LookInside(self._nesting, self._name) if is_first else contextlib.nullcontext():
             yield
 
 

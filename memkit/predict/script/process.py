@@ -80,12 +80,12 @@ class Requests:
 
     Attributes:
         sizes: The requested sizes.
-        diverged_at: The first line whose request differed from the expected one; "" if none did.
+        other_way: The first line whose request differed from the expected one; "" if none did.
     """
 
     def __init__(self, gpu: VirtualGPU, expected: Sequence[int] | None = None) -> None:
         self.sizes: list[int] = []
-        self.diverged_at = ""
+        self.other_way = ""
         self._gpu, self._expected = gpu, expected
         gpu.memory.on_request = self._note
 
@@ -93,7 +93,7 @@ class Requests:
         number = len(self.sizes)
         self.sizes.append(num_bytes)
         if self._expected is not None and self._expected[number : number + 1] != [num_bytes]:
-            self.diverged_at = self.diverged_at or _line_of(self._gpu.memory.asker().place) or "the script"
+            self.other_way = self.other_way or _line_of(self._gpu.memory.asker().place) or "the script"
             raise _DivergedError
 
 
@@ -189,7 +189,7 @@ def run_child() -> None:
         "written": redirection.written(),
         "branches": list(gpu.guesses.branches),
         "numbers": list(gpu.guesses.numbers),
-        "diverged_at": requests.diverged_at,
+        "other_way": requests.other_way,
         "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
         "estimate": _estimate(gpu, _doubt_of_cpu(gpu, steps)).as_dict(),
     }
