@@ -1,4 +1,4 @@
-"""What the compiler's activation_memory_budget saves and recomputes, with a backend that needs no C++ compiler."""
+"""Savings and recomputation of the compiler's activation_memory_budget, with a backend that needs no C++ compiler."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class Block(nn.Module):
             batch.coords, self.cell_mm, batch.offsets
         )  # no cell holds points of two clouds
         cell, counts = index.cell_of_point(), torch.tensor(index.counts)
-        centre = batch.coords.new_zeros(len(counts), 3).index_add(0, cell, batch.coords) / counts[:, None]
-        offset = (batch.coords - centre[cell]) / self.cell_mm
+        center = batch.coords.new_zeros(len(counts), 3).index_add(0, cell, batch.coords) / counts[:, None]
+        offset = (batch.coords - center[cell]) / self.cell_mm
         height = (offset * batch.features).sum(1, keepdim=True)
         seen = self.look(torch.cat([x, offset, batch.features, height], 1))
         largest = seen.new_zeros(len(counts), WIDTH).scatter_reduce(

@@ -29,7 +29,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """What a line is made of.
+    """The sources of a table line.
 
     Attributes:
         result: The whole result file.

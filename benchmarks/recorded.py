@@ -1,4 +1,4 @@
-"""What the cases of recorded GPU runs share: rows, a card with room, and whether an estimate holds what ran."""
+"""Shared by the cases of recorded GPU runs: rows, a card with room, and whether an estimate covers a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def told_on(card: GPU, total_bytes: int, estimate: MemoryEstimate) -> str:
 def held(
     interval: tuple[int, int], recorded: int, *, spread: float, fixed: tuple[int, int] = (0, 0), rounded_by: int = 0
 ) -> dict[str, Any]:
-    """Whether an interval holds what was recorded, how wide it is, and the spread that it needs to hold it.
+    """Whether an interval covers the record, how wide it is, and the spread that it needs to cover it.
 
     Args:
         interval: In bytes, with its spread.

@@ -1,4 +1,4 @@
-"""What the cases of xMem's recorded runs share: a run on its virtual card, its score, and the other predictors'.
+"""Shared by the cases of xMem's recorded runs: a run on its virtual card, its score, and the other predictors'.
 
 xMem (Stone-ResearchLife/xMem, Middleware 25) trained models for four steps on three cards, with PyTorch 2.6 and cuDNN
 9.1 in float32. It recorded the most memory in use on the GPU, whether a run ran out, and runs under caps.
@@ -35,7 +35,7 @@ def card_of(row: Mapping[str, Any]) -> GPU:
 
 
 def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
-    """What was recorded and what is predicted, and the verdict on the row's own card.
+    """The record, the prediction, and the verdict on the row's own card.
 
     Where the card has less than what a run would reserve, it reserves what fits: this is run on the card as it was.
     """

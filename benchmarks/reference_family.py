@@ -52,7 +52,7 @@ def upsample(in_channels: int, out_channels: int) -> nn.Module:
 
 
 class ResBlock(nn.Module):
-    """Two normalised convolutions around a shortcut; `emb` (batch, emb_channels), where given, shifts the middle."""
+    """Two normalized convolutions around a shortcut; `emb` (batch, emb_channels), where given, shifts the middle."""
 
     def __init__(self, in_channels: int, out_channels: int, *, emb_channels: int = 0, checkpointing: bool) -> None:
         super().__init__()

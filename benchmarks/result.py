@@ -22,7 +22,7 @@ def write_result(case: str, figures: dict[str, Any], *, peers: tuple[str, ...] =
 
     Args:
         case: Name of the case.
-        figures: What was measured; plain types, sizes in bytes.
+        figures: The measured figures; plain types, sizes in bytes.
         peers: Packages whose versions belong to the figures.
     """
     path = FOLDER / f"{case}.json"

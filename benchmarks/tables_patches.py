@@ -1,4 +1,4 @@
-"""The table of what a virtual GPU changes of torch while it runs, read from the simulation itself."""
+"""The table of a virtual GPU's patches of torch, read from the simulation itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def render(text: str) -> str:
 
 
 def patches() -> str:
-    """Owners, what is changed of each, and why."""
+    """Owners, their patched names, and the reasons."""
     from memkit._simulation.simulation import Gpu
     from memkit.predict.gpus import find_gpu
 

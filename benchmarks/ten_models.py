@@ -94,7 +94,7 @@ class Recurrent(nn.Module):
 
 
 class NormedCell(nn.Module):
-    """An LSTM that is written out, as its gates are normalised: (rows, length, width) to as much."""
+    """An LSTM that is written out, as its gates are normalized: (rows, length, width) to as much."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

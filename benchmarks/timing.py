@@ -16,7 +16,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def in_turns(ways: Mapping[Any, Any], rounds: int, measure: Callable[[Any], Any] = seconds_of) -> dict[Any, list[Any]]:
-    """What is measured of each way in each round."""
+    """Measurements of each way in each round."""
     found: dict[Any, list[Any]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():

@@ -1,7 +1,7 @@
 """The ladder, step 0: plain PyTorch. A small language model learns the sources of Python's standard library.
 
 Each further step, 01 to 09, is the file before with one component of memkit more, and trains the same. Compare two of
-them with `diff`. Here memkit only looks on: each epoch prints what was learned, what lay in tensors, what time it took.
+them with `diff`. Here memkit only measures: each epoch prints the loss, the bytes in tensors and the time.
 
 Run: python examples/00_plain_pytorch.py [--smoke]
 """

@@ -3,7 +3,7 @@
 Clipping and schedule become its settings. Should a micro-batch run out of memory, it is cut and run again. In the first
 epoch it also checks, on eight rows in float64, that this loss may be split: that is its peak.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/01_wrapper.py [--smoke]
 """

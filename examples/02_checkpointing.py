@@ -1,6 +1,6 @@
 """The ladder, step 2: the transformer's blocks are recomputed in the backward, and keep only their inputs.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/02_checkpointing.py [--smoke]
 """

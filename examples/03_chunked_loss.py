@@ -1,6 +1,6 @@
 """The ladder, step 3: the scores of all words, the largest tensor, exist for some words at a time.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/03_chunked_loss.py [--smoke]
 """

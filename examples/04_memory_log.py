@@ -1,6 +1,6 @@
 """The ladder, step 4: a memory manager knows the phases of each step, keeps a log that survives a kill, and reports.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/04_memory_log.py [--smoke]
 """

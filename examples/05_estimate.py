@@ -1,8 +1,8 @@
-"""The ladder, step 5: before anything runs, what a step will hold, from a run on tensors without data.
+"""The ladder, step 5: the memory of a step, predicted before anything runs by a run on tensors without data.
 
 It knows the wrapper's checkpoints. Compare its peak with that of the second epoch.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/05_estimate.py [--smoke]
 """

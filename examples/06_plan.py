@@ -1,6 +1,6 @@
 """The ladder, step 6: from a budget, how to take the step: number of micro-batches, and which blocks to recompute.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/06_plan.py [--smoke]
 """

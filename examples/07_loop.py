@@ -1,6 +1,6 @@
 """The ladder, step 7: the loop takes the epochs: steps, validation, early stopping, a line in the log now and then.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/07_loop.py [--smoke]
 """

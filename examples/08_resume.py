@@ -1,8 +1,8 @@
-"""The ladder, step 8: the state is saved after each epoch, and new objects go on with it as if nothing had been.
+"""The ladder, step 8: the state is saved after each epoch, and new objects continue from it as if nothing had happened.
 
 Here the training ends before its last epoch, as a machine that is taken away would end it. Then it starts anew.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/08_resume.py [--smoke]
 """

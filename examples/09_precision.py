@@ -1,6 +1,6 @@
 """The ladder, step 9: mixed precision, the only step that changes numbers. It must be asked for.
 
-Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+A complete file on purpose, to be read alone and compared with `diff`: steps repeat the code that they share.
 
 Run: python examples/09_precision.py [--smoke]
 """

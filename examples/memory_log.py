@@ -48,7 +48,7 @@ def main() -> None:
         memory.step()
         return loss.detach()
 
-    outputs = []  # the mistake: nobody ever empties it
+    outputs = []  # the mistake: it is never emptied
     for _ in range(num_epochs):
         with memory.phase("epoch"):
             for batch, targets in zip(x[:1536].split(BATCH), y[:1536].split(BATCH), strict=True):

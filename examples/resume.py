@@ -1,4 +1,4 @@
-"""A training that is killed again and again ends with the very weights of one that nobody stopped.
+"""A training that is killed again and again ends with exactly the weights of one that was never stopped.
 
 A small network with dropout learns scikit-learn's 1797 digits, augmented with random noise, in groups of three
 micro-batches. It saves its state after every tenth micro-batch. One process runs to its end; the other is killed with

@@ -1,4 +1,4 @@
-"""Police for every test: a fresh seed, and no leaked dtype, gradient mode, environment or thread."""
+"""Checks around every test: a fresh seed, and no leaked dtype, gradient mode, environment or thread."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def nothing_leaks():
     }
     assert changed <= _MAY_CHANGE
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=5)  # one that was told to end, such as a DataLoader's, may still be on its way
+        thread.join(timeout=5)  # a thread that was asked to end, such as a DataLoader's, may still be running
     left = {re.sub(r"-\d+ ", " ", thread.name) for thread in set(threading.enumerate()) - threads}
     # torch's compiler shows progress where tqdm is there, and where Triton is compiles in a pool that stays
     assert left <= {"tqdm_monitor", "Thread (_read_thread)"}

@@ -1,8 +1,7 @@
-"""All that memkit offered at commit fcdc795, and where each of it is now: its place, and a test that names it.
+"""Everything that memkit offered at commit fcdc795, and its place today, with a test that names it.
 
-``tests/data/inventory.json`` was made at that commit. What went, or has another name, stands with its reason in
-``tests/data/inventory_changes.json``, and so does each page that was merged into another one. Run
-``python -m tests.inventory`` for the whole list.
+``tests/data/inventory.json`` was made at that commit. Removed and renamed entries, and pages that were merged into others,
+are listed with their reason in ``tests/data/inventory_changes.json``. Run ``python -m tests.inventory`` for the whole list.
 """
 
 from __future__ import annotations

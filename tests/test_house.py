@@ -43,7 +43,7 @@ GRAPH = {name: imported_by(name, tree) for name, tree in TREES.items() if "load_
 
 
 def cycle_in(graph):
-    """A path that comes back to where it began; empty where there is none."""
+    """A cycle of imports; empty if there is none."""
     done = set()
 
     def visit(node, path):

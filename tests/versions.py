@@ -1,4 +1,4 @@
-"""Tests on a PyTorch that lacks what a test is about: they are skipped, and the reason names what is missing."""
+"""Tests on a PyTorch that lacks a tested feature: they are skipped, and the reason names the missing one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ROUNDS = 3  # of the timing, plain and memkit in turn
 
 @dataclass
 class Run:
-    """What one run of a script gave."""
+    """Results of one run of a script."""
 
     figures: dict[str, Any]
     losses: list[float]

@@ -1,4 +1,4 @@
-"""What the kit knows of a public project, and the copy of it that is made to run here."""
+"""The kit's description of a public project, and the copy that runs here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Project:
     files: tuple[str, ...]  # what is read of the repository: files or folders, from its root
     folder: str  # the script is run here
     command: tuple[str, ...]  # the script and its arguments
-    num_steps: int  # optimiser steps, of all optimisers together; then the run is ended
+    num_steps: int  # optimizer steps, of all optimizers together; then the run is ended
     loss: str  # a regular expression for what the script prints of the loss; all its groups are read
     prepare: Callable[[Copy], None]  # what both versions need to run here: data without downloads, digits of the loss
     data: str  # what it is trained on

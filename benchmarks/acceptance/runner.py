@@ -1,10 +1,10 @@
-"""Runs a training script to a given optimiser step, unchanged, and records what the comparison needs.
+"""Runs a training script to a given optimizer step, unchanged, and records what the comparison needs.
 
-Recorded through torch's global hooks, so that the script need not know. What, is one of:
-    state: all parameters and buffers before the first optimiser step and after the last one, in the order in which the
+Recorded through torch's global hooks, so that the script need not know. WHAT is one of:
+    state: all parameters and buffers before the first optimizer step and after the last one, in the order in which the
         modules registered them
     peak: the allocator's events
-    time: the processor time from the end of the first optimiser step to the end of the last
+    time: the processor time from the end of the first optimizer step to the end of the last
 The losses are those that the script prints.
 
 Run: python runner.py RECORD WHAT DTYPE NUM_STEPS SCRIPT [ARGUMENT ...]
@@ -38,7 +38,7 @@ class EndOfRun(BaseException):
 
 
 class Observer:
-    """Sees every registration and every optimiser step of the process."""
+    """Sees every registration and every optimizer step of the process."""
 
     def __init__(self, num_steps: int, *, keeps_state: bool) -> None:
         self.num_steps, self.keeps_state = num_steps, keeps_state
@@ -92,7 +92,7 @@ def main() -> None:
         trace = trace_allocations(lambda: run_script(script))
         ends = [end for name, _, end in trace.marks if name.startswith("step ")]
         figures["peak_bytes"] = trace.peak
-        # The second half of the steps: the optimiser has its state by then, and memkit has tried what it tries once.
+        # The second half of the steps: the optimizer has its state by then, and memkit has tried what it tries once.
         figures["warm_peak_bytes"] = trace.highest(ends[len(ends) // 2 - 1], int(trace.times[-1]))
     else:
         run_script(script)

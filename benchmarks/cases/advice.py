@@ -215,7 +215,7 @@ CASES = (language, unet, denoiser, edge_mlp, residual_net, vae, point_net, wide_
 
 
 def naive_saving(advice: Advice, plain: Observation) -> int | None:
-    """What one would reckon: what the checkpointed blocks hold gone, of a half batch half of the activations."""
+    """The naive estimate: without all bytes of checkpointed blocks, or half of the activations for half a batch."""
     activations = plain.recording.peak_by("category").get("activation", 0)
     settings = eval(
         advice.change.replace("mk.MemoryEfficientTrainingWrapper(model, optimizer, ", "dict(").split("\n")[0]

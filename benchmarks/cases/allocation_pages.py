@@ -1,4 +1,4 @@
-"""What a page of a long CUDA memory snapshot costs, by the command: seconds, memory, bytes of the page; 1 GB at most.
+"""Cost of a page of a long CUDA memory snapshot, made by the command: seconds, memory, bytes of the page; 1 GB at most.
 
 The peak is that of the generator's own count. Run: python -m benchmarks.cases.allocation_pages   (3 minutes)
 """

@@ -1,4 +1,4 @@
-"""What each treatment of a model's blocks saves and costs: peak, saved bytes, FLOPs and time, beside torch's own means.
+"""Savings and costs of each treatment of a model's blocks: peak, saved bytes, FLOPs and time, beside torch's own.
 
 Bytes are the allocator's events of forward and backward above their start, without the gradients of parameters, which
 are there from the step before; "saved" is what lives after the forward. Predicted is the peak of a dry run under the

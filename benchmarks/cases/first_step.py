@@ -75,9 +75,7 @@ def prepare(name: str) -> tuple[Case, torch.optim.Optimizer]:
     torch.manual_seed(0)
     case = CASES[name]()
     optimizer = torch.optim.AdamW(case[0].parameters(), lr=1e-3, foreach=False)
-    for parameter in case[
-        0
-    ].parameters():  # the optimiser's state is there before the limit: it is not what is measured
+    for parameter in case[0].parameters():  # the optimizer's state exists before the limit: it is not measured
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
@@ -85,7 +83,7 @@ def prepare(name: str) -> tuple[Case, torch.optim.Optimizer]:
 
 
 def whole_bytes(name: str) -> int:
-    """What forward and backward of the whole batch add at their peak."""
+    """Return the bytes that forward and backward of the whole batch add at their peak."""
     (model, x, loss_fn), _ = prepare(name)
     before = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
     with Recorder() as recorder:

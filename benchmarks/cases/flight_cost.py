@@ -1,4 +1,4 @@
-"""What the flight recorder costs in a training loop that never runs out of memory: `MemoryManager.recorded_step`.
+"""Cost of the flight recorder in a training loop that never runs out of memory: `MemoryManager.recorded_step`.
 
 Processor time of single steps, each beside a bare one, as in `benchmarks.cases.manager_cost`, with the same model. The
 counters say the same without a clock: Python functions that a step enters, events and bytes that a thousand steps hold.

@@ -1,6 +1,6 @@
 """Layers of PyG and neuraloperator, forward and backward, beside `ChunkedProcessor` around the same message.
 
-The graph is the 12 nearest neighbours of each of scikit-learn's digits. PyG's `EdgeConv`: its own forward, and with a
+The graph is the 12 nearest neighbors of each of scikit-learn's digits. PyG's `EdgeConv`: its own forward, and with a
 checkpoint around its message; 1,797 digits. neuraloperator's `IntegralTransform`: its own forward, which reduces node
 by node in Python where torch_scatter is not installed, as here; 500 digits, whose first three principal components are
 their places. A processor's sizes are measured in its first call, which is not among those counted.
@@ -29,7 +29,7 @@ BUDGETS = ("4MiB", "16MiB")
 
 
 def graph(num_digits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Features (n, 64), places (n, 3), edges (2, e) from neighbour to centre, in the order of the centres."""
+    """Features (n, 64), places (n, 3), edges (2, e) from neighbor to center, in the order of the centers."""
     digits = load_digits().data[:num_digits] / 16
     near = NearestNeighbors(n_neighbors=12).fit(digits).kneighbors_graph(mode="connectivity").tocoo()
     edges = torch.stack([torch.from_numpy(near.col).long(), torch.from_numpy(near.row).long()])

@@ -1,6 +1,6 @@
 """One iteration of density sampling (dense, half, single) against what people run, and against one pass over memory.
 
-The ways: the loop over cells; the source project's own vectorised code with cached metadata, which keeps the first
+The ways: the loop over cells; the source project's own vectorized code with cached metadata, which keeps the first
 points of each cell and so is no random sample (as it runs, with a dict of the cells' points made anew; its sampling
 alone, with a list of 50,000 ``.item()`` calls; a best case without them); one global sort of random keys, the shortest
 exact rewrite; and memkit. Indexes and metadata are made before, and the
@@ -45,7 +45,7 @@ LOW, HIGH = 0.3, 0.7
 
 
 class Metadata:
-    """What the vectorised ways keep of a scene."""
+    """The data of a scene that the vectorized ways keep."""
 
     def __init__(self, cells: Tensor) -> None:
         self.cells = cells

@@ -53,7 +53,7 @@ def make_discriminator() -> nn.Sequential:
 
 
 class Gan:
-    """Both networks with their optimisers, and what all the habits below leave on the device."""
+    """Both networks with their optimizers, and what all the habits below leave on the device."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ class Gan:
 
 
 def peak_of(gan: Gan, run: Callable[[], object]) -> int:
-    """Peak of a warm run, with parameters, gradients and optimiser state that were there before."""
+    """Peak of a warm run, with parameters, gradients and optimizer state that were there before."""
     for _ in range(WARM_STEPS):
         run()
     before = gan.state_bytes()
@@ -222,7 +222,7 @@ def default_double() -> tuple[int, int]:
 
 
 def default_device() -> tuple[int, int]:
-    """What lies on the device when all that is made without `device=` goes there: here the whole data set's tensor.
+    """Bytes on the device if all tensors made without `device=` go there: here the whole data set's tensor.
 
     The device's bytes are counted, not used, so that the CPU can stand for a card: the same step, with the data set
     and an epoch's order on the device, and with one batch of it there.

@@ -1,4 +1,4 @@
-"""What MemoryEfficientTrainLoop costs: each of its steps beside one of a loop by hand.
+"""Cost of MemoryEfficientTrainLoop: each of its steps beside one of a loop by hand.
 
 The loop's batches come from a generator that runs a step of another loop before each of them, so the two take turns
 step by step, and a busy machine disturbs both alike. Processor time; everything that the loop does between two batches

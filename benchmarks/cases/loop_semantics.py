@@ -1,9 +1,9 @@
-"""What three training loops do where loops go wrong: a skipped step, the last group, a resume inside an epoch.
+"""Three training loops where loops often go wrong: a skipped step, the last group, a resume inside an epoch.
 
 The same model and data in the documented way of each library, on the CPU:
 
 - skipped step: the third of ten losses is infinite, so float16's loss scaler skips that step. How often did the
-  optimiser step, how often the schedule? (Neither accelerate nor Lightning scales losses on a CPU by itself: both are
+  optimizer step, how often the schedule? (Neither accelerate nor Lightning scales losses on a CPU by itself: both are
   given torch's scaler.)
 - last group: 52 samples, micro-batches of 4, four to a step: the last step has one. Its gradient's norm over that of
   the same samples in one batch; 1 is right.

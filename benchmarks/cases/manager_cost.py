@@ -1,4 +1,4 @@
-"""What an always-on MemoryManager costs: a training loop with phases and step() against the same loop bare.
+"""Cost of an always-on MemoryManager: a training loop with phases and step() against the same loop bare.
 
 Processor time of single steps, each beside a bare one, so that a busy machine disturbs both alike; the mean of the
 differences, with its standard error. All ways train the same model, four transformer blocks of width 64, 9 ms for a

@@ -66,7 +66,7 @@ def unet() -> Task:
 
 
 class Residual(nn.Module):
-    """Two layers around a normalisation, added to what came."""
+    """Two layers around a normalization, added to what came."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def settings_by_prediction(plan: TrainingPlan) -> Settings:
-    """What the plan would be without real steps."""
+    """The plan without real steps."""
     first = min((each for each in plan.candidates if each.fits), key=lambda each: each.seconds)
     return {"accumulation_steps": first.accumulation_steps, "checkpoint": dict(first.checkpoint) or None}
 

@@ -1,7 +1,7 @@
 """Out-of-memory on some ranks at random places of an epoch: do all ranks finish, and with what parameters?
 
 Two gloo processes, float64, under DistributedDataParallel and FSDP2. A place is a rank, a step, a phase (forward,
-backward, clipping with what comes before it, the optimiser's step) and the number of an operator in it. Every third run
+backward, clipping with what comes before it, the optimizer's step) and the number of an operator in it. Every third run
 has a second place in the same step, on any rank. Counted are runs in which every planted fault fired. Parameters are
 compared with the run without fault; with dropout, whose random numbers depend on how rows are grouped, with a run
 without fault in micro-batches of the same sizes. A rank that waits for longer than the group's timeout ends the case.
@@ -41,7 +41,7 @@ from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.train.faults import FailingOperator
 
 KINDS = ("ddp",) if missing_for_lockstep() else ("ddp", "fsdp2")
-BETWEEN = "between"  # what memkit does around them: rollback, agreement, company for the others
+BETWEEN = "between"  # memkit's own work around them: rollback, agreement, joining the others' collectives
 NUM_BETWEEN = 20
 PHASES = ("forward", "backward", "clipping", "step")
 NUM_PLACES = 60  # of each kind
@@ -91,7 +91,7 @@ class Faults(FailingOperator):
 
 
 class Model(nn.Module):
-    """Embedding, convolution, normalisation, dropout, a branch that some batches skip, and one that all skip."""
+    """Embedding, convolution, normalization, dropout, a branch that some batches skip, and one that all skip."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def batches(kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def loss_of(kind: str, model: nn.Module, step: int, micro: Any) -> torch.Tensor:
     tokens, labels = micro
-    # Under FSDP2 each micro-batch must exchange the same: there the branch is always taken.
+    # Under FSDP2 all micro-batches must run the same collectives: there the branch is always taken.
     return nn.functional.cross_entropy(model(tokens, branch=kind == "fsdp2" or step % 2 == 0), labels)
 
 
@@ -264,7 +264,7 @@ def plant_on_one_rank(kind: str, stride: int) -> dict[str, Any]:
 
 
 def train_naively(place: Place | None) -> list[torch.Tensor]:
-    """What a rank's own try and except makes of plain DDP: it splits alone, and synchronises in each backward."""
+    """Plain DDP with a try and except on each rank: a rank splits alone, and synchronizes in each backward."""
     model, optimizer = build("ddp", 0.0)
     with Faults([place] if place else []) as faults:
         for faults.step, (tokens, labels) in enumerate(batches("ddp")[:NAIVE_STEPS]):

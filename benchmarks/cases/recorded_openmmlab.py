@@ -257,7 +257,7 @@ def estimate_of(row: dict[str, Any], *, tunes: bool = True) -> mk.predict.Memory
 
 
 def depth_growth(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What 17 more blocks take, of all pairs of ResNet-50 and -101 together: predicted, and recorded in each unit."""
+    """Memory of 17 more blocks, of all pairs of ResNet-50 and -101 together: predicted, and recorded in each unit."""
     by_config = {row["config"]: row for row in rows.values()}
     deeper = {name: name.replace("r50", "r101") for name in by_config if "r50" in name}
     pairs = [(by_config[small], by_config[large]) for small, large in deeper.items() if large in by_config]

@@ -112,7 +112,7 @@ def first(outputs: Any) -> torch.Tensor:
 
 
 def runs_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was recorded of each batch, and its estimate, with and without memkit's rule for `cudnn.benchmark`."""
+    """The record of each batch, and its estimate, with and without memkit's rule for `cudnn.benchmark`."""
     peer, runs = dict(zip(row["batch"], row["faketensor_mib"], strict=True)), []
     for batch, mib in zip(row["batch"], row["gpu_mib"], strict=True):
         if batch not in BATCHES or mib * MIB >= LARGEST:
@@ -170,7 +170,7 @@ def check_input(runs: list[dict[str, Any]]) -> None:
 
 
 def reason_of(error: float, *runs: tuple[str, int]) -> dict[str, str]:
-    """What differs in any of these runs, and that nothing is known to for a larger miss."""
+    """Known differences of any of these runs; a larger miss is not explained."""
     known = [REASONS[run] for run in runs if run in REASONS]
     return {"reason": known[0] if known else NOT_EXPLAINED} if known or abs(error) > MISS else {}
 

@@ -3,7 +3,7 @@
 The volumes are surfaces of fsaverage5, from nilearn's wheel, in FreeSurfer's cube of 256 mm at 4 mm: 64 x 64 x 64
 voxels with 16 channels. Peaks are the allocator's events above what was there before (input, parameters, upstream
 gradient). Times are processor time on one thread, the ways in turns, the least of the rounds, as a ratio to the dense
-way. A neighbour list is found once for a set of coordinates; its time and bytes are apart.
+way. A neighbor list is found once for a set of coordinates; its time and bytes are apart.
 
 Run: python -m benchmarks.cases.sparse_voxels
 """
@@ -32,7 +32,7 @@ KERNEL, ALONE = (3, 3, 3), (1, 1, 1)
 
 
 def scenes() -> dict[str, Tensor]:
-    """Coordinates of surfaces, and of noise, which has fewer neighbours at the same occupancy."""
+    """Coordinates of surfaces, and of noise, which has fewer neighbors at the same occupancy."""
     generator = torch.Generator().manual_seed(0)
     found = {name: cortex(SIZE, surface) for surface, name in SURFACES.items()}
     noise = torch.rand((SIZE,) * 3, generator=generator)

@@ -1,4 +1,4 @@
-"""What the first look of the split check takes beside a plain step: bytes, floating point operations and time.
+"""Cost of the first split check beside a plain step: bytes, floating point operations and time.
 
 A transformer of 12 blocks on text and a 3D U-Net on brain volumes, cut into two parts; the plain step is forward,
 backward and AdamW, by hand. Peaks are those of the allocator's own events, of a first step each; times are medians of

@@ -1,4 +1,4 @@
-"""Out-of-memory at every operator of an optimiser's step: what is torn, what the step's memory and time are.
+"""Out-of-memory at every operator of an optimizer's step: what is torn, what the step's memory and time are.
 
 A fault in place of the n-th operator, for every n of the first step (which makes the state) and of the third. "Torn":
 the step raised and left a parameter, or its state, that is neither old nor new; "lost": it raised, all whole. The step

@@ -1,6 +1,6 @@
 """The gradient of the last, incomplete group: 52 samples, micro-batches of 4, 4 per step, so the last group has one.
 
-Each library accumulates in its own documented way; what the optimiser is handed is divided by the gradient of the same
+Each library accumulates in its own documented way; what the optimizer is handed is divided by the gradient of the same
 samples in one batch. 1 is right.
 
 Run: pip install -c constraints.txt -e ".[bench]" && python -m benchmarks.cases.tail_group

@@ -77,7 +77,7 @@ def adamw(part: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A treatment of blocks that nobody planned."""
+    """A treatment of blocks without a plan."""
 
     checkpoint: dict[str, str]
 
@@ -97,7 +97,7 @@ class Plans:
         return max(each.required_bytes for each in self.parts.values())
 
     def saved_tensors(self, part: str) -> Any:
-        return getattr(self.parts.get(part), "saved_tensors", None)  # blocks that nobody planned have none
+        return getattr(self.parts.get(part), "saved_tensors", None)  # blocks without a plan have none
 
     def __str__(self) -> str:
         return "; ".join(map(describe, self.parts.values()))
@@ -153,7 +153,7 @@ def least_bytes(training: Training, way: Treat) -> int:
 
 
 def fixed_bytes(training: Training) -> int:
-    """What no plan shrinks, in the step where it is most."""
+    """The bytes that no plan can reduce, in the step where they are most."""
     trained = [num_bytes(training.model.get_submodule(part).parameters()) for part in training.losses]
     return num_bytes(training.tensors()) + 3 * max(trained)  # a gradient and two averages of AdamW
 
@@ -234,7 +234,7 @@ class Run:
         return recorder.recording().peak_bytes()
 
     def saved_bytes(self, part: str) -> int:
-        """What lives after a forward, without the loss."""
+        """Live bytes after a forward, without the loss."""
         losses: list[Tensor] = []
         with trainable(self.model, part):
             return int(trace_allocations(lambda: losses.append(self.loss(part))).live[-1]) - losses[0].nbytes
@@ -365,7 +365,7 @@ def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse_peaks: 
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the plans by tensors what is the same on every machine, though speeds choose other plans."""
+    """The figures of plans by tensors that are the same on every machine, although speeds choose other plans."""
     ran = [row | row["ways"]["tensors"] for row in rows if "error" not in row["ways"]["tensors"]]
     return {
         "are_budgets_held": all(each["peak_bytes"] <= each["budget_bytes"] for each in ran),

@@ -1,4 +1,4 @@
-"""What watching a training step costs: memkit's tracker, torch's MemTracker and torch.profiler, over the bare loop.
+"""Cost of watching a training step: memkit's tracker, torch's MemTracker and torch.profiler, over the bare loop.
 
 Processor time of blocks of steps, each block watched in one way, the ways in turns in one process; the median over
 rounds of the ratio to the bare block of the same round. "Steps" is the time inside the block, "whole" adds entering,

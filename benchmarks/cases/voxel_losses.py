@@ -34,7 +34,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def frozen(*, use_checkpoint: bool = False) -> Loss:
-    """The plain form of somebody who knows that the network is not trained."""
+    """The plain form for a network that is not trained."""
     network = Perceptual3DLoss().network
 
     def loss(prediction: Tensor, target: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Memory of one training step on a 12-block transformer and a 3D U-Net: plain, and with each of the wrapper's settings.
 
 One counter for all rows: allocator events of a warm step, summed. Activations are what is neither parameter, gradient
-nor optimiser state, at their own peak. A batch of 8 rows; a plain step is a hand-written loop without memkit.
+nor optimizer state, at their own peak. A batch of 8 rows; a plain step is a hand-written loop without memkit.
 
 Run: python -m benchmarks.cases.wrapper_memory   (6 minutes)
 """

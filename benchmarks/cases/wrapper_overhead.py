@@ -1,4 +1,4 @@
-"""What the wrapper costs with everything off, over the loop written by hand; and how often a step reads the device.
+"""Cost of the wrapper with everything off, over the loop written by hand; and host reads of a step.
 
 Processor time of blocks of steps in turns, so that a busy machine disturbs both alike; the median over rounds of the
 difference, per micro-batch. Host reads are calls of ``aten::_local_scalar_dense``: on an accelerator each one waits.

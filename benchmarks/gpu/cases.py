@@ -1,4 +1,4 @@
-"""What `python -m benchmarks gpu` runs, each case in a process of its own.
+"""The cases of `python -m benchmarks gpu`, each run in a process of its own.
 
 A case asks `torch.cuda` for all that it shows, so that it runs on a virtual card as well; figures that need data are
 left out there. Its figures are plain numbers and words, and no path, so that they can be sent to others.
@@ -39,7 +39,7 @@ from memkit.predict.gpus import write_gpus
 from memkit.train.offload import offload_activations
 from tests.simulation.allocator_replay import replay_events
 
-SHARE = 0.7  # of what a plain step reserves: the limit of the cases of recovery
+SHARE = 0.7  # share of a plain step's reserved bytes: the limit of the recovery cases
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Place:
     """Where a case runs.
 
     Attributes:
-        work: Folder of what cases leave for each other.
+        work: Folder of files that cases leave for each other.
         virtual: Name of the virtual card; None on a GPU.
     """
 
@@ -59,7 +59,7 @@ class Place:
         return self.work / "gpu.json"
 
     def stem(self, case: str) -> Path:
-        """Path without suffix of what a case leaves."""
+        """Path without suffix of a case's files."""
         return self.work / "".join(letter if letter.isalnum() else "-" for letter in case)
 
 
@@ -113,7 +113,7 @@ def tests(place: Place) -> dict[str, Any]:
 
 
 def calibration(place: Place) -> dict[str, Any]:
-    """What a process takes outside torch's allocator, and cuBLAS's workspace: measured, and memkit's row."""
+    """Memory of a process outside torch's allocator, and cuBLAS's workspace: measured, and memkit's row."""
     del place
     row = mk.find_gpu("cuda")
     found = calibrate_gpu()
@@ -410,7 +410,7 @@ LAYOUTS = {"": torch.contiguous_format, "channels last": torch.channels_last}
 
 
 def workspaces(place: Place) -> dict[str, Any]:
-    """What cuDNN's convolutions take inside, by shape, dtype, layout and ``cudnn.benchmark``: forward and backward."""
+    """Scratch memory of cuDNN's convolutions, by shape, dtype, layout and ``cudnn.benchmark``: forward and backward."""
     del place
     rows = {}
     for is_tuned, (name, shape), dtype, layout in product((False, True), SHAPES.items(), DTYPES, LAYOUTS):

@@ -86,7 +86,7 @@ class Run:
     """The cases of one machine, whose results are written as they come.
 
     Args:
-        work: Folder of what cases leave for each other, and of the results so far.
+        work: Folder of files that cases leave for each other, and of the results so far.
         virtual: Name of a card that is not there.
     """
 
@@ -118,7 +118,7 @@ class Run:
         return FAILED if any(each.status in {"failed", "timed out"} for each in found.cases.values()) else DONE
 
     def earlier(self) -> dict[str, Outcome]:
-        """What an earlier run of the same commit and PyTorch on the same machine has done."""
+        """Results of an earlier run of the same commit and PyTorch on the same machine."""
         if not self.file.exists():
             return {}
         found = evidence.read(self.file)

@@ -45,7 +45,7 @@ class Software(Strict):
 
 
 class Outcome(Strict):
-    """What became of a case; the reason says in words why it has no figures."""
+    """The outcome of a case; the reason says why it has no figures."""
 
     status: Literal["done", "failed", "timed out", "skipped"]
     seconds: float

@@ -1,4 +1,4 @@
-"""What a step takes of the GPU, seen three ways: the peaks, each operator by itself, and each request to the allocator.
+"""A step's use of the GPU, seen in three ways: the peaks, each operator by itself, and each request to the allocator.
 
 All of it asks `torch.cuda` alone, so a real GPU and a virtual one are seen by the same code.
 """
@@ -57,7 +57,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Observation(NamedTuple):
-    """What was seen of a training.
+    """Observations of a training.
 
     Attributes:
         peak_bytes: ``max_memory_allocated`` of each step.

@@ -1,4 +1,4 @@
-"""What batches of the same memory have in common, the sizes of a batch, and a batch without its data."""
+"""Group batches by the memory that their steps take, and strip a batch of its data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ATOMS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.de
 
 
 def batch_kind(batch: Any) -> Hashable:
-    """Return what batches of the same memory have in common, unless their step reads values from them.
+    """Return a key that is equal for batches whose steps take the same memory, unless a step reads values from them.
 
-    Structure, shapes, strides, dtypes, devices and storages of tensors, and plain values. What cannot be looked into
-    (an array of NumPy, a tensor of another layout) is of a kind of its own.
+    It holds structure, shapes, strides, dtypes, devices and storages of tensors, and plain values. An object that
+    cannot be inspected (a NumPy array, a tensor of another layout) gets a kind of its own.
     """
     storages: dict[int, int] = {}  # tensors may share one
     return tuple((path, _kind(node, storages)) for path, node in _walk(batch))
@@ -45,7 +45,7 @@ def tensors_of(batch: Any) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _walk(node: Any, path: Path = (), parents: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what a batch holds, each with the names that lead to it; of a container its type."""
+    """Yield every node of a batch with the names that lead to it; for a container, its type."""
     inside = None if isinstance(node, Tensor) or id(node) in parents else _inside(node)
     yield path, node if inside is None else type(node)
     for name, each in inside or ():
@@ -53,7 +53,7 @@ def _walk(node: Any, path: Path = (), parents: tuple[int, ...] = ()) -> Iterator
 
 
 def _inside(node: Any) -> list[tuple[Hashable, Any]] | None:
-    """Return the names and values that a container holds; None for what is none."""
+    """Return the names and values in a container; None if the node is not one."""
     children = children_of(node)
     if children is not None:
         return list(zip(node if isinstance(node, Mapping) else range(len(children)), children, strict=True))
@@ -71,9 +71,9 @@ def values_of(batch: Any) -> bytes:
 
 
 def without_data(batch: Any) -> Any:
-    """Return a batch of the same kind and values, whose other tensors are on the meta device.
+    """Return a batch of the same kind; tensors whose values a step cannot read are on the meta device.
 
-    An object that is no container is returned as it is.
+    An object that is not a container is returned as it is.
     """
     copies = StorageCopies()
 

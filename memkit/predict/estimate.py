@@ -22,7 +22,8 @@ _NUM_HOLDERS = 8
 SPREAD = 0.02
 """How far a GPU's figures may lie from the estimate's where convolutions run, as a share of them.
 
-How many recorded runs it holds, and what would hold 95% of them, is in `benchmarks/results/recorded_intervals.json`.
+`benchmarks/results/recorded_intervals.json` has the number of recorded runs that it covers, and the spread that would
+cover 95% of them.
 """
 Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
 _SENTENCES = {
@@ -131,9 +132,9 @@ class MemoryEstimate(Overviewed):
             free internally; None where `reserved_bytes` includes it.
         reserved_bytes: The most that the caching allocator will hold: the peak, fragmentation, library workspaces.
             None on a CPU, whose allocator keeps no such count.
-        context_bytes: Driver context and loaded libraries, which no allocator statistic shows: the most that was seen
-            on this kind of GPU. None on a CPU.
-        least_context_bytes: The least that was seen; None for that same figure.
+        context_bytes: Driver context and loaded libraries, which no allocator statistic shows: the most that was
+            observed on this kind of GPU. None on a CPU.
+        least_context_bytes: The least that was seen; None if it is the same as the most.
         peak_where: The place of the peak: for a dry run the module, operator, pass and line of your code; for the
             formula the layer and pass.
         confidence: ``"exact"``: the step's memory, up to less than 64 bytes of Python numbers in tensors.
@@ -149,8 +150,8 @@ class MemoryEstimate(Overviewed):
             run, whose scratch memory is not fully known; otherwise 0.
         target: Name of the GPU that the step was run on; ``"cpu"``; or, for a preset, the size on the box.
         target_bytes: Memory of that GPU; None for the CPU, and for a preset without a size.
-        reads_values: Whether the step reads values that its batch has, such as lengths: batches of equal shapes may
-            then differ.
+        reads_values: Whether the step reads values of its batch, such as lengths: batches of equal shapes may then
+            differ.
 
     Example:
         >>> from memkit import estimate_memory_usage
@@ -193,17 +194,17 @@ class MemoryEstimate(Overviewed):
     def least_reserved_bytes(self) -> int | None:
         """The least that the caching allocator must be able to hold for the step to run, to within 0.4%.
 
-        Where the GPU has no more, it frees what it caches and tries again, which takes time. None where unknown. It is
-        found when it is first asked for, in about a tenth of the time that the estimate took.
+        If the GPU has no more, the allocator frees its cache and tries again, which takes time. None where unknown. It
+        is computed at the first access, in about a tenth of the time that the estimate took.
         """
         return None if self._find_least is None else self._find_least()
 
     @property
     def reserved_range(self) -> tuple[int, int] | None:
-        """Least and most bytes reserved if libraries hold up to 8 MiB beside what is known; None on a CPU.
+        """Least and most bytes reserved if libraries hold up to 8 MiB more than is known; None on a CPU.
 
-        Far apart, they say that few bytes decide: a small block that lies in the only room for a large one. They are
-        found when they are first asked for, in a small part of the time that the estimate took.
+        If they are far apart, a few bytes decide: a small block takes the only gap that a large one fits into. They are
+        computed at the first access, in a small part of the time that the estimate took.
         """
         if self.reserved_bytes is None:
             return None
@@ -239,10 +240,10 @@ class MemoryEstimate(Overviewed):
 
     @property
     def reserved_interval(self) -> tuple[int, int] | None:
-        """Lowest and highest bytes that the allocator may hold where memory is plenty; None on a CPU.
+        """Lowest and highest bytes that the allocator may hold if memory is plentiful; None on a CPU.
 
-        They are the ends of `reserved_range`, `workspace_bytes` and `spread` further apart: a block of scratch memory
-        that comes and goes decides where all later blocks lie.
+        These are the ends of `reserved_range`, moved apart by `workspace_bytes` and `spread`: a temporary block of
+        scratch memory decides where all later blocks lie.
         """
         return None if self.reserved_range is None else self._around(*self.reserved_range)
 
@@ -250,9 +251,9 @@ class MemoryEstimate(Overviewed):
     def least_required_interval(self) -> tuple[int, int]:
         """Bytes without which the step cannot run, and bytes with which it runs, slowly.
 
-        The allocator spares what it caches beyond `least_reserved_bytes`, known to within `spread`; a step also runs in
-        what `reserved_range` says it may reserve. Kernels of convolutions have slower forms without `workspace_bytes`.
-        The context is that of the driver that takes the least, and the most.
+        The allocator can give up its cache beyond `least_reserved_bytes`, known to within `spread`; a step also runs in
+        the lower end of `reserved_range`. Convolutions have slower kernels without `workspace_bytes`. The context is
+        that of the driver that takes the least, and of the one that takes the most.
         """
         least = self.least_reserved_bytes
         if least is None:
@@ -264,7 +265,7 @@ class MemoryEstimate(Overviewed):
 
     @property
     def required_bytes(self) -> int:
-        """Bytes that the step takes at most where memory is plenty, so that it never waits for the allocator.
+        """The most bytes that the step takes if memory is plentiful, so that it never waits for the allocator.
 
         The higher end of `reserved_interval` plus `context_bytes`; on a CPU the higher end of `peak_interval`.
         """
@@ -278,12 +279,12 @@ class MemoryEstimate(Overviewed):
         Args:
             capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a GPU's box counts GiB), the name of a
                 GPU such as ``"RTX 4090"``, or a `GPU`. A GPU counts with the smallest total that torch has been seen to
-                report; if this estimate has no `context_bytes`, with what the driver leaves of that total.
+                report; if this estimate has no `context_bytes`, the driver's share is subtracted.
 
         Returns:
-            One of the four words, with its `reason`. ``"fits"``: the step runs; where there is less than
-            `required_bytes`, slowly, because the allocator frees its cache again and again, and the reason says so.
-            ``"too close"``: there is no less than the lower end of `least_required_interval`, but less than the higher.
+            One of the four words, with its `reason`. ``"fits"``: the step runs; with less than
+            `required_bytes` it runs slowly, because the allocator frees its cache again and again, and the reason says
+            so. ``"too close"``: the capacity is between the two ends of `least_required_interval`.
 
         Raises:
             InputError: ``capacity`` is negative, or text that is neither a size nor the name of one GPU.
@@ -299,7 +300,9 @@ class MemoryEstimate(Overviewed):
         there_bytes = self.required_bytes + headroom_bytes
         if high <= there_bytes:
             needed = f"it needs {format_bytes(high)}"
-            return Verdict("fits", f"{needed}; below {most} it frees what it caches again and again, which takes time")
+            return Verdict(
+                "fits", f"{needed}; below {most} the allocator frees its cache again and again, which takes time"
+            )
         if low <= there_bytes:
             return Verdict("too close", f"it needs at least {format_bytes(low)}, or up to {format_bytes(high)}")
         missing = format_bytes(low - there_bytes)
@@ -326,7 +329,7 @@ class MemoryEstimate(Overviewed):
         return capacity_bytes(capacity, context_counted=self.total_bytes is not None) - self.required_bytes
 
     def _overview(self) -> Overview:
-        """The verdict for the target, and the parts without those that are zero."""
+        """The verdict for the target, and all parts that are not zero."""
         # The least that the allocator needs takes long to find.
         rows = [(name, format_bytes(size)) for name, size in self._parts(least_bytes=None).items() if size]
         rows += [("peak in", self.peak_where)] * bool(self.peak_where)
@@ -334,7 +337,7 @@ class MemoryEstimate(Overviewed):
 
     @property
     def headline(self) -> str:
-        """The most important in one sentence: the verdict for the target, or what the step needs."""
+        """The main result in one sentence: the verdict for the target, or the bytes that the step needs."""
         if self.target_bytes is not None:
             verdict = self.verdict(self.target_bytes)
             return f"{_SENTENCES[verdict].format(self.target)}: {verdict.reason}"

@@ -77,7 +77,7 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
 
 
 def _cards(config: TrainingConfig) -> list[GPU]:
-    """NVIDIA GPUs in the preset's range, or all without a preset: the worst of them counts."""
+    """List the NVIDIA GPUs in the preset's range, or all without a preset: the worst of them counts."""
     lowest, highest = RANGES_GB.get(config.preset, (0, math.inf))
     return [card for card in all_gpus() if card.compute_capability and lowest <= card.box_bytes / GIB <= highest]
 

@@ -26,7 +26,7 @@ _WORDS = re.compile(
 _FAMILY = re.compile(r"^(?:rtx|gtx|rx)(?=[a-z0-9])")
 _LIVE = re.compile(r"(?:cuda|xpu|mps)(?::\d+)?")
 _VENDORS = {"cuda": ("NVIDIA", "AMD"), "xpu": ("Intel",), "mps": ("Apple",)}  # by torch's type of device
-_COLUMNS = {  # of the table, where they are not named as the fields
+_COLUMNS = {  # of the table, by field, where the names differ
     "box_bytes": "box",
     "total_interval": "total",
     "context_interval": "context",
@@ -34,7 +34,7 @@ _COLUMNS = {  # of the table, where they are not named as the fields
     "num_multiprocessors": "multiprocessors",
 }
 _NUM_SUGGESTIONS = 6
-# Words in a name that tell who makes the card, in front of those that `_WORDS` and `_FAMILY` leave out.
+# Words in a name that identify the maker, including those that `_WORDS` and `_FAMILY` leave out.
 _MAKERS = {
     "NVIDIA": re.compile(r"nvidia|geforce|quadro|tesla|\bgtx|\brtx|titan"),
     "AMD": re.compile(r"\bamd|radeon|instinct|\brx|\bmi\d"),
@@ -203,7 +203,7 @@ def look_up(name: str | GPU, call: str, *, calibrated: str | os.PathLike[str] | 
         if names
         else "a GPU that `memkit gpus` lists",
         fix="write the name of a listed card of the same generation and size, or 'cuda' for the GPU of this machine; "
-        "whether a size is enough, estimate.fits('8GiB') says.",
+        "estimate.fits('8GiB') says whether a size is enough.",
     )
 
 
@@ -218,12 +218,12 @@ def _refuse_type(value: Any, call: str) -> InputTypeError:
 
 
 def _similar(name: str, wanted: str, gpus: Iterable[GPU]) -> list[str]:
-    """Return similar names of cards by the same maker; of any maker, if the name does not tell."""
+    """Return similar names of cards by the same maker, or by any maker if the name names none."""
     makers = [maker for maker, words in _MAKERS.items() if words.search(name.lower())]
     by_key = {key: gpu.name for gpu in gpus if not makers or gpu.vendor in makers for key in _keys(gpu)}
     near = difflib.get_close_matches(wanted, by_key, n=_NUM_SUGGESTIONS)
     family = _FAMILY.match(_WORDS.sub("", name.lower()))
-    if not near and family:  # the number tells nothing, but the series does
+    if not near and family:  # the number is unknown, the series is not
         near = [key for key in by_key if by_key[key].lower().startswith(family[0])]
     return list(dict.fromkeys(by_key[key] for key in near))[:_NUM_SUGGESTIONS]
 
@@ -239,7 +239,7 @@ def is_size_text(text: str) -> bool:
 
 def _size_fix(size: str) -> str:
     return (
-        f"name a card, such as 'RTX 4090'; a size is asked of the estimate, estimate.fits({size!r}), or is a budget, "
+        f"name a card, such as 'RTX 4090'; to check a size write estimate.fits({size!r}), or pass it as a budget: "
         f"plan_training(..., budget={size!r})."
     )
 
@@ -278,16 +278,16 @@ def capacity_bytes(
         return capacity.total_bytes if context_counted else capacity.usable_bytes
     try:
         return parse_bytes(capacity, name=name, is_large=is_large)
-    except InputError as no_size:
+    except InputError as not_a_size:
         if not isinstance(capacity, str):
             raise
         try:
             return capacity_bytes(find_gpu(capacity), context_counted=context_counted)
-        except InputError as no_gpu:
+        except InputError as not_a_gpu:
             raise InputError(
-                no_size.call,
-                got=no_size.got,
-                expected=f"{no_size.expected}; or {no_gpu.expected}",
+                not_a_size.call,
+                got=not_a_size.got,
+                expected=f"{not_a_size.expected}; or {not_a_gpu.expected}",
                 fix="write its memory as a size, such as '24GiB', or a card of `memkit gpus`, such as 'RTX 4090'.",
             ) from None
 
@@ -378,7 +378,7 @@ def _live(name: str, gpus: Iterable[GPU], call: str) -> GPU:
         raise ConfigError(
             call,
             got=f"{name!r}, the card of this machine, which has none",
-            expected="a card that is there, or the name of one",
+            expected="a card that this machine has, or the name of one",
             fix="write 'RTX 4090', or another card of `memkit gpus`.",
         ) from error
     total_bytes = device_memory(device).total_bytes or 0

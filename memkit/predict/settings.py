@@ -27,7 +27,7 @@ class Settings(BaseModel):
     """
 
     foreign_words: ClassVar[Mapping[str, str]] = {}
-    """By a field, or the argument as it is written: words of other libraries, separated by spaces."""
+    """Other libraries' words, separated by spaces, by the field or the argument to write instead."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -138,7 +138,7 @@ def _way_out(settings: type[Settings], detail: ErrorDetails) -> str:
 
 
 def _meant(detail: ErrorDetails) -> Any:
-    """Return the value that was probably meant; None if that cannot be told."""
+    """Return the value that was probably meant, or None."""
     kind, value, limits = detail["type"], detail["input"], detail.get("ctx", {})
     number = re.match(r"\s*-?\d+(?:\.\d+)?", value) if isinstance(value, str) else None
     if kind in ("int_type", "float_type"):

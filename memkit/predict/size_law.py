@@ -1,4 +1,4 @@
-"""Which of many batches to estimate: those that a law through the known peaks puts highest."""
+"""Choose which of many batches to estimate: those whose peak a law through the known peaks predicts as highest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Search:
     Attributes:
         places: The batches that were measured, in that order.
         highest: The most that the law predicts for any other batch; 0 if there is none.
-        miss: How far a peak was above the law that chose its batch, at most, as a share of the law's prediction.
+        miss: The largest excess of a peak over the prediction that chose its batch, as a share of that prediction.
     """
 
     places: list[int]
@@ -32,11 +32,11 @@ class Search:
 def search_highest(batches: Sequence[Any], measure: Callable[[int], int], limit: int) -> Search:
     """Measure the batches that may have the highest peak.
 
-    The law is a sum of sizes and products of sizes with factors of zero or more, fitted to the known peaks; with each
-    new peak it is fitted again.
+    The law is a sum of sizes and products of sizes with factors of zero or more. It is fitted to the known peaks, again
+    after each new one.
 
     Args:
-        batches: One of each kind; sizes are what counts.
+        batches: One of each kind; only their sizes count.
         measure: Measures the peak of the batch at a place.
         limit: How many batches to measure.
     """

@@ -17,9 +17,9 @@ from memkit._core.units import MIB
 # The allocator's sizes, as in `memkit._simulation.cuda.allocator`, which needs torch.
 _SMALLEST_BLOCK = 512
 _LARGEST_SMALL = MIB
-_SHARED_SEGMENT = 20 * MIB  # shared by requests of less than
-_SHARES_SEGMENT = 10 * MIB  # from this size on a request has a segment of its own, rounded up to a multiple of
-_SEGMENT = 2 * MIB
+_SHARED_SEGMENT = 20 * MIB  # shared by smaller requests
+_SHARES_SEGMENT = 10 * MIB  # from this size on, a request has a segment of its own,
+_SEGMENT = 2 * MIB  # rounded up to a multiple of this
 _UNSPLIT = MIB  # a remainder of a free block up to this size is not split off
 
 
@@ -300,7 +300,7 @@ class _Walk:
 
 
 def _last_reads(steps: Sequence[_Op | _Segment]) -> list[list[TapeStorage]]:
-    """For each step, the blocks made by these steps that no later step reads."""
+    """Return, for each step, the blocks made by these steps that no later step reads."""
     made = {step.output for step in steps}
     last = {block: number for number, step in enumerate(steps) for block in step.inputs if block in made}
     dying: list[list[TapeStorage]] = [[] for _ in steps]

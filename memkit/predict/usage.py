@@ -100,7 +100,7 @@ def estimate_memory_usage(
         `total_bytes` are None: a CPU has no such counts.
 
     Raises:
-        InputTypeError: ``model`` is neither a config nor a module, ``loss_fn`` is missing, or it returned no loss.
+        InputTypeError: ``model`` is neither a config nor a module, ``loss_fn`` is missing, or did not return a loss.
         InputError: A size depends on data; the message names the line.
         ConfigError: An option is not one of those above, or is given together with a config.
         StateError: With ``shard``: the process is already in a process group.
@@ -124,7 +124,7 @@ def estimate_memory_usage(
         (4004000, 8008008, 'exact')
     """
     if isinstance(model, TrainingConfig):
-        _refuse_beside_a_config(
+        _refuse_arguments_with_config(
             sample_batch=sample_batch is not None,
             loss_fn=loss_fn is not None,
             optimizer=optimizer != "adamw",
@@ -171,11 +171,11 @@ def estimate_memory_usage(
 
 
 def _refuse_precision(precision: object, known: tuple[str | None, ...], where: object) -> MemkitError:
-    """Return the error for another precision, with the word of this one that was meant."""
+    """Return the error for an unknown precision, with the memkit name that was probably meant."""
     word = str(precision).lower()
     meant = _MEANT.get(word)
     if word in _AS_IT_IS:
-        fix = "write precision=None, which keeps the model as it is; for float32 of another model call model.float()."
+        fix = "write precision=None, which keeps the model as it is; to convert a model to float32 call model.float()."
     elif meant is None:
         fix = "write precision=None, which keeps the model's own dtypes, or precision='bf16-mixed'."
     elif meant in known:
@@ -185,7 +185,7 @@ def _refuse_precision(precision: object, known: tuple[str | None, ...], where: o
     return Checker(_CALL).refusal("precision", precision, f"one of {known} on {where}", fix=fix)
 
 
-def _refuse_beside_a_config(**is_given: bool) -> None:
+def _refuse_arguments_with_config(**is_given: bool) -> None:
     given = [name for name, is_there in is_given.items() if is_there]
     if given:
         raise ConfigError(

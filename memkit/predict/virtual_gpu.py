@@ -58,8 +58,8 @@ class VirtualGPU(Uncopied, Overviewed):
     tensors have data, except for floating point tensors of more than 1 MiB that PyTorch fills (the weights of a new
     model). Memory comes from a model of PyTorch's allocator, and where the GPU would run out,
     `torch.OutOfMemoryError` is raised at the same line with the same figures. The scratch memory inside cuDNN's
-    convolutions is taken only with ``torch.backends.cudnn.benchmark = True``, by a rule that follows from recorded
-    runs; otherwise it is left out: see ``docs/virtual-gpu.md``.
+    convolutions is counted only with ``torch.backends.cudnn.benchmark = True``, by a rule derived from recorded runs;
+    otherwise it is left out: see ``docs/virtual-gpu.md``.
 
     Where code reads a number from the GPU (``loss.item()``), the answer is 1, or False for a truth value; `guesses`
     counts these. The block leaves no change in PyTorch; tensors on the GPU are useless after it. Modules built outside
@@ -108,7 +108,7 @@ class VirtualGPU(Uncopied, Overviewed):
         (338, 348)
     """
 
-    instead = "keep what it says, such as peak_bytes, or save_snapshot(path)."
+    instead = "keep its figures, such as peak_bytes, or call save_snapshot(path)."
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class VirtualGPU(Uncopied, Overviewed):
 
 
 def _options_of(settings: AllocatorSettings | str) -> str:
-    """Names of the options that are set and that not every version knows; text settings are returned unchanged."""
+    """Return the names of set options that not every version knows; text settings are returned unchanged."""
     if not isinstance(settings, AllocatorSettings):
         return str(settings)
     is_set = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memkit._core.foreign import ACCUMULATION, BATCH_SIZE, CHECKPOINTING, HALF_PRECISION, LIMIT, LOSS, RANKS
 
-SIZE_OF_AN_ESTIMATE = "a size is asked of the result, as in estimate.fits('24GiB')"
+SIZE_OF_AN_ESTIMATE = "check a size on the result, as in estimate.fits('24GiB')"
 
 STEP_WORDS = {
     "sample_batch": "input_data inputs example_inputs batch data x loader dataloader",
@@ -13,9 +13,9 @@ STEP_WORDS = {
     "batch_size is that of sample_batch, so pass a batch of that size": BATCH_SIZE,
     "a learning rate takes no memory": "lr learning_rate",
     "apply it to the model first, mk.train.Checkpointing(model, 'auto'), or let plan_training choose": CHECKPOINTING,
-    "a step without gradients is one of profile_scaling(..., modes=('inference',))": "requires_grad training mode",
+    "profile_scaling(..., modes=('inference',)) measures a step without gradients": "requires_grad training mode",
 }
-"""Foreign words of what describes a step."""
+"""Foreign words for the arguments that describe a step."""
 
 ESTIMATE_WORDS = STEP_WORDS | {
     "target": "gpu card device gpu_name",
@@ -23,7 +23,7 @@ ESTIMATE_WORDS = STEP_WORDS | {
     "shard=mk.predict.Shard('fsdp2', ranks=2)": f"{RANKS} zero_stage devices",
     "run the step with the wrapper inside a VirtualGPU to see what offloading saves": "offload_optimizer cpu_offload",
 }
-"""Foreign words of `memkit.estimate_memory_usage`."""
+"""Foreign words for arguments of `memkit.estimate_memory_usage`."""
 
 PLAN_WORDS = STEP_WORDS | {
     "budget": f"gpu card {LIMIT}",
@@ -33,14 +33,14 @@ PLAN_WORDS = STEP_WORDS | {
     "micro_batch_size": BATCH_SIZE,
     "the plan chooses which blocks are treated": f"{CHECKPOINTING} checkpoint offload",
 }
-"""Foreign words of `memkit.plan_training` and `memkit.prepare`."""
+"""Foreign words for arguments of `memkit.plan_training` and `memkit.prepare`."""
 
 ADVICE_WORDS = ESTIMATE_WORDS | {
     "budget": LIMIT,
     "advise looks at one batch, and suggests how to cut it": ACCUMULATION,
     "advise looks at one process; estimate_memory_usage(..., shard=...) predicts a rank": "shard strategy zero_stage",
 }
-"""Foreign words of `memkit.advise`."""
+"""Foreign words for arguments of `memkit.advise`."""
 
 GPU_WORDS = {
     "gpu": "name target",
@@ -49,4 +49,4 @@ GPU_WORDS = {
     "cudnn": "cudnn_version",
     "allocator_settings": "alloc_conf allocator settings PYTORCH_CUDA_ALLOC_CONF",
 }
-"""Foreign words of `memkit.VirtualGPU`."""
+"""Foreign words for arguments of `memkit.VirtualGPU`."""

@@ -46,17 +46,17 @@ class WorstBatch(Overviewed):
     `memkit.plan_training` and `memkit.prepare` take it in place of a batch: the plan then holds for each kind of batch.
 
     Attributes:
-        number: Which batch it is, from 0.
+        number: The number of the batch in the loader, from 0.
         batch: The batch. With ``num_estimates`` it is without data.
-        indices: What the sampler gave for it; None without ``make_batch``.
+        indices: The sampler's indices for it; None without ``make_batch``.
         estimate: The memory of its step.
-        num_batches: Batches that were looked at.
-        num_kinds: Kinds of batch among them. Batches of equal structure, shapes and dtypes are of one kind; where a
-            step reads values from its batch (lengths, whether there is padding), these are equal too.
+        num_batches: Number of batches that the loader gave.
+        num_kinds: Number of kinds among them. Batches of equal structure, shapes and dtypes are of one kind; if a step
+            reads values from its batch (lengths, whether there is padding), these are equal too.
         estimates: The memory of each kind that was estimated, by the number of its first batch, the largest first.
-        numbers: The numbers of all batches of these kinds, by the same.
+        numbers: The numbers of all batches of each of these kinds, by the same key.
         batches: The first batch of each of these kinds, without data.
-        notes: What was not estimated, and what rules it out.
+        notes: The kinds that were not estimated, and why they should be smaller.
 
     Example:
         >>> import torch
@@ -138,13 +138,13 @@ def find_worst_batch(
 
     A run over data of varying sizes ends when its largest batch comes, hours later. Here a step of each kind of batch
     is run on tensors without data. Batches are of one kind if structure, shapes and dtypes are equal, so a loader of
-    equal batches costs one estimate. The answer is about the batches that are given, in any order; which samples share
-    a batch is up to the sampler.
+    equal batches costs one estimate. The result holds for the given batches, in any order; which samples share a
+    batch is up to the sampler.
 
     Args:
-        loader: The batches: one pass is made over it. With ``make_batch``, what it makes a batch of: a batch sampler,
-            or lists of indices. A shuffling loader or sampler draws as it would have without this call, and a resumed
-            one goes on where it stood: random states, its own generators and its position are restored.
+        loader: The batches; one pass is made over them. With ``make_batch``, its inputs: a batch sampler, or lists of
+            indices. Afterwards a shuffling loader or sampler draws as it would have without this call, and a resumed
+            one continues from its position: random states, its own generators and its position are restored.
         model: As for `memkit.estimate_memory_usage`.
         loss_fn: As for `memkit.estimate_memory_usage`.
         make_batch: ``make_batch(indices)`` returns a batch of the sizes that the loader would have, so that nothing is
@@ -155,9 +155,10 @@ def find_worst_batch(
         target: As for `memkit.estimate_memory_usage`.
         accumulation_steps: As for `memkit.estimate_memory_usage`.
         selected_fraction: As for `memkit.estimate_memory_usage`.
-        num_batches: How many batches to look at; None for all.
-        num_estimates: How many kinds to estimate, where there are too many; None for all. Estimated are those that a
-            law through the peaks known by then puts highest; `WorstBatch.notes` say by what the others are ruled out.
+        num_batches: How many batches to read; None for all.
+        num_estimates: How many kinds to estimate, if there are too many; None for all. The kinds with the highest
+            peak predicted by a law through the known peaks are estimated; `WorstBatch.notes` say how the others are
+            ruled out.
 
     Returns:
         The batch, its number, and its estimate. Of equal peaks the first counts.
@@ -205,7 +206,7 @@ def find_worst_batch(
         selected_fraction=selected_fraction,
     )
     kinds = _Kinds(estimate, is_limited=num_estimates is not None)
-    with random_state.preserved(), _staying(loader):
+    with random_state.preserved(), _restored(loader):
         for given in islice(loader, num_batches):
             kinds.add(given if make_batch is None else make_batch(given), given)
     if not kinds.numbers:
@@ -220,11 +221,11 @@ def find_worst_batch(
 
 
 class _Kinds:
-    """The kinds of batch of a loader, each known by the number of its first batch.
+    """The kinds of batch in a loader, each identified by the number of its first batch.
 
     Args:
         estimate: Estimates a batch.
-        is_limited: Whether kinds wait to be chosen, or are estimated as they come.
+        is_limited: Whether kinds wait to be chosen; otherwise each is estimated at once.
 
     Attributes:
         numbers: The numbers of the batches of each kind.
@@ -262,7 +263,7 @@ class _Kinds:
                 self._largest = number, batch
 
     def estimate_highest(self, limit: int) -> tuple[str, ...]:
-        """Estimate the kinds that may be the largest; return what is to be said of the others."""
+        """Estimate the kinds that may be the largest; return notes on the others."""
         firsts = list(self._batches)
 
         def measure(place: int) -> int:
@@ -278,17 +279,17 @@ class _Kinds:
             law = (
                 f"a law through the other {len(found.places)} puts them at {found.highest / highest:.1%} of the largest"
             )
-            notes = [f"{others}: {law} or less; what it chose was at most {found.miss:.1%} above it"]
+            notes = [f"{others}: {law} or less; the kinds that it chose were at most {found.miss:.1%} above it"]
             if found.highest * (1 + found.miss) >= highest:
                 notes += ["a kind that was not estimated may be larger"]
         if any(estimate.reads_values and len(self.numbers[number]) > 1 for number, estimate in self._estimates.items()):
-            notes += ["the step reads values from its batch, so that batches of equal shapes may differ"]
+            notes += ["the step reads values from its batch, so batches of equal shapes may differ"]
         if len(notes) > 1 or (notes and len(found.places) == len(firsts)):
             warn_user(f"{_CALL}: {'; '.join(notes)}. Way out: num_estimates=None estimates all kinds.")
         return tuple(notes)
 
     def worst(self, notes: tuple[str, ...], *, is_made: bool) -> WorstBatch:
-        """Return the largest."""
+        """Return the batch with the largest estimate."""
         firsts = sorted(self._estimates, key=lambda each: (*map(neg, _size(self._estimates[each])), each))
         number, batch = self._largest or (firsts[0], self._batches[firsts[0]])
         return WorstBatch(
@@ -306,7 +307,7 @@ class _Kinds:
 
 
 @contextmanager
-def _staying(loader: Any) -> Iterator[None]:
+def _restored(loader: Any) -> Iterator[None]:
     """Put a loader and its samplers back to where they were: their own random generators, and resumable positions."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
@@ -329,7 +330,7 @@ def _size(estimate: MemoryEstimate) -> tuple[int, int]:
 
 
 def _check_loader(loader: Any, model: object, *, is_made: bool) -> None:
-    """Refuse what is no loader, and the model in its place."""
+    """Refuse anything but a loader, and a model in its place."""
     fix = "write find_worst_batch(loader, model, loss_fn), with loader = [batch] for one batch."
     if isinstance(loader, nn.Module) and not isinstance(model, nn.Module):
         got = "the model first and the batches second"
@@ -339,7 +340,9 @@ def _check_loader(loader: Any, model: object, *, is_made: bool) -> None:
         got = "one tensor as loader"
     elif isinstance(loader, Sampler) and not is_made:
         got = f"a {type(loader).__name__}, whose batches are lists of indices"
-        fix = "write find_worst_batch(sampler, model, loss_fn, make_batch=...), with a function of a list of indices."
+        fix = (
+            "write find_worst_batch(sampler, model, loss_fn, make_batch=...), where make_batch takes a list of indices."
+        )
     else:
         check_model("find_worst_batch", model)
         return

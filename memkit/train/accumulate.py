@@ -58,7 +58,7 @@ class GradientAccumulator(Uncopied, Closing):
     Raises:
         ConfigError: A setting is invalid: ``accumulation_steps`` below 1, an optimizer that needs a closure, a scaler
             over float16 parameters, a half-precision ``accumulate_dtype``.
-        InputTypeError: ``optimizer`` is no torch optimizer, or the call has arguments that do not exist.
+        InputTypeError: ``optimizer`` is not a torch optimizer, or the call has arguments that do not exist.
 
     Source: the deferred normalization of torchtune's recipes, extended to any weight.
 
@@ -199,7 +199,7 @@ class GradientAccumulator(Uncopied, Closing):
             self._weights.add(note)
 
     def expect(self, count: float) -> None:
-        """Announce the next group's total weight, if known, between two groups; its step need not normalize then."""
+        """Announce the next group's total weight, between two groups; its step then need not normalize."""
         self._sum.expect(float(read_count(count, stay_on_device=False, call="accumulator.expect(count)")))
 
     def step(self) -> bool:
@@ -243,7 +243,7 @@ class GradientAccumulator(Uncopied, Closing):
         self._sum.load_state_dict(state)
 
     def close(self) -> None:
-        """Restore model and parameters: DDP synchronizes in backward, gradients have their own dtype."""
+        """Restore model and parameters: DDP synchronizes in backward again, gradients get their own dtype back."""
         self._sum.close()
 
 

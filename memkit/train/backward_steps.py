@@ -83,7 +83,7 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
 def steps_in_backward(optimizer: Optimizer) -> bool:
     """Return whether backward steps an optimizer's parameters."""
     trainable = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
-    first = next(trainable, None)  # one stands for all: this is called for each micro-batch
+    first = next(trainable, None)  # only the first, because this is called for each micro-batch
     hooks = (None if first is None else accumulate_hooks(first)) or {}
     return any(isinstance(hook, _Hook) for hook in hooks.values())
 
@@ -96,7 +96,7 @@ class _Hook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         step_group(self._optimizer, self._group, [parameter])
-        assert parameter.grad is not None  # noqa: S101 - autograd calls with one
+        assert parameter.grad is not None  # noqa: S101 - autograd sets it before the call
         parameter.grad = _Freed(parameter.grad)
 
 

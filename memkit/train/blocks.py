@@ -1,4 +1,4 @@
-"""The choice of a model's blocks: by name or pattern, by class, as modules, by a function, or the repeated ones."""
+"""Choose a model's blocks: by name or pattern, by class, as modules, by a function, or the repeated ones."""
 
 from __future__ import annotations
 
@@ -23,24 +23,18 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _Modules = dict[str, nn.Module]
 
 
-def choose_blocks(model: nn.Module, choice: Choice, *, form: str = "checkpoint={}") -> _Modules:
-    """Choose the blocks to treat by name, outermost first; see `memkit.Checkpointing`.
-
-    Args:
-        model: The model.
-        choice: What the user chose.
-        form: The user's call, for messages: the choice is written in place of ``{}``.
-    """
-    return BlockChoice(model, choice, form).blocks
+def choose_blocks(model: nn.Module, choice: Choice) -> _Modules:
+    """Return the blocks of a ``checkpoint=`` setting by name, outermost first; see `memkit.Checkpointing`."""
+    return BlockChoice(model, choice, "checkpoint={}").blocks
 
 
 class BlockChoice:
-    """The blocks that a choice selects, and what is done with each.
+    """The blocks that a choice selects, and their treatments.
 
     Args:
         model: The model.
-        choice: What the user chose.
-        form: The user's call, for messages: the choice is written in place of ``{}``.
+        choice: The user's choice.
+        form: The user's call, for messages, with ``{}`` for the choice.
 
     Attributes:
         blocks: The chosen modules by name, outermost first.
@@ -48,7 +42,7 @@ class BlockChoice:
         call: The user's call with the choice.
 
     Raises:
-        ConfigError: Nothing was chosen, a pattern matches no module, or a mapping is ambiguous.
+        ConfigError: No block was chosen, a pattern matches no module, or a mapping is ambiguous.
     """
 
     def __init__(self, model: nn.Module, choice: Choice, form: str) -> None:
@@ -92,7 +86,7 @@ class BlockChoice:
         return {name: module for found in self._found.values() for name, module in found.items()}
 
     def _select(self, key: BlockKey) -> _Modules:
-        """Return the modules that a name, a pattern, a class or a module stands for."""
+        """Return the modules that a name, a pattern, a class or a module selects."""
         kind = type(self._model).__name__
         if isinstance(key, str):
             found = {name: each for name, each in self._modules.items() if fnmatch.fnmatchcase(name, key)}
@@ -142,14 +136,14 @@ class BlockChoice:
     def _check_function(self, choice: Callable[..., object]) -> None:
         try:
             signature = inspect.signature(choice)
-        except (TypeError, ValueError):  # of a built-in function, which does not tell
+        except (TypeError, ValueError):  # some built-in functions have no signature
             return
         try:
             signature.bind("", self._model)
         except TypeError:
             raise self._refusal(
-                f"a function of the arguments {signature}",
-                "a function of a module's name and the module: (name, module) -> bool",
+                f"a function with the signature {signature}",
+                "a function that takes a module's name and the module: (name, module) -> bool",
                 "write lambda name, module: ...",
             ) from None
 
@@ -190,7 +184,7 @@ def _is_block(value: object) -> bool:
 
 
 def _shown(choice: object) -> str:
-    """Return a choice as it may have been written."""
+    """Format a choice as the user may have written it."""
     if isinstance(choice, nn.Module):
         return f"<{type(choice).__name__}>"
     if isinstance(choice, Mapping):

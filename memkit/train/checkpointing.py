@@ -14,7 +14,7 @@ from memkit._core.words import guided
 from memkit.train.blocks import BlockChoice, Choice
 from memkit.train.models import unwrap_model
 from memkit.train.nesting import Nesting
-from memkit.train.treatments import Elsewhere, TreatedForward, Treatment
+from memkit.train.treatments import BlockOffload, TreatedForward, Treatment
 
 _FORM = "Checkpointing(model, {})"
 
@@ -23,7 +23,7 @@ _FORM = "Checkpointing(model, {})"
     words={
         "choice": "blocks layers patterns auto_wrap_policy",
         "pass check_fn=lambda module: ... as choice=lambda name, module: ...": "check_fn",
-        "there is no {key}: the form without reentrance is always taken, and random numbers are repeated": (
+        "there is no {key}: checkpoints are always non-reentrant and always restore the random state": (
             "use_reentrant preserve_rng_state gradient_checkpointing_kwargs"
         ),
         "choice={'*': 'offload'}": "offload_to_cpu",
@@ -44,7 +44,7 @@ class Checkpointing(Closing):
 
     Args:
         model: The model; also compiled, or in DistributedDataParallel.
-        choice: ``"auto"`` (or True) selects the repeated blocks, False none. `fnmatch` patterns over
+        choice: ``"auto"`` (or True) selects the repeated blocks; False selects none. `fnmatch` patterns over
             ``named_modules()``, classes such as ``nn.TransformerEncoderLayer``, and modules of the model select blocks,
             alone or in a list; so does a callable ``(name, module) -> bool``. All of these are recomputed in backward.
             A mapping from names, patterns, classes or modules gives each block's treatment. ``"full"``: recompute it.
@@ -58,7 +58,7 @@ class Checkpointing(Closing):
         treatments: The treatment of each block.
 
     Raises:
-        ConfigError: Nothing was chosen, a pattern or class matches no module, or a mapping is ambiguous.
+        ConfigError: No block was chosen, a pattern or class matches no module, or a mapping is ambiguous.
         InputTypeError: ``model`` is not a module.
         StateError: From the model's forward: a block to be recomputed in backward has changed its input in place.
 
@@ -86,7 +86,7 @@ class Checkpointing(Closing):
 
     @classmethod
     def of_setting(cls, model: nn.Module, checkpoint: Choice) -> Checkpointing:
-        """Return what a wrapper's ``checkpoint=`` asks for; errors name that setting."""
+        """Create the `Checkpointing` for a wrapper's ``checkpoint=`` setting; errors name that setting."""
         self = cls.__new__(cls)
         self._install(model, checkpoint, "checkpoint={}")
         return self
@@ -106,11 +106,11 @@ class Checkpointing(Closing):
             _refuse_other(form, name, before, self.treatments[name])
         is_setting = form != _FORM
         without = "pass checkpoint=None" if is_setting else "leave Checkpointing(model) out"
-        elsewhere, nesting = Elsewhere(), Nesting(unwrap_model(model), chosen.call, without)
+        offload, nesting = BlockOffload(), Nesting(unwrap_model(model), chosen.call, without)
         self._installed: dict[str, TreatedForward] = {}
         for name, block in self.blocks.items():
             if not isinstance(self._before[name], TreatedForward):  # another wrapper already treats it
-                self._installed[name] = TreatedForward(name, block, self.treatments[name], elsewhere, nesting)
+                self._installed[name] = TreatedForward(name, block, self.treatments[name], offload, nesting)
                 block.__dict__["forward"] = self._installed[name]  # on the instance, not on the class
 
     @property
@@ -133,7 +133,7 @@ class Checkpointing(Closing):
         """Restore every block's own forward."""
         for name, installed in self._installed.items():
             block = self.blocks[name]
-            if block.__dict__.get("forward") is not installed:  # someone replaced it: leave theirs
+            if block.__dict__.get("forward") is not installed:  # other code has replaced it: leave that in place
                 continue
             del block.__dict__["forward"]
             if self._before[name] is not None:

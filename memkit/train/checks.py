@@ -16,7 +16,7 @@ from memkit._gradients.loss import Loss
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The object whose gradients are added up, as messages call it.
+    """The object that accumulates gradients, as messages name it.
 
     Attributes:
         kind: Its class, which is also its constructor.
@@ -127,7 +127,7 @@ def check_reduction(reduction: object, *, has_count: bool, needs_count: bool, ca
         has_count: Whether a count came with it.
         needs_count: Whether a mean is wanted.
         call: The user's call.
-        or_else: What else helps against a sum without a count.
+        or_else: Another fix for a sum without a count.
 
     Raises:
         InputError: The reduction is unknown, or a sum comes without the count that the objective needs.
@@ -169,7 +169,7 @@ def check_own_state(state: object, caller: Caller, *, version: int, keys: tuple[
     """Check that a state has the version and the entries of a wrapper's or an accumulator's own.
 
     Raises:
-        FileFormatError: It has not.
+        FileFormatError: The version is another one, or an entry is missing.
     """
     call = f"{caller.kind}.load_state_dict(state)"
     if isinstance(state, Mapping) and "version" not in state:
@@ -178,11 +178,11 @@ def check_own_state(state: object, caller: Caller, *, version: int, keys: tuple[
             call,
             got=f"a state with {shown}{' ...' if len(state) > 3 else ''}",
             expected=f"what {caller.name}.state_dict() returned",
-            fix=f"write model.load_state_dict(...) for a model's state and {caller.name}.load_state_dict(...) for that "
-            f"of {caller.name}.state_dict().",
+            fix=f"write model.load_state_dict(...) for a model's state, and {caller.name}.load_state_dict(...) for the "
+            f"result of {caller.name}.state_dict().",
         )
     check_version(call, state, version)
-    absent = [key for key in keys if key not in state]  # type: ignore[operator]  # `check_version` refuses what is no mapping
+    absent = [key for key in keys if key not in state]  # type: ignore[operator]  # `check_version` refuses anything but a mapping
     if absent:
         raise FileFormatError(
             call,
@@ -196,7 +196,7 @@ def check_gradients(gradients: object, caller: Caller, *, num_parameters: int) -
     """Check that a state's gradients belong to this many parameters.
 
     Raises:
-        FileFormatError: They do not.
+        FileFormatError: The number of gradients differs.
     """
     if gradients is not None and not (isinstance(gradients, list) and len(gradients) == num_parameters):
         got = f"{len(gradients)} gradients" if isinstance(gradients, list) else f"a {type(gradients).__name__}"
@@ -204,7 +204,7 @@ def check_gradients(gradients: object, caller: Caller, *, num_parameters: int) -
             f"{caller.kind}.load_state_dict(state)",
             got=got,
             expected=f"the gradients of {num_parameters} parameters",
-            fix="load the state into one that is built over the same optimizers and parameters.",
+            fix=f"load the state into a {caller.kind} over the same optimizers and parameters.",
         )
 
 
@@ -262,7 +262,7 @@ def warn_of_foreign_gradients(caller: Caller) -> None:
 
 
 def warn_of_own_backward(caller: Caller) -> None:
-    """Warn that a step was asked for whose gradients came from another backward: it trains nothing."""
+    """Warn that the gradients of a step come from another backward, so that it trains nothing."""
     warn_user(
         f"{caller.name}.step(): nothing is trained, as {caller.name}.backward() was not called since the last step; "
         "the gradients on the parameters come from another backward(). "

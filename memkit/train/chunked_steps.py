@@ -123,7 +123,7 @@ class ChunkedStep:
         self._journal: StepJournal | None = None
         self._num_before = 0  # parameters that were stepped in one piece
         self._chunk_bytes = 0
-        self._is_open = self._is_short = self._hooks_have_begun = self._hooks_have_ended = False
+        self._is_open = self._ran_out_of_memory = self._hooks_have_begun = self._hooks_have_ended = False
         self._handles: list[RemovableHandle] = []
         self._own: Any = None
         self._stand_in: types.MethodType | None = None
@@ -171,7 +171,7 @@ class ChunkedStep:
         if self._stand_in is None or vars(self._optimizer).get("step") is not self._stand_in:
             return  # already restored, or wrapped by a scheduler made in the block; `_run` then does a plain step
         if self._own is None:
-            del self._optimizer.step  # its class's step shows again
+            del self._optimizer.step  # the class's own step is visible again
         else:
             self._optimizer.step = self._own  # type: ignore[method-assign]
 
@@ -206,7 +206,7 @@ class ChunkedStep:
         try:
             if self._work is None:
                 self._begin(optimizer)
-            if self._work:  # else all of it was stepped in one piece
+            if self._work:  # else everything was stepped in one piece
                 self._step_chunks(self._work)
         except Exception:
             raise
@@ -221,7 +221,7 @@ class ChunkedStep:
     def _begin(self, optimizer: Optimizer) -> None:
         """Step in one piece where an interrupted step can be resumed; otherwise plan the chunks."""
         journal = self._journal
-        if self._only_once and not self._is_short:
+        if self._only_once and not self._ran_out_of_memory:
             if journal is None or not journal.describes(optimizer):
                 journal = self._journal = StepJournal.of(optimizer)
             if journal is not None and journal.begin():
@@ -235,7 +235,7 @@ class ChunkedStep:
             if isinstance(outcome, Done):
                 self._num_before, self._work = len(journal.parameters), []
             else:
-                self._is_short = True  # from now on in chunks, whose old values are kept
+                self._ran_out_of_memory = True  # from now on in chunks, whose old values are kept
                 self._work = self._rest(journal)
         except BaseException:  # an interrupt may come at any line
             self._work = self._rest(journal)
@@ -287,7 +287,7 @@ class ChunkedStep:
                 work[number : number + 1] = chunk.halves()
 
     def _step_single(self, chunk: _Work) -> None:
-        """Step one parameter: after two failures slice by slice if it is torn, else not at all."""
+        """Step one parameter; after two failures, step it in slices if it is half stepped, else give up."""
         outcome = attempt(_step_or_undo, self._optimizer, chunk)
         if not isinstance(outcome, Done):
             outcome = attempt(_step_or_undo, self._optimizer, chunk)
@@ -299,7 +299,7 @@ class ChunkedStep:
             self._refuse(outcome.error, "; one more is half stepped" if chunk.progress else "")
 
     def _has_slices(self, chunk: _Work) -> bool:
-        """Return whether it is a single parameter larger than a chunk that may be stepped slice by slice."""
+        """Return whether a chunk is a single large parameter that may be stepped slice by slice."""
         first = chunk.parameters[0]
         is_large = len(chunk.parameters) == 1 and _num_bytes(first) > self._chunk_bytes
         return is_large and _may_be_sliced(self._optimizer, chunk.group, first)
@@ -344,7 +344,9 @@ class ChunkedStep:
         total = self._num_before + sum(len(each.parameters) for each in self._work or ())
         whole = f"{self.num_stepped} of {total} parameters are stepped, each of them whole with its state{torn}"
         state = (
-            "" if self._is_short else "call memkit.train.materialize_state(optimizer) before the first forward, and "
+            ""
+            if self._ran_out_of_memory
+            else "call memkit.train.materialize_state(optimizer) before the first forward, and "
         )
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
@@ -367,8 +369,8 @@ class _Work:
     parameters: list[torch.Tensor]
     is_done: bool = False
     progress: Progress = field(default_factory=dict)
-    start: int = 0  # for a sliced parameter: rows done, and below the last slice
-    part: _Slice | None = None
+    start: int = 0  # rows of a sliced parameter that are stepped
+    part: _Slice | None = None  # its latest slice
 
     def halves(self) -> list[_Work]:
         half = len(self.parameters) // 2
@@ -408,7 +410,7 @@ class _Slice:
             _step_or_undo(self._optimizer, work)
         finally:
             if self.progress:
-                self.progress |= counters  # each try gets fresh copies of the whole parameter's
+                self.progress |= counters  # each attempt starts from fresh copies of the counters
             self.is_done = work.is_done
             self._optimizer.state.pop(self._stand_in, None)
 

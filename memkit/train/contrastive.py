@@ -26,8 +26,8 @@ from memkit.train.split_check import SplitVerdict, check_split
 
 _CALL = "cached_backward(encoder, ...)"
 _WHOLE = "or raise chunk_size to the rows of the batch"
-# Per encoder, the modes and batch structures in which it was checked, so that a loop pays once.
-_LOOKED_AT: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
+# The modes and batch structures in which each encoder was checked, so that a loop pays once.
+_CHECKED: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
 
 @guided(
@@ -99,7 +99,7 @@ def cached_backward(
     _check(encoder, chunk_size, loss_on_embeddings)
     marked = mark_samples(batch)
     num_rows = count_rows(marked)
-    changes = _look(encoder, batch, num_rows, chunk_size) if check and chunk_size < num_rows else None
+    changes = _check_rows(encoder, batch, num_rows, chunk_size) if check and chunk_size < num_rows else None
     watch = StateWatch(encoder)
     chunks: list[list[torch.Tensor]] = []
     structure = None
@@ -111,7 +111,7 @@ def cached_backward(
         if changes is not None:
             changes.note()
     if changes is not None:
-        changes.tell()
+        changes.warn()
     if structure is None:
         raise InputError(
             "cached_backward(encoder, batch)", got="no rows", expected="at least one row", fix="skip empty batches."
@@ -123,13 +123,13 @@ def cached_backward(
     return loss.detach()
 
 
-def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Changes | None:
+def _check_rows(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Changes | None:
     """Check on a few rows whether chunks give the whole's gradient; return the watch over the buffers.
 
     None if this encoder was already checked in these modes, on batches of this structure.
     """
     key = (tuple(module.training for module in encoder.modules()), structure_of(mark_samples(batch)))
-    known = _LOOKED_AT.setdefault(encoder, set())
+    known = _CHECKED.setdefault(encoder, set())
     if key in known:
         return None
     if not any(parameter.requires_grad for parameter in encoder.parameters()):
@@ -140,25 +140,25 @@ def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Ch
         rows, numbers = part
         embeddings = pytree.tree_leaves(model(rows))
         trained = [each for each in embeddings if isinstance(each, torch.Tensor) and each.requires_grad]
-        return Loss(sum=sum(_weighed(each, numbers) for each in trained), count=len(numbers))  # type: ignore[arg-type]  # of one at least
+        return Loss(sum=sum(_weighed(each, numbers) for each in trained), count=len(numbers))  # type: ignore[arg-type]  # at least one
 
     numbers = torch.arange(num_rows)
     verdict = check_split(encoder, (batch, numbers), loss_fn, num_parts=-(-num_rows // chunk_size))
-    _tell(verdict)
+    _report(verdict)
     if not verdict.is_uninformative:
         known.add(key)
     return _Changes(encoder, verdict)
 
 
 def _weighed(embeddings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Sum embeddings, each element weighted by its row and column like the gradient of some loss."""
+    """Sum embeddings with a different weight for each element, as the gradient of a loss has."""
     flat = (torch.view_as_real(embeddings) if embeddings.is_complex() else embeddings).reshape(len(numbers), -1)
     rows, columns = torch.meshgrid(numbers.double() + 1, torch.arange(flat.shape[1]).double() + 1, indexing="ij")
     weights = torch.cos(1.7 * rows * columns.sqrt() + columns).to(flat.device, flat.dtype)
     return (flat * weights).sum()
 
 
-def _tell(verdict: SplitVerdict) -> None:
+def _report(verdict: SplitVerdict) -> None:
     """Raise or warn according to the verdict."""
     if verdict.loss in {"rows", "weights"}:
         error = "" if verdict.error is None else f", off by {verdict.error:.2g} in chunks"
@@ -193,16 +193,16 @@ class _Changes:
         self._found: dict[str, None] = {}
 
     def note(self) -> None:
-        """Call after each chunk. The first may fill a cache; a change after it is one too many."""
+        """Call after each chunk. The first chunk may fill a cache; later chunks must change no buffer."""
         # By value: a BatchNorm changes its statistics without raising their version.
-        now = {name: buffer for name, buffer in self._encoder.named_buffers() if not self._is_told(name)}
+        now = {name: buffer for name, buffer in self._encoder.named_buffers() if not self._is_reported(name)}
         for name, value in (self._before or {}).items():
             if name in now and now[name].shape == value.shape and not torch.equal(now[name], value):
                 self._found[name] = None
         self._before = {name: buffer.clone() for name, buffer in now.items()}
 
-    def tell(self) -> None:
-        """Warn of changed state that the embeddings depend on, or else of the changed buffers."""
+    def warn(self) -> None:
+        """Warn of changed state that the embeddings depend on, otherwise of changed buffers."""
         names = ", ".join([*(self._verdict.state or self._found)][:5])
         if self._verdict.loss == "state":
             names = names or "something that memkit cannot name"
@@ -217,7 +217,7 @@ class _Changes:
                 ".eval(), or update them outside of forward."
             )
 
-    def _is_told(self, name: str) -> bool:
+    def _is_reported(self, name: str) -> bool:
         return any(name.startswith(f"{each}.") for each in self._verdict.modules)
 
 

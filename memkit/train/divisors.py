@@ -1,4 +1,4 @@
-"""Read the divisors of a loss from its graph, to tell means over rows from means over tokens or classes."""
+"""Read the divisors of a loss from its graph, to distinguish means over rows from means over tokens or classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memkit.train.gradients import graph_nodes
 _TOLERANCE = 1e-4
 _MAX_NODES = 64  # at the head of a graph, where numbers are added and scaled
 _BATCH_NORMS = {"NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "BatchNormBackward"}
-_WEIGHTS = "weights of rows"  # operator name for a term that ends in them
+_WEIGHTS = "weights of rows"  # last operator of a term that ends in weights
 _KEEPING = ("Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Index", "Neg")  # below a sum: no weights
 _WEIGHING = ("Mul", "Div", "Dot")
 _MAX_TERMS = 8  # losses with more terms are not analyzed
@@ -35,7 +35,7 @@ class Term(NamedTuple):
     Attributes:
         operators: From the loss down to its reduction.
         factors: The divisors on the way.
-        num_summed: How many numbers the reduction adds up as they are; 0 if it is no sum, or weights them.
+        num_summed: How many numbers the reduction adds up unweighted; 0 if it is not a sum, or weights them.
     """
 
     operators: tuple[str, ...]
@@ -56,7 +56,7 @@ def divisors(loss: Tensor) -> tuple[Term, ...]:
         For each term the factors of its divisor, numbers or 0-dim tensors; the terms come in the order of the graph.
         Empty if there are too many terms.
     """
-    # An active mode (a FLOP counter) would see numbers that torch saved as tensors, and not know them.
+    # An active mode (a FLOP counter) would see numbers that torch saved as tensors, and not recognize them.
     with without_modes(), torch.no_grad():
         terms = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # a simulation has no values
     return tuple(terms) if len(terms) <= _MAX_TERMS else ()
@@ -71,7 +71,7 @@ def normalizes_over_batch(loss: Tensor) -> bool:
 
 
 def _is_per_sample(node: Any) -> bool:
-    """Return whether it is an instance normalization, which torch runs as a batch normalization of one viewed row."""
+    """Return whether a node is an instance normalization: torch runs it as a batch normalization of one viewed row."""
     before = [each.name() for each, _ in node.next_functions if each is not None]  # of the input and the weights
     return len(saved(node, "input")) == 1 and any("View" in name or "Repeat" in name for name in before)
 
@@ -98,7 +98,7 @@ def _walk(node: Any) -> Iterator[Term]:
 
 
 def _num_summed(above: Any, node: Any) -> int:
-    """Return how many numbers a reduction adds up as they are; 0 if it is no sum, or weights them.
+    """Return how many numbers a reduction adds up unweighted; 0 if it is not a sum, or weights them.
 
     Args:
         above: The reduction, unless it is a loss of torch's own.
@@ -123,7 +123,7 @@ def _is_sum_of_loss(node: Any) -> bool:
 
 
 def _mask_of(node: Any) -> Tensor | None:
-    """Return the mask of zeros and ones that a product is with; None if there is none, or it is not on the host."""
+    """Return the mask of zeros and ones in a product, or None if there is none on the host."""
     constant = [each for each in (saved_or_none(node, "self"), saved_or_none(node, "other")) if type(each) is Tensor]
     mask = constant[0] if len(constant) == 1 and node.name().startswith("Mul") else None
     if mask is None or mask.requires_grad or not mask.is_cpu or mask.is_complex():
@@ -146,7 +146,7 @@ def _divisor_of_columns(node: Any) -> Factor | None:
 
 
 def _weights_of_rows(node: Any) -> Tensor | None:
-    """Return the constant weights of the summed numbers, one per row; None if there are none."""
+    """Return the constant weights of the summed numbers, one per row, or None."""
     if node.name().startswith("MeanBackward"):
         node = node.next_functions[0][0]
     scale: Factor = 1.0
@@ -201,9 +201,9 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
 
 
 def _keeps_rows(node: Any) -> bool:
-    """Return whether a mean is one inside of each row, which divides nothing by the number of rows."""
+    """Return whether a mean is taken within each row, so that it does not divide by the number of rows."""
     dims, number = saved_or_none(node, "dim"), len(saved_or_none(node, "self_sym_sizes") or ())
-    return bool(dims) and 0 not in dims and (-number) % 2**64 not in dims  # stored without sign
+    return bool(dims) and 0 not in dims and (-number) % 2**64 not in dims  # dimensions are stored unsigned
 
 
 def _on_host(value: Factor) -> Factor:
@@ -260,12 +260,12 @@ def _stacked(table: Sequence[Sequence[Factor]], device: torch.device | None = No
 
 
 class WeightCheck:
-    """Warns of accumulator groups that are not the mean over their items, as far as the losses' graphs tell."""
+    """Warns of accumulator groups whose gradient is not the mean over their items, as far as the graphs show."""
 
     def __init__(self) -> None:
         self._divisors = DivisorWatch()
         self._group: list[Note] = []
-        self._has_warned_of_weights = self._has_looked_for_norms = False
+        self._has_warned_of_weights = self._has_checked_norms = False
 
     def read(self, loss: Tensor, weight: Factor, *, is_sum: bool = False) -> Note | None:
         """Read a micro-batch's loss before backward frees its graph; None if there is nothing more to report.
@@ -273,10 +273,10 @@ class WeightCheck:
         Args:
             loss: The loss.
             weight: Its weight.
-            is_sum: Whether the user says that it is the sum over its weight.
+            is_sum: Whether the user declared it as the sum over its weight.
         """
-        if self._group and not self._has_looked_for_norms:
-            self._has_looked_for_norms = True
+        if self._group and not self._has_checked_norms:
+            self._has_checked_norms = True
             if normalizes_over_batch(loss):
                 warn_user(
                     "GradientAccumulator: a batch normalization in training mode sees the statistics of each "
@@ -301,15 +301,15 @@ class WeightCheck:
         self._group.clear()
 
     def end_group(self) -> None:
-        """Warn, once, if the group's losses were divided by something not proportional to their weights, or not."""
+        """Warn, once, if the group's losses are sums, or were divided by something not proportional to the weights."""
         if self._has_warned_of_weights:
             return
         if _are_sums(self._group):
             self._has_warned_of_weights = True
             warn_user(
-                f"GradientAccumulator: the group's gradient is that of no batch. {SUM_IS_AVERAGED}: for the mean over "
-                "all rows call accumulator.backward(loss, count=n, reduction='sum'); for the gradient of the sum build "
-                "GradientAccumulator(optimizer, objective='sum')."
+                f"GradientAccumulator: the group's gradient is neither the mean's nor the sum's. {SUM_IS_AVERAGED}: "
+                "for the mean over all rows call accumulator.backward(loss, count=n, reduction='sum'); for the "
+                "gradient of the sum build GradientAccumulator(optimizer, objective='sum')."
             )
         elif self._divisors.is_uneven(self._group):
             self._has_warned_of_weights = True
@@ -321,9 +321,9 @@ class WeightCheck:
 
 
 def _are_sums(group: Sequence[Note]) -> bool:
-    """Return whether the losses are sums over as many numbers as their weights say, not divided by them.
+    """Return whether the losses are sums over as many numbers as their weights, and not divided by them.
 
-    A sum with a constant factor is one if the weights differ; if they are equal, the factor may be their divisor.
+    A sum with a constant factor counts if the weights differ; if they are equal, the factor may be their divisor.
     """
     group = [(weight, terms) for weight, terms in group if weight != 0]
     weights = [weight for weight, _ in group if not isinstance(weight, Tensor) and weight >= 1]
@@ -342,7 +342,7 @@ def _is_sum(column: Sequence[Term], weights: Sequence[float]) -> bool:
 
 
 def _divisor(term: Term, number: int) -> Factor:
-    """Return a micro-batch's divisor; for normalized weights a different one in each, since it is unknown."""
+    """Return a micro-batch's divisor; for normalized weights, whose divisor is unknown, a different one in each."""
     result: Factor = 1.0
     for factor in term.factors:
         result = result * factor
@@ -352,9 +352,9 @@ def _divisor(term: Term, number: int) -> Factor:
 
 
 def _in_step(group: Sequence[Note]) -> list[list[Term]]:
-    """Match the terms that are the only ones of their kind in each micro-batch across micro-batches.
+    """Match terms across micro-batches, if each is the only one of its kind in its micro-batch.
 
-    Several of a kind come from a loop over samples, and weigh as the samples do: a mean of each sample's mean.
+    Several of one kind come from a loop over samples and are weighted like the samples: a mean of their means.
     """
     kinds = [Counter(each.operators for each in terms) for _, terms in group]
     single = [operators for operators in kinds[0] if all(each[operators] == 1 for each in kinds)]

@@ -60,7 +60,7 @@ class BatchDriver:
         self._split_watch, self._remedies, self._split_fn = split_watch, remedies, split_fn
         self._divisors, self._was_uneven = DivisorWatch(), False
         self._is_lazy = True  # until shown otherwise
-        self._has_samples = False  # in the present batch: lists of them
+        self._has_samples = False  # whether the current batch has lists of samples
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
         self.state_watch.changes_attributes &= watches_attributes
         self.current: Attempt | CheckAttempt | None = None
@@ -79,7 +79,7 @@ class BatchDriver:
             sums: Where the gradients go.
 
         Raises:
-            InputError: The batch has no common rows, and may have to be split.
+            InputError: The batch has no common number of rows, and may have to be split.
         """
         if self._split_fn is None:
             try:
@@ -89,7 +89,7 @@ class BatchDriver:
                 check_batch(marked, call=self._means.call)
                 if num_parts > 1 or (self._remedies is not None and not has_no_rows(marked)):
                     raise
-                size, key, tensors = 1, "whole", list_tensors(marked)  # of one that need not be split
+                size, key, tensors = 1, "whole", list_tensors(marked)  # a batch that need not be split
             self._has_samples, batch = marked is not batch, marked
         else:
             key = "packed"
@@ -107,18 +107,18 @@ class BatchDriver:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
             ConfigError: The loss mixes the rows.
         """
-        # A check before there are gradients takes less than a step; lazy modules need a first input before a check.
+        # A check before there are gradients takes less memory than a step; lazy modules need a first input before it.
         self._is_lazy = self._is_lazy and has_lazy_parameters(self._model)
-        is_looked_at = run.was_cut and not self._is_lazy
-        if is_looked_at:
-            is_looked_at = yield from self._look_at_split(run, loss_fn)
+        is_checked = run.was_cut and not self._is_lazy
+        if is_checked:
+            is_checked = yield from self._check_split(run, loss_fn)
         while (attempt := run.next_attempt()) is not None:
             if self._remedies is not None and self._remedies.is_unproven:
-                yield from self._look_at_blocks(run, loss_fn)
+                yield from self._check_blocks(run, loss_fn)
             if run.is_cut_anew:
-                is_looked_at = yield from self._look_at_split(run, loss_fn)
+                is_checked = yield from self._check_split(run, loss_fn)
                 if not run.go_on_smaller():
-                    continue  # it stays whole, by another remedy
+                    continue  # another remedy lets it stay whole
             self.current = attempt
             if self._has_samples:
                 attempt.part = unmark_samples(attempt.part)
@@ -128,14 +128,14 @@ class BatchDriver:
             if run.was_cut and not run.is_cut_anew and self._has_seen_enough(run, loss_fn):
                 self._split_watch.report_deferred()
                 self._note_divisors(run)
-                if self._was_uneven or not is_looked_at:
-                    yield from self._look_at_split(run, loss_fn, is_again=is_looked_at, is_last=True)
+                if self._was_uneven or not is_checked:
+                    yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
 
     def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:
-        """Return whether all parts are done; in the user's own loop all but one, so its last run is a real one."""
+        """Return whether all parts are done; in the user's own loop all but one, so that it ends with a real part."""
         return len(run.plan.todo) == (loss_fn is None and len(run.plan.sizes) > 1)
 
-    def _look_at_split(
+    def _check_split(
         self, run: BatchRun, loss_fn: LossFn | None, *, is_again: bool = False, is_last: bool = False
     ) -> Generator[CheckAttempt, None, bool]:
         """Yield attempts at a few rows of the batch if its split is to be checked, then report the verdict.
@@ -171,10 +171,10 @@ class BatchDriver:
                 error.add_note(f"memkit: {doubt}")
             raise
 
-    def _look_at_blocks(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[CheckAttempt]:
+    def _check_blocks(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[CheckAttempt]:
         """Yield attempts at a few rows, without and with recomputed blocks."""
         sizes, remedies = run.plan.sizes, self._remedies
-        assert remedies is not None  # noqa: S101 - they took it
+        assert remedies is not None  # noqa: S101 - one of them is unproven
         if self._split_watch.is_simulated:
             remedies.settle(is_equal=True)
             return

@@ -49,15 +49,15 @@ class Evaluation:
         """Run ``fn`` over all rows of a batch.
 
         Args:
-            batch: Tensors with the rows in dimension 0, in any containers. Any other, such as a graph, runs whole.
+            batch: Tensors with the rows in dimension 0, in any containers. Other batches, such as graphs, run whole.
             fn: ``fn(model, part)`` returns tensors (n, ...), one row for each row of the part, alone or in containers.
                 To keep the results in host memory, let it return them there.
 
         Returns:
-            What ``fn(model, batch)`` returns.
+            The result of ``fn(model, batch)``.
 
         Raises:
-            InputTypeError: ``fn`` is no function of model and batch, or ``batch`` is a loader.
+            InputTypeError: ``fn`` is not a function of model and batch, or ``batch`` is a loader.
             InputError: The batch was split, and ``fn`` does not return one output row per input row.
             MemkitOutOfMemoryError: Even one row does not fit, or the batch cannot be cut.
 
@@ -127,10 +127,10 @@ def _not_cut(failure: Failure, why: str) -> MemkitOutOfMemoryError:
 
 
 class EvaluationBlock(AbstractContextManager[Evaluation]):
-    """What ``trainer.evaluation()`` returns: a context, which is no evaluation before it is entered.
+    """Context manager that ``trainer.evaluation()`` returns; entering it gives the `Evaluation`.
 
     Args:
-        block: The context itself.
+        block: The wrapped context manager.
     """
 
     def __init__(self, block: AbstractContextManager[Evaluation]) -> None:
@@ -153,7 +153,7 @@ class EvaluationBlock(AbstractContextManager[Evaluation]):
         raise StateError(
             "trainer.evaluation()(batch, fn)",
             got="a call outside of the block",
-            expected="a call of what the block yields, in eval mode and without gradients",
+            expected="a call of the function that the block yields, in eval mode and without gradients",
             fix="write with trainer.evaluation() as evaluate: outputs = evaluate(batch, fn)",
         )
 

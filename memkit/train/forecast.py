@@ -26,12 +26,12 @@ from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import count_rows, shape_key, take_rows
+from memkit.train.split import survey, take_rows
 
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
-_NO_PHASE = contextlib.nullcontext()  # reentrant, as it holds nothing
+_NO_PHASE = contextlib.nullcontext()  # stateless, so it can be entered again
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
 
 
@@ -40,7 +40,7 @@ class Forecast:
     """Bytes that a forward and backward add, for any number of rows.
 
     Memory at every moment of the run grows linearly with the rows, each at its own rate, so the peak is the maximum of
-    many lines. It may occur at another moment than in the small runs. Lines that are nowhere the highest are dropped.
+    many lines. It may occur at another moment than in the small runs. Lines that are never the highest are dropped.
 
     Attributes:
         num_rows: Rows of the smaller run.
@@ -84,8 +84,8 @@ class Forecast:
         return low
 
 
-class Foresight:
-    """Splits a batch so that each part fits into the available memory, before anything is tried.
+class PartPlanner:
+    """Chooses the number of parts of a batch so that each fits into the available memory, before any is run.
 
     Args:
         memory: A memory manager, or a budget; None turns prediction off.
@@ -93,7 +93,7 @@ class Foresight:
         optimizers: Its optimizers.
         device: The model's device.
         sum_dtype: Minimum dtype in which gradients of several parts add up; None uses their parameters' dtypes.
-        foreseeable: Whether a batch has rows, and this process may run on its own.
+        is_predictable: Whether batches have rows, and this process may run some of them on its own.
 
     Raises:
         ConfigError: A budget was given, but memory use cannot be predicted.
@@ -107,17 +107,17 @@ class Foresight:
         device: torch.device,
         *,
         sum_dtype: torch.dtype | None,
-        foreseeable: bool,
+        is_predictable: bool,
     ) -> None:
         self._watch = None if memory is None or isinstance(memory, int | str | float) else memory
-        if memory is not None and self._watch is None and not foreseeable:
+        if memory is not None and self._watch is None and not is_predictable:
             raise ConfigError(
                 f"MemoryEfficientTrainingWrapper(memory={memory!r})",
                 got="a memory budget for a step whose memory per micro-batch cannot be predicted",
                 expected="batches with rows (no split_fn), no sharded parameters and no SyncBatchNorm over ranks",
                 fix="omit memory=..., and set accumulation_steps.",
             )
-        self.is_on = memory is not None and foreseeable
+        self.is_on = memory is not None and is_predictable
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
         self._optimizers = optimizers
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
@@ -130,7 +130,7 @@ class Foresight:
         return _NO_PHASE if self._watch is None else self._watch.phase(name)
 
     def mark_ooms(self, num_ooms: int, sizes: Sequence[int]) -> None:
-        """Tell the manager, if there is one, of out-of-memory errors that the step survived, and how it was split."""
+        """Report to the manager, if any, the out-of-memory errors that the step survived, and how it was split."""
         if self._watch is not None:
             self._watch.mark("oom", note={"num_ooms": num_ooms, "sizes": list(sizes)})
 
@@ -149,13 +149,14 @@ class Foresight:
                 f"not be predicted: running {_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with "
                 f"{self._failure}. Way out: set accumulation_steps."
             )
+        marked = mark_samples(batch)
         try:
-            key, num_rows = shape_key(batch), count_rows(batch)
-        except InputError as error:  # it may stay whole: any split reports the error
+            num_rows, key, _ = survey(marked)
+        except InputError as error:  # it may stay whole; splitting it reports the error
             self._failure = describe_error(error)
             return at_least
         if key not in self._forecasts:
-            self._forecasts[key] = self._look_ahead(batch, num_rows, rehearse)
+            self._forecasts[key] = self._forecast(marked, num_rows, rehearse)
         forecast = self._forecasts[key]
         if forecast is None or num_rows == 0:
             return at_least
@@ -165,13 +166,13 @@ class Foresight:
             self._plans[key] = num_plans + 1, max_rows
         return max(at_least, math.ceil(num_rows / max_rows))
 
-    def _look_ahead(self, batch: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
+    def _forecast(self, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
         if num_rows < _MORE_ROWS:
             return None
 
         def record(rows: int) -> Recording:
             with Recorder() as recorder:
-                rehearse(unmark_samples(take_rows(mark_samples(batch), 0, rows, num_rows=num_rows)))
+                rehearse(unmark_samples(take_rows(marked, 0, rows, num_rows=num_rows)))
             return recorder.recording()
 
         outcome = attempt(lambda: (record(_FEWER_ROWS), record(_MORE_ROWS)), others=(Exception,))

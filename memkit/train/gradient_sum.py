@@ -69,7 +69,7 @@ class GradientSum:
         sum_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32.
         guard_steps: Keep each parameter consistent with its state if ``optimizer.step()`` runs out of memory.
         on_step: Called before a step whose gradients have nonzero weight.
-        on_gradients: Called right before the optimizers step, when the gradients are those that they step with.
+        on_gradients: Called right before the optimizers step, when the gradients are final.
         caller: The object that the user works with, for messages.
 
     Attributes:
@@ -109,7 +109,7 @@ class GradientSum:
         check.choice("accumulate_dtype", sum_dtype, (None, torch.float32), fix="pass accumulate_dtype=torch.float32.")
         check_norm(max_grad_norm, call=caller.kind)
         if sum_dtype is not None and any(p.dtype in {torch.bfloat16, torch.float16} for p in self._parameters):
-            require_gradient_dtypes("accumulate_dtype=torch.float32, or precision='bf16-true', which takes it")
+            require_gradient_dtypes("accumulate_dtype=torch.float32, or precision='bf16-true', which uses it")
         if self._scaler and sum_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
             raise ConfigError(
                 f"{caller.kind}(optimizer, scaler=...)",
@@ -120,7 +120,7 @@ class GradientSum:
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
         self.ranks: Ranks | None = find_ranks(model, self._parameters, call=f"{caller.kind}(model=...)")
-        # None: decided by the first graph. A sharded parameter is not the tensor in the graph; nothing can stop at it.
+        # None: decided by the first graph. A graph does not hold sharded parameters: a backward cannot stop at them.
         self._only_own: bool | None = None if self.shards is None else False
         self.predivisor: float | None = None
         self._count: Weight = 0.0
@@ -172,10 +172,10 @@ class GradientSum:
             self._backward(loss, factor, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight
         self.num_microbatches += 1
-        self.is_torn = False  # only now: between the gradient and its weight an interrupt would mix
+        self.is_torn = False  # only now: an interrupt before its weight is counted leaves the sum torn
 
     def expect(self, count: float) -> None:
-        """Announce the next sum's total weight, if known, between two sums; its step need not normalize then."""
+        """Announce the next sum's total weight, between two sums; its step then need not normalize."""
         if self.num_microbatches == 0 and count > 0 and self.shards is None:
             self.predivisor = float(count)
 
@@ -197,12 +197,12 @@ class GradientSum:
         self._check()
         num_steps = self.num_steps
         try:
-            everybody_is_here = self._end(then, is_last=is_last)
+            all_are_done = self._end(then, is_last=is_last)
         finally:
             self.discard()
             if self._scaler:
                 forget_unscaling(self._scaler, self.optimizers)
-        return self.num_steps > num_steps, everybody_is_here
+        return self.num_steps > num_steps, all_are_done
 
     def end_all(self, then: Actions = ()) -> bool:
         """End the current sum, if any; then join the steps of replicas that have more data.
@@ -212,9 +212,9 @@ class GradientSum:
         """
         has_stepped, goes_on = False, isinstance(self.ranks, Replicas) or self.num_microbatches > 0
         while goes_on:
-            stepped, everybody_is_here = self.end(then, is_last=True)
+            stepped, all_are_done = self.end(then, is_last=True)
             has_stepped = has_stepped or stepped
-            goes_on = not everybody_is_here and isinstance(self.ranks, Replicas)
+            goes_on = not all_are_done and isinstance(self.ranks, Replicas)
         return has_stepped
 
     def discard(self) -> None:
@@ -259,7 +259,7 @@ class GradientSum:
             set_gradient(parameter, moved)
 
     def close(self) -> None:
-        """Restore model and parameters: DDP synchronizes in backward, gradients have their own dtype."""
+        """Restore model and parameters: DDP synchronizes in backward again, gradients get their own dtype back."""
         if isinstance(self.ranks, Replicas):
             self.ranks.close()
         narrow_gradients(self._parameters, self._sum_dtype)
@@ -282,7 +282,7 @@ class GradientSum:
             self.is_torn = True
             inputs = self._parameters if self._only_own else None
             torch.autograd.backward(scaled, root, retain_graph=retain_graph, inputs=inputs)
-        self._has_gradients = have_gradients(self._parameters)  # else not its loss
+        self._has_gradients = have_gradients(self._parameters)  # the loss may not depend on them
 
     def _open(self) -> None:
         """Check for foreign gradients before the first backward, and for our own before a later one."""
@@ -295,9 +295,9 @@ class GradientSum:
                 if not self._has_leftovers:
                     warn_of_foreign_gradients(self._caller)
                 clear_gradients(self._parameters, self._sum_dtype)
-            self._has_leftovers = True  # until they are cleared: an interrupt may come before
+            self._has_leftovers = True  # until the step clears them: an interrupt may come first
         elif self._sum_dtype is not None:
-            # A parameter's first gradient has its own dtype: no sum yet, and fully_shard gives it in no other.
+            # The first gradient keeps its parameter's dtype: there is no sum yet, and fully_shard supports no other.
             widen_gradients(self._parameters, self._sum_dtype)
 
     def _check(self) -> None:
@@ -350,7 +350,7 @@ class GradientSum:
             narrow_gradients(self._parameters, self._sum_dtype)
         if self._on_gradients is not None and active:
             self._on_gradients()
-        count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # no line in it to interrupt
+        count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # in C: nothing can interrupt it
         todo: deque[Callable[[], object]] = deque((count_step, *then))
         # On KeyboardInterrupt a step can be resumed and completed; a scheduler or an average cannot.
         step = functools.partial(step_optimizers, active, self._scaler)

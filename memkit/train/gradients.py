@@ -64,7 +64,7 @@ def has_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether any of the parameters has a gradient; a loop, as a generator takes longer."""
-    for parameter in parameters:  # noqa: SIM110 - as said
+    for parameter in parameters:  # noqa: SIM110 - faster
         if parameter.grad is not None:
             return True
     return False
@@ -107,7 +107,7 @@ def _set_stages(scaler: GradScaler, optimizers: Sequence[Optimizer], before: Opt
 def _scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Step through the scaler, and return whether the optimizer actually stepped.
 
-    `torch.amp.GradScaler.step` does not tell. It skips by not calling the optimizer, which a hook on the optimizer
+    `torch.amp.GradScaler.step` does not say so. It skips by not calling the optimizer, which a hook on the optimizer
     detects without a synchronization; a fused optimizer is always called and skips based on the infinity count that
     the scaler passes to it.
     """

@@ -44,14 +44,13 @@ class StepGuard:
 
     Args:
         optimizers: The optimizers that step together.
-
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [_inner(each) for each in optimizers]
         self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
         self._num_steps = 0
-        self._is_told = False
+        self._has_warned = False
         self._chunked = [] if self._unknown else [ChunkedStep(each, only_once=True) for each in self._optimizers]
         self._temporary_bytes: dict[torch.device, int] = {}
 
@@ -71,7 +70,7 @@ class StepGuard:
             each.forget()
 
     def run(self, step: Callable[[], bool]) -> bool:
-        """Run ``step``, which steps the optimizers; return what it returns.
+        """Run ``step``, which steps the optimizers, and return its result.
 
         Raises:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether everything was restored.
@@ -143,19 +142,19 @@ class StepGuard:
         if num_bytes <= _MOST_BYTES:
             outcome = attempt(_Copy, self._optimizers, others=(OSError,))
             copied = outcome.result if isinstance(outcome, Done) else None  # else no temporary folder, or no space
-        if not self._is_told:
-            self._is_told = True
-            self._tell(num_bytes, is_copied=copied is not None)
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(num_bytes, is_copied=copied is not None)
         return copied
 
-    def _tell(self, num_bytes: int, *, is_copied: bool) -> None:
+    def _warn(self, num_bytes: int, *, is_copied: bool) -> None:
         size = format_bytes(num_bytes)
         what = (
             f"parameters, gradients and state ({size} now) are copied to the host before its first two steps, and "
             "before later steps when memory is short, so that an out-of-memory error inside a step can be undone"
             if is_copied
             else "an out-of-memory error inside its step may leave parameters and state half stepped. They are not "
-            f"copied, because {size} are too much or do not fit"
+            f"copied, because {size} is too much or does not fit"
         )
         warn_user(
             f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: if it steps each "
@@ -220,7 +219,7 @@ class _Copy:
         tensors = list(_tensors(optimizers))
         copies: dict[int, Any] = dict(zip(map(id, tensors), _copied(tensors), strict=True))
         self._parameters = [(each, each.grad, copies[id(each)], copies[id(each.grad)]) for each in _stepped(optimizers)]
-        self._states = [  # what a state holds besides tensors is copied where it is
+        self._states = [  # tensors are replaced by their copies, other values are deep-copied
             (optimizer, {parameter: copy.deepcopy(state, copies) for parameter, state in optimizer.state.items()})
             for optimizer in optimizers
         ]
@@ -251,7 +250,7 @@ class _Copy:
 
 
 def _copied(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield copies in host memory; of large tensors that are there already, in a file."""
+    """Yield copies in host memory, or in a file for large tensors that are in host memory already."""
     local = [local_part(each.detach()).resolve_conj().resolve_neg() for each in tensors]
     in_file = [each.is_cpu and not each.is_sparse and each.nbytes >= _SMALL_BYTES for each in local]
     mapped = iter(map_file(list(itertools.compress(local, in_file))))

@@ -104,10 +104,10 @@ def choose_settings(dataset: Dataset[Any], batch_size: int, machine: Machine) ->
     ]
     if isinstance(dataset, TensorDataset):
         num_workers = 0
-        reasons.append("rather none: the samples are tensors in memory, and there is nothing to prepare")
+        reasons.append("0 workers instead: the samples are tensors in memory, and there is nothing to prepare")
     elif not machine.may_start_processes:
         num_workers = 0
-        reasons.append("rather none: this is a daemonic process, which may not start others")
+        reasons.append("0 workers instead: this is a daemonic process, which may not start others")
     prefetch = _PREFETCH
     if num_workers and batch_bytes:
         limits = {"available host memory": int(_RAM_SHARE * machine.available_bytes)}
@@ -119,11 +119,11 @@ def choose_settings(dataset: Dataset[Any], batch_size: int, machine: Machine) ->
             prefetch = 1
             num_workers = min(num_workers, fitting)
             reasons.append(
-                f"rather {num_workers}, with one batch ahead each: a batch takes {format_bytes(batch_bytes)}, and "
+                f"{num_workers} workers instead, each one batch ahead: a batch takes {format_bytes(batch_bytes)}, and "
                 f"{format_bytes(limits[scarce])} of {scarce} may hold waiting ones"
             )
     elif num_workers:
-        reasons.append("the size of a batch is not known before it is loaded: host memory is not looked at")
+        reasons.append("host memory is not considered: the size of a batch is not known before it is loaded")
     reasons.append(
         "pinned memory, so that copies to the device do not wait"
         if machine.has_accelerator
@@ -156,7 +156,7 @@ def make_dataloader(
         A `torch.utils.data.DataLoader`.
 
     Raises:
-        ConfigError: ``batch_size`` is not an integer of 1 or more, or ``num_workers`` not one of 0 or more.
+        ConfigError: ``batch_size`` is not an integer of 1 or more, or ``num_workers`` is not one of 0 or more.
         InputTypeError: ``dataset`` is a DataLoader or cannot be indexed, or torch's DataLoader has no such argument.
 
     Memory cost: ``num_workers * prefetch_factor`` batches in host memory, plus the worker processes themselves.
@@ -199,7 +199,7 @@ def _check_dataset(dataset: object, batch_size: int) -> None:
         return
     else:
         got, fix = f"a {type(dataset).__name__}", "write make_dataloader(list(samples)), or pass a torch Dataset"
-    raise InputTypeError("make_dataloader(dataset)", got=got, expected="a data set of samples", fix=fix)
+    raise InputTypeError("make_dataloader(dataset)", got=got, expected="a dataset of samples", fix=fix)
 
 
 def _check_workers(num_workers: object) -> None:

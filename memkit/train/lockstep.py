@@ -4,7 +4,7 @@ A rank that fails in the middle of forward or backward would leave the others wa
 
 * Each of FSDP's collectives passes through a `_Channel`, which counts it. The sequence of a micro-batch's collectives
   does not depend on its rows, so one rehearsal with two rows determines it.
-* A failing rank drops its tensors, resets FSDP's iteration state, and walks along: it joins all-gathers with its real
+* A failing rank drops its tensors, resets FSDP's iteration state, and stays in step: it joins all-gathers with its real
   shards, so the others compute with real parameters and get no NaN, and joins reduce-scatters with zeros.
 * At the end of the batch one small all_reduce tells all ranks whether one of them failed. If so, all restart the
   batch, from zeroed gradients (`memkit.train.sharded`).
@@ -83,7 +83,7 @@ class Lockstep:
 
     Attributes:
         is_rehearsed: Whether a micro-batch's sequence is known.
-        is_steady: Whether all micro-batches communicate identically, so that a rank may walk along.
+        is_steady: Whether all micro-batches communicate identically, so that a failed rank can stay in step.
 
     Raises:
         AttributeError: FSDP's collectives have moved in this torch version.
@@ -147,19 +147,18 @@ class Lockstep:
         self._foreign = listener.names
 
     def end_rehearsal(self) -> None:
-        """Compare the ranks' recorded sequences; all must call it. Warn if no rank can walk along."""
+        """Compare the ranks' recorded sequences; all must call it. Warn if a failed rank could not stay in step."""
         self.is_rehearsed = True
         obstacle = ""
         if len(self._foreign) != len(self._sequence):
-            obstacle = (
-                f"the model or the loss exchanges more than FSDP does (in all {', '.join(sorted(set(self._foreign)))})"
-            )
+            names = ", ".join(sorted(set(self._foreign)))
+            obstacle = f"the model or the loss communicates outside FSDP, too (all collectives: {names})"
         elif any(dist.get_world_size(call.group) != self.shards.num_ranks for call in self._sequence):
             obstacle = "parameters are resharded to a smaller mesh after forward"
         mark = float(zlib.crc32(repr(self._sequence).encode()))
         has_obstacle, highest, negative_lowest = self.shards.max([float(bool(obstacle)), mark, -mark])
         if has_obstacle or highest != -negative_lowest:
-            self.give_up(obstacle or "the ranks exchange different things")
+            self.give_up(obstacle or "the ranks run different collectives")
 
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
@@ -182,11 +181,11 @@ class Lockstep:
             if is_root(state):
                 module.reset_iter_state()
 
-    def walk_on(self) -> None:
+    def join_rest(self) -> None:
         """Join the micro-batch's remaining collectives without contributing gradients."""
-        self.walk(self._num_calls)
+        self.join(self._num_calls)
 
-    def walk(self, start: int = 0) -> None:
+    def join(self, start: int = 0) -> None:
         """Join a micro-batch's collectives from number ``start`` on without contributing gradients."""
         for call in self._sequence[start:]:
             module = self._modules[call.channel // 2]
@@ -194,10 +193,10 @@ class Lockstep:
                 insist(module.unshard, "gathering parameters for the other ranks")
                 module.reshard()
             else:
-                insist(functools.partial(self._reduce_nothing, call), "reducing with the other ranks")
+                insist(functools.partial(self._reduce_zeros, call), "reducing with the other ranks")
 
     def give_up(self, reason: str) -> None:
-        """Turn recovery off because no rank can walk along: errors now pass through. Warns on all ranks."""
+        """Turn recovery off because a failed rank cannot stay in step: errors now pass through. Warns on all ranks."""
         self.is_steady = False
         if self._has_warned:
             return
@@ -223,20 +222,20 @@ class Lockstep:
             self.is_steady = self.is_steady and call == expected
             self._num_calls += 1
 
-    def _reduce_nothing(self, call: _Call) -> None:
+    def _reduce_zeros(self, call: _Call) -> None:
         channel = self._channels[call.channel]
-        nothing, unused = (
+        zeros, unused = (
             channel.allocate((size,), dtype=call.dtype, device=call.device)
             for size in (call.num_elements, call.num_elements // self.shards.num_ranks)
         )
-        channel(output_tensor=unused, input_tensor=nothing.zero_(), group=call.group, **call.options)
+        channel(output_tensor=unused, input_tensor=zeros.zero_(), group=call.group, **call.options)
 
 
 def _refuse_torn(description: str) -> NoReturn:
     raise StateError(
         "MemoryEfficientTrainingWrapper",
         got=f"out of memory inside a collective: {description}",
-        expected="memory for what the ranks exchange: the parameters of one fully_shard module",
+        expected="memory for one exchange between the ranks: the parameters of one fully_shard module",
         fix="call fully_shard on smaller modules too; resume all ranks from the last checkpoint.",
     )  # not an out-of-memory error: a retry would not match the other ranks
 

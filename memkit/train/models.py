@@ -37,7 +37,9 @@ def may_recover_alone(
     """Return whether this process may rerun a micro-batch without the other ranks; warn if it may not."""
     if not is_sharded and not (num_ranks > 1 and exchanges_statistics(model)):
         return True
-    obstacle = is_sharded and (missing_for_lockstep() or "with split_fn=..., or this torch shards in another way")
+    obstacle = is_sharded and (
+        missing_for_lockstep() or "split_fn=... is used, or this torch version shards differently"
+    )
     warn_user(
         f"{call}: no recovery from out-of-memory here: the ranks exchange "
         + (f"parameters (and cannot agree: {obstacle})" if is_sharded else "batch statistics")

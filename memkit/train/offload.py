@@ -92,7 +92,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._held: OrderedDict[int, weakref.ref[_Record]] = OrderedDict()  # by identity, oldest first
         self._active: list[contextlib.AbstractContextManager[Self]] = []
         self.held_bytes = self.written_bytes = 0
-        self._num_on_cpu, self._has_moved, self._is_told = 0, False, False
+        self._num_on_cpu, self._has_moved, self._has_warned = 0, False, False
 
     def __enter__(self) -> Self:
         """Start offloading."""
@@ -102,8 +102,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     def __exit__(self, *error: Any) -> None:
         """Stop offloading; saved tensors stay where they are until their backward."""
         self._active.pop().__exit__(*error)
-        if self._num_on_cpu and not self._has_moved and not self._is_told:
-            self._is_told = True
+        if self._num_on_cpu and not self._has_moved and not self._has_warned:
+            self._has_warned = True
             warn_user(
                 "offload_activations(to='host') moves tensors of an accelerator, but those of this forward are on "
                 f"the CPU: {self._num_on_cpu} stay where they are, and no memory is saved. Way out: pass to='disk', "
@@ -192,10 +192,10 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
 
 def read_offload(offload: object) -> frozenset[str]:
-    """Return what is to be offloaded; None is nothing.
+    """Read the wrapper's ``offload`` setting; None is the empty set.
 
     Raises:
-        ConfigError: It is no collection of what can be.
+        ConfigError: It is not a collection of ``"activations"`` and ``"optimizer"``.
     """
     if offload is None:
         return frozenset()
@@ -215,7 +215,7 @@ def read_offload(offload: object) -> frozenset[str]:
 def make_offload(
     choice: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer], cleanup: contextlib.ExitStack
 ) -> offload_activations | None:
-    """Apply the wrapper's ``offload`` setting, to the next larger memory; return the activation offload, if any."""
+    """Apply the wrapper's ``offload`` setting (to the next larger memory); return the activation offload, if any."""
     if "optimizer" in choice:
         cleanup.enter_context(moved_state(optimizers))
     if "activations" not in choice:
@@ -324,7 +324,7 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
 def _refuse_changed(shape: str = "") -> NoReturn:
     node = current_node()
     raise StateError(
-        "backward() of what offload_activations saved",
+        "backward() through tensors that offload_activations saved",
         got=f"a tensor{shape} that was changed in place after it was saved for {node.name() if node else 'backward'}",
         expected="saved tensors that stay unchanged until backward",
         fix="change a copy (x = x + 1 instead of x += 1), or change it after backward.",

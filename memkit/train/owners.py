@@ -1,7 +1,7 @@
 """Checks of the model and the optimizers over which a wrapper or an accumulator is built.
 
-What people hand over instead (a trainer of another library, a class, the two swapped) is recognized by name, without
-importing that library, and led to what serves it.
+Objects passed by mistake (a trainer of another library, a class, the two swapped) are recognized by name, without
+importing that library, and the error names the right call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memkit.train.backward_steps import steps_in_backward
 from memkit.train.checks import ACCUMULATOR, WRAPPER, Caller
 from memkit.train.gradients import as_list
 
-# By library and class: what an object is, and what to do with it. Subclasses count too.
+# By library and class: a description of the object, and the way out. Subclasses count too.
 _TRAINERS = {
     ("transformers", "Trainer"): (
         "a Hugging Face Trainer, which runs steps of its own",
@@ -37,14 +37,14 @@ _TRAINERS = {
         ),
     ),
     ("lightning", "Fabric"): (
-        "a Fabric, which is no model",
+        "a Fabric, which is not a model",
         (
             "from memkit.integrations.fabric import FabricSplitLoss; model, optimizer = fabric.setup(model, "
             "optimizer); split = FabricSplitLoss(model); fabric.backward(split(batch, loss_fn))."
         ),
     ),
     ("accelerate", "Accelerator"): (
-        "an Accelerator, which is no model",
+        "an Accelerator, which is not a model",
         (
             "write model, optimizer = accelerator.prepare(model, optimizer); then "
             "MemoryEfficientTrainingWrapper(model, optimizer)."
@@ -81,7 +81,7 @@ _LIBRARIES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
 
 def library_kind(thing: object, known: Mapping[tuple[str, str], Any]) -> tuple[str, str] | None:
-    """Return the library and the class by which an object is known, through its base classes; None if it is not."""
+    """Return the known library and class of an object, or of one of its base classes; None if it is unknown."""
     for each in type(thing).__mro__:
         library = each.__module__.partition(".")[0]
         kind = _LIBRARIES.get(library, library), each.__name__
@@ -100,11 +100,11 @@ def read_model(model: object, optimizer: object) -> nn.Module:
     refuse_trainer(model)
     call = f"{WRAPPER.kind}(model, optimizer)"
     if not isinstance(model, nn.Module):
-        got, fix = _what_instead_of_a_model(model, optimizer)
+        got, fix = _describe_non_model(model, optimizer)
         raise InputTypeError(call, got=got, expected=_EXPECTED, fix=fix)
     if library_kind(model, _MODULES) is not None:
         warn_user(
-            f"{call}: this model is a LightningModule, of which the wrapper uses forward alone: training_step, "
+            f"{call}: this model is a LightningModule, of which the wrapper uses only forward: training_step, "
             "configure_optimizers and the hooks are not called. For training by a Lightning Trainer derive it from "
             "memkit.integrations.lightning.MemoryEfficientModule instead."
         )
@@ -122,13 +122,13 @@ def refuse_trainer(
     """Refuse a trainer of another library, and a LightningModule that came without an optimizer.
 
     Args:
-        thing: What came.
+        thing: The object that was passed.
         has_optimizer: Whether an optimizer came with it.
         call: The user's call, for the message.
-        expected: What should have come.
+        expected: The object that should have been passed, for the message.
 
     Raises:
-        InputTypeError: It is one; the way out leads to its adapter.
+        InputTypeError: It is one; the message names its adapter.
     """
     kind = library_kind(thing, _TRAINERS if has_optimizer else {**_TRAINERS, **_MODULES})
     if kind is not None:
@@ -136,8 +136,8 @@ def refuse_trainer(
         raise InputTypeError(call, got=got, expected=expected, fix=fix) from None
 
 
-def _what_instead_of_a_model(model: object, optimizer: object) -> tuple[str, str]:
-    """Return what came instead of a model, and the way out."""
+def _describe_non_model(model: object, optimizer: object) -> tuple[str, str]:
+    """Describe an object passed in place of a model, and the way out."""
     right = f"{WRAPPER.kind}(model, optimizer)"
     if isinstance(model, Optimizer):
         if isinstance(optimizer, nn.Module):
@@ -203,7 +203,7 @@ def _built(caller: Caller, optimizer: str = "optimizer") -> str:
 
 
 def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
-    """Return the error for something that is no optimizer."""
+    """Return the error for an object that is not an optimizer."""
     refuse_trainer(value, call=_built(caller), expected=_EXPECTED_OPTIMIZER)
     known = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type) and name != "Optimizer"}
     schedule = ", scheduler=scheduler" if caller is WRAPPER else ""
@@ -225,7 +225,7 @@ def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         made, got = f"scheduler.optimizer{schedule}", f"a schedule ({type(value).__name__})"
     elif isinstance(getattr(value, "optimizer", None), Optimizer):  # such as Lightning's and Fabric's
-        made = f"optimizer.optimizer{schedule}"  # what is around it may set the learning rate, and would not run
+        made = f"optimizer.optimizer{schedule}"  # the outer object may set the learning rate, and would not run
         got = f"a {type(value).__name__} around an optimizer, whose own step() would not run"
     return InputTypeError(
         _built(caller),
@@ -262,7 +262,7 @@ def check_steps_later(optimizers: Sequence[Optimizer], caller: Caller) -> None:
                 _built(caller),
                 got=f"{type(each).__name__}, which steps inside of backward",
                 expected="an optimizer outside of step_in_backward, because gradients must accumulate",
-                fix="leave the block `with mk.train.step_in_backward(optimizer):` before, or keep it and call "
+                fix="leave the block `with mk.train.step_in_backward(optimizer):` first, or keep it and call "
                 "loss.backward() yourself.",
             )
 

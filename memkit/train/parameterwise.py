@@ -83,7 +83,7 @@ def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
         >>> with mk.train.atomic_steps(SignSGD(torch.nn.Linear(3, 1).parameters())):
         ...     pass
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):  # type: ignore[redundant-expr]  # people pass any
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):  # type: ignore[redundant-expr]  # users pass anything
         raise InputTypeError(
             "register_parameterwise(kind)",
             got=f"a {type(kind).__name__}",
@@ -172,13 +172,13 @@ def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
 def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
     """Run the optimizer's own step on some of a group's parameters, without its hooks."""
     lent = {**group, "params": list(parameters)}
-    groups, before = optimizer.param_groups, _kept_elsewhere(optimizer, lent)
+    groups, before = optimizer.param_groups, _outside_state(optimizer, lent)
     try:
         optimizer.param_groups = [lent]
         own_step(optimizer)(optimizer)
     finally:
         optimizer.param_groups = groups
-    if _kept_elsewhere(optimizer, lent) != before:
+    if _outside_state(optimizer, lent) != before:
         name = type(optimizer).__name__
         raise ConfigError(
             f"register_parameterwise({name})",
@@ -190,7 +190,7 @@ def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Te
         )
 
 
-def _kept_elsewhere(optimizer: Optimizer, group: Group) -> list[object] | None:
+def _outside_state(optimizer: Optimizer, group: Group) -> list[object] | None:
     """Return everything visible that a registered optimizer's step must not change; None for torch's own."""
     if type(optimizer) not in _REGISTERED:
         return None
@@ -243,7 +243,7 @@ def lent_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iter
         visiting = {
             name: value.to(parameter.device, copy=True)
             for name, value in state.items()
-            if _lies_elsewhere(value, parameter)
+            if _is_on_other_device(value, parameter)
         }
         if visiting:
             lent.append((parameter, state, visiting))
@@ -267,6 +267,6 @@ def _copy_all(copies: Sequence[Callable[[], object]]) -> None:
         insist(each, "optimizer.step()")
 
 
-def _lies_elsewhere(value: object, parameter: torch.Tensor) -> bool:
+def _is_on_other_device(value: object, parameter: torch.Tensor) -> bool:
     # Counters are always on the host, and SparseAdam's are not tensors.
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device

@@ -1,4 +1,4 @@
-"""Gradient penalties for a GAN's discriminator, in float32 whatever the surrounding precision."""
+"""Gradient penalties for a GAN's discriminator, in float32 under any surrounding precision."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gradient_penalty(
 
     Raises:
         InputError: The input is not floating or has no rows, the shapes differ, or the output does not depend on it.
-        InputTypeError: The input is no tensor, or discriminator and input were exchanged.
+        InputTypeError: The input is not a tensor, or discriminator and input were swapped.
 
     Memory cost: one forward's activations and the graph of its backward; float32 copies of half-precision parameters.
 

@@ -17,22 +17,22 @@ from memkit.train.split import map_leaves
 
 PrecisionName = Literal["bf16-mixed", "bf16", "fp16-mixed", "fp16", "bf16-true", "fp32", "32-true", "auto"]
 _CALL = "MemoryEfficientTrainingWrapper"
-_NAMES = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "32-true": "fp32"}  # other words for the same
+_NAMES = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "32-true": "fp32"}  # synonyms
 _KNOWN = ("bf16-mixed", "fp16-mixed", "bf16-true", "fp32", "auto")
-# How accelerate, Lightning and torch call precisions: what to write instead.
+# Names of precisions in accelerate, Lightning and torch, by the name here.
 _FOREIGN = {
     "fp32": ("32", "float32", "fp32-true", "no", "full", "float", "none", "32-mixed"),
     "bf16-mixed": ("bfloat16", "amp", "mixed", "true", "bf16_mixed", "amp_bf16", "bfloat16-mixed"),
     "fp16-mixed": ("16", "16-mixed", "float16", "half", "fp16_mixed", "amp_fp16", "float16-mixed"),
     "bf16-true": ("bf16_true", "bfloat16-true", "bf16-full", "pure_bf16"),
 }
-_OFF = contextlib.nullcontext()  # reentrant, as it holds nothing
+_OFF = contextlib.nullcontext()  # stateless, so it can be entered again
 _HALVES = {"16-true", "fp16-true", "float16-true"}
 _DOUBLES = {"64", "64-true", "float64", "double", "fp64"}
 
 
 def read_precision(name: object) -> str | None:
-    """Return the precision by its own name; None keeps the model's.
+    """Return the main name of a precision; None keeps the model's.
 
     Raises:
         ConfigError: The name is unknown; the message says what this library calls it.
@@ -44,7 +44,7 @@ def read_precision(name: object) -> str | None:
         return known
     word = str(name).removeprefix("torch.").lower()
     meant = next((each for each, words in _FOREIGN.items() if word in words), None)
-    if meant is None and word in {*_KNOWN, *_NAMES}:  # in another case
+    if meant is None and word in {*_KNOWN, *_NAMES}:  # in other letters of case
         meant = word
     fix = f"pass precision={meant!r}." if meant else "pass precision='bf16-mixed', or 'fp16-mixed' on older cards."
     if word in _HALVES:
@@ -66,8 +66,8 @@ class Precision:
 
     Args:
         model: The model; ``"bf16-true"`` converts it until `close`.
-        name: None changes nothing, and ``"fp32"`` (``"32-true"``) neither, but wants float32 parameters; ``"auto"`` is
-            ``"bf16-mixed"`` where the device handles it well, else None.
+        name: None changes nothing; nor does ``"fp32"`` (``"32-true"``), which requires float32 parameters; ``"auto"``
+            is ``"bf16-mixed"`` where the device handles it well, else None.
         device: The model's device.
         scaler: The user's own loss scaler; None makes one for ``"fp16-mixed"``.
 
@@ -76,8 +76,8 @@ class Precision:
         scaler: The loss scaler, if there is one and it is enabled.
 
     Raises:
-        ConfigError: The name is unknown, or the model's parameters do not go with it.
-        InputTypeError: ``scaler`` is no `torch.amp.GradScaler`.
+        ConfigError: The name is unknown, or the model's parameters have the wrong dtype for it.
+        InputTypeError: ``scaler`` is not a `torch.amp.GradScaler`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Precision:
             warn_user(
                 f"precision={name!r} on a CPU, which emulates float16: steps are 4 to 60 times slower than in "
                 "float32 and save hardly any memory. Use precision=None, or 'bf16-mixed' on a CPU that has "
-                "bfloat16; move a model for an accelerator there first: model.to('cuda')."
+                "bfloat16; to train on an accelerator, move the model there first: model.to('cuda')."
             )
         self.name = None if chosen == "fp32" else chosen
         if scaler is None and chosen == "fp16-mixed":
@@ -142,10 +142,10 @@ class Precision:
 
 
 def _check_parameters(model: nn.Module, name: str | None, *, has_scaler: bool) -> None:
-    """Refuse parameters that are not what a precision stands for.
+    """Refuse parameters whose dtype does not fit the precision.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: A dtype does not fit.
     """
     dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
     if name == "fp32" and dtypes - {torch.float32}:
@@ -167,10 +167,10 @@ def _check_parameters(model: nn.Module, name: str | None, *, has_scaler: bool) -
 
 
 def _check_scaler(scaler: object, name: str | None, device: torch.device) -> None:
-    """Refuse what is no loss scaler; warn of float16 without one.
+    """Refuse anything but a loss scaler of torch; warn of float16 with a disabled one.
 
     Raises:
-        InputTypeError: It is none of torch's.
+        InputTypeError: ``scaler`` is not a `torch.amp.GradScaler`.
     """
     if scaler is None:
         return

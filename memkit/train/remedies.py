@@ -26,17 +26,17 @@ class Remedies:
     """Reduces the memory of a micro-batch that ran out of it, with remedies that keep its gradient bit for bit.
 
     First the model's repeated blocks are recomputed in backward, if a check on a few rows shows that this keeps the
-    gradient (a block that changes attributes would see them changed); then an accelerator's saved activations are
-    offloaded to host memory. Both stay on, since the next batch is as large. If they do not suffice and the batch may
-    be split, they are taken back: parts that fit need neither. On the CPU, activations can only be offloaded to disk,
-    which is slower than a split, so that comes last. Each remedy is reported once.
+    gradient (a block that changes its attributes would run again with the changed ones); then an accelerator's saved
+    activations are offloaded to host memory. Both stay on, since the next batch is as large. If they do not suffice and
+    the batch may be split, they are taken back: parts that fit need neither. On the CPU, activations can only be
+    offloaded to disk, which is slower than a split, so that comes last. Each remedy is reported once.
 
     Args:
         model: The model.
         call: The user's call, for messages.
-        may_look: Whether it may be checked that recomputing blocks keeps the gradient.
+        may_check: Whether it may be checked that recomputing blocks keeps the gradient.
         is_sharded: Whether its parameters are sharded over ranks, which must all do the same.
-        checkpoint: The user's choice of blocks; None for none.
+        checkpoint: The user's choice of blocks, or None.
         offload: The user's ``offload`` setting.
     """
 
@@ -45,22 +45,22 @@ class Remedies:
         model: nn.Module,
         *,
         call: str,
-        may_look: bool,
+        may_check: bool,
         is_sharded: bool = False,
         checkpoint: object = None,
         offload: Collection[str] = (),
     ) -> None:
         self._model, self._call = model, call
         may_change = not is_sharded and not any(is_compiled(each) for each in model.modules())
-        self._can: list[RemedyName] = ["recompute"] if may_change and may_look and checkpoint is None else []
+        self._can: list[RemedyName] = ["recompute"] if may_change and may_check and checkpoint is None else []
         self._can += ["offload"] if may_change and "activations" not in offload else []
         self._left = [each for each in self._can if each == "recompute" or device_of(model).type != "cpu"]
         self._checkpointing: Checkpointing | None = None
         self._offload: offload_activations | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._is_last = self._is_proven = False
         self._message = "", ""
-        # Looked up now: where the host's memory runs out, there may be none to read the catalog.
+        # Looked up now: once the host's memory runs out, there may be too little to read the catalog.
         self._known = {"recompute": remedy("checkpoint"), "offload": remedy("offload_activations")}
 
     @property
@@ -128,8 +128,8 @@ class Remedies:
 
     def tell(self, kind: str, what: str, done: str) -> None:
         """Report, once per kind, what was done about an out-of-memory."""
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._reported:
+            self._reported.add(kind)
             warn_user(f"{self._call}: {what}. Training continues: {done}")
 
     def close(self) -> None:

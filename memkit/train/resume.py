@@ -118,7 +118,7 @@ def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress:
     tensors = {"": parameter, **state}
     versions = {name: version_of(each) for name, each in tensors.items()}
     try:
-        with _LeavingOut({id(each): progress.get(name, 0) for name, each in tensors.items()}):
+        with _SkipApplied({id(each): progress.get(name, 0) for name, each in tensors.items()}):
             step_group(optimizer, group, [parameter])
     except BaseException:
         for name, each in tensors.items():  # skipped operators have raised versions too
@@ -126,7 +126,7 @@ def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress:
         raise
 
 
-class _LeavingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _SkipApplied(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
     """Skips the first in-place operators on some tensors.
 
     Args:

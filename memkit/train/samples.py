@@ -1,9 +1,9 @@
 """Containers of a batch, and which lists in it hold one entry per sample.
 
 Tensors stacked by a collate function have the samples in dimension 0. Samples of different sizes cannot be stacked: a
-batch of them is a list, or has lists, with one entry per sample, such as the images and the boxes of detection. What a
-list is, is decided once for the whole batch (`mark_samples`), not for its parts: a part of three images in RGB would
-look like columns of three rows.
+batch of them is a list, or has lists, with one entry per sample, such as the images and the boxes of detection. Whether
+a list holds samples or columns is decided once for the whole batch (`mark_samples`), not for each part: a part of three
+images in RGB would look like columns of three rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SampleList:
 
     Attributes:
         items: The entries.
-        is_open: The list could as well hold columns, which have as many rows as it has entries.
-        is_guess: It could as well hold columns of another number of rows, and nothing else in the batch tells.
+        is_open: Whether the list could just as well hold columns, with as many rows as it has entries.
+        is_guess: Whether it could just as well hold columns with another number of rows: nothing in the batch decides.
     """
 
     __slots__ = ("is_guess", "is_open", "items")
@@ -37,7 +37,7 @@ class SampleList:
         self.items, self.is_open, self.is_guess = items, is_open, is_guess
 
     def with_items(self, items: Any) -> SampleList:
-        """Return the same with other entries."""
+        """Return a copy with other entries."""
         return SampleList(items, is_open=self.is_open, is_guess=self.is_guess)
 
 
@@ -65,7 +65,7 @@ def _mark_samples(batch: Any) -> Any:
         return _as_one_sample(batch)
     is_alone = not sizes
     if is_alone:
-        found = [each for each in found if each[1] == "either" or not _are_rather_unlike(each[0])]
+        found = [each for each in found if each[1] == "either" or not _are_probably_columns(each[0])]
     if not found:
         return batch
     if is_alone:
@@ -73,7 +73,7 @@ def _mark_samples(batch: Any) -> Any:
     is_known = bool(sizes)
     if not sizes:
         node = found[0][0]
-        sizes = {len(node) if _are_rather_samples(node) else _first_dimension(node)}
+        sizes = {len(node) if _are_probably_samples(node) else _first_dimension(node)}
     if len(sizes) != 1:
         return batch  # to be refused, or never cut
     (num_rows,) = sizes
@@ -83,11 +83,11 @@ def _mark_samples(batch: Any) -> Any:
         if len(node) != num_rows:
             continue
         is_both = reading == "either" and _first_dimension(node) == num_rows and not is_list_of_samples
-        if is_both and not (_are_rather_samples(node) or (_are_images(node) and not is_alone)):
+        if is_both and not (_are_probably_samples(node) or (_are_images(node) and not is_alone)):
             continue
         is_sure = type(node[0]) is tuple  # no collate function makes a list of tuples
-        is_told = is_known or not isinstance(node[0], ARRAYS) or _are_images(node)
-        is_guess = reading == "either" and not is_told
+        is_decided = is_known or not isinstance(node[0], ARRAYS) or _are_images(node)
+        is_guess = reading == "either" and not is_decided
         is_open = is_both and not (is_alone or is_sure)
         marked[id(node)] = SampleList(node, is_open=is_open, is_guess=is_guess)
     return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
@@ -150,7 +150,7 @@ def _reading(node: Sequence[Any], *, is_whole: bool) -> Literal["columns", "samp
     if not node or isinstance(node[0], PLAIN) or not _are_of_one_kind(node):
         return "columns"
     if not isinstance(node[0], ARRAYS) and children_of(node[0]) is None:
-        # Objects, such as graphs; beside tensors, also paths.
+        # Objects, such as graphs; next to tensors, also paths.
         return "samples" if not is_whole or hasattr(node[0], "__dict__") else "columns"
     sizes = _first_dimensions(node)
     if len(sizes) > 1 and len(node) > 1:
@@ -186,8 +186,8 @@ def _first_dimension(node: Sequence[Any]) -> int:
     return min(_first_dimensions(node), default=0)
 
 
-def _are_rather_unlike(node: Sequence[Any]) -> bool:
-    """Return whether two or three tensors are rather columns of different things, such as nodes and edges."""
+def _are_probably_columns(node: Sequence[Any]) -> bool:
+    """Return whether two or three tensors are probably columns of different things, such as nodes and edges."""
     is_few = len(node) < _SURELY_MANY and isinstance(node[0], ARRAYS)
     return is_few and (node[0].ndim == 1 or len({tuple(each.shape[1:]) for each in node}) > 1)
 
@@ -196,8 +196,8 @@ def _are_images(node: Sequence[Any]) -> bool:
     return isinstance(node[0], ARRAYS) and node[0].ndim == 3 and node[0].shape[0] in (1, 3, 4)
 
 
-def _are_rather_samples(node: Sequence[Any]) -> bool:
-    """Return whether entries of equal first dimensions are rather samples than columns, as far as one can tell.
+def _are_probably_samples(node: Sequence[Any]) -> bool:
+    """Return whether entries of equal first dimensions are more likely samples than columns.
 
     A DataLoader's own collate function makes lists of columns: two or three of a kind (noisy and clean images), or
     several of integers (tokens, masks, labels). It never makes a list of tuples.
@@ -227,9 +227,9 @@ def doubt_of_columns(batch: Any, *, is_checked: bool) -> tuple[str, bool]:
         return "", False
     number = len(batch)
     text = (
-        f"the batch is a list of {number} tensors, which are taken for columns of {len(batch[0])} rows and split "
-        f"inside. If they are {number} samples, let each be a tuple: [(each,) for each in batch]; if columns, pass "
+        f"the batch is a list of {number} tensors, which are treated as columns of {len(batch[0])} rows and split "
+        f"along them. If they are {number} samples, let each be a tuple: [(each,) for each in batch]; if columns, pass "
         "tuple(batch)."
     )
     look_like_images = batch[0].ndim == 3 and batch[0].shape[0] == 3
-    return text, look_like_images or not (is_checked or _are_rather_unlike(batch))
+    return text, look_like_images or not (is_checked or _are_probably_columns(batch))

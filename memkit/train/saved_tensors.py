@@ -55,8 +55,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     same tensors and with the same random numbers; no module runs twice, and statistics of BatchNorm are updated once.
     The same object can be entered again for each forward. A forward that runs other operators than the planned one (for
     a batch of another shape, or by another branch) gives the same gradients too, but may take more memory: tensors
-    whose operators are not in the plan stay. That is said once, as a warning. What is changed through ``.data`` or
-    NumPy, unseen by autograd, has its new value in the plain step's backward, and here the one that was saved.
+    whose operators are not in the plan stay. A warning says so once. A change through ``.data`` or NumPy, which
+    autograd does not see, reaches the plain step's backward; here backward gets the value that was saved.
 
     Args:
         plan: The plan, from `plan_training(...).saved_tensors`. None keeps every tensor.
@@ -66,7 +66,7 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
         num_recomputed: Operators of the last forward that are run again if their results are needed.
 
     Raises:
-        InputTypeError: ``plan`` is no plan for saved tensors.
+        InputTypeError: ``plan`` is not a plan for saved tensors.
         StateError: It was entered twice, or inside of other hooks on saved tensors (of `offload_activations`, or of a
             checkpoint around it), which would have no effect. From the backward: a tensor that is needed was changed in
             place, or its memory was released.
@@ -160,7 +160,7 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 
 
 class _Operator:
-    """What becomes of the results of one operator, call by call."""
+    """The fate of one operator's results, call by call."""
 
     __slots__ = ("changes", "count", "fates", "run")
 
@@ -172,7 +172,7 @@ class _Operator:
 class _Forward(LeanDispatchMode):
     """One forward under a plan.
 
-    Operators are counted by name: one that the plan does not know does not shift the others.
+    Operators are counted by name, so one that is not in the plan does not shift the others.
     """
 
     supports_higher_order_operators = True
@@ -225,13 +225,13 @@ class _Forward(LeanDispatchMode):
         return self._recorded(func, args, kwargs)
 
     def _leave_out_seed(self) -> None:
-        """Take back the gradient that `backward` makes for the loss."""
+        """Do not count the gradient that `backward` makes for the loss."""
         if self._latest is _SEED:
             self._operators[_SEED].count -= 1
         self._latest = None
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and write it down."""
+        """Run an operator, and record it."""
         if not repeats(func):
             return func(*args, **kwargs)
         self.num_recomputed += 1
@@ -256,7 +256,7 @@ class _Forward(LeanDispatchMode):
         return out
 
     def _before_change(self, written: Sequence[Tensor], *, is_recorded: bool) -> None:
-        """Copy what operators that run again need of tensors that are about to change."""
+        """Copy tensors that are about to change, if operators that run again need them."""
         for tensor in written:
             for kept in self._leaves.find(tensor) or ():
                 leaf = kept()
@@ -273,7 +273,7 @@ class _Forward(LeanDispatchMode):
         return known if isinstance(known, Value) else None
 
     def _source(self, tensor: Tensor) -> OperatorInput:
-        """How an operator that runs again gets this tensor; below autograd."""
+        """Return how an operator that runs again gets this tensor, which is below autograd."""
         known = self._storages.find(tensor)
         if isinstance(known, Value) and not known.is_lost:
             return Reading.of(tensor, known)
@@ -286,7 +286,7 @@ class _Forward(LeanDispatchMode):
         return leaf
 
     def pack(self, tensor: Tensor) -> OperatorInput:
-        """Keep a tensor that autograd saves, or only the way to it."""
+        """Keep a tensor that autograd saves, or only the way to recompute or reload it."""
         known = self._storages.find(tensor)
         if isinstance(known, Value) and not known.is_lost and known.is_filled:
             return Reading.of(tensor, known)
@@ -317,7 +317,7 @@ class _Forward(LeanDispatchMode):
 
 
 def _fates(plan: SavedTensorPlan) -> dict[str, tuple[int, dict[int, Fate]]]:
-    """Return, for each operator's name, how often it runs, and what becomes of the results by the number of the run."""
+    """Return, by operator name, how often it runs, and the fate of its results by the number of the run."""
     found: dict[str, tuple[int, dict[int, Fate]]] = {}
     for number, name in enumerate(plan.operators):
         count, fates = found.get(name, (0, {}))

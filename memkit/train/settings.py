@@ -1,4 +1,4 @@
-"""Checks of the wrapper's settings: each refusal ends with what to write."""
+"""Checks of the wrapper's settings: each error ends with the corrected call."""
 
 from __future__ import annotations
 
@@ -88,17 +88,17 @@ def check_on_gradients(on_gradients: object) -> None:
             expected="on_gradients(model)",
             fix=f"pass {right}.",
         ) from None
-    except ValueError:  # a function in C that does not tell its arguments
+    except ValueError:  # a function in C without a signature
         return
 
 
 def check_config(config: object, constructor: Callable[..., None]) -> None:
-    """Check that a config has what `MemoryEfficientTrainingWrapper.from_config` takes from it."""
+    """Check that a config has the entries that `MemoryEfficientTrainingWrapper.from_config` reads."""
     if not all(hasattr(config, name) for name in _OF_CONFIG):
         raise InputTypeError(
             f"{_KIND}.from_config(model, optimizer, config)",
             got=f"the text {config!r}" if isinstance(config, str) else f"a {type(config).__name__}",
-            expected="a config, as mk.get_preset_config returns it",
+            expected="a config, as returned by mk.get_preset_config",
             fix=_way_to_configure(config, constructor),
         )
 
@@ -114,7 +114,7 @@ def _way_to_configure(config: object, constructor: Callable[..., None]) -> str:
     elif isinstance(config, Mapping):
         settings = {str(name): value for name, value in config.items()}
         words = ForeignWords(WRAPPER_WORDS)
-        own, model, optimizer = object(), object(), object()  # which the corrected call names
+        own, model, optimizer = object(), object(), object()  # placeholders for the first three arguments
         try:
             refuse_call(constructor, _KIND, (own, model, optimizer), settings, words, is_method=True)
         except InputTypeError as error:

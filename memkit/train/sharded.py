@@ -17,8 +17,8 @@ from memkit.train.lockstep import Lockstep
 from memkit.train.models import may_recover_alone
 from memkit.train.split import SplitFn, take_rows
 
-# All ranks must split their batches into the same number of parts, whatever the shapes of their batches. So the
-# remembered size is a share of the batch, under one key; a number with many divisors stands for the whole.
+# All ranks must split their batches into the same number of parts, for any shapes of their batches. So the
+# remembered size is a share of the batch, under one key; a number with many divisors represents the whole.
 _KEY = "share of the batch"
 _WHOLE = 720_720
 _NUM_ROWS = 2  # of the rehearsal; one row can take another path (BatchNorm refuses it)
@@ -36,7 +36,7 @@ def choose_peers(
 
     Args:
         model: The model.
-        sums: The sum its gradients are added to.
+        sums: The sum that its gradients are added to.
         split_fn: Splits a packed batch; it might cut differently on each rank, so that shards cannot recover.
         cleanup: Collects the callbacks that undo changes at the end.
         recovers: Whether recovery is wanted.
@@ -62,7 +62,7 @@ class Together:
 
     Args:
         lockstep: The model's collectives.
-        sums: The sum the gradients are added to.
+        sums: The sum that the gradients are added to.
     """
 
     def __init__(self, lockstep: Lockstep, sums: GradientSum) -> None:
@@ -92,17 +92,17 @@ class Together:
             return self._attempt(run, lockstep.rehearsal(), Part(few, num_rows))
         if self._failure is not None or (lockstep.is_steady and run.size < self._num_parts):
             for _ in range(self._num_parts - len(run.done) - (self._failure is not None)):
-                lockstep.walk()
+                lockstep.join()
         elif run.plan.todo:
             return self._attempt(run, lockstep.microbatch(), run.plan.todo[0])
         run.is_complete = self._agree(run)
         return None if run.is_complete else self.next_attempt(run)
 
     def settle(self, run: BatchRun, attempt: Attempt) -> None:
-        """Record how an attempt ended; if it ran out of memory, walk along with the other ranks.
+        """Record how an attempt ended; if it ran out of memory, stay in step with the other ranks.
 
         Raises:
-            MemkitOutOfMemoryError: It ran out of memory, and this rank cannot walk along with the others.
+            MemkitOutOfMemoryError: It ran out of memory, and this rank cannot stay in step with the others.
         """
         lockstep, failure = self._lockstep, attempt.failure
         if failure is None:
@@ -124,7 +124,7 @@ class Together:
         self._failure = failure
         lockstep.drop_out()
         release_cached_memory()
-        lockstep.walk_on()
+        lockstep.join_rest()
 
     def _attempt(self, run: BatchRun, watching: contextlib.AbstractContextManager[None], part: Part) -> Attempt:
         remedies = run.means.remedies if self._lockstep.is_steady else None
@@ -145,7 +145,7 @@ class Together:
         answers = [self._failure is not None, not lockstep.is_steady, -max(1, run.size)]
         has_failed, is_unsteady, negative_rows = lockstep.shards.max([float(answer) for answer in answers])
         if is_unsteady:
-            lockstep.give_up("its micro-batches do not all exchange the same")
+            lockstep.give_up("its micro-batches do not all run the same collectives")
         fewest_rows = -int(negative_rows)
         if has_failed:
             run.num_ooms += 1

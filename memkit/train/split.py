@@ -29,14 +29,13 @@ _OF_GRAPHS = ("graphs", "nodes", "edges")
 _LEAVES = (np.ndarray, np.generic, SampleList, *PLAIN)
 
 
-def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
+def count_rows(batch: Any) -> int:
     """Count the rows of a batch.
 
     Args:
         batch: A pytree (tensors, NumPy arrays, dicts and other mappings, lists, tuples, dataclasses) whose tensors of
             one or more dimensions all have the rows in dimension 0. 0-dim tensors and plain values belong to every row.
             A list with one entry for each row, or a list of samples, is cut between them; see `mark_samples`.
-        fix: The fix that an error message suggests.
 
     Returns:
         The number of rows.
@@ -44,11 +43,13 @@ def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
     Raises:
         InputError: The tensors disagree, there are none, or there is an object that cannot be inspected.
     """
-    return _count(_leaves(mark_samples(batch), fix), fix, batch)
+    return _count(_leaves(mark_samples(batch)), _WAY_OUT, batch)
 
 
 def survey(batch: Any, *, call: str = _CALL) -> tuple[int, str, list[torch.Tensor]]:
-    """Return the row count, the `shape_key` and the tensors of a batch that may have to be split, in one pass.
+    """Return the row count, the shape key and the tensors of a batch that may have to be split, in one pass.
+
+    The key describes the shapes without the rows: for one key, memory is proportional to the number of rows.
 
     Args:
         batch: The batch, as `mark_samples` returns it.
@@ -62,7 +63,7 @@ def survey(batch: Any, *, call: str = _CALL) -> tuple[int, str, list[torch.Tenso
 
 
 class Surveyor:
-    """Surveys one batch after the other; one whose tensors have the shapes and dtypes of the last ones is known.
+    """Surveys one batch after the other, and reuses the last survey for a batch of the same shapes and dtypes.
 
     Args:
         call: The user's call, for messages.
@@ -76,27 +77,27 @@ class Surveyor:
         """Return a batch as `mark_samples` returns it, and its `survey`.
 
         Raises:
-            InputError: It has no common rows.
+            InputError: Its tensors have no common number of rows.
         """
-        tensors, look = _look_at(batch)
+        tensors, fingerprint = _fingerprint(batch)
         known, size, key = self._last
-        if look is not None and look == known:
+        if fingerprint is not None and fingerprint == known:
             return batch, size, key, tensors
         marked = mark_samples(batch)
         size, key, tensors = survey(marked, call=self._call)
-        self._last = look if marked is batch else None, size, key
+        self._last = fingerprint if marked is batch else None, size, key
         return marked, size, key, tensors
 
 
-def _look_at(batch: Any) -> tuple[list[Any], object]:
-    """Return the entries of a batch of nothing but tensors, and all that its survey depends on; None for another."""
+def _fingerprint(batch: Any) -> tuple[list[Any], object]:
+    """Return a batch's entries, and everything that its survey depends on; None unless all entries are tensors."""
     kind = type(batch)
     columns = batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)
     entries = list(columns)
-    look = [
+    fingerprint = [
         (each.shape, each.dtype, each.layout) for each in entries if type(each) is torch.Tensor and not each.is_nested
     ]
-    return entries, (kind, look) if look and len(look) == len(entries) else None
+    return entries, (kind, fingerprint) if fingerprint and len(fingerprint) == len(entries) else None
 
 
 def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:
@@ -113,7 +114,7 @@ def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:
 
 
 def _way_out(node: Any, fix: str) -> str:
-    """Return the way out for an object, or a batch, that is not cut along rows: its own function to split it."""
+    """Return the way out for an object, or a batch, that cannot be cut along rows: a function that splits it."""
     packages = {base.__module__.partition(".")[0] for base in type(node).__mro__}
     if "torch_geometric" in packages:
         return "pass split_fn=memkit.integrations.torch_geometric.split_graphs."
@@ -169,11 +170,6 @@ def join_rows(parts: Sequence[Any]) -> Any:
     return parts[0] if len(parts) == 1 else _join(parts, [_count(_leaves(part), _WAY_OUT, part) for part in parts])
 
 
-def shape_key(batch: Any) -> str:
-    """Describe the shapes of a batch without its rows; for one key, memory is proportional to the number of rows."""
-    return _key(_leaves(mark_samples(batch)))
-
-
 def _key(leaves: list[Any]) -> str:
     return ";".join([_key_of(leaf) for leaf in leaves if _has_rows(leaf) or isinstance(leaf, SampleList)])
 
@@ -185,22 +181,22 @@ def _key_of(leaf: Any) -> str:
 
 
 def check_batch(batch: object, *, call: str, written: str = "trainer.train_step({}, loss_fn)") -> None:
-    """Check that something without rows is a batch at all.
+    """Check that an object without rows is a batch at all.
 
     Args:
-        batch: What may be a batch.
+        batch: The object passed as a batch.
         call: The user's call, for messages.
-        written: That call as it is written, ``{}`` in place of the batch.
+        written: The call as the user writes it, with ``{}`` in place of the batch.
 
     Raises:
-        InputTypeError: It is None, a data loader, a data set or an iterator.
+        InputTypeError: It is None, a data loader, a dataset or an iterator.
     """
     if batch is None or isinstance(batch, Iterator | DataLoader | Dataset):
         raise InputTypeError(
             call,
             got="None" if batch is None else f"a {type(batch).__name__}",
             expected="one batch: tensors in dicts, lists, tuples or objects",
-            fix="pass the tensors that your function takes; for one without data, an empty tuple: "
+            fix="pass the tensors that your function takes; if it takes no data, an empty tuple: "
             f"{written.format('()')}"
             if batch is None
             else f"write for batch in loader: {written.format('batch')}",
@@ -314,7 +310,7 @@ def _dropped(num_parts: int, got: str, expected: str) -> InputError:
     return InputError(
         f"split_fn(batch, {num_parts})",
         got=got,
-        expected=f"{expected}: what is dropped is not trained on",
+        expected=f"{expected}: dropped data is not trained on",
         fix="return parts that together have all of it; x.chunk(n) and torch.tensor_split(x, n) drop nothing.",
     )
 
@@ -323,7 +319,7 @@ def survey_packed(batch: Any) -> tuple[int, list[torch.Tensor]]:
     """Return the number of elements and the tensors of a batch that ``split_fn`` cuts.
 
     Raises:
-        InputError: There is nothing to count.
+        InputError: The batch has no tensors.
     """
     tensors = list_tensors(batch)
     if not tensors:  # otherwise it would silently never be split
@@ -359,7 +355,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def has_no_rows(batch: Any) -> bool:
-    """Return whether a batch holds no tensor with rows, or something that has none, such as a graph."""
+    """Return whether a batch has no tensor with rows, or an object that cannot be cut, such as a graph."""
     leaves: list[Any] = []
     _collect(batch, leaves)
     is_empty = not any(_has_rows(leaf) or isinstance(leaf, SampleList) for leaf in leaves)
@@ -373,7 +369,7 @@ def _may_be_cut(leaf: Any) -> bool:
 
 
 def structure_of(batch: Any) -> tuple[object, ...]:
-    """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
+    """Return dtypes and dimensions of tensors, and other types; not sizes, which vary between text batches."""
     leaves: list[Any] = []
     _collect(batch, leaves)
     return tuple(_structure_of_leaf(leaf) for leaf in leaves)
@@ -447,7 +443,7 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _levels_of(nodes: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return the entries of each of several containers, in the order of the first; none if they are not alike."""
+    """Return the entries of each of several containers, in the order of the first; empty if they differ."""
     if isinstance(nodes[0], Mapping):
         is_alike = all(node.keys() == nodes[0].keys() for node in nodes)
         return [[node[key] for key in nodes[0]] for node in nodes] if is_alike else []
@@ -474,7 +470,7 @@ def _is_column(node: Any, rows: int) -> bool:
 
 
 def _refuse_ambiguous(batch: Any, num_rows: int, call: str) -> None:
-    """Refuse what may hold one value per row or just happen to be as long, such as the size [224, 224, 3, 1]."""
+    """Refuse a list that may hold one value per row or just happen to be as long, such as the size [224, 224, 3, 1]."""
     nodes = [batch]
     while nodes:
         node = nodes.pop()
@@ -525,7 +521,7 @@ def _refuse_mask(tensor: torch.Tensor, call: str) -> None:
     raise InputError(
         call,
         got=f"a mask of shape {tuple(tensor.shape)} in a batch of {len(tensor)} rows, which looks as if it belongs to "
-        "all rows: cut in parts, it would be another mask",
+        "all rows: cut into parts, it would be a different mask",
         expected="tensors that have one row for each sample",
         fix="keep it out of the batch: make it in the model, or in loss_fn; if it has one row for each sample, pass "
         "mask[:, None], or split_fn=...",

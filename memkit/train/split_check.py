@@ -42,16 +42,17 @@ _TIMES_ROUNDING = 10.0
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
 _ONLY_IN_ORDER = (
-    "parts of the batch as it came have the gradient of the whole, parts of the same rows in another order do not: the "
-    "loss, or the model, compares or mixes rows, and either those that belong together stood in one part, or it is "
-    "equal by accident"
+    "parts of the batch in its own order have the gradient of the whole, parts of the same rows in another order do "
+    "not: the loss, or the model, compares or mixes rows, and either the rows that belong together were in one part, "
+    "or the gradients are equal by accident"
 )
 _PERMUTED = (
-    "the step draws a permutation of the rows (mixup, SMOTE), which a part has none of: do that before the split"
+    "the step permutes the rows at random (mixup, SMOTE), which parts of the batch cannot repeat: do that before the "
+    "split"
 )
 _UNEVEN = (
     "the losses of the parts were divided by numbers that are not in proportion to their sizes (valid tokens, class "
-    "weights), and the rows that were looked at do not tell why"
+    "weights), and the rows that were checked do not show why"
 )
 
 _ADVICE = {
@@ -59,17 +60,17 @@ _ADVICE = {
     "freeze the statistics with .eval().",
     "rows": "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
     "memkit.train.cached_backward gives its exact gradient; where it adds up means over different things (tokens and "
-    "rows, a task each), divide each by the whole batch's number, which the batch brings, or keep the batch whole: one "
-    "micro-batch, and on_oom='raise'.",
-    "weights": "The loss is a mean over something else than rows (valid tokens, class weights): return "
-    "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by; in a loop of your own, "
+    "rows, or several tasks), divide each by the whole batch's count, passed along in the batch, or keep the batch "
+    "whole: one micro-batch, and on_oom='raise'.",
+    "weights": "The loss is a mean over something other than rows (valid tokens, class weights): return "
+    "mk.Loss(mean=loss, count=n) from loss_fn, where n is the divisor of the mean; in a loop of your own, call "
     "trainer.backward(loss, count=n).",
     "sum": f"{SUM_IS_AVERAGED}: return its mean over the rows; or, for the "
-    "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), num_rows being the whole batch's number of "
-    "rows and n the part's; memkit.SplitLoss(reduction='sum') adds up.",
+    "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), where num_rows is the number of rows of the "
+    "whole batch and n that of the part; memkit.SplitLoss(reduction='sum') adds up the parts.",
     "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "
     "instead of once per batch: update it once per step, outside of forward, or keep the batch whole.",
-    "hooks": "Hooks on parameters see the gradient of each micro-batch, and what they do is not linear: let them work "
+    "hooks": "Hooks on parameters see the gradient of each micro-batch, and their effect is not linear: let them work "
     "on .grad before the step, or clip with max_grad_norm; SplitLoss runs them once per batch.",
 }
 
@@ -90,7 +91,7 @@ class SplitVerdict:
             the whole.
         reason: Why it was not checked.
         is_out_of_memory: Whether it was not checked because memory ran out.
-        is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may tell.
+        is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
         has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
         kind: The operators from the loss down to its reductions; they distinguish one loss from another.
     """
@@ -107,7 +108,7 @@ class SplitVerdict:
     kind: tuple[tuple[str, ...], ...] = ()
 
     def __bool__(self) -> bool:
-        return self.exact is True  # `if check_split(...):` asks this
+        return self.exact is True  # for `if check_split(...):`
 
     @property
     def advice(self) -> str:
@@ -269,7 +270,7 @@ class Examination:
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(how.scale())
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
-        self._has_run_out = self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
+        self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = how.with_hooks and any(hooks_of(each) for each in self._parameters)
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
@@ -295,14 +296,14 @@ class Examination:
         verdict = SplitVerdict(None, modules=self._suspects, reason="the batch has a single row")
         is_out_of_memory = False
         for number, way in enumerate(self._ways):
-            if way.is_smaller != is_out_of_memory or not self._may_tell(way, verdict):
+            if way.is_smaller != is_out_of_memory or not self._is_worthwhile(way, verdict):
                 continue
             parts = self._made(way.make)
             if parts is None:
                 is_out_of_memory = is_out_of_memory or bool(self._failure)
                 continue
             found = yield from self._judge(parts)
-            self._has_looked = True
+            self._has_compared = True
             self._were_real = self._were_real or (way.is_real and found.exact is not None)
             verdict = self._together(verdict, found, way)
             self._was_unequal_sorted = self._was_unequal_sorted or (way.is_sorted and found.loss == "rows")
@@ -319,23 +320,23 @@ class Examination:
             verdict = SplitVerdict(None, modules=self._suspects, reason=_UNEVEN)
         self.verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
 
-    def _may_tell(self, way: Way, verdict: SplitVerdict) -> bool:
-        """Return whether another look can tell more than the previous ones."""
-        if way.is_further and self._has_looked:
+    def _is_worthwhile(self, way: Way, verdict: SplitVerdict) -> bool:
+        """Return whether another comparison can tell more than the previous ones."""
+        if way.is_further and self._has_compared:
             return verdict.exact is True or verdict.is_uninformative
         return not (way.is_sorted and self._was_unequal_sorted)
 
     def _together(self, verdict: SplitVerdict, found: SplitVerdict, way: Way) -> SplitVerdict:
-        """Combine the verdicts of two looks."""
+        """Combine the verdicts of two comparisons."""
         if found.exact is None:
             if verdict.exact and (verdict.error or 0.0) > _FIT and not self._attempt.is_out_of_memory:
-                self._doubt = found  # a large error that rounding explained, and another look that met noise
+                self._doubt = found  # a large error that rounding explained, and a comparison that met noise
             return found if verdict.exact is None else verdict
         if way.is_sorted and verdict.exact and found.loss == "rows":
             return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
         if not (found.exact and verdict.exact is False):
             return found
-        if way.is_smaller:  # too few rows to overrule a larger look
+        if way.is_smaller:  # too few rows to overrule a larger comparison
             return verdict
         if self._was_unequal_sorted:
             return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
@@ -343,7 +344,7 @@ class Examination:
 
     def _is_decided(self, verdict: SplitVerdict, way: Way, *, is_equal: bool) -> bool:
         if verdict.exact and not is_equal:
-            return False  # another look follows
+            return False  # another comparison follows
         if verdict.reason == _ONLY_IN_ORDER:
             return True
         if way.is_real and (verdict.exact is not None or not (self._attempt.error or verdict.is_uninformative)):
@@ -353,7 +354,7 @@ class Examination:
         return (is_equal and not self._is_uneven) or (verdict.exact is False and verdict.loss != "rows")
 
     def _made(self, make: Callable[[], CutBatch | None]) -> CutBatch | None:
-        """Build the inputs of a look; None if there is no memory for them."""
+        """Build the inputs of a comparison; None if there is no memory for them."""
         outcome = attempt(make)
         if isinstance(outcome, Done):
             return outcome.result
@@ -377,7 +378,7 @@ class Examination:
         self._has_run_out = False
         verdict = yield from self._compare(parts)
         if verdict.exact is False and self._has_run_out:  # a run that identifies rounding, noise or a cause is missing
-            reason = "memory ran out while a difference was looked into"
+            reason = "memory ran out while the cause of a difference was searched for"
             return SplitVerdict(None, modules=self._suspects, reason=reason, is_out_of_memory=True)
         return verdict
 
@@ -390,7 +391,7 @@ class Examination:
         if not _is_finite(whole.vectors):
             return (yield from self._judge_not_finite())
         if not _norm(whole.vectors):
-            return self._uninformative("the gradient of the rows that were looked at is zero")
+            return self._uninformative("the gradient of the rows that were checked is zero")
         found = yield from self._run_parts()
         if found is None:
             if self._suspects and not self._attempt.is_out_of_memory:  # such as BatchNorm, which refuses a single row
@@ -582,7 +583,7 @@ class Examination:
         found = yield from self._run_parts()
         if found is not None and _is_finite(found[0].vectors):
             return SplitVerdict(exact=False, error=math.inf, loss="rows")
-        return self._uninformative("the gradient of the rows that were looked at is not finite")
+        return self._uninformative("the gradient of the rows that were checked is not finite")
 
     def _find_cause(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
         """Find the cause by elimination."""
@@ -763,7 +764,7 @@ def check_split(
         The verdict; ``exact`` is None if the check was not possible, and ``reason`` says why.
 
     Raises:
-        InputTypeError: ``model`` is no module, ``loss_fn`` no function, or an argument does not exist.
+        InputTypeError: ``model`` is not a module, ``loss_fn`` is not a function, or an argument does not exist.
 
     Memory cost: activations of at most 8 rows, instead of a step's. Time cost: they go forward and backward twice, four
     times for a larger batch; more often if the gradients differ.
@@ -787,9 +788,9 @@ def check_split(
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
     examination = Examination(model, Computation(lambda: trained), [loss_fn], ways)
-    for look in examination.attempts():
-        with look as micro:
-            look.backward(call_loss_fn(loss_fn, model, unmark_samples(micro), call="loss_fn"))
+    for run in examination.attempts():
+        with run as micro:
+            run.backward(call_loss_fn(loss_fn, model, unmark_samples(micro), call="loss_fn"))
     return examination.verdict
 
 

@@ -130,7 +130,7 @@ class SplitLoss(Uncopied):
         _check_ranks(self._own)
         num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
         recovers = on_oom != "raise" and may_recover_alone(self._own, num_ranks, is_sharded=False, call=_CALL)
-        self._remedies = Remedies(self._own, call=_CALL, may_look=probe is not False) if recovers else None
+        self._remedies = Remedies(self._own, call=_CALL, may_check=probe is not False) if recovers else None
         self._num_microbatches, self._reduction = num_microbatches, reduction
         self._split_fn = split_fn
         self._split_watch = SplitWatch(
@@ -156,7 +156,7 @@ class SplitLoss(Uncopied):
         self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0
         self.is_checking = False
-        self._is_scaled, self._looked_at = False, set[tuple[torch.dtype, bool]]()
+        self._is_scaled, self._checked_precisions = False, set[tuple[torch.dtype, bool]]()
 
     def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor | None = None) -> torch.Tensor:
         """Run forward and backward of a batch; return its loss.
@@ -220,12 +220,12 @@ class SplitLoss(Uncopied):
         # Leaves whose gradient would be lost; collected before a loss function can create leaves of its own.
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
         leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
-        is_checked = False  # once per batch: the loss function, or what it trains, may have changed
+        is_checked = False  # once per batch: the loss function, or its parameters, may have changed
         run = self._driver.open(batch, self._num_microbatches, total)
         try:
             for attempt in self._driver.attempts(run, loss_fn):
                 if isinstance(attempt, CheckAttempt):
-                    self._look(attempt, loss_fn)
+                    self._run_check(attempt, loss_fn)
                     continue
                 with attempt as micro:
                     self._add(total, attempt, micro, loss_fn, leaves=None if is_checked else leaves)
@@ -236,7 +236,7 @@ class SplitLoss(Uncopied):
         self.num_ooms += run.num_ooms
         return total
 
-    def _look(self, attempt: CheckAttempt, loss_fn: LossFn) -> None:
+    def _run_check(self, attempt: CheckAttempt, loss_fn: LossFn) -> None:
         is_off = torch.autocast(self._device_type, enabled=False)
         self.is_checking = True
         with attempt as micro, is_off if attempt.in_full_precision else contextlib.nullcontext():
@@ -252,8 +252,8 @@ class SplitLoss(Uncopied):
         if leaves is not None:
             _check_graph(loss.value, total.parameters, leaves)
             precision = loss.value.dtype, torch.is_autocast_enabled(loss.value.device.type)
-            if not self._is_scaled and precision not in self._looked_at:  # once: it walks the whole graph
-                self._looked_at.add(precision)
+            if not self._is_scaled and precision not in self._checked_precisions:  # once: it walks the whole graph
+                self._checked_precisions.add(precision)
                 _warn_of_float16(loss.value)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
             raise InputError(

@@ -29,9 +29,10 @@ _PATIENCE = 8  # checks in a row without a finite, nonzero gradient before a war
 class SplitWatch:
     """Decides which batches are checked.
 
-    The first one that is split; again when the loss function, the mode of a module, the structure of the batch or the
-    evenness of its parts is new, or when the losses were divided by something other than rows; and at the 2nd, 4th,
-    8th ... split batch, since state and data change. All of the first eight if Python branches on values of tensors.
+    These are the first one that is split; later ones where the loss function, the mode of a module, the structure of
+    the batch or the evenness of its parts is new, or whose losses were divided by something other than rows; and the
+    2nd, 4th, 8th ... split batch, since state and data change. If Python branches on values of tensors, all of the
+    first eight are checked.
 
     Args:
         model: The model.
@@ -56,8 +57,8 @@ class SplitWatch:
         self._refused: set[object] = set()  # checked again in each step: whether it is wrong depends on the data
         self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
         self._refused_kinds: set[object] = set()
-        self._told: set[str] = set()
-        self._trusted: set[object] = set()  # losses, modes and structures that were found exact elsewhere
+        self._warned: set[str] = set()
+        self._trusted: set[object] = set()  # losses, modes and structures that another check found exact
         self._num_split = 0
         self._num_uninformative = 0
         self.has_branches = False
@@ -76,7 +77,7 @@ class SplitWatch:
         return fake_mode() is not None and any(isinstance(each, FakeTensor) for each in self._modules[0].parameters())
 
     def trust(self, batch: Any, loss_fn: object) -> None:
-        """Skip checks of batches built like this one, in the present modes, unless the losses' divisors speak up."""
+        """Skip checks of batches built like this one, in the current modes, unless the losses' divisors are uneven."""
         self._trusted.add(self._kind(mark_samples(batch), loss_fn))
 
     def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
@@ -117,7 +118,7 @@ class SplitWatch:
             self.report(deferred)
 
     def settle(self, verdict: SplitVerdict, run: BatchRun, *, is_last: bool) -> bool:
-        """Act on a verdict: keep a batch whole that memory forces apart, if it must and can be; else report it.
+        """Act on a verdict: if lack of memory forced an inexact split, undo it where possible; otherwise report it.
 
         Args:
             verdict: The verdict.
@@ -163,7 +164,7 @@ class SplitWatch:
         if verdict.exact is False:
             is_known = verdict.error is not None and math.isfinite(verdict.error)
             why = "changes its gradient" + (f" by {verdict.error:.2g}" if is_known else "")
-        advice = f"{verdict.advice} Else take" if verdict.advice else "take"
+        advice = f"{verdict.advice} Otherwise use" if verdict.advice else "use"
         raise MemkitOutOfMemoryError(
             self._call,
             got=f"out of memory ({failure.description if failure else 'in an earlier step'}), the remedies that keep "
@@ -187,8 +188,8 @@ class SplitWatch:
             verdict: The verdict.
             num_ooms: Out-of-memory errors that led to the split.
             forced: Set if lack of memory, not the user, forces the split.
-            is_early: Whether the parts are still to run. If an error stopped the check, they may meet it too, and it
-                then speaks for itself.
+            is_early: Whether the parts are still to run. If an error stopped the check, they may raise it too, and no
+                report is needed.
 
         Raises:
             ConfigError: The loss mixes the rows: parts of the batch would train something else. Or, with
@@ -222,11 +223,11 @@ class SplitWatch:
                 fix=verdict.advice,
             )
         if verdict.exact is None:
-            self._say_not_checked(verdict)
+            self._report_unchecked(verdict)
         elif verdict.exact and (*self._key[:3], verdict.kind) in self._refused_kinds:
             text = (
                 f"{self._call}: this split was refused on another batch, because the loss, or the model, compares or "
-                "mixes the rows. The rows that were looked at now do not show it: they are equal by accident."
+                "mixes the rows. The rows that were checked now do not show it: their gradients are equal by accident."
             )
             self.say(text, text)
         self._known.add(self._key)
@@ -236,7 +237,7 @@ class SplitWatch:
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"
             self.say(text, verdict.advice)
 
-    def _say_not_checked(self, verdict: SplitVerdict) -> None:
+    def _report_unchecked(self, verdict: SplitVerdict) -> None:
         fix = (
             "pass probe=False if you know that the loss is a mean over independent rows; otherwise check it once, "
             "outside of training: memkit.train.split_check.check_split(model, batch, loss_fn)."
@@ -255,8 +256,8 @@ class SplitWatch:
     def say(self, text: str, cause: str = "") -> None:
         """Warn, once for each cause."""
         cause = cause or text
-        if cause not in self._told:
-            self._told.add(cause)
+        if cause not in self._warned:
+            self._warned.add(cause)
             warn_user(text)
 
 

@@ -1,4 +1,4 @@
-"""Ways to reduce a block's activation memory: full or selective recomputation, or offloading."""
+"""Reduce a block's activation memory: by full or selective recomputation, or by offloading."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class TreatedForward:
         name: The block's name in the model, for messages.
         block: The module it belongs to.
         treatment: The treatment to apply.
-        elsewhere: The activation store of offloaded blocks, shared by all blocks of a model.
-        nesting: Notices that the model checkpoints the block itself.
+        offload: The activation store of offloaded blocks, shared by all blocks of a model.
+        nesting: Detects that the model itself checkpoints the block.
     """
 
     def __init__(
-        self, name: str, block: nn.Module, treatment: Treatment, elsewhere: Elsewhere, nesting: Nesting
+        self, name: str, block: nn.Module, treatment: Treatment, offload: BlockOffload, nesting: Nesting
     ) -> None:
         self.treatment = treatment
         self._name = name
         self._block = block
         self._forward = block.__dict__.get("forward")  # the instance may already have its own
         self._watch = StateWatch(block)
-        self._elsewhere = elsewhere
+        self._offload = offload
         self._nesting, self._is_looked_into = nesting, False
         self.is_suspended = False
 
@@ -94,7 +94,7 @@ class TreatedForward:
 
     def _offloaded(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         # Scripted functions keep the plan of their first runs for all blocks, also for those that run again.
-        with as_written(), self._elsewhere.of(self._block):
+        with as_written(), self._offload.of(self._block):
             return forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -111,13 +111,13 @@ class TreatedForward:
 
     @contextlib.contextmanager
     def _looked_into(self, repetition: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-        """Run a repetition; in the first one also look for checkpoints inside of the block."""
+        """Run a repetition; in the first one also watch for checkpoints inside the block."""
         is_first, self._is_looked_into = not self._is_looked_into, True
         with repetition, LookInside(self._nesting, self._name) if is_first else contextlib.nullcontext():
             yield
 
 
-class Elsewhere:
+class BlockOffload:
     """Store for the activations of a model's offloaded blocks: on disk for the CPU, in host memory for an accelerator.
 
     One for all blocks, so that a tensor saved by two of them is moved once. A copy of a model gets its own.
@@ -126,8 +126,8 @@ class Elsewhere:
     def __init__(self) -> None:
         self._offloads: dict[Literal["disk", "host"], offload_activations] = {}
 
-    def __reduce__(self) -> tuple[type[Elsewhere], tuple[()]]:
-        return Elsewhere, ()
+    def __reduce__(self) -> tuple[type[BlockOffload], tuple[()]]:
+        return BlockOffload, ()
 
     def of(self, block: nn.Module) -> contextlib.AbstractContextManager[offload_activations]:
         """Return a context that offloads a block's forward; its parameters and buffers stay."""

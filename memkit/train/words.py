@@ -1,4 +1,4 @@
-"""How other libraries call what the wrapper and the accumulator do, and what to write here instead."""
+"""Other libraries' names for features of the wrapper and the accumulator, with the corresponding call here."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ RESULT_ABSENT = {
 
 
 def _step_of(args: tuple[Any, ...]) -> str | None:
-    """The corrected call of ``train_step(batch)`` and of ``train_step(x, y, loss_fn)``."""
+    """Return the corrected call for ``train_step(batch)`` and for ``train_step(x, y, loss_fn)``."""
     if len(args) <= 1:
         return "trainer.train_step((x, y), lambda model, batch: criterion(model(batch[0]), batch[1]))"
     return f"trainer.train_step({'(x, y)' if len(args) == _ROWS_TARGETS_LOSS else '(x, y, ...)'}, loss_fn)"
 
 
 def _wrapper_of(args: tuple[Any, ...]) -> str | None:
-    """The corrected call of ``MemoryEfficientTrainingWrapper(model, optimizer, scheduler)``, by kinds."""
+    """Return the corrected call for ``MemoryEfficientTrainingWrapper(model, optimizer, scheduler)``, by types."""
     if args:
         refuse_trainer(args[0], has_optimizer=len(args) > 1)
     call = "MemoryEfficientTrainingWrapper(model, optimizer"
@@ -140,7 +140,7 @@ def _wrapper_of(args: tuple[Any, ...]) -> str | None:
 
 
 def _accumulator_of(args: tuple[Any, ...]) -> str | None:
-    """The corrected call of ``GradientAccumulator(model, optimizer, 4)``."""
+    """Return the corrected call for ``GradientAccumulator(model, optimizer, 4)``."""
     if not isinstance(args[0], nn.Module):
         return None
     number = next((each for each in args if type(each) is int), 1)

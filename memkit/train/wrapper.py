@@ -38,7 +38,7 @@ from memkit.train.checks import (
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
 from memkit.train.evaluation import Evaluation, EvaluationBlock
-from memkit.train.forecast import Foresight
+from memkit.train.forecast import PartPlanner
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
 from memkit.train.models import device_of, eval_mode, exchanges_statistics
@@ -125,29 +125,30 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     Args:
         model: Any module, also compiled, wrapped by DistributedDataParallel, or sharded by ``fully_shard``.
         optimizer: Its optimizer.
-        precision: None keeps the model's own precision. Or ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling), for
-            short ``"bf16"`` and ``"fp16"``; ``"bf16-true"`` (the whole model); ``"fp32"`` or ``"32-true"``: as it is,
-            for float32 parameters only; or ``"auto"``: bf16-mixed where the device handles it well.
+        precision: None keeps the model's own precision. ``"bf16-mixed"`` and ``"fp16-mixed"`` (with loss scaling), or
+            ``"bf16"`` and ``"fp16"`` for short, use autocast; ``"bf16-true"`` converts the whole model; ``"fp32"`` or
+            ``"32-true"`` changes nothing and requires float32 parameters; ``"auto"`` is bf16-mixed where the device
+            handles it well.
         accumulation_steps: Minimum number of micro-batches per batch; each `train_step` call is one optimizer step.
         checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, a callable
             ``(name, module) -> bool``, or a mapping of patterns to ``"full"``, ``"selective"`` or ``"offload"``.
             True is ``"auto"``, False is None.
         saved_tensors: What to do with each tensor that autograd saves: ``saved_tensors`` of `memkit.plan_training`.
-        offload: ``"activations"`` (those saved for backward), ``"optimizer"`` (its state); they move to host memory,
-            and from there to disk. None is neither.
+        offload: ``"activations"`` (those saved for backward), ``"optimizer"`` (its state), or both; they move from an
+            accelerator to host memory, and from the CPU to disk. None offloads neither.
         max_grad_norm: Clip the total gradient norm.
         scaler: A `torch.amp.GradScaler` of your own, one for each wrapper. By default ``"fp16-mixed"`` makes one. With
             another precision the loss is scaled too, for a loop or a ``loss_fn`` with its own autocast. The wrapper
             unscales, steps and updates; `state_dict` contains the scaler's state.
         on_gradients: ``on_gradients(model)`` is called once per step, right before the optimizer: ``parameter.grad`` is
-            then what it steps with (the batch's mean, unscaled, summed over ranks, clipped), for histograms or clipping
-            of your own. Afterwards they are gone. With a loss scaler they may be infinite, before a step that is
-            skipped.
+            then the gradient of that step (the batch's mean, unscaled, summed over ranks, clipped), for histograms or
+            clipping of your own. Afterwards the gradients are gone. With a loss scaler they may be infinite, before a
+            step that is skipped.
         scheduler: Stepped after each real optimizer step.
         average: A running average of the weights, updated after each real optimizer step.
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. With it,
-            `train_step` predicts from two small runs how large a micro-batch may be. A manager is also told the phases
-            (and by `MemoryEfficientTrainLoop` the steps); it is available as the attribute ``memory``.
+            `train_step` predicts from two small runs how large a micro-batch may be. A manager also records the phases
+            (and in `MemoryEfficientTrainLoop` the steps); it is available as the attribute ``memory``.
         on_oom: ``"exact"`` first tries what cannot change the result (recomputing blocks in backward, offloading
             activations), then splits the batch if the check shows that this keeps its gradient; otherwise the error
             is raised. ``"inexact"`` also allows a split that changes the gradient, with a warning. ``"raise"`` always
@@ -161,7 +162,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
 
     Raises:
         ConfigError: A setting is invalid; the message names it and says what would work.
-        InputTypeError: ``model`` is no module, ``optimizer`` is no torch optimizer, or an argument does not exist.
+        InputTypeError: ``model`` is not a module, ``optimizer`` not a torch optimizer, or an argument does not exist.
         StateError: The model has parameters on the meta device.
 
     Example:
@@ -208,7 +209,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
         self._wrong_rows: tuple[int, int] | None = None  # of a batch that was cut already, and of a whole one
-        self._is_told_of_no_rows = False
+        self._has_warned_of_no_rows = False
         self._batch_run: BatchRun | None = None
         self._num_steps_before = 0  # before that batch
         self._is_closed = False
@@ -238,27 +239,27 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 self._remedies = Remedies(
                     model,
                     call=_CALL,
-                    may_look=probe is not False,
+                    may_check=probe is not False,
                     is_sharded=is_sharded,
                     checkpoint=checkpoint,
                     offload=offload,
                 )
                 cleanup.callback(self._remedies.close)
             is_alone = self._sum.ranks is None or not exchanges_statistics(model)
-            self._foresight = Foresight(
+            self._part_planner = PartPlanner(
                 memory,
                 model,
                 self._optimizers,
                 self._device,
                 sum_dtype=sum_dtype,
-                foreseeable=split_fn is None and not is_sharded and is_alone,
+                is_predictable=split_fn is None and not is_sharded and is_alone,
             )
             own_scaler = self._precision.scaler
             computation = Computation(
                 parameters=lambda: list_parameters(self._optimizers),
                 is_mixed=lambda: self._precision.is_mixed,
                 scale=(lambda: 1.0) if own_scaler is None else own_scaler.get_scale,
-                is_tight=self._foresight.is_on,
+                is_tight=self._part_planner.is_on,
                 unchecked="the parameters are sharded over ranks" if is_sharded else "",
             )
             self._driver = BatchDriver(
@@ -270,8 +271,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 peers=peers,
                 watches_attributes=isinstance(peers, SingleProcess),  # FSDP changes its own, and restores them itself
             )
-            self._following: list[Callable[[], object]] = [] if scheduler is None else [scheduler.step]
-            self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
+            self._after_step: list[Callable[[], object]] = [] if scheduler is None else [scheduler.step]
+            self._after_step += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._treated = None if saved_tensors is None else treat_saved_tensors(saved_tensors)
             if saved_tensors is not None and "activations" in offload:
@@ -284,7 +285,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             if is_sharded and saved_tensors is not None:
                 raise ConfigError(
                     f"{_CALL}(..., saved_tensors=...)",
-                    got="a model whose parameters are sharded: those that run again would not be there in backward",
+                    got="a model with sharded parameters: they are not gathered when operators run again in backward",
                     expected="a whole model, also in DistributedDataParallel",
                     fix="plan with treat='blocks', and pass checkpoint=plan.checkpoint.",
                 )
@@ -304,11 +305,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         Args:
             model: Same as for the constructor.
             optimizer: Same as for the constructor.
-            config: What `memkit.get_preset_config` returns, or another `memkit.predict.TrainingConfig`.
+            config: A config from `memkit.get_preset_config`, or another `memkit.predict.TrainingConfig`.
             **settings: Other settings of the constructor; they take precedence over the config.
 
         Raises:
-            InputTypeError: ``config`` is no config, or a setting does not exist.
+            InputTypeError: ``config`` is not a config, or a setting does not exist.
             ConfigError: A setting is invalid.
 
         Warns:
@@ -349,11 +350,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     def trust_split(self, batch: Any, loss_fn: LossFn) -> None:
         """Do not check splits of such batches: they were checked before, by `check_split` or by `prepare`.
 
-        A check runs some rows whole, beside the parts, and so may take more memory than the step itself. Batches of
-        another structure, another loss function, and layers in other modes are still checked, and so are losses that
-        turn out to be divided by something other than rows. A function that comes to compare rows later, by a counter
-        or a flag of its own, is not noticed. In a loop over `microbatches`, whose loss is not known beforehand, each
-        split is checked.
+        A check runs some rows whole, in addition to the parts, so it may take more memory than the step itself. Batches
+        of another structure, another loss function, and layers in other modes are still checked, and so are losses that
+        turn out to be divided by something other than rows. A function that starts to compare rows later, because of a
+        counter or a flag of its own, is not detected. In a loop over `microbatches`, whose loss is not known
+        beforehand, each split is checked.
 
         Args:
             batch: A batch as `train_step` takes it; only its structure and dtypes count.
@@ -429,9 +430,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
-            num_parts = self._foresee(batch, loss_fn) if self._foresight.is_on else self._accumulation_steps
+            num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
             run = self._open(batch, num_parts)
-            with self._foresight.phase("microbatches"):
+            with self._part_planner.phase("microbatches"):
                 for attempt in self._attempts(run, loss_fn):
                     with attempt as micro:
                         self._run(micro, loss_fn)
@@ -563,7 +564,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         Returns:
             True if an optimizer actually stepped. Does nothing on sharded ranks or in a single process.
         """
-        return self._sum.end_all(self._following)
+        return self._sum.end_all(self._after_step)
 
     def evaluation(self) -> EvaluationBlock:
         """Evaluate inside the block, in eval mode without gradients; restores all modes. Yields an `Evaluation`."""
@@ -604,8 +605,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         if self._precision.scaler and state["scaler"]:
             self._precision.scaler.load_state_dict(state["scaler"])
         elif self._precision.scaler or state["scaler"]:
-            has = "no loss scale, which starts anew" if self._precision.scaler else "a loss scale, which is not used"
-            warn_user(f"{_CALL}.load_state_dict(state): the state is of another precision: it has {has}.")
+            has = "no loss scale, which starts afresh" if self._precision.scaler else "a loss scale, which is not used"
+            warn_user(f"{_CALL}.load_state_dict(state): the state was saved with another precision: it has {has}.")
 
     def close(self) -> None:
         """Restore the model: its own forwards and dtypes, no hooks, DDP synchronizing in backward."""
@@ -635,11 +636,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                     f"{whole}, its effective_batch_size, and cuts it. Way out: DataLoader(dataset, "
                     "batch_size=config.effective_batch_size)."
                 )
-        if not num_rows and not self._is_told_of_no_rows and self._sum.ranks is None:
-            self._is_told_of_no_rows = True
+        if not num_rows and not self._has_warned_of_no_rows and self._sum.ranks is None:
+            self._has_warned_of_no_rows = True
             warn_user(
                 f"{_STEP}: the batch has no rows: nothing is trained, and its mean loss is NaN. Way out: write "
-                "`if len(x):` before the step, or see why the loader makes empty batches."
+                "`if len(x):` before the step, or find out why the loader makes empty batches."
             )
 
     def _attempts(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
@@ -654,10 +655,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         run = self._batch_run
         if run is not None and not run.is_complete:
             run.refuse_incomplete()
-        with self._foresight.phase("optimizer"):
-            stepped, _ = self._sum.end(self._following)
+        with self._part_planner.phase("optimizer"):
+            stepped, _ = self._sum.end(self._after_step)
         if run is not None and run.num_ooms:
-            self._foresight.mark_ooms(run.num_ooms, run.sizes)
+            self._part_planner.mark_ooms(run.num_ooms, run.sizes)
         self._batch_run = None
         return stepped
 
@@ -670,8 +671,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         if run is not None and not is_users and self.num_steps == self._num_steps_before:
             run.undo()
 
-    def _foresee(self, batch: Any, loss_fn: LossFn) -> int:
-        return self._foresight.num_parts(batch, self._accumulation_steps, lambda micro: self._rehearse(micro, loss_fn))
+    def _plan_parts(self, batch: Any, loss_fn: LossFn) -> int:
+        return self._part_planner.num_parts(
+            batch, self._accumulation_steps, lambda micro: self._rehearse(micro, loss_fn)
+        )
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, then undo all side effects."""
@@ -690,7 +693,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 _STEP,
                 got="a loss whose graph another backward() has used already",
                 expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
-                fix="remove loss.backward() from loss_fn, and compute inside loss_fn whatever has gradients: "
+                fix="remove loss.backward() from loss_fn, and compute inside loss_fn everything that has gradients: "
                 "`return criterion(model(batch[0]), batch[1])`.",
             ) from error
 

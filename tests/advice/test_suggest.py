@@ -1,4 +1,4 @@
-"""Advice from facts: which remedies they call for, in both languages, in one order; and the catalog that says it."""
+"""Advice from facts: which remedies they call for, in both languages, in one order; and the catalog of remedies."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ BOTH_SET = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
     "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8",
 }
-# What is known, and by symptom the remedies that it calls for, with the most that each can save.
+# The known figures, and by symptom the remedies that they call for, with the most that each can save.
 CASES = [
     (Facts(), []),
     (Facts(peak_bytes=0, components=(("vae", 0),), loaded_bytes=0, unattributed_bytes=0), []),

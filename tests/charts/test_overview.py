@@ -1,4 +1,4 @@
-"""What objects print, and show in a notebook: the verdict first, every text escaped, nothing changed by looking."""
+"""Objects as text and in a notebook: the verdict first, all text escaped, and no object changed by printing it."""
 
 import html
 import re

@@ -1,4 +1,4 @@
-"""What is read, what a comment takes out, what comes back; and that no text at all makes the check fall over."""
+"""Files read, findings suppressed by comments, results; and no text of any kind makes the check crash."""
 
 import json
 import random

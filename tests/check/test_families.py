@@ -1,4 +1,4 @@
-"""What each family of rules tells apart beyond its own examples."""
+"""Distinctions that each family of rules makes beyond its own examples."""
 
 import pytest
 

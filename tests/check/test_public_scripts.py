@@ -1,4 +1,4 @@
-"""The docs say of the rules what the rules say, and of the public scripts what the reviewed verdicts say."""
+"""The docs agree with the rules, and with the reviewed verdicts on public scripts."""
 
 from benchmarks.cases.check_scripts import by_rule, counts
 from benchmarks.check_page import PAGE, render

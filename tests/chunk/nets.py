@@ -56,7 +56,7 @@ class StopsNaN(nn.Module):
 
 
 class Coordinates(nn.Module):
-    """Knows where it is: the column's number is a channel."""
+    """Depends on its position: the column's number is a channel."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Coordinates(nn.Module):
 
 
 class HiddenStride(nn.Module):
-    """A wide convolution hides, in what the result depends on, that another branch works in steps of 4."""
+    """A wide convolution hides that the result also depends on a branch that works in steps of 4."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ def exact_nets():
 
 
 def refused_nets():
-    """Name -> module that no tile can be exact for, and what the message must name."""
+    """Name -> module that no tile can be exact for, and the words that the message must contain."""
     first = same(1, 4)
     return {
         "group norm": (nn.Sequential(first, nn.GroupNorm(2, 4)), r"first in `1` \(GroupNorm\)"),

@@ -1,4 +1,4 @@
-"""One node per call: what hangs on it, what it draws, casts, keeps and refuses. Each test fails on a simple loop."""
+"""One graph node per call: its hooks, draws, casts, saved tensors and refusals. Each test fails on a simple loop."""
 
 import contextlib
 import functools
@@ -90,7 +90,7 @@ def test_frozen_parameters_and_inputs():
 
 @pytest.mark.parametrize("with_grad_input", [True, False])
 def test_captured_parameters_are_refused_by_name(with_grad_input):
-    """Without that the gradient is None and nobody says so; without a grad input the result would not even need one."""
+    """Otherwise the gradient is silently None; without a grad input the result would not even require one."""
     module, x = mlp(3, 16, 4), torch.randn(10, 3, requires_grad=with_grad_input)
 
     def fn(x):
@@ -184,7 +184,7 @@ ENDS = {
 
 @pytest.mark.parametrize("fn", ENDS.values(), ids=ENDS)
 def test_gradients_with_kept_products_are_those_without(fn):
-    """Of a last product that nobody reads only its shape is kept: to take one that is read for one would make NaN."""
+    """Only the shape of a last product is kept if no operator reads it; for one that is read this would give NaN."""
     layer, x = nn.Linear(3, 4).double(), torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
 
     def call(rows):
@@ -272,7 +272,7 @@ def test_other_operators_in_the_backward_are_refused():
 
 
 def test_products_that_a_gru_changes_in_parts_are_computed_again():
-    """Its gates are parts by `unsafe_chunk`, whose changes no version of the product tells."""
+    """Its gates are parts from `unsafe_chunk`; changes to them do not raise the product's version."""
     layer, x = nn.GRU(3, 4, batch_first=True).double(), torch.randn(40, 5, 3, dtype=torch.float64)
     layer(x)[0].sin().sum().backward()
     expected = gradients(layer)

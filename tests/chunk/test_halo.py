@@ -1,4 +1,4 @@
-"""How far a module looks: the right numbers, nothing left behind, and a refusal that names who sees too much."""
+"""A module's receptive field: the right numbers, no trace, and an error that names the module that sees too much."""
 
 import copy
 import re
@@ -47,7 +47,7 @@ def test_each_dimension_has_its_own_reach():
 
 
 def test_dead_layers_hide_nothing():
-    """Gradients of these networks are zero, and so would be any reach found by them."""
+    """Gradients of these networks are zero, so a reach found from them would be zero, too."""
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1))
     nn.init.zeros_(net[2].weight)
     nn.init.constant_(net[0].bias, -100.0)
@@ -79,7 +79,7 @@ def test_a_module_that_does_not_take_the_input():
 
 @pytest.mark.parametrize("num_calls", range(1, 11))
 def test_out_of_memory_is_said_as_such(num_calls):
-    """Wherever in the search it happens: it says nothing of the module."""
+    """Wherever in the search memory runs out, it does not count against the module."""
     net, calls = nn.Conv1d(1, 1, 3, padding=1), []
 
     def fail(*_):
@@ -122,7 +122,7 @@ def test_found_once_until_the_module_changes():
 
 
 def test_memory_that_was_used_before_does_not_show():
-    """Dropout asks for memory that nobody filled: NaN that is left in it is no footprint."""
+    """Dropout allocates uninitialized memory: a NaN left in it is not a dependency."""
     net = nn.Sequential(nn.Conv3d(2, 4, 1), nn.Dropout(0.5))
     x = torch.zeros(1, 2, 16, 16, 16)
     for _ in range(5):

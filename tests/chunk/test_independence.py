@@ -1,4 +1,4 @@
-"""Functions that mix rows are found by a NaN that spreads, and named; functions of each row pass, random ones too."""
+"""Functions that mix rows are detected by a NaN that spreads, and named; row-wise functions pass, random ones too."""
 
 import copy
 

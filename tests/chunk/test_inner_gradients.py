@@ -28,7 +28,7 @@ def force(net, rows):
 
 
 def in_between(net, rows):
-    """The slope by an intermediate result, which no argument reveals."""
+    """The gradient with respect to an intermediate result, which is not among the arguments."""
     hidden = net[0](rows)
     return torch.autograd.grad(net[1:](hidden).sum(), hidden, create_graph=True)[0]
 
@@ -115,7 +115,7 @@ def test_random_numbers_are_those_of_the_plain_loop(function, rows, monkeypatch)
 
 
 def test_a_function_without_inner_gradients_gets_one_graph(net, rows):
-    """Only the first chunk has a graph in the forward: those that take gradients pay for theirs, others do not."""
+    """Only the first chunk has a graph in the forward: only functions that take gradients pay for one."""
     modes = []
 
     def fn(each):
@@ -127,7 +127,7 @@ def test_a_function_without_inner_gradients_gets_one_graph(net, rows):
 
 
 class TestCaptured:
-    """What lives outside is refused as before, also beside a leaf of the function's own."""
+    """Leaves from outside are refused as before, also together with a leaf of the function's own."""
 
     @pytest.mark.parametrize("way", ["map", "loss"])
     @pytest.mark.parametrize("kind", ["leaf", "result", "both"])

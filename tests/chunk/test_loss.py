@@ -1,4 +1,4 @@
-"""A loss in chunks is the loss: value and gradients, whatever the chunks weigh."""
+"""A loss in chunks equals the plain loss: value and gradients, for any weights of the chunks."""
 
 import functools
 
@@ -120,7 +120,7 @@ def test_other_results_are_refused(returned, got, rows):
 
 
 def test_no_reduction_is_refused_because_weights_per_row_come_too_late(model, rows):
-    """Summed gradients cannot be weighted per row afterwards: a wrapper that tries is wrong without a word."""
+    """Summed gradients cannot be weighted per row afterwards: a wrapper that tries is silently wrong."""
     x, _ = rows
     with pytest.raises(mk.errors.ConfigError, match=r"reduction='none'.*too late.*Way out"):
         chunked_loss(model, x, chunk_size=8, reduction="none")
@@ -139,7 +139,7 @@ def test_chunk_sizes(chunk_size, model, rows):
 
 
 def test_forgotten_parameters_are_refused(model, rows):
-    """Inside an autograd function a closure's parameters get no gradient, and nobody says so."""
+    """Inside an autograd function a closure's parameters silently get no gradient."""
     with pytest.raises(mk.errors.InputError, match=r"`model.0.bias` of shape \(16,\).*params="):
         chunked_loss(lambda x: model(x).square(), rows[0], chunk_size=8)
 

@@ -1,4 +1,4 @@
-"""A map in chunks is the function: outputs and gradients, whatever the rows are."""
+"""A map in chunks equals the function: outputs and gradients, for all kinds of rows."""
 
 import contextlib
 

@@ -47,7 +47,7 @@ KINDS = ["ddp", "fsdp", "fsdp kernel"]
 
 
 def outcome(kind, rank):
-    """The gradients of one step, or what was refused."""
+    """The gradients of one step, or the error."""
     model = Operator(in_pieces=True).double()
     if kind == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -73,7 +73,7 @@ def worker(rank, folder):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What two processes found, by kind: to start them takes longer than all steps."""
+    """The results of two processes, by kind: starting them takes longer than all steps."""
     folder = tmp_path_factory.mktemp("ranks")
     spawn(worker, folder)
     return torch.load(folder / "found.pt", weights_only=True)
@@ -87,5 +87,5 @@ def test_ranks_with_other_numbers_of_chunks_equal_one_process(kind, found):
 
 
 def test_a_function_whose_parameters_are_gathered_at_each_call_is_refused(found):
-    """It would be gathered for each chunk; ranks have other numbers of them, and would wait for each other for ever."""
+    """It would be gathered for each chunk; ranks with different numbers of chunks would deadlock."""
     assert "call fully_shard on the module around it" in found["fsdp kernel"]

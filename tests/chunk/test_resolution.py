@@ -84,7 +84,7 @@ def chosen(level, **choices):
 
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_pooling_is_by_cells(level):
-    """Sides that the cells do not divide: those at the end are smaller, and their mean is of what is there."""
+    """Sizes that are no multiple of the cell: the last cells are smaller, with the mean of their own voxels."""
     volume = torch.randn(2, 3, 9, 12, 7, dtype=torch.float64) * (torch.rand(2, 1, 9, 12, 7) < 0.3)
     size = 2**level
     expected = {name: [] for name in ("area", "sum", "max", "nearest")}

@@ -1,4 +1,4 @@
-"""Messages in chunks reduce to what plain torch gives: values, gradients, ties, empty segments, hubs."""
+"""Messages reduced in chunks equal plain torch: values, gradients, ties, empty segments, hubs."""
 
 import pytest
 import torch

@@ -52,7 +52,7 @@ class Problem:
 
 
 def peak_of(problem, plan):
-    """What a call takes that is cut so: simulated chunk by chunk, as the engine goes through them."""
+    """Memory of a call with these chunks: simulated chunk by chunk, in the engine's order."""
     full, last = plan.chunk_size, problem.num_rows - (plan.num_chunks - 1) * plan.chunk_size
     lengths = [full] * (plan.num_chunks - 1) + [last]
     are_kept = [number >= plan.num_chunks - plan.num_kept for number in range(plan.num_chunks)]

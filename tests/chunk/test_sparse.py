@@ -1,4 +1,4 @@
-"""Every mode gives the whole network's result and gradients; what cannot is refused, or run whole."""
+"""Every mode gives the whole network's result and gradients; a network that cannot be cut is refused, or run whole."""
 
 import re
 
@@ -225,7 +225,7 @@ def test_what_parts_cannot_give_runs_whole_or_is_refused(net, reason):
 
 
 class Choosy(nn.Module):
-    """Does not take what it is probed with, as layers do that check their input."""
+    """Rejects the input of the probe, as layers that check their input do."""
 
     def __init__(self, num_samples=1, refused=None):
         super().__init__()

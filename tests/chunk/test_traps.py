@@ -92,7 +92,7 @@ class Recurrent(nn.Module):
 @pytest.mark.filterwarnings("ignore:Complex modules")
 @pytest.mark.parametrize("name", ["complex", "recurrent"])
 def test_a_trial_sees_what_the_backward_takes(name):
-    """Complex results have a gradient too. A GRU takes most in its forward, which the backward runs once more."""
+    """Complex results have a gradient too. A GRU's peak is in its forward, which the backward runs again."""
     if name == "complex":
         module, x = mlp(8, 64, 8)[::2].to(torch.complex64), torch.randn(16_000, 8, dtype=torch.complex64)
     else:
@@ -128,7 +128,7 @@ def test_autocast_keeps_a_converted_copy_of_each_weight():
         assert proc.plan(x).fixed_bytes == plain + copies
 
 
-# ---- rows that know each other
+# ---- rows that depend on each other
 
 
 def test_integers_cannot_be_nan_but_what_an_embedding_makes_of_them_can():

@@ -1,4 +1,4 @@
-"""What a command says of its arguments when it cannot run."""
+"""Error messages of a command about its arguments."""
 
 import pytest
 

@@ -287,7 +287,7 @@ def test_what_convolutions_may_take_inside_and_the_first_guesses_are_said():
 def test_a_script_for_torchrun_says_so_and_runs_as_the_first_rank(capfd):
     code, out, _ = dryrun(capfd, "ranks.py", "--gpu", "RTX 4090")
     assert code == 4
-    assert "the script is for torchrun: say memkit dryrun --nproc-per-node N SCRIPT" in unfolded(out)
+    assert "the script is for torchrun: run memkit dryrun --nproc-per-node N SCRIPT" in unfolded(out)
     code, out, err = dryrun(capfd, "--nproc-per-node", "4", "ranks.py", "--gpu", "RTX 4090", "--json")
     assert code == 0
     assert "rank 0 of 4 by nccl, 4 cards" in err
@@ -318,7 +318,7 @@ def test_a_script_that_starts_its_processes_runs_as_the_first_of_them(capfd):
     [
         ("skimage", "install scikit-image into"),
         ("no_such_module", "install no_such_module into .* if no_such_module is the project's own"),
-        ("torch._six", "torch._six is no part of the installed torch: install the version"),
+        ("torch._six", "torch._six is not part of the installed torch: install the version"),
     ],
 )
 @pytest.mark.usefixtures("forked")

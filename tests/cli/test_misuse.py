@@ -35,7 +35,7 @@ TABLE = [
     ("estimate steps.py:build --accumulation-steps 0", "pass accumulation_steps=1."),
     ("profile steps.py:build --sizes 1k", "write `def build(n):`."),
     ("gpus --need 24", "write '24GiB', or '24B' if bytes are meant."),
-    ("gpus GTX-970", "whether a size is enough, estimate.fits('8GiB') says."),
+    ("gpus GTX-970", "estimate.fits('8GiB') says whether a size is enough."),
     ("presets medum", "write get_preset_config('medium')."),
     ("dryrun steps.py --gpu 24GB", "plan_training(..., budget='24GB')."),
 ]

@@ -1,4 +1,4 @@
-"""What a person sees of the commands: 80 columns everywhere, color and progress on a terminal only."""
+"""The commands' output for people: 80 columns everywhere, color and progress on a terminal only."""
 
 import contextlib
 import io
@@ -253,7 +253,7 @@ def test_an_error_erases_the_progress_before_it_is_said(terminal):
 
 
 def test_help_loads_nothing_heavy():
-    """What is not imported takes no time: `memkit --help` is far below a second of processor time."""
+    """`memkit --help` imports little: it takes far less than a second of processor time."""
     code = "import sys\nfrom memkit.cli import main\ntry:\n main(['--help'])\nexcept SystemExit:\n pass\n"
     code += "print(sorted({'torch', 'numpy', 'matplotlib', 'pandas', 'tqdm'} & set(sys.modules)), len(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""What holds hooks, locks or files of its process is neither pickled nor copied, and says what to do instead."""
+"""Objects that hold hooks, locks or files of their process refuse to be pickled or copied, and name the way out."""
 
 import copy
 import io

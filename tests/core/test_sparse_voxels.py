@@ -1,4 +1,4 @@
-"""Sparse volumes: there and back, gradients, and what is refused."""
+"""Sparse volumes: round trips, gradients, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sizes: what is read, what is refused, what people see."""
+"""Sizes: accepted texts, refused texts, and formatting."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Calls in other libraries' words are answered with the corrected call, and right calls are not touched."""
+"""Calls in other libraries' words get the corrected call as an error, and correct calls are unaffected."""
 
 import copy
 import inspect

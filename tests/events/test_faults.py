@@ -1,4 +1,4 @@
-"""What is no log, or a wrong one, is refused with one typed error that says where."""
+"""A file that is not a log, or a malformed one, is refused with one typed error that names the place."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The program whose logs are JSON arrays: what it would have recorded is known, of other programs nothing."""
+"""The program whose logs are JSON arrays: its events are known; those of other programs are not."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Events and headers that exist can be written; a writer that is killed, full or forked costs at most one line."""
+"""Valid events and headers can be written; a killed or forked writer, or a full disk, costs at most one line."""
 
 import json
 import os
@@ -252,7 +252,7 @@ def test_a_closed_writer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"[]", b"{}", b'{"event":"a"}\n', b"results\n", b'{"schema":"other/1"}\n', b"\n\n", b"\x00" * 40]
 )
-def test_a_file_that_is_no_log_is_left_alone(tmp_path, content):
+def test_a_file_that_is_not_a_log_is_left_alone(tmp_path, content):
     path = tmp_path / "log.jsonl"
     path.write_bytes(content)
     words = "a new file, or an event log to continue", "nothing was changed"

@@ -1,4 +1,4 @@
-"""A loss says what it weighs: valid forms, forms that are refused everywhere, gradients, and further outputs."""
+"""A `Loss` states its weight: valid forms, forms that are refused everywhere, gradients, and further outputs."""
 
 import itertools
 import math
@@ -103,7 +103,7 @@ class TestForms:
             mk.Loss(SCALAR, 3)
 
     @pytest.mark.parametrize("count", [-1, math.inf, math.nan, torch.tensor(-1)])
-    def test_a_count_that_is_no_weight_is_refused_in_the_step(self, count):
+    def test_an_invalid_count_is_refused_in_the_step(self, count):
         model = make_model()
         trainer = trainer_of(model)
         loss_fn = lambda model, batch: mk.Loss(mean=classify(model, batch), count=count)  # noqa: E731

@@ -34,7 +34,7 @@ def same(actual, expected):
 
 
 def naive(fn, rows, params, chunk_size):
-    """What one writes first: a backward per chunk."""
+    """The obvious way: a backward per chunk."""
     for part in rows.split(chunk_size):
         fn(part).backward()
     return [each.grad for each in params]

@@ -1,4 +1,4 @@
-"""What a user changes in a script, so that it uses memkit."""
+"""The changes that a user makes to a script to use memkit."""
 
 import difflib
 

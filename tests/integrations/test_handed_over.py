@@ -1,4 +1,4 @@
-"""Real trainers of other libraries in place of the wrapper's model: each is led to the adapter that is there for it."""
+"""Real trainers of other libraries passed as the wrapper's model: each error names the right adapter."""
 
 import importlib
 import re

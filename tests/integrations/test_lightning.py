@@ -79,7 +79,7 @@ QUIET = {
 
 
 class Recorder(L.Callback):
-    """What a run did: outputs, learning rates and logged values of each batch; plants faults where it is told to."""
+    """Records a run: outputs, learning rates and logged values of each batch; injects faults where asked to."""
 
     def __init__(self, faults=(), split_options=None):
         self.mode, self.split_options = FailingOperator(*faults), split_options

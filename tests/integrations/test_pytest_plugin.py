@@ -35,7 +35,7 @@ def model():
 def everything_is_loaded():
     """A run inside forgets the modules that it imported, and parts of torch cannot be imported twice.
 
-    The objects that are there by then are not looked at by the leak watch: in a whole test run they are half a million.
+    The leak watch ignores the objects that exist by then: in a whole test run they are half a million.
     """
     model = torch.nn.Linear(2, 2)
     for mode in ("allocator", "fake"):
@@ -126,7 +126,7 @@ def test_step(model):
 
 
 def test_modes_on_one_step(run):
-    """Fake tensors take what real ones take; the allocator sees what sorting takes inside; the card rounds up."""
+    """Fake tensors count like real ones; the allocator also sees the workspace of sorting; the GPU rounds up."""
     result = run(
         """
 @limit("1 GiB")

@@ -406,7 +406,7 @@ def test_the_callback_alone_watches_any_trainer(tmp_path):
 
 
 class ByTheEpoch(torch.utils.data.Dataset):
-    """Keeps which epochs it was told before its samples were read."""
+    """Records the epochs that were set before its samples were read."""
 
     epoch, read_in = None, ()
 

@@ -249,7 +249,7 @@ def test_the_rank_is_torchs_where_it_runs_distributed():
     assert out.splitlines()[-1] == "(0, 1)"  # older versions of gloo say something before
 
 
-def test_the_cpu_is_no_card():
+def test_the_cpu_is_not_a_gpu():
     cpu = torch.device("cpu")
     assert (devices.device_identity(cpu), devices.allocator_snapshot(cpu), devices.peak_bytes(cpu)) == (
         None,

@@ -58,7 +58,7 @@ def test_another_version_is_refused():
 
 
 class Cards:
-    """What torch.cuda says of random states, where there are two cards."""
+    """Stands in for torch.cuda's random states on a machine with two GPUs."""
 
     def __init__(self, current=0):
         self.states, self.current = [torch.zeros(1), torch.zeros(1)], current

@@ -1,4 +1,4 @@
-"""What lives at one instant: bytes by category, each storage once, and the holder of the largest."""
+"""Live tensors at one instant: bytes by category, each storage once, and the holder of the largest."""
 
 import gc
 

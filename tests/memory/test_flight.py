@@ -1,4 +1,4 @@
-"""The flight recorder: what it keeps, what an out-of-memory error leaves of it, and what it costs until then."""
+"""The flight recorder: its contents, the file that it leaves after an out-of-memory error, and its cost until then."""
 
 import json
 import tracemalloc

@@ -20,7 +20,7 @@ def boom(*args):
 
 
 class Hostile:
-    """Everything that one object may ask another fails."""
+    """Every operation on it raises."""
 
     __slots__ = ("__weakref__", "kept")
     __class__ = property(boom)

@@ -62,7 +62,7 @@ def test_the_budget_is_for_the_whole_process():
 
 
 def test_a_real_resource_limit_is_the_capacity_and_what_is_left_of_it():
-    """A budget is a fraction of the limit, too; and what is said to be available can be taken, but not much more."""
+    """A budget may be a fraction of the limit; the bytes reported as available can be allocated, but not much more."""
     out = run_python("""
         import torch, memkit as mk
         from memkit._machine.devices import limit_memory
@@ -97,7 +97,7 @@ def test_the_process_that_started_this_one_does_not_count():
 
 
 def make_small_tensors():
-    """On glibc's heap: between them lies what keeps the heap from shrinking on its own."""
+    """On glibc's heap: blocks between them keep the heap from shrinking on its own."""
     tensors = [torch.ones(2000) for _ in range(16_000)]
     return tensors, tensors[::100]
 

@@ -1,4 +1,4 @@
-"""What the log says of tracked blocks, evaluations, child processes, leaks and survived out-of-memory errors."""
+"""Log entries for tracked blocks, evaluations, child processes, leaks and survived out-of-memory errors."""
 
 import multiprocessing
 import re

@@ -49,7 +49,7 @@ def track(name: str, *, workspace: bool) -> Tracker:
 
 
 def there_before(recording: Recording) -> int:
-    """What was there before the block, which the allocator's events in the block do not count."""
+    """The bytes that existed before the block, which the allocator's events in the block do not count."""
     return sum(storage.nbytes for storage in recording.storages() if not storage.operator)
 
 

@@ -1,4 +1,4 @@
-"""The cache of indexes: never the index of another scene, and never more bytes than allowed."""
+"""The cache of indexes: it never returns another scene's index, and never holds more bytes than allowed."""
 
 import pickle
 import threading

@@ -92,7 +92,7 @@ def inclusion_z(kept, num_kept):
 
 
 def neighbors_p(kept):
-    """What a cell keeps says nothing about what the next cell keeps: patterns of three points each are independent."""
+    """The points kept in one cell are independent of those kept in the next: patterns of three points each."""
     width = min(3, kept.shape[1])
     codes = kept[:, :width] @ (1 << np.arange(width))
     table = np.bincount((codes[0::2] << width) + codes[1::2], minlength=4**width).reshape(2**width, 2**width)

@@ -133,14 +133,14 @@ def rank_estimate(name, place=None):
 
 
 def figures(recording):
-    """What two recordings are compared by."""
+    """The figures by which two recordings are compared."""
     parts = recording.peak_by("category")
     unsharded = recording.peak_by("operator").get("fsdp.unshard", 0)
     return {"peak": recording.peak_bytes(), "unsharded": unsharded, **parts}
 
 
 def spread(name):
-    """What a training script makes of its step in a process group; returns the warm step, and what it holds."""
+    """Set up a step in a process group as a training script does; return the warm step and its objects."""
     step, case = build(name), CASES[name]
     shard, model = case.shard, step.model
     make = optimizer_maker(step.optimizer)
@@ -184,7 +184,7 @@ def recorded(run, model, batch):
 
 
 def without_gloo(recording, num_held):
-    """Without the copies that gloo makes of what it is to reduce: unseen, until it reads the sum from them."""
+    """Without gloo's copies of the tensors to reduce, which are invisible until it reads the sum from them."""
     later = recording.storages()[num_held:]
     copies = [storage.id for storage in later if storage.category == "input" and not storage.operator]
     return without(recording, copies)
@@ -198,7 +198,7 @@ def without(recording, storages):
 
 
 def outcome(measure, name):
-    """Figures, or what torch raises for a step that cannot be spread this way."""
+    """Figures, or torch's error for a step that cannot be distributed this way."""
     try:
         return measure(name)
     except Exception as error:  # noqa: BLE001 - a complex parameter, a module that DDP hides, another memory order

@@ -1,4 +1,4 @@
-"""What the models of `tests/predict/steps.py` are made of: a step, the table of them, common losses and data."""
+"""Building blocks of `tests/predict/steps.py`: a step, the table of steps, common losses and data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Step:
-    """What one call of `estimate_memory_usage` takes."""
+    """The arguments of one call of `estimate_memory_usage`."""
 
     model: nn.Module
     batch: Any

@@ -35,7 +35,7 @@ def test_equals_the_real_step(name):
     assert_equals_the_real_step(functools.partial(build, name), is_other_order=name in OTHER_ORDER)
 
 
-@pytest.mark.slow  # the profiler prints; the test above reads the same events by another way
+@pytest.mark.slow  # the profiler prints; the test above reads the same events in another way
 @pytest.mark.parametrize("name", STEPS)
 def test_the_interval_holds_what_the_profiler_saw(name):
     step = build(name)

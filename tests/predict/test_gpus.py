@@ -113,7 +113,7 @@ def test_capacity_is_a_size_or_a_card():
 
 
 def test_fits_takes_the_context_off_once():
-    """Just as much as the card's total, context and all, fits; without a context only what the driver leaves."""
+    """Exactly the card's total fits if the context is counted; without a context, only the driver's rest fits."""
     card = find_gpu("RTX 3090")
     cpu = estimate_with(parameters_bytes=card.usable_bytes)
     assert cpu.headroom_bytes("RTX 3090") == 0

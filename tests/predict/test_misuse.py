@@ -37,7 +37,7 @@ def advise(*args, **kwargs):
 
 
 class Trainer:
-    """As Hugging Face's: it has the model, and is none."""
+    """Like Hugging Face's: it has a model, but is not one."""
 
     def __init__(self):
         self.model = MODEL
@@ -69,7 +69,11 @@ TABLE = [
     ),
     (lambda: estimate(MODEL, BATCH, loss_fn, batch_size=64), "InputTypeError", "(model, sample_batch, loss_fn)"),
     (lambda: estimate(MODEL, BATCH), "InputTypeError", "criterion(model(batch[0]), batch[1]))."),
-    (lambda: estimate(MODEL, BATCH, loss_fn, precision="fp32"), "ConfigError", "of another model call model.float()."),
+    (
+        lambda: estimate(MODEL, BATCH, loss_fn, precision="fp32"),
+        "ConfigError",
+        "to convert a model to float32 call model.float().",
+    ),
     (lambda: estimate(MODEL, BATCH, loss_fn, precision="bf16"), "ConfigError", "a model that is in bf16 itself."),
     (lambda: estimate(MODEL, BATCH, loss_fn, precision="fp16"), "ConfigError", "a CPU has no fp16 autocast here."),
     (lambda: plan(MODEL, BATCH, loss_fn), "ConfigError", "or budget='RTX 4090' for all of a card."),
@@ -134,7 +138,7 @@ TABLE = [
     (lambda: estimate(MODEL, BATCH, loss_fn, target="24GB"), "InputError", "plan_training(..., budget='24GB')."),
     (lambda: mk.VirtualGPU(24), "InputTypeError", "plan_training(..., budget='24GiB')."),
     (lambda: mk.find_gpu("A100"), "InputError", "write for example 'A100 40GB'."),
-    (lambda: mk.find_gpu("GTX 970"), "InputError", "whether a size is enough, estimate.fits('8GiB') says."),
+    (lambda: mk.find_gpu("GTX 970"), "InputError", "estimate.fits('8GiB') says whether a size is enough."),
     (lambda: estimate(MODEL, BATCH, loss_fn, target="RX 7900 XTX"), "ConfigError", "such as 'L4'."),
     # figures
     (lambda: estimate(MODEL, BATCH, loss_fn).total_gb, "AbsentError", "write estimate.total_bytes"),

@@ -27,7 +27,7 @@ def identify(report):
 
 
 def asked(report):
-    """What the process needed in all: the table's context is added where the report does not count it."""
+    """The total need of the process: the table's context is added where the report does not count it."""
     context_bytes = 0 if "process" in report else find_gpu(report["card"]).context_bytes
     return estimate(held(report) + parse_bytes(report["tried"]), context_bytes)
 
@@ -71,7 +71,7 @@ def test_the_total_in_a_message_lies_in_the_interval_of_the_table(report):
 
 
 def test_the_number_on_the_box_would_be_wrong():
-    """What the table is for: without it these reports would have been promised to fit."""
+    """The purpose of the table: without it the verdict on these reports would have been "fits"."""
     promised = [
         report
         for report in REPORTS["out_of_memory"]

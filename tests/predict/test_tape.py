@@ -108,7 +108,7 @@ def test_blocks_are_rounded_and_gradients_stay_so():
         ([1], 512),
         ([5 * MIB], 5 * MIB),
         ([5 * MIB] * 4, 20 * MIB),  # one segment
-        ([19 * MIB + 1], 20 * MIB),  # the rest of a segment of its own is too small for anybody else
+        ([19 * MIB + 1], 20 * MIB),  # the rest of a segment of its own is too small for another request
         ([6 * MIB] * 3, 18 * MIB),  # a rest of 2 MiB is not
         ([6 * MIB] * 3 + [MIB + 512], 20 * MIB),
     ],

@@ -1,4 +1,4 @@
-"""A real step on the CPU with all that the allocator did, and the dry run held against it."""
+"""A real step on the CPU with all allocator events, compared with the dry run."""
 
 from __future__ import annotations
 

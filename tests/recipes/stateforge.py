@@ -1,4 +1,4 @@
-"""States from elsewhere: files replaced by what would run code, with checksums that are right."""
+"""Forged states: files replaced by code that would run when read, with correct checksums."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sign(folder: Path, content: object) -> None:
 
 
 def put(path: Path, data: bytes) -> None:
-    """Write a file in the place of whatever is there, also of a pipe, which would keep the writer waiting."""
+    """Replace a file, also a pipe, which would block a writer."""
     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     path.write_bytes(data)
 
@@ -61,7 +61,7 @@ class Builds:
 
 
 def archive(pickled: bytes, *, compression=zipfile.ZIP_STORED) -> bytes:
-    """What `torch.save` writes around a pickle."""
+    """The archive that `torch.save` writes around a pickle."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", compression) as made:
         for name, data in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", "data/0": bytes(16)}.items():

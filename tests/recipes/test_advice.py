@@ -1,4 +1,4 @@
-"""Advice is what was tried: predictions held against real steps, failures shown, nothing left behind."""
+"""Advice is tried before it is given: predictions match real steps, failures are shown, no trace is left."""
 
 import copy
 import importlib.util

@@ -450,7 +450,7 @@ def test_no_label_at_all_leaves_the_consistency():
 
 
 def test_a_count_of_zero_says_the_same():
-    """For those who mark what has no label in another way."""
+    """For users who mark missing labels differently."""
 
     def loss_fn(output, targets):
         valid = targets != 255

@@ -1,4 +1,4 @@
-"""Every loop tells the epoch to all that draws by it, however deep it lies; who tells none is warned."""
+"""Every loop sets the epoch on all objects that draw by it, at any depth; a loop without epochs is warned."""
 
 import copy
 import pickle
@@ -253,7 +253,7 @@ class TestWhoTellsNothing:
         sampler = torch.utils.data.RandomSampler(dataset, replacement=True)
         assert len(list(DataLoader(dataset, sampler=sampler))) == 200
 
-    def test_a_validation_is_no_training(self):
+    def test_a_validation_is_not_training(self):
         dataset = mk.voxel.VoxelDataset(VOLUMES, use_augmentation=False)
         for _ in range(4):
             assert_same(list(dataset), VOLUMES)

@@ -1,4 +1,4 @@
-"""What a run leaves that ends with an error: the steps that are done are not lost, and no rank waits for another."""
+"""After a run that ends with an error, finished steps are not lost, and no rank waits for another."""
 
 import pytest
 import torch

@@ -214,7 +214,7 @@ def test_other_modes_than_the_plan_judged_are_judged(step):
 
 
 def test_no_step_runs_more_rows_than_the_plan_says():
-    """A check of what planning has proven would run the whole batch, above the budget, now and then for ever."""
+    """Checking again what planning has proven would run the whole batch, above the budget, every now and then."""
     model, batch, num_rows = make_model(), digits(), []
     optimizer = torch.optim.AdamW(model.parameters())
     with prepare(model, optimizer, batch, loss_fn, budget="2500KiB") as trainer:

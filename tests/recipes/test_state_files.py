@@ -1,4 +1,4 @@
-"""States on a disk: whole or not there, whatever the disk does."""
+"""States on a disk: complete or absent, whatever the disk does."""
 
 import errno
 import gc

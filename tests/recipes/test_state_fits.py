@@ -427,7 +427,7 @@ def test_one_that_refuses_leaves_all_as_they_were(tmp_path):
         check_refused(manager, "Fails.load_state_dict refuses: no", **objects, second=Fails(0))
 
 
-def test_out_of_memory_is_no_wrong_file(tmp_path):
+def test_out_of_memory_is_not_a_file_error(tmp_path):
     class Small(Holder):
         def load_state_dict(self, state):
             if self.value == 0:
@@ -562,5 +562,5 @@ def test_a_wrapper_of_another_precision_is_told(tmp_path):
     half, plain = make("fp16-mixed"), make(None)
     with pytest.warns(MemkitWarning, match="it has a loss scale, which is not used"):
         saved(tmp_path / "half", trainer=half).restore(trainer=plain)
-    with pytest.warns(MemkitWarning, match="it has no loss scale, which starts anew"):
+    with pytest.warns(MemkitWarning, match="it has no loss scale, which starts afresh"):
         saved(tmp_path / "plain", trainer=plain).restore(trainer=half)

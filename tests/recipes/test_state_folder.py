@@ -160,7 +160,7 @@ STRAYS = {
 
 
 @pytest.mark.parametrize("stray", STRAYS)
-def test_what_is_not_ours_is_left_alone_and_saves_go_on(tmp_path, stray):
+def test_foreign_files_are_left_alone_and_saves_continue(tmp_path, stray):
     outside, folder = tmp_path / "outside", tmp_path / "states"
     folder_with_a_file(outside)
     (outside / "rank-0.pt").write_text("mine")

@@ -1,4 +1,4 @@
-"""A state from elsewhere runs nothing: each of its files replaced by a pickle that would, with right checksums."""
+"""A forged state runs no code: each file is replaced by a pickle that would, with correct checksums."""
 
 import contextlib
 import io
@@ -73,7 +73,7 @@ def restore_or_refuse(manager, objects=None):
 
 
 def test_these_files_do_run_where_somebody_unpickles_them(tmp_path):
-    """Otherwise the tests below would say nothing."""
+    """Otherwise the tests below would prove nothing."""
     readers = (
         pickle.loads,
         lambda data: torch.load(io.BytesIO(data), weights_only=False),
@@ -235,7 +235,7 @@ def test_names_in_a_manifest_stay_in_the_folder(manager, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["rank-0.pt", "manifest.json"])
-def test_a_pipe_or_a_device_keeps_nobody_waiting(manager, file):
+def test_a_pipe_or_a_device_does_not_block(manager, file):
     path = newest(manager) / file
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
         path.unlink()

@@ -132,7 +132,7 @@ def test_counts_of_losses_in_half_precision_are_exact():
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), torch.tensor(-1)])
-def test_a_count_that_is_no_weight_is_refused(count):
+def test_an_invalid_count_is_refused(count):
     loss_fn = lambda model, rows: mk.Loss(mean=model(rows).mean(), count=count)  # noqa: E731
     with pytest.raises(mk.errors.InputError, match=r"count of loss_fn of a validation.*zero or more"):
         run(trainer_of(nn.Linear(3, 1)), [torch.ones(2, 3)], rows_of_loss(loss_fn))

@@ -83,7 +83,7 @@ def record(name: str, *, as_without_recorder: bool = True) -> tuple[Recording, l
 
 
 def risen_peak(recording: Recording) -> int:
-    """Peak above what was there before the block, which the allocator's events in the block do not count."""
+    """Peak above the bytes that existed before the block, which the allocator's events in the block do not count."""
     return recording.peak_bytes() - sum(s.nbytes for s in recording.storages() if not s.operator)
 
 

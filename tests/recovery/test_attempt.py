@@ -235,7 +235,7 @@ def test_no_tensor_of_a_failed_attempt_is_alive_when_the_next_starts(fail):
 
 
 def retry_inside_except(fn, size):
-    """What most code does, accelerate's find_executable_batch_size included: clean up and go on inside `except`."""
+    """The common way, accelerate's find_executable_batch_size included: clean up and continue inside `except`."""
     try:
         return fn(size)
     except (RuntimeError, ValueError):

@@ -1,4 +1,4 @@
-"""What is remembered of sizes: never above what failed without patience, and back up when memory is free again."""
+"""Remembered sizes: never above a failed one without patience, and growing again when memory is free."""
 
 import pytest
 from hypothesis import given, strategies as st

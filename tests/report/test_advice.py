@@ -20,7 +20,7 @@ def advice_of(log, total_bytes=None):
 
 def test_the_first_program():
     advice = advice_of(first_log())
-    assert list(advice) == [  # what keeps the results, what changes them, and what touches none
+    assert list(advice) == [  # remedies that keep the results, that change them, and that do not affect them
         "offload_component",
         "half_bits",
         "smaller_component",

@@ -1,4 +1,4 @@
-"""What a log can and cannot tell: own peaks and bounds, components, trends, ranks."""
+"""Figures that a log contains or does not contain: own peaks and bounds, components, trends, ranks."""
 
 import random
 

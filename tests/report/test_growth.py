@@ -1,4 +1,4 @@
-"""HeldGrowth is told from noise, warm-ups, caches, sawteeth and larger inputs, at any length of the log."""
+"""Held growth is distinguished from noise, warm-up, caches, sawteeth and larger inputs, at any length of the log."""
 
 import random
 from itertools import accumulate
@@ -35,20 +35,20 @@ def test_a_leak_is_found_under_noise():
 
 @pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("is_record", [False, True])
-def test_noise_is_no_growth(count, is_record):
+def test_noise_is_not_growth(count, is_record):
     logs = [noise(random.Random(seed), count) for seed in range(300)]
     found = [growth_of(list(accumulate(log, max)) if is_record else log) for log in logs]
     assert sum(growth is not None for growth in found) <= 4  # of 300
 
 
 @pytest.mark.parametrize("count", [12, 30, 100, 500])
-def test_what_comes_to_an_end_is_no_growth(count):
+def test_growth_that_ends_is_not_growth(count):
     for share in (0.1, 0.3, 0.5, 0.8):
         assert growth_of([100 * MIB + min(n, int(share * count)) * 5 * MIB for n in range(count)]) is None, share
 
 
 @pytest.mark.parametrize(("count", "period"), [(30, 7), (30, 10), (100, 20), (100, 40), (500, 100)])
-def test_what_is_given_back_is_no_growth(count, period):
+def test_released_memory_is_not_growth(count, period):
     assert growth_of([100 * MIB + n % period * MIB for n in range(count)]) is None
 
 
@@ -60,7 +60,7 @@ def test_equal_rises_at_equal_distances_are_growth(count, period, offset):
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_stages_of_different_sizes_are_no_growth(stages):
+def test_stages_of_different_sizes_are_not_growth(stages):
     sizes = (64, 96, 128, 160)
     assert growth_of([100 * MIB + sizes[n * stages // 30] ** 2 * 1000 for n in range(30)]) is None
 
@@ -72,7 +72,7 @@ def test_inputs_that_grow_lift_the_peaks_more_than_what_is_held():
     assert not is_of_inputs(growth, [value + 50 * MIB for value in held])
 
 
-def test_what_is_too_small_to_matter_is_no_growth():
+def test_negligible_changes_are_not_growth():
     assert growth_of([100 * MIB + 512 * n for n in range(100)]) is None  # a loss each step, as CUDA rounds it
     assert growth_of([100 * MIB + round(1.1 * LEAST_RATE) * n for n in range(100)]) is not None
 

@@ -251,7 +251,7 @@ def test_only_a_report_is_replaced(tmp_path):
     assert left == {"report.md", "report.html", "report.txt", "report.json", "notes.md", "d.md"}
 
 
-def test_what_is_no_log(tmp_path):
+def test_files_that_are_not_logs(tmp_path):
     assert_refused(
         lambda: write_report(S1, tmp_path / "r.md"), InputTypeError, "write_report(mk.report.read_memory_events"
     )

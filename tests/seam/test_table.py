@@ -1,4 +1,4 @@
-"""What the table of versions counts, and what it takes for an explanation."""
+"""The counts in the table of versions, and the explanations that it accepts."""
 
 from benchmarks.cases.torch_versions import outcome, unexplained
 

@@ -1,4 +1,4 @@
-"""Versions of torch: what is said beyond those that were tested, and what a feature says that this one cannot have."""
+"""Versions of torch: the warning for untested ones, and the error for a feature that a version lacks."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_a_feature_that_this_torch_cannot_have_says_so():
 
 
 def test_a_sum_in_float32_of_half_gradients_needs_what_keeps_it():
-    """It works, or is refused by name; what needs no other dtype works everywhere."""
+    """It works, or is refused by name; features that need no other dtype work everywhere."""
     half = torch.nn.Linear(2, 1).to(torch.bfloat16)
     optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
     if has("torch.Tensor.grad_dtype"):

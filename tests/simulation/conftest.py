@@ -1,4 +1,4 @@
-"""These tests say bytes, which differ between versions of PyTorch."""
+"""These tests state bytes, which differ between versions of PyTorch."""
 
 import pytest
 

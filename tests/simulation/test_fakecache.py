@@ -1,4 +1,4 @@
-"""What operators without data made before: what torch's shape functions say, and nothing kept that may differ."""
+"""The cache of operators' results without data: equal to torch's shape functions, and no entry that may change."""
 
 from collections import Counter
 

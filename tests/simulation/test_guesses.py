@@ -1,4 +1,4 @@
-"""A number that was read from a tensor without data may decide how much is taken: then nothing is known, with the line.
+"""A number read from a tensor without data may decide a size: the verdict is then "not known", with the line.
 
 Numbers that are written down, added up or only checked leave the verdict as it is.
 """

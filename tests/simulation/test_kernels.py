@@ -1,4 +1,4 @@
-"""What is said about CPU kernels, against the kernels: workspace below its bound, results as large as they are."""
+"""The tables of CPU kernels against the kernels: workspace below its bound, results of the right size."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""After a simulated step nothing of it is left: what the user's code keeps is put back, or somebody is named."""
+"""A simulated step leaves no trace: values that the user's code keeps are restored, or their holder is named."""
 
 import functools
 import gc

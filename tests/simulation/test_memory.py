@@ -1,4 +1,4 @@
-"""The least memory in which a run goes through: with it the run finishes, with little less it does not."""
+"""The least memory in which a run finishes: with slightly less it does not."""
 
 import pickle
 

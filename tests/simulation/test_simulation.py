@@ -1,4 +1,4 @@
-"""How a step is simulated: what a reader has to open, what is changed of torch, what dies when it should."""
+"""How a step is simulated: the files involved, the patches of torch, and the lifetime of its objects."""
 
 import ast
 import gc

@@ -1,4 +1,4 @@
-"""Users' code on a card that is not there: what it sees, what it takes, and what is left of it afterwards."""
+"""Users' code on a virtual GPU: the values it sees, the memory it takes, and the state it leaves."""
 
 import copy
 import pickle

@@ -736,7 +736,7 @@ class TestMisuse:
         ("count", "reduction"),
         [*product([-1, float("nan"), float("inf"), True, "3", torch.ones(2)], ["mean", "sum"]), (None, "sum")],
     )
-    def test_a_count_that_is_no_weight(self, count, reduction):
+    def test_an_invalid_count(self, count, reduction):
         model, accumulator = self.make()
         call = lambda: accumulator.backward(model(torch.ones(1, 2)).sum(), count, reduction=reduction)  # noqa: E731
         assert_refused(call, mk.errors.InputError, "weight of zero or more|number of summed items|a single number")
@@ -768,6 +768,6 @@ class TestMisuse:
             (torch.optim.LBFGS(nn.Linear(2, 1).parameters()), r"LBFGS, whose step\(\) evaluates the loss again"),
         ],
     )
-    def test_what_is_no_optimizer_or_needs_a_closure(self, optimizer, words):
+    def test_non_optimizers_and_optimizers_with_a_closure_are_refused(self, optimizer, words):
         error = mk.errors.ConfigError if isinstance(optimizer, torch.optim.LBFGS) else mk.errors.InputTypeError
         assert_refused(lambda: mk.GradientAccumulator(optimizer), error, words)

@@ -99,7 +99,7 @@ def test_where_it_is_not_exact_it_is_refused():
 
 
 def test_what_needs_the_gradients_says_that_they_are_gone():
-    """Not silently a norm of zero, nor torch's assertion that no infinity was looked for."""
+    """Neither a silent norm of zero nor torch's assertion that no infinity check was recorded."""
 
     def gradient_bytes():
         return take_census(torch.device("cpu"), 0).by_category.get("gradient", 0)

@@ -1,4 +1,4 @@
-"""Loss functions, batches and calls around them that are written in another way: each gets the line to write."""
+"""Loss functions, batches and calls written the wrong way: each error shows the line to write."""
 
 import functools
 import traceback
@@ -98,7 +98,7 @@ LOSS_FUNCTIONS = [  # (the loss function, the last line)
 
 @pytest.mark.parametrize(("loss_fn", "ending"), LOSS_FUNCTIONS)
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 4}, {"on_oom": "raise"}], ids=str)
-def test_what_is_no_loss_function_gets_the_line_to_write(loss_fn, ending, settings):
+def test_an_invalid_loss_function_gets_the_line_to_write(loss_fn, ending, settings):
     trainer = make_trainer(**settings)
     with pytest.raises(InputTypeError) as caught:
         trainer.train_step(make_batch(), loss_fn)
@@ -207,7 +207,7 @@ RESULTS = [  # (what is returned, the error, the last line)
 
 @pytest.mark.parametrize(("give", "error", "ending"), RESULTS)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_what_is_no_loss_says_how_to_end(give, error, ending, steps):
+def test_an_invalid_loss_gets_the_last_line_to_write(give, error, ending, steps):
     def loss_fn(model, batch):
         return give(F.cross_entropy(model(batch[0]), batch[1], reduction="none"))
 
@@ -377,7 +377,7 @@ def test_evaluations_get_the_corrected_call(args, ending):
 
 
 @pytest.mark.parametrize("use", [lambda attempt: attempt[0], lambda attempt: list(attempt)])
-def test_an_attempt_is_no_micro_batch(use):
+def test_an_attempt_is_not_a_micro_batch(use):
     trainer = make_trainer(accumulation_steps=2)
     with pytest.raises(StateError, match="write `with attempt as micro:` around forward"):
         for attempt in trainer.microbatches(make_batch()):
@@ -400,7 +400,7 @@ def test_a_batch_of_an_unknown_object_is_taken_whole():
 )
 def test_a_square_mask_is_not_cut(mask):
     x = torch.randn(6, 4)
-    with pytest.raises(InputError, match="another mask"):
+    with pytest.raises(InputError, match="a different mask"):
         make_trainer(accumulation_steps=2).train_step((x, mask), lambda model, b: model(b[0]).square().mean())
     assert make_trainer().train_step((x, mask), lambda model, b: model(b[0]).square().mean()).stepped
 

@@ -268,7 +268,7 @@ class TestForms:
             (lambda model: Checkpointing(model, layers=["1"]), "write Checkpointing(model, choice=['1'])"),
             (
                 lambda model: Checkpointing(model, use_reentrant=False),
-                "numbers are repeated; write Checkpointing(model)",
+                "restore the random state; write Checkpointing(model)",
             ),
             (
                 lambda model: Checkpointing(model)(torch.ones(1, 5, 8)),

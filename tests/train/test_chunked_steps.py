@@ -410,7 +410,7 @@ class TestRegisteredOptimizers:
         with pytest.raises(mk.errors.ConfigError, match="keeps values outside of the per-parameter state"):
             train_small(kind, guarded=True)
 
-    def test_what_is_no_class_of_optimizers(self):
+    def test_values_that_are_not_optimizer_classes(self):
         for wrong in (Lion([nn.Parameter(torch.ones(2))]), nn.Linear, "Lion"):
             with pytest.raises(mk.errors.InputTypeError, match=r"register_parameterwise\(type\(optimizer\)\)"):
                 mk.train.register_parameterwise(wrong)

@@ -1,4 +1,4 @@
-"""What a loss was divided by is read from its graph, and tells where counts are missing."""
+"""The divisor of a loss is read from its graph, and shows where counts are missing."""
 
 import warnings
 
@@ -138,7 +138,7 @@ NORMALIZED = {
 
 @pytest.mark.parametrize("name", NORMALIZED)
 def test_weights_that_become_uneven_are_told_at_once(name):
-    """They are divided by their own sum before they are multiplied, so the divisor stands nowhere in the graph."""
+    """They are divided by their own sum before the multiplication, so the divisor is not in the graph."""
     model = nn.Linear(4, 2)
     trainer = trainer_of(model, accumulation_steps=3)
 
@@ -163,7 +163,7 @@ def test_weights_that_become_uneven_are_told_at_once(name):
         ([rows(5), rows(2)], None, {"objective": "sum"}),
     ],
 )
-def test_what_is_right_or_unchecked_says_nothing(losses, counts, settings):
+def test_correct_and_unchecked_losses_are_silent(losses, counts, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert accumulate(nn.Linear(4, 2), losses, counts, **settings) == 1
@@ -218,7 +218,7 @@ MEANS = {
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (6, 3)])
 @pytest.mark.parametrize("name", [*SUMS, *MEANS])
 def test_a_sum_with_a_count_is_told_in_the_wrappers_words(name, sizes):
-    """Sum and count as a mean: the gradient of no batch; with reduction='sum', or as a mean, nothing is said."""
+    """A sum that comes with a count as a mean is warned of; with reduction='sum', or as a real mean, it is not."""
     model, loss = nn.Linear(4, 2), {**SUMS, **MEANS}[name]
     accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
     for reduction in ("mean", "sum"):

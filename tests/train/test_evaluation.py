@@ -21,7 +21,7 @@ def forward(model, part):
     return {"scores": model(part), "is_high": model.whole(part)[:, 0] > 0}
 
 
-def test_results_are_the_whole_batchs_and_only_what_failed_runs_again(rows):
+def test_results_are_the_whole_batchs_and_only_failed_parts_run_again(rows):
     model, trainer = make(room=40)
     with trainer.evaluation() as evaluate:
         found = evaluate(rows, forward)
@@ -118,7 +118,7 @@ def test_a_mask_that_is_not_cut_is_named_after_an_out_of_memory():
         evaluate(batch, lambda model, batch: model(batch["x"]))
 
 
-def test_a_loader_is_no_batch(rows):
+def test_a_loader_is_not_a_batch(rows):
     _, trainer = make(room=100)
     loader = torch.utils.data.DataLoader(rows, batch_size=10)
     with trainer.evaluation() as evaluate, pytest.raises(mk.errors.InputTypeError) as caught:

@@ -1,4 +1,4 @@
-"""Before anything is tried: what a micro-batch of any size takes, from two small runs, and how batches are cut."""
+"""The memory of a micro-batch of any size is predicted from two small runs, and batches are cut accordingly."""
 
 import copy
 
@@ -58,7 +58,7 @@ def record(model, x):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_peak_of_many_rows_is_foreseen_to_the_byte(name):
+def test_the_peak_of_many_rows_is_predicted_to_the_byte(name):
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(300, 512)
     forecast = Forecast.between(record(model, x[:2]), record(model, x[:4]), (2, 4))
@@ -87,7 +87,7 @@ def test_runs_that_do_not_correspond_give_the_line_through_their_peaks():
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 20)), max_size=60), st.integers(1, 10**6))
-def test_lines_that_are_nowhere_the_highest_are_left_out(lines, num_rows):
+def test_lines_that_are_never_the_highest_are_dropped(lines, num_rows):
     heights = np.array([float(height) for height, _ in lines])
     slopes = np.array([float(slope) for _, slope in lines])
     kept = _upper_envelope(heights, slopes)

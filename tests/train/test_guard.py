@@ -1,4 +1,4 @@
-"""The guard of steps: no room for its files or for the step, and optimizers of other people."""
+"""The guard of steps: no room for its files or for the step, and third-party optimizers."""
 
 import sys
 
@@ -203,7 +203,7 @@ def test_a_later_step_asks_for_the_room_that_it_needs_and_makes_no_copy(monkeypa
 
 
 class TestWhatIsSaidOfAnUnknownOptimizer:
-    """Copies that nobody has asked for, and steps that nothing guards, are told of once, with the way out."""
+    """Automatic copies, and steps without protection, are reported once, with the way out."""
 
     pytestmark = pytest.mark.filterwarnings("error:optimizer.step.*memkit does not know how")
 
@@ -224,7 +224,7 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
         monkeypatch.setattr("memkit.train.guard._Copy", lambda *_: pytest.fail("nobody has asked for it"))
         guard = StepGuard([optimizer])
         with pytest.warns(
-            mk.MemkitWarning, match=r"half stepped\. They are not copied, because 314\.06 KiB are too much"
+            mk.MemkitWarning, match=r"half stepped\. They are not copied, because 314\.06 KiB is too much"
         ):
             guard.run(lambda: step(optimizer))
         assert guard.run(lambda: step(optimizer))
@@ -286,7 +286,7 @@ class TestStepHooks:
 
 
 def refused_from(place):
-    """Memory runs out for good at an operator of the second step; return what is said, and whether one stays torn."""
+    """Memory runs out for good at an operator of the second step; return the message, and whether one stays torn."""
     said = ""
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.Adam(weights, lr=0.1)

@@ -1,4 +1,4 @@
-"""What people write first: each call is refused under its own name, and the message ends with what to write."""
+"""Common first attempts: each call is refused under its own name, and the message ends with the corrected line."""
 
 import inspect
 import re
@@ -267,7 +267,7 @@ STEPPED = [
         InputTypeError,
         "there is no n; write backward(loss)",
     ),
-    (lambda: wrapped().load_state_dict(net().state_dict()), FileFormatError, "for that of trainer.state_dict()."),
+    (lambda: wrapped().load_state_dict(net().state_dict()), FileFormatError, "for the result of trainer.state_dict()."),
     (lambda: wrapped().load_state_dict({"version": 1}), FileFormatError, "torch.save(trainer.state_dict(), path)."),
     (lambda: wrapped().load_state_dict([1]), FileFormatError, "pass the mapping that state_dict() returned."),
     (
@@ -417,7 +417,7 @@ ACCUMULATED = [
     ("call", "error", "end"), [*CONSTRUCTED, *FROM_CONFIG, *STEPPED, *RESULTS, *ACCUMULATED, *SPLIT]
 )
 @pytest.mark.filterwarnings("ignore:.*gradients that another backward:memkit.MemkitWarning")
-def test_a_wrong_call_ends_with_what_to_write(call, error, end):
+def test_a_wrong_call_ends_with_the_corrected_call(call, error, end):
     with pytest.raises(error) as caught:
         call()
     text = str(caught.value)
@@ -437,7 +437,7 @@ def test_a_wrong_call_ends_with_what_to_write(call, error, end):
         {},
     ],
 )
-def test_the_way_out_of_what_is_no_config_runs(config):
+def test_the_way_out_for_an_invalid_config_runs(config):
     with pytest.raises(InputTypeError) as caught:
         WRAPPER.from_config(m := net(), sgd(m), config)
     line = str(caught.value).rpartition("write ")[2].rstrip(".")
@@ -446,7 +446,7 @@ def test_the_way_out_of_what_is_no_config_runs(config):
 
 
 @pytest.mark.parametrize(("use", "end"), ABSENT)
-def test_an_absent_name_ends_with_what_to_write(use, end):
+def test_an_absent_name_ends_with_the_corrected_call(use, end):
     with pytest.raises(AbsentError) as caught:
         use()
     assert str(caught.value).endswith(end), str(caught.value)

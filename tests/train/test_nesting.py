@@ -1,4 +1,4 @@
-"""A model that checkpoints itself, treated once more: said exactly where a forward really runs three times."""
+"""A model that checkpoints itself and is treated as well: the warning comes only where a forward runs three times."""
 
 import functools
 import warnings
@@ -146,7 +146,7 @@ def test_offloaded_blocks_run_twice_and_nothing_is_said(how):
     assert (found, told) == (2, [])
 
 
-def test_a_forward_in_a_backward_is_no_repetition(recwarn):
+def test_a_forward_in_a_backward_is_not_a_repetition(recwarn):
     model = Net("plain")
     with mk.Checkpointing(model):
         Again.apply(torch.ones(2, 4, requires_grad=True), model).sum().backward()

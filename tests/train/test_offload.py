@@ -316,7 +316,7 @@ def test_a_compiler_that_gave_a_layer_up_does_not_compile_the_hooks():
 
 
 def test_fake_tensors_move_without_being_written():
-    """A dry run holds as much as the real run: what is moved goes, and what comes back is new memory."""
+    """A dry run holds as much as the real run: moved tensors are freed, and come back in new memory."""
     held = []
     for mode in (contextlib.nullcontext(), Tensors()):
         with mode:
@@ -360,7 +360,7 @@ def test_threads_in_blocks_of_their_own_keep_their_own_buffers():
 @pytest.mark.parametrize("budget", [0, 100_000])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_parts_with_versions_of_their_own_are_written_alone(kind, budget):
-    """PyTorch's GRU on a CPU changes parts made by `unsafe_chunk`; another part's version does not tell."""
+    """PyTorch's GRU on a CPU changes parts made by `unsafe_chunk`; another part's version does not show it."""
     torch.manual_seed(0)
     model, x = kind(16, 64, 2), torch.randn(6, 8, 16)
 

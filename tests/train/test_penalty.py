@@ -1,4 +1,4 @@
-"""The penalty is the hand-written one, twice differentiable, and in float32 whatever is around it."""
+"""The penalty equals the hand-written one, is twice differentiable, and is computed in float32 under any autocast."""
 
 import copy
 

@@ -151,7 +151,7 @@ def with_padding(model, batch):
 
 
 def checked_worker(rank, folder):
-    """What splits right is trained in silence; the rest is told or refused on each rank, and keeps no other waiting."""
+    """A correct split gives no warning; others are warned of or refused on each rank, and no rank waits."""
     join(rank, folder)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))
     labels = torch.tensor([0, 1, -100, -100, 1, 0, -100, 1])
@@ -166,7 +166,7 @@ def checked_worker(rank, folder):
         for _ in range(2):
             trainer.train_step(x, lambda model, x: model(x, extra=True).pow(2).mean())
     assert_refused(lambda: wrapped().train_step(x, info_nce), mk.errors.ConfigError, "when the batch is split")
-    with pytest.warns(mk.MemkitWarning, match="mean over something else than rows"):
+    with pytest.warns(mk.MemkitWarning, match="mean over something other than rows"):
         wrapped().train_step((x, labels), with_padding)
     weights = [torch.empty_like(trainer.model.module.first.weight) for _ in range(2)]
     dist.all_gather(weights, trainer.model.module.first.weight.detach())

@@ -1,4 +1,4 @@
-"""After an out-of-memory what keeps the result comes first; what would change it, only where the user has said so."""
+"""After an out-of-memory, remedies that keep the result come first; others are used only if the user allows it."""
 
 import copy
 import json
@@ -81,7 +81,7 @@ def test_blocks_run_again_where_that_suffices_and_no_bit_changes(plain):
     assert "forward" not in vars(model[1])  # close() has put it back
 
 
-def test_then_the_batch_is_split_where_that_is_proven_and_the_blocks_are_let_be(plain):
+def test_then_the_batch_is_split_where_that_is_proven_and_the_blocks_are_left_alone(plain):
     fails = Fails(most=4)
     model, result, blocks, told = step(fails)
     assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
@@ -103,7 +103,7 @@ def normed():
     return make(norm=nn.BatchNorm1d)
 
 
-def test_what_would_change_the_result_is_refused_with_the_cause():
+def test_an_inexact_split_is_refused_with_the_cause():
     model = normed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(
@@ -145,12 +145,12 @@ def test_a_loss_that_compares_rows_is_refused_or_split_with_a_warning():
     assert any("changes the gradient" in each for each in told)
 
 
-def test_who_vouches_for_the_loss_is_not_asked():
+def test_probe_false_skips_the_check():
     _, result, *_ = step(compares_rows, probe=False)
     assert result.sizes == (4, 4)
 
 
-def test_where_memory_allows_no_look_a_split_is_not_proven():
+def test_without_memory_for_a_check_a_split_is_not_proven():
     assert_refused(lambda: step(Fails(most=1)), mk.MemkitOutOfMemoryError, "could not be checked: OutOfMemoryError")
     _, result, _, told = step(Fails(most=1), on_oom="inexact")
     assert result.sizes == (1,) * 8
@@ -158,7 +158,7 @@ def test_where_memory_allows_no_look_a_split_is_not_proven():
 
 
 def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_split():
-    """Rows one by one, as the user wants them; no look at two fits, which is told. Then two come at a time."""
+    """Rows one by one, as the user wants them; a check with two rows does not fit, and says so. Then two at a time."""
     model = nn.Linear(8, 1).double()
     fails, rows = Fails(most=1), X[:, 0].double()
     with trainer_of(model, accumulation_steps=8) as trainer:
@@ -170,7 +170,7 @@ def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_spl
             trainer.train_step(torch.cat([rows, rows]), fails)
 
 
-def test_a_look_that_memory_did_not_allow_comes_again_in_a_loop_that_is_kept():
+def test_a_check_that_ran_out_of_memory_is_repeated_in_a_kept_loop():
     model = make()
     trainer = trainer_of(model)
     fails = Fails(most=1)
@@ -193,7 +193,7 @@ def test_a_refusal_is_remembered_and_smaller_batches_go_on():
             assert trainer.train_step(X[:4].double(), fails).sizes == (4,)
 
 
-def test_blocks_that_cannot_run_again_are_let_be(plain):
+def test_blocks_that_cannot_run_again_are_left_alone(plain):
     model = make(is_inplace=True)
     model, result, blocks, _ = step(Fails(most=4), model)
     assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
@@ -294,7 +294,7 @@ def test_split_loss_too(plain):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set as Linux does")
 def test_a_unet_with_batch_normalization_inside_real_limits():
-    """Blocks run again; these and the disk; where nothing suffices, a refusal, or another result for who wants that."""
+    """Recomputed blocks; these and the disk; if neither suffices, an error, or a changed result if allowed."""
     # A limit means what it says.
     done = run_module("tests.train.unet_child", 36, 21, 15, MALLOC_MMAP_THRESHOLD_="65536")
     recomputed, moved, refused = map(json.loads, done.stdout.splitlines())

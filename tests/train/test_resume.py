@@ -1,4 +1,4 @@
-"""A step that was cut off between two of its operators goes on where it was, without copies, to the same bits."""
+"""A step interrupted between two of its operators resumes there, without copies, with a bit-identical result."""
 
 import copy
 
@@ -149,7 +149,7 @@ def test_several_faults_in_one_step():
 
 
 def test_without_copies_and_with():
-    """The negative control: torch's own step is torn, and what nobody may go on with is copied."""
+    """The negative control: torch's own step is torn, and steps that cannot be resumed use copies."""
     parameters, optimizer = make("adamw")
     with FailingOperator(9), pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
@@ -222,7 +222,7 @@ class TestWhereCopiesAreMade:
         assert_same(bits(parameters, optimizer), bits(twins, twin))
 
     def test_a_state_that_was_replaced_by_hand_is_refused_where_the_step_is_cut_off(self):
-        """Nobody could say how far the step has come."""
+        """The progress of the step is unknown."""
         parameters, optimizer = make("adamw")
         guard = StepGuard([optimizer])
         assert not num_copies(parameters, optimizer, guard)

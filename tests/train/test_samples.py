@@ -340,7 +340,7 @@ def test_two_samples_that_are_taken_for_columns_are_never_trained_on_in_silence(
     with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows") as caught:
         trainer.train_step(batch, of_sequences)
     (note,) = caught.value.__notes__
-    assert "a list of 2 tensors, which are taken for columns of 8 rows" in note
+    assert "a list of 2 tensors, which are treated as columns of 8 rows" in note
     assert "[(each,) for each in batch]" in note
     result = trainer.train_step([(each,) for each in batch], lambda m, b: of_sequences(m, [each for (each,) in b]))
     assert result.sizes == (1, 1)

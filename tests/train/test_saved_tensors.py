@@ -1,4 +1,4 @@
-"""Whatever a plan says of saved tensors, the training is that of the plain step, to the bit."""
+"""For any plan of saved tensors, the training is bit-identical to that of the plain step."""
 
 from __future__ import annotations
 
@@ -235,13 +235,13 @@ def test_odd_tensors_are_saved_as_they_are(forward, make_plan):
 
 
 def test_parts_with_versions_of_their_own():
-    """PyTorch's GRU on a CPU changes parts by `unsafe_chunk`: the storage's version does not tell."""
+    """PyTorch's GRU on a CPU changes parts made by `unsafe_chunk`: the storage's version does not show it."""
     model, x = nn.GRU(16, 32, 2), torch.randn(6, 4, 16)
     compared(model, lambda: model(x)[0].square().mean())
 
 
 def test_what_a_forward_changes_outside_of_itself():
-    """A vector of spectral norm is changed by each forward: what runs again gets it as it was."""
+    """Each forward changes a vector of spectral norm: operators that run again get its old value."""
     model, x = nn.utils.spectral_norm(nn.Linear(8, 8)), torch.randn(4, 8)
     compared(model, lambda: model(x).square().mean())
 

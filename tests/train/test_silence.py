@@ -1,4 +1,4 @@
-"""Settings, figures and modes that would be wrong without a word: each is right, warned of or refused."""
+"""Settings, figures and modes that would be silently wrong: each is right, warned of or refused."""
 
 import copy
 
@@ -73,11 +73,11 @@ class TestMonitors:
         assert mk.ValidationMonitor(metric=metric).mode == "min"
 
     @pytest.mark.parametrize("value", [None, torch.ones(2), "a"])
-    def test_what_is_no_number(self, value):
+    def test_values_that_are_not_numbers(self, value):
         with pytest.raises(mk.errors.InputTypeError, match="expected a number, the figure 'loss'"):
             mk.ValidationMonitor().update(value)
 
-    def test_a_row_of_nan_is_no_right_answer(self):
+    def test_a_row_of_nan_is_not_correct(self):
         accuracy = mk.recipes.Accuracy()
         accuracy.update(torch.full((4, 3), float("nan")), torch.tensor([0, 0, 0, 1]))
         assert accuracy.result() == 0.0

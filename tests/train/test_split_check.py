@@ -148,7 +148,7 @@ def evaluated(model, *names):
     return model
 
 
-# What the grammar of tests/search has not, and which modules are at fault.
+# Cases that the grammar of tests/search lacks, and the modules at fault.
 OWN = {
     "group norm of images": (lambda: conv(nn.GroupNorm(2, 8)), rows(2, 6, 6), mean_square),
     "instance norm with statistics": (
@@ -204,7 +204,7 @@ MODULES = {name: modules for name, (_, _, _, *modules) in OWN.items() if modules
     **{f"BatchNorm{kind}": ["traits.0.norm"] for kind in ("NoStats", "AndDropout")},
     "class_weights, BatchNorm": ["traits.0.layer"],
 }
-# What of the loss is at fault, and losses and traits of the grammar that are so.
+# The fault of a loss, and losses and traits of the grammar that have it.
 AT_FAULT = {
     "weights": (
         *("class_weights", "class_weights_smoothed", "ignored_tokens", "masked_mean", "told_wrong_count", "told_one"),
@@ -276,7 +276,7 @@ def test_what_cannot_be_split_and_why(name, setting):
 
 @pytest.mark.parametrize("name", sorted({*OWN, *LOSSES, *MODULES} - NOT_IN_EVERY_BATCH - {"autocast"}))
 def test_half_precision_is_told_from_a_true_difference(name):
-    """A small bfloat16 model is looked at in float32: no false alarm, and what is off by more than 2% is found."""
+    """A small bfloat16 model is checked in float32: no false alarm, and errors above 2% are found."""
     verdict = check_split(*case(name, "bfloat16"))
     if name in EXACT:
         assert verdict.exact is True, verdict
@@ -310,7 +310,7 @@ def test_a_permutation_of_the_rows_is_named():
 
     verdict = check_split(net(), torch.randn(12, 6), mixup)
     assert verdict.exact is None
-    assert "draws a permutation of the rows (mixup, SMOTE)" in verdict.reason
+    assert "permutes the rows at random (mixup, SMOTE)" in verdict.reason
 
 
 def test_a_sum_has_a_way_out_of_its_own():

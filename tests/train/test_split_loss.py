@@ -116,7 +116,7 @@ def test_faults_all_over_a_batch_change_nothing_but_the_sizes(name):
     fail_in(name, 0.25, num_places=40 if name != "mlp" else 1000)
 
 
-def test_without_rollback_it_ends_elsewhere(monkeypatch):
+def test_without_rollback_it_ends_differently(monkeypatch):
     from memkit._recovery import snapshot
 
     monkeypatch.setattr(snapshot.Rollback, "restore", lambda self: None)

@@ -1,4 +1,4 @@
-"""SplitLoss refuses whatever would lose or misweigh a gradient, at any batch, and arguments that mean nothing."""
+"""SplitLoss refuses anything that would lose or misweigh a gradient, at any batch, and invalid arguments."""
 
 import functools
 

@@ -85,7 +85,7 @@ def messages(train, steps):
 
 
 @WAYS
-def test_nothing_is_said_of_what_is_equal(way):
+def test_equal_splits_are_silent(way):
     steps = [((X, LABELS), classify)] * 5 + [((X[:13], LABELS[:13]), classify)] * 2 + [(X, square)] * 2
     assert messages(way(net(nn.Dropout(0.5))), steps) == []
 
@@ -168,7 +168,7 @@ def unlucky(model, x):
 
 
 @WAYS
-def test_what_could_not_be_checked_is_told_with_the_way_out(way):
+def test_an_unchecked_split_is_reported_with_the_way_out(way):
     (message,) = messages(way(net()), [(X, unlucky)] * 3)
     assert "could not check that splitting the batch keeps its gradient: ValueError: four rows" in message
     assert "probe=False" in message
@@ -176,7 +176,7 @@ def test_what_could_not_be_checked_is_told_with_the_way_out(way):
 
 
 @WAYS
-def test_require_refuses_what_could_not_be_checked(way):
+def test_require_refuses_unchecked_splits(way):
     with pytest.raises(mk.errors.ConfigError, match=r"probe='require'.*could not be checked: ValueError: four rows"):
         way(net(), probe="require")(X, unlucky)
     assert messages(way(net(), probe="require"), [(X, square)] * 3) == []

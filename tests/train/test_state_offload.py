@@ -1,4 +1,4 @@
-"""Optimizer state elsewhere: bit-identical steps, no memory of the process, state that is lent and given back."""
+"""Offloaded optimizer state: bit-identical steps, no memory of the process, state that is lent and returned."""
 
 import copy
 
@@ -21,7 +21,7 @@ from tests.train.test_chunked_steps import MUST, bits, everything, give_gradient
 def test_steps_are_bit_identical(kind, lent, monkeypatch):
     """``lent``: as on an accelerator, whose state comes to it and goes back for each chunk, also for slices."""
     if lent:
-        monkeypatch.setattr(parameterwise, "_lies_elsewhere", lambda value, parameter: value.dim() > 0)
+        monkeypatch.setattr(parameterwise, "_is_on_other_device", lambda value, parameter: value.dim() > 0)
         monkeypatch.setattr(chunked_steps, "_SMALLEST_CHUNK_BYTES", 2048)
     expected = everything(*train(kind, foreach=True))
     parameters, optimizer, generator = make(kind, foreach=True)
@@ -36,7 +36,7 @@ def test_steps_are_bit_identical(kind, lent, monkeypatch):
 
 @pytest.mark.parametrize("kind", MUST)
 def test_faults_leave_lent_state_whole(kind, monkeypatch):
-    monkeypatch.setattr(parameterwise, "_lies_elsewhere", lambda value, parameter: value.dim() > 0)
+    monkeypatch.setattr(parameterwise, "_is_on_other_device", lambda value, parameter: value.dim() > 0)
     expected = everything(*train(kind, foreach=True, num_steps=1))
     for place in range(2, 120, 23):
         parameters, optimizer, generator = make(kind, foreach=True)

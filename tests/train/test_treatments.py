@@ -1,4 +1,4 @@
-"""Each block's treatment: bit-equal gradients, FLOPs, saved bytes, and peaks that a dry run foretells to the byte."""
+"""Each block's treatment: bit-equal gradients, FLOPs, saved bytes, and peaks that a dry run predicts to the byte."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit._tape.kept import is_kept
 from memkit.train.checkpointing import Checkpointing
-from memkit.train.treatments import TREATMENTS, Elsewhere
+from memkit.train.treatments import TREATMENTS, BlockOffload
 from tests.helpers import assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, trainer_of
@@ -103,8 +103,8 @@ def test_bit_equal_to_the_plain_model(name, treatment):
 
 
 def offloads(checkpointing):
-    (elsewhere,) = {installed._elsewhere for installed in checkpointing._installed.values()} or {Elsewhere()}
-    return list(elsewhere._offloads.values())
+    (offload,) = {installed._offload for installed in checkpointing._installed.values()} or {BlockOffload()}
+    return list(offload._offloads.values())
 
 
 def recorded_peak(model, x):
@@ -346,8 +346,8 @@ def test_a_copy_is_treated_by_itself(treatment, how):
 
 
 def offloads_of(model):
-    (elsewhere,) = {block.forward._elsewhere for block in model}
-    return list(elsewhere._offloads.values())
+    (offload,) = {block.forward._offload for block in model}
+    return list(offload._offloads.values())
 
 
 @pytest.mark.parametrize("treatment", TREATMENTS)
@@ -474,7 +474,7 @@ def test_generators_that_a_block_holds_are_replayed(treatment):
 @pytest.mark.parametrize("treatment", TREATMENTS)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_recurrent_layers_that_change_parts_of_a_result(kind, treatment):
-    """PyTorch's GRU on a CPU changes parts of a product made by `unsafe_chunk`: the product's version does not tell."""
+    """PyTorch's GRU on a CPU changes parts made by `unsafe_chunk`: the version of the whole does not show it."""
 
     class Recurrent(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What the wrapper's settings save and cost, by counters that do not vary: allocator bytes, operations, host reads."""
+"""Savings and costs of the wrapper's settings, by deterministic counters: allocator bytes, operations, host reads."""
 
 import copy
 
@@ -95,7 +95,7 @@ def test_backward_costs_two_forwards_and_recomputation_one_more(settings, ratio)
     assert flops["backward_flops"] == ratio * flops["forward_flops"]
 
 
-def test_recomputation_leaves_out_what_nobody_needs():
+def test_recomputation_skips_unneeded_operators():
     plain, flops = (measure_flops(Run(TASKS["transformer"](), {"checkpoint": each})) for each in (None, "auto"))
     again = flops["backward_flops"] - plain["backward_flops"]
     # Of a block's 12 width^2 products per token the last 4, the MLP's second layer, keep nothing for backward. (Since

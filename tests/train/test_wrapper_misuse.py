@@ -1,4 +1,4 @@
-"""What would train nothing, or not as asked: optimizers of other models, steps after close, float16 on a CPU."""
+"""Mistakes that would train nothing, or wrongly: optimizers of other models, steps after close, float16 on a CPU."""
 
 import copy
 

@@ -112,7 +112,7 @@ def check_a_plan_for_saved_tensors(rank):
 
 
 def check_a_plan_for_saved_tensors_is_refused(sharded, optimizer):
-    with pytest.raises(ConfigError, match="parameters are sharded"):
+    with pytest.raises(ConfigError, match="sharded parameters"):
         mk.MemoryEfficientTrainingWrapper(sharded, optimizer, saved_tensors=everything(("aten.addmm.default",)))
 
 
@@ -188,7 +188,7 @@ def check_a_loop_with_batches_on_one_rank(rank, folder):
 
 
 def check_a_budget_is_refused_where_ranks_exchange_statistics():
-    """One rank would run ahead of the others to foresee what a micro-batch takes, and wait for them for ever."""
+    """One rank would run a micro-batch alone to predict its memory, and wait for the others for ever."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))
     model.module.append(nn.SyncBatchNorm(8))  # now: DistributedDataParallel wants a GPU for it
     with (

@@ -21,7 +21,7 @@ DRAWS = [
 
 
 class MetaTensor(torch.Tensor):
-    """What MONAI's class does: metadata in the instance, copied to all that is computed from it."""
+    """Behaves like MONAI's class: metadata in the instance, copied to all results computed from it."""
 
     @staticmethod
     def __new__(cls, x, **_):
@@ -272,7 +272,7 @@ class TestDataSets:
 
 
 def test_what_lies_in_no_grid_loses_its_affine():
-    """Rows of sparse voxels, and volumes of another resolution: a plain tensor is no wrong one."""
+    """Rows of sparse voxels, and volumes of another resolution: plain tensors are accepted."""
     x = MetaTensor(torch.rand(1, 2, *SHAPE), affine=any_affine())
     voxels = mk.voxel.SparseVoxels.from_dense(x)
     assert type(voxels.features) is torch.Tensor

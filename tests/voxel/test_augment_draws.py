@@ -117,7 +117,7 @@ def test_a_record_that_cannot_be_is_refused(change, error, text):
     assert_refused(lambda: AugmentationParams.from_json(json.dumps(record)), error, text)
 
 
-def test_text_that_is_no_record_is_refused():
+def test_text_that_is_not_a_record_is_refused():
     for text in ("", "[1]", "{", "null", b"\xff", "[" * 100_000):
         assert_refused(partial(AugmentationParams.from_json, text), FileFormatError)
 

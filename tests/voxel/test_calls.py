@@ -49,7 +49,7 @@ class Speckle(mk.voxel.VoxelOperation):
 
 
 class Image(dict):
-    """What torchio's images are."""
+    """Stands in for torchio's images."""
 
     def __init__(self, data, affine, kind="intensity"):
         super().__init__(data=data, affine=np.asarray(affine))
@@ -67,7 +67,7 @@ class Image(dict):
 
 
 class Subject(dict):
-    """What torchio's subjects are: a dict whose entries are attributes too."""
+    """Stands in for torchio's subjects: a dict whose entries are attributes too."""
 
     def __init__(self, **entries):
         super().__init__(entries)

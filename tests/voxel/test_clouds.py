@@ -139,7 +139,7 @@ def test_pairs_found_once_serve_every_metric():
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, [], [1.0, float("nan")]])
-def test_a_threshold_that_is_no_distance_is_refused(threshold):
+def test_an_invalid_threshold_is_refused(threshold):
     assert_refused(lambda: f_score(torch.rand(3, 3), torch.rand(3, 3), threshold=threshold), ConfigError, "above 0")
     for quantile in (95, None):
         with pytest.raises(ConfigError, match="from 0 to 1"):
@@ -155,7 +155,7 @@ def test_a_threshold_that_is_no_distance_is_refused(threshold):
         (nearest_points(torch.ones(1, 3), torch.ones(1, 3)), torch.ones(1, 3)),
     ],
 )
-def test_what_is_neither_a_cloud_nor_a_batch_is_refused(a, b):
+def test_only_clouds_and_batches_are_accepted(a, b):
     calls = {
         "chamfer_distance": chamfer_distance,
         "hausdorff_distance": hausdorff_distance,

@@ -183,7 +183,7 @@ def test_micro_batches_add_up_to_the_batch():
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
-def test_a_composite_refuses_what_is_no_loss():
+def test_a_composite_refuses_objects_that_are_not_losses():
     a = torch.rand(1, 1, 2, 2, 2)
     for losses, words in [
         ({}, "at least one loss"),

@@ -130,7 +130,7 @@ def test_auto_takes_the_tree_where_scipy_is_and_does_without(monkeypatch):
         ([[0.0]], torch.ones(1, 1), InputTypeError, "a: a list"),
     ],
 )
-def test_what_is_no_cloud_is_refused(a, b, error, text):
+def test_an_invalid_cloud_is_refused(a, b, error, text):
     assert_refused(lambda: nearest_points(a, b), error, text)
 
 

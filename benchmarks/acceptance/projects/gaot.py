@@ -1,4 +1,4 @@
-"""camlab-ethz/GAOT: attention-weighted messages in chunks, the softmax of each neighbourhood included."""
+"""camlab-ethz/GAOT: attention-weighted messages in chunks, the softmax of each neighborhood included."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _NUM_STEPS = 60  # points along the line of a law
 def peak_curves(name: str, points: Sequence[ScalingPoint], law: Law | None) -> Iterator[Curve]:
     """Yield the law of one mode as a line, its points as dots, and those that ran out of memory as crosses.
 
-    A cross stands where the law predicts the peak, or if it does not, at the request that failed.
+    A cross is at the predicted peak, or, if the law does not predict one, at the request that failed.
     """
     sizes = [point.size for point in points]
     if sizes:
@@ -27,7 +27,7 @@ def peak_curves(name: str, points: Sequence[ScalingPoint], law: Law | None) -> I
 
 
 def curve_of(name: str, heights: Mapping[int, float | None], style: Style = "line") -> Iterator[Curve]:
-    """Yield a curve of what is known and above zero, as on a logarithmic axis; nothing if that is no point."""
+    """Yield a curve of the heights that are known and above zero, for a logarithmic axis; none if there are none."""
     there = {x: y for x, y in heights.items() if y}
     if there:
         yield Curve(name, tuple(there), tuple(there.values()), style=style)

@@ -111,7 +111,7 @@ def _laws(build_step: BuildStep, measured: ScalingResult, mode: StepMode) -> Sca
     peaks = measured.peaks(mode)
     try:
         return profile_scaling(build_step, sizes, [mode])
-    except Exception:  # noqa: BLE001 - whatever the step raises without data; with data it ran
+    except Exception:  # noqa: BLE001 - the step may raise anything without data; with data it ran
         return ScalingResult((), {mode: fit_points(list(peaks), list(peaks.values()))} if peaks else {})
 
 

@@ -146,7 +146,7 @@ class ScalingResult:
         return Figure("Peak memory of one step", charts, notes)
 
     def _with_logarithm(self, mode: StepMode) -> dict[int, int]:
-        """The peaks that are not zero."""
+        """Return the peaks that are not zero."""
         return {size: peak for size, peak in self.peaks(mode).items() if peak}
 
     def _peak(self, mode: StepMode, n: int) -> int | None:
@@ -181,7 +181,7 @@ class ScalingResult:
             parts.append(f"scaling factor {factor:.2f} (includes the constant part)")
         lines = [f"{mode}: " + ", ".join(parts)]
         if law.reason:
-            lines.append(f"  why not more: {law.reason}")
+            lines.append(f"  not exact, because {law.reason}")
         largest = max(point.size for point in self.points)
         known = [point.peak_where for point in self.points if (point.mode, point.size) == (mode, largest)]
         if any(known):

@@ -165,7 +165,7 @@ def structural_law(trace: Callable[[int], StepTrace], sizes: Sequence[int]) -> S
             holds_between = _holds_between(trace, smallest + 1, first, curves)
             grain = 1 if holds_between else math.gcd(smallest, *checked)
             if grain == 1 and not holds_between:
-                return f"n={smallest + 1} takes something else than the sizes around it"
+                return f"n={smallest + 1} does not follow the law of the sizes around it"
             return StructuralLaw(
                 grain,
                 tuple(traced),
@@ -225,7 +225,7 @@ def _above(traced: Sequence[int], traces: Mapping[int, StepTrace], grain: int) -
 
 
 def _holds_between(trace: Callable[[int], StepTrace], size: int, first: StepTrace, curves: _Curves) -> bool:
-    """Whether the polynomials hold at a size that shares no divisor with the sizes they go through."""
+    """Return whether the polynomials hold at a size that shares no divisor with the sizes they go through."""
     try:
         other = trace(size)
     except Exception:  # noqa: BLE001 - a model that accepts only certain sizes may raise anything

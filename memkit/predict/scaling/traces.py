@@ -61,7 +61,7 @@ class StepTrace:
     def where(self, moment: int) -> str:
         """Return module, operator, phase and source line of the last event at a moment; 0 is the start of the step."""
         if moment == 0:
-            return "what the step starts with"
+            return "the start of the step"
         place = self.places[moment - 1]
         parts = place.module, self.events[moment - 1][0], place.phase, str(place.line or "")
         return ", ".join(part for part in parts if part)
@@ -89,7 +89,7 @@ def trace_step(
     try:
         return simulate(call, simulation, (build_step, _named_in(build_step)), run, roots=(build_step,))
     except MemkitError as error:
-        if error.call == CALL:  # the caller is known here
+        if error.call == CALL:  # put the user's call in its place
             raise type(error)(call, got=error.got, expected=error.expected, fix=error.fix) from error
         raise
     except RuntimeError as error:

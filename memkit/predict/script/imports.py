@@ -55,7 +55,7 @@ class AtImport(MetaPathFinder):
     def __init__(self, to_read: Callable[[Any], Any]) -> None:
         self._to_read = to_read
         self._changes: dict[str, Callable[[ModuleType], None]] = {
-            TRANSFORMERS_UTILS: _believe_in_data,
+            TRANSFORMERS_UTILS: _treat_as_real,
             "pyarrow": self._read_redirected,
         }
 
@@ -88,8 +88,8 @@ class AtImport(MetaPathFinder):
         pyarrow.memory_map = lambda path, *args: memory_map(self._to_read(path), *args)  # type: ignore[attr-defined]
 
 
-def _believe_in_data(utils: ModuleType) -> None:
-    """See `memkit._simulation.simulation`."""
+def _treat_as_real(utils: ModuleType) -> None:
+    """Make transformers treat fake tensors as tensors with data; see `memkit._simulation.simulation`."""
     utils.is_fake_tensor = lambda _: False  # type: ignore[attr-defined]
 
 

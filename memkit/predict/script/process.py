@@ -67,7 +67,7 @@ class _EndOfStepsError(BaseException):
     """Ends a script after its last step, past its own ``except Exception``."""
 
 
-class _OtherWayError(BaseException):
+class _DivergedError(BaseException):
     """Ends a script when its memory requests diverge from those of the run it is compared with."""
 
 
@@ -94,7 +94,7 @@ class Requests:
         self.sizes.append(num_bytes)
         if self._expected is not None and self._expected[number : number + 1] != [num_bytes]:
             self.other_way = self.other_way or _line_of(self._gpu.memory.asker().place) or "the script"
-            raise _OtherWayError
+            raise _DivergedError
 
 
 class StepCounter:
@@ -170,7 +170,7 @@ def run_child() -> None:
     gpu = VirtualGPU(card, **options)
     requests = Requests(gpu, expected)
     gpu.guesses.answers = _ANSWERS[order["answers"]]
-    _begin_alike()
+    _seed_draws()
     steps = StepCounter(order["steps"])
     start = time.perf_counter()
     ended, problem, is_compiled = _run(script, gpu, steps, order["num_ranks"])
@@ -191,15 +191,15 @@ def run_child() -> None:
         "numbers": list(gpu.guesses.numbers),
         "other_way": requests.other_way,
         "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
-        "estimate": _estimate(gpu, _nothing_on_it(gpu, steps)).as_dict(),
+        "estimate": _estimate(gpu, _doubt_of_cpu(gpu, steps)).as_dict(),
     }
     if expected is None:
         np.save(folder / sizes.name, np.asarray(requests.sizes, dtype=np.int64))
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def _nothing_on_it(gpu: VirtualGPU, steps: StepCounter) -> tuple[str, ...]:
-    """Return a doubt where the script trained and never asked the card for memory: it trained on the CPU."""
+def _doubt_of_cpu(gpu: VirtualGPU, steps: StepCounter) -> tuple[str, ...]:
+    """Return a doubt if the script trained without any memory of the GPU: it trained on the CPU."""
     if not steps.num_done or gpu.memory.allocator.highest_allocated_bytes or gpu.memory.shortages:
         return ()
     return ("the script trained on the CPU and put nothing on the card: move model and batches to cuda",)
@@ -225,7 +225,7 @@ def _line_of(place: OperatorPlace | None) -> str:
     return str(place.line or "") if place is not None else ""
 
 
-def _begin_alike() -> None:
+def _seed_draws() -> None:
     """Make two runs of a script draw the same random numbers, unless it seeds them itself."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the state that scripts draw from
@@ -237,7 +237,7 @@ def _run(
 ) -> tuple[str, dict[str, str] | None, bool]:
     """Run a script as Python would; return how it ended, its problem, and whether it uses `torch.compile`."""
     module = ModuleType("__main__")
-    module.__file__ = str(Path(script).resolve())  # as Python has it
+    module.__file__ = str(Path(script).resolve())  # as Python sets it
     sys.modules["__main__"] = module
     compiled: list[bool] = []
     try:
@@ -247,13 +247,13 @@ def _run(
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
         return "after its steps", None, bool(compiled)
-    except _OtherWayError:
-        return "another way", None, bool(compiled)
+    except _DivergedError:
+        return "diverged", None, bool(compiled)
     except torch.OutOfMemoryError as error:
         return "out of memory", _problem(error, "the card is full: see docs/out-of-memory.md."), bool(compiled)
     except SystemExit as error:
         if error.code not in {None, 0}:
-            return "error", _problem(error, "the script ended itself: its own output above says why."), bool(compiled)
+            return "error", _problem(error, "the script exited: its own output above says why."), bool(compiled)
     except Exception as error:  # noqa: BLE001 - a script may raise anything
         traceback.print_exception(error.with_traceback(_own(error)))
         return "error", _problem(error, _way_out(error)), bool(compiled)
@@ -280,7 +280,7 @@ def _problem(error: BaseException, fix: str) -> dict[str, str]:
     frames = [frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))]
     line = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
     message = f"got {error.got}; expected {error.expected}" if isinstance(error, MemkitError) else str(error)
-    message = message or f"{type(error).__name__}, which says no more"
+    message = message or f"{type(error).__name__} without a message"
     kind = "simulation" if isinstance(error, _NOT_THE_SCRIPTS) else "script"
     return {"error": type(error).__name__, "message": message, "line": line, "fix": fix, "of": kind}
 
@@ -300,25 +300,23 @@ def _way_out(error: BaseException | None) -> str:
     if isinstance(error, ModuleNotFoundError):
         return _way_to_module(str(error.name))
     if _asks_for_rank(error):
-        return "the script is for torchrun: say memkit dryrun --nproc-per-node N SCRIPT, with torchrun's own N."
+        return "the script is for torchrun: run memkit dryrun --nproc-per-node N SCRIPT, with torchrun's own N."
     chain = error
     while chain is not None:
         is_of_hub = type(chain).__module__.partition(".")[0] in _NETWORK_PACKAGES
         if isinstance(chain, _NO_NETWORK) or is_of_hub or "download" in str(chain).lower():
-            return "the script asks the network for data that is not here: run it once without memkit to fetch it."
+            return "the script downloads data: run it once without memkit to fetch the data."
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, FileNotFoundError):
-        return (
-            f"prepare {error.filename or 'the data'} as for training, and start in the folder that training starts in."
-        )
+        return f"prepare {error.filename or 'the data'} as for training, and run in the folder in which you train."
     return (
-        "see the script's traceback above; where it does not fail on a GPU, the virtual card lacks something: "
-        "docs/dryrun.md says what (kernels of the script's own are one such thing)."
+        "see the script's traceback above; if it does not fail on a real GPU, it uses something that the virtual card "
+        "lacks, such as kernels of its own: see docs/dryrun.md."
     )
 
 
 def _asks_for_rank(error: BaseException | None) -> bool:
-    """Whether an error means that the script was not started by torchrun."""
+    """Return whether an error means that the script was not started by torchrun."""
     return isinstance(error, (KeyError, ValueError)) and any(name in str(error) for name in _RANK_VARIABLES)
 
 
@@ -327,7 +325,7 @@ def _way_to_module(name: str) -> str:
     top = name.partition(".")[0]
     if name != top and find_spec(top) is not None:
         installed = packages_distributions().get(top, [top])[0]
-        return f"{name} is no part of the installed {installed}: install the version that the script was written for."
+        return f"{name} is not part of the installed {installed}: install the version that the script was written for."
     package = _PACKAGES.get(top, top)
     return (
         f"install {package} into the Python environment that memkit runs in; if {top} is the project's own, install "

@@ -82,7 +82,7 @@ class Redirection:
     # ------------------------------------------------------------------------------------------ where a path is
 
     def to_read(self, path: Any) -> Any:
-        """Return where to read a path: in the mirror if it was written, else the path itself."""
+        """Return where to read a path: in the mirror if the process wrote it, otherwise the path itself."""
         real, mirrored = self._both(path)
         if mirrored is None:
             return path
@@ -149,7 +149,7 @@ class Redirection:
         with self._open(old, "rb") as source, self._open(new, "wb") as target:
             shutil.copyfileobj(source, target)
 
-    # ------------------------------------------------------------------------------------------ what is replaced
+    # ---------------------------------------------------------------------------------- replaced functions
 
     def _opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if "x" in mode and self._exists(file):

@@ -28,7 +28,7 @@ _PORT = "29500"  # nothing listens on it
 
 @contextmanager
 def launched_as_first_rank(num_ranks: int | None) -> Iterator[None]:
-    """Act as the first of ``num_ranks`` processes on one machine; None: of as many as the script itself starts."""
+    """Act as the first of ``num_ranks`` processes on one machine; None: the script itself starts its processes."""
     with ExitStack() as stack:
         if num_ranks is not None:
             stack.enter_context(_environment(num_ranks))

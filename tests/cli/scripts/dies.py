@@ -1,4 +1,4 @@
-"""As one that takes all memory of the machine."""
+"""Dies as a script that takes all memory of the machine."""
 
 import os
 import signal

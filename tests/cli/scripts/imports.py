@@ -1,4 +1,4 @@
-"""Imports what is not there."""
+"""Imports modules that do not exist."""
 
 import importlib
 import sys

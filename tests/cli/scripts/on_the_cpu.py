@@ -1,4 +1,4 @@
-"""A training that never heard of the card."""
+"""A training that never uses the GPU."""
 
 import torch
 

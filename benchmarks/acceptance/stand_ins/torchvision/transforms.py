@@ -1,4 +1,4 @@
-"""The transforms that the scripts use, on square pictures in shades of grey: arrays from 0 to 1, or PIL's pictures."""
+"""The transforms that the scripts use, on square pictures in shades of gray: arrays from 0 to 1, or PIL's pictures."""
 
 from __future__ import annotations
 
