@@ -21,7 +21,7 @@ from memkit.points.grid import GridIndex
 from memkit.points.layout import Layout
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+def array_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy a host array to a device without waiting for the copy."""
     here = torch.from_numpy(array)
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
@@ -61,7 +61,7 @@ class DeviceDraws:
     def choose(self, index: GridIndex, place: int, needed: NDArray[np.uint8], num_kept: int, key: Key) -> Tensor:
         """Run `draw.choose` for a scene of an index; return the kept rows, ascending, (num_kept,) int64."""
         layout = self._layout(index, place)
-        still = to_device(needed, self._device)
+        still = array_to_device(needed, self._device)
         if self._with_triton:
             kernels = importlib.import_module("memkit.points.kernels")  # imported lazily: Triton takes a second
             chosen = kernels.choose_on_device(layout.left, layout.steps, still, key)
@@ -85,10 +85,10 @@ def _layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     left = np.arange(len(taking_part), 0, -1)
     refused = float(((2**16 - 1) % left + 1) @ taking_part) / 2**16
     return DeviceLayout(
-        slots=to_device(layout.slots, device),
-        left=to_device(np.append(np.repeat(left.astype(np.uint8), taking_part), np.uint8(1)), device),
+        slots=array_to_device(layout.slots, device),
+        left=array_to_device(np.append(np.repeat(left.astype(np.uint8), taking_part), np.uint8(1)), device),
         bounds=layout.bounds.tolist(),
-        steps=to_device(layout.bounds.copy(), device),
+        steps=array_to_device(layout.bounds.copy(), device),
         most_redrawn=int(refused + 10 * refused**0.5) + 40,
     )
 

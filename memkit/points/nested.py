@@ -8,7 +8,7 @@ from torch import Tensor
 from memkit.points import passes
 from memkit.points.bits import WordBlocks, draw_key
 from memkit.points.cells import Groups
-from memkit.points.device import to_device
+from memkit.points.device import array_to_device
 from memkit.points.draw import choose_one
 from memkit.points.grid import GridIndex
 from memkit.points.sample import GridSample
@@ -46,4 +46,4 @@ def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSampl
         groups = Groups(kept, kept_counts, np.cumsum(kept_counts) - kept_counts)
         key = draw_key((_WITHIN, state["seed"], state["num_draws"], place))
         chosen.append(choose_one(groups, key, passes, WordBlocks()) + scene.first_point)
-    return to_device(np.concatenate(chosen), sample.device)
+    return array_to_device(np.concatenate(chosen), sample.device)

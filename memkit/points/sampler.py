@@ -21,7 +21,7 @@ from memkit.points.backends import GridBackend, HostBackend, host_passes, resolv
 from memkit.points.bits import Key, draw_key
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Groups, Lengths, Points, host_array
-from memkit.points.device import DeviceDraws, to_device
+from memkit.points.device import DeviceDraws, array_to_device
 from memkit.points.draw import Workspace, choose, choose_one, pieces_kept
 from memkit.points.grid import GridIndex
 from memkit.points.passes import Ints, Rounding
@@ -360,7 +360,9 @@ class GridAwareSampler:
         scene = index.scenes[place]
         counts = scene.groups.counts
         if scenario == "single":
-            return to_device(self._host.choose_one(scene.groups, key), self.device), np.ones(len(counts), np.int64)
+            return array_to_device(self._host.choose_one(scene.groups, key), self.device), np.ones(
+                len(counts), np.int64
+            )
         kept = self._host.kept_counts(counts, self.ratio, self.rounding, key)
         needed = pieces_kept(scene.layout, kept, key)
         return self._draws.choose(index, place, needed, int(kept.sum()), key), kept

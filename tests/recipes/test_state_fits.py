@@ -388,7 +388,9 @@ def test_a_sequence_of_other_schedules_is_refused(tmp_path):
 
 def test_a_scaler_that_is_off_is_not_one_that_is_on(tmp_path):
     on, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
-    check_refused(saved(tmp_path / "on", scaler=on), "expected no entries, as in a GradScaler with the same arguments", scaler=off)
+    check_refused(
+        saved(tmp_path / "on", scaler=on), "expected no entries, as in a GradScaler with the same arguments", scaler=off
+    )
     check_refused(saved(tmp_path / "off", scaler=off), r"got no .*growth_factor", scaler=on)
     assert saved(tmp_path / "both", scaler=off).restore(scaler=off) == 7
 
