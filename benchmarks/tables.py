@@ -575,7 +575,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "advice": Table(
         "models/{model}",
         "model | plain peak | verified | saves most, by the allocator | live tensors, largest error | "
-        "with what kernels take inside, median (largest) | by subtraction, median (largest)",
+        "with the kernels' workspace, median (largest) | by subtraction, median (largest)",
         "{name} | {peak_bytes:.1f MB} | {verified:num} | {best/name}: {best/allocator_saved_bytes:.1f MB} | "
         "{off:.1%} | {allocator} | {naive}",
         {

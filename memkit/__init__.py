@@ -4,13 +4,14 @@
   the gradient of the whole batch.
 - `estimate_memory_usage` says how much memory a step will need, and whether it
   fits, before it runs.
-- `VirtualGPU` runs your own code on a GPU that is not there, and shows where
-  memory runs out.
+- `VirtualGPU` runs your own code on a simulated GPU, and shows where memory
+  runs out.
 - `prepare` plans micro-batches, precision and checkpointing for a budget, and
-  returns the wrapper set so.
+  returns the wrapper with these settings.
 - `ChunkedProcessor` computes a function of many rows in chunks, forward and
   backward.
-- `MemoryManager` measures what was really used, and logs it for `write_report`.
+- `MemoryManager` measures the memory that was really used, and logs it for
+  `write_report`.
 
 Everything else is in the package of its topic: `memkit.predict`,
 `memkit.train`, `memkit.chunk`, `memkit.memory`, `memkit.points`,
@@ -88,7 +89,7 @@ if TYPE_CHECKING:
     )
     from memkit.voxel.mix import MixupAugmentation as MixupAugmentation
     from memkit.voxel.perceptual import Perceptual3DLoss as Perceptual3DLoss
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {
@@ -141,5 +142,5 @@ else:  # a type checker would take any name for one that `__getattr__` may give
     _PACKAGES = ("check", "chunk", "errors", "memory", "points", "predict", "recipes", "report", "train", "voxel")
     __getattr__, __dir__, __all__ = load_lazily(__name__, _HOMES, (*_PACKAGES, "integrations"))
 
-# A library logs, and leaves it to the application whether anybody sees it.
+# A library logs, and leaves it to the application to show the log.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

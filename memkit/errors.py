@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         StateError as StateError,
         TorchVersionError as TorchVersionError,
     )
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

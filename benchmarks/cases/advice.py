@@ -32,7 +32,7 @@ from benchmarks.result import write_result
 from memkit._simulation.simulation import Host
 from memkit.recipes.advice.advise import advise
 from memkit.recipes.advice.record import Advice
-from memkit.recipes.advice.remedies import nothing
+from memkit.recipes.advice.remedies import no_change
 from memkit.recipes.advice.step import Observation, Training, observe_step
 from memkit.recipes.advice.submodules import held_by_modules
 
@@ -241,7 +241,9 @@ def measure(build: Callable[[], Case]) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch, loss_fn, options = build()
     table = advise(model, batch, loss_fn, **options)
-    plain = observe_step(Training(model, batch, loss_fn, options.get("optimizer", "adamw"), None, None), nothing, Host)
+    plain = observe_step(
+        Training(model, batch, loss_fn, options.get("optimizer", "adamw"), None, None), no_change, Host
+    )
     rows = {}
     for each in table:
         row = asdict(each) | {"naive_saved_bytes": None}

@@ -1,1 +1,1 @@
-"""Advice on memory: the catalog of remedies, and the choice of those that a run's facts call for."""
+"""Advice on memory: the catalog of remedies, and the choice of remedies from a run's facts."""

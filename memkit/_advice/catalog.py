@@ -1,6 +1,6 @@
-"""The catalog: each remedy and each symptom once, with all that memkit says about it (`catalog.json` beside this file).
+"""The catalog: each remedy and each symptom once, with all of its texts (`catalog.json` beside this file).
 
-Who knows facts names remedies (`memkit._advice.suggest`); who can apply one to a step tries it (`memkit.advise`).
+`memkit._advice.suggest` chooses remedies from facts about a run; `memkit.advise` tries them on a step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ HORIZONS: tuple[Horizon, ...] = ("short", "middle", "long")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Something that may lower a run's memory, or tell where it goes. Its texts have placeholders.
+    """A change that may lower a run's memory, or show where the memory goes. Its texts have placeholders.
 
     Attributes:
-        key: Its name in data.
-        name: Short name of a trial of it.
+        key: Its key in the catalog.
+        name: Short name for a trial on a step.
         effect: Effect on the numbers, in words.
         exact: Whether gradients and step stay the same except for rounding; None if it does not touch the results.
-        compares: The values that show this; None if another model makes others.
+        compares: The values that are compared to check this; None for a different model.
         redraws: Whether it draws random numbers in a different order.
         moves: Whether it costs transfers in every step, which no operation count shows.
         settings: Settings of the training wrapper that apply it.
@@ -33,7 +33,7 @@ class Remedy:
         horizon: ``"short"``: today, by a setting or one line. ``"middle"``: a change of the program. ``"long"``: a
             change of the model or the hardware.
         action: What to do, by language; ``{code}`` stands for `full_code`. Empty for a remedy that is only tried.
-        limit: When it does not help, by language.
+        limit: When the remedy does not help, by language.
     """
 
     key: str
@@ -75,7 +75,7 @@ class Remedy:
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
 
     def full_code(self, precision: str | None = None) -> str:
-        """Return all the code to write; ``precision`` is one that the wrapper must not change."""
+        """Return all the code to write; ``precision`` is the one that the wrapper must keep."""
         given = ", ".join(["model", "optimizer", *([f"{precision=}"] if precision else []), self.arguments])
         wrapper = f"mk.MemoryEfficientTrainingWrapper({given})" if self.settings else ""
         return "\n".join(filter(None, (wrapper, self.code)))

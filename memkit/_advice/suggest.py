@@ -1,4 +1,4 @@
-"""`suggest`: the remedies that a run's facts call for. Nothing here changes anything."""
+"""`suggest`: choose remedies from the facts about a run. Nothing here changes the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Standing: TypeAlias = tuple[bool, bool, bool, bool, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Known facts about a run. Missing ones are None or empty, and advice that needs them is left out.
+    """Known facts about a run. Unknown ones are None or empty, and advice that needs them is omitted.
 
     Attributes:
         peak_bytes: Peak bytes in tensors.
@@ -34,10 +34,10 @@ class Facts:
         components: Name and bytes of each loaded component.
         loaded_bytes: Memory in use once all were loaded.
         growth_bytes: Bytes that each step keeps, if memory grows.
-        growth_holder: What keeps them, if it is known.
-        unattributed_bytes: The part of the peak that no component accounts for, if nothing else takes it apart.
+        growth_holder: The holder of these bytes, if it is known.
+        unattributed_bytes: The part of the peak that belongs to no component, if the log has no other breakdown.
         lacks_stages: Whether the recorded peaks are those of the run, not of its stages.
-        lacks_reserved: Whether what the allocator reserved was not recorded.
+        lacks_reserved: Whether the allocator's reserved bytes were not recorded.
     """
 
     peak_bytes: int | None = None
@@ -59,16 +59,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tip:
-    """One remedy that the facts call for.
+    """One remedy that the facts suggest.
 
     Attributes:
         remedy: Its key in the catalog.
-        topic: What it is about, such as ``"fragmentation"`` or ``"host memory"``.
+        topic: Its topic, such as ``"fragmentation"`` or ``"host memory"``.
         evidence: The figures behind it.
         action: The suggested action, and when it does not help.
         horizon: How large a change it is, see `Remedy`.
         exact: Whether the results stay the same except for rounding; None if it does not touch them.
-        saves_bytes: The most it can take off the peak; None if the facts cannot tell.
+        saves_bytes: The most that it can take off the peak; None if the facts do not determine it.
     """
 
     remedy: str
@@ -84,10 +84,10 @@ class Tip:
 
 
 def suggest(facts: Facts, language: str = "en") -> list[Tip]:
-    """Return the advice that the facts call for, best first (see `rank`).
+    """Return the advice that the facts suggest, best first (see `rank`).
 
     Args:
-        facts: What is known.
+        facts: The known facts.
         language: ``"en"`` or ``"zh"``.
     """
     found = [tip for rule in _RULES for seen in rule(facts) for tip in seen.tips(language)]
@@ -104,8 +104,8 @@ def rank(
 ) -> Standing:
     """Return the sort key of all advice, best first.
 
-    What a run has verified comes first; of that, what keeps the numbers; of that, what costs no transfers; of that,
-    what saves most for its operations, where a saving that nobody computed comes last.
+    Advice that a run has verified comes first, then advice that keeps the numbers, then advice without transfers.
+    Within these groups, a known saving comes before an unknown one, and a larger saving per operation first.
     """
     worth = (saved_bytes or 0) / (flops_ratio or 1)
     return not is_verified, not exact, moves, saved_bytes is None, -worth
@@ -136,7 +136,7 @@ class _Symptom(NamedTuple):
 
 
 def _shown(value: object) -> str:
-    """Bytes are ints, and shares are floats."""
+    """Format a value: ints are bytes, floats are shares."""
     return format_bytes(value) if isinstance(value, int) else f"{value:.1%}" if isinstance(value, float) else str(value)
 
 

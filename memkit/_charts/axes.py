@@ -1,4 +1,4 @@
-"""Axes of a chart: their ranges, their ticks, and where a value stands on them. Every way to draw shares them."""
+"""Axes of a chart, for all renderers: their ranges, their ticks, and the position of a value on them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ChartAxis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value stands, from 0 at the start to 1 at the end."""
+        """Return the position of a value, from 0 at the start to 1 at the end."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low or 1)
 
 
 def x_axis(chart: Lines) -> ChartAxis:
-    """Return the horizontal axis: a little beyond the outermost points if it is logarithmic, else up to them."""
+    """Return the horizontal axis: it ends a little beyond the outermost points if logarithmic, else at them."""
     every = [x for line in chart.lines for x in line.x]
     if chart.scale == "linear":
         low, high = min(every), max(every)
@@ -65,14 +65,14 @@ def shown_levels(chart: Lines, axis: ChartAxis) -> list[tuple[str, float]]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers within a range: 1, 2 and 5 times powers of ten; on a long axis the powers alone."""
+    """Return round numbers within a range: 1, 2 and 5 times powers of ten; on a long axis only the powers."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if high / low < 5_000 else (1,)
     return [factor * 10.0**decade for decade in decades for factor in factors if low <= factor * 10**decade <= high]
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers in four equal steps or more, zero among them, that enclose a range."""
+    """Return round numbers in at least four equal steps that enclose a range and include zero."""
     low, high = min(low, 0), max(high, 0)
     step = _step(high - low)
     first = math.floor(low / step * (1 - 1e-9))
@@ -81,7 +81,7 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def _step(length: float) -> float:
-    """Return the smallest round step of which four reach as far."""
+    """Return the smallest round step that covers a length in four steps."""
     length = length or 1
     power: float = 10.0 ** math.floor(math.log10(length / 4))
     return power * next(factor for factor in _STEPS if 4 * power * factor >= length * (1 - 1e-9))

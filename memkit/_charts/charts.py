@@ -43,7 +43,7 @@ class Curve:
         name: Name in the legend. Curves of one name share a color and an entry, such as a law and its points.
         x: Positions.
         y: Values, one for each x.
-        labels: Text for each point, shown where a page's reader points at it; may be empty.
+        labels: Text for each point, shown when a page's reader points at it; may be empty.
         style: A line, a dashed line, dots, or crosses.
     """
 
@@ -83,9 +83,9 @@ class Lines:
         x_name: Label of the horizontal axis, with its unit.
         caption: Caption of the chart.
         y_name: Label of the vertical axis, without its unit.
-        unit: Unit that the values, which are bytes, are shown in; empty for plain numbers.
-        levels: Name and height of horizontal lines; those above all values are left out, but for the next one.
-        scale: Which axes are logarithmic. A vertical axis that is not shows zero.
+        unit: Unit in which values, in bytes, are shown; empty for plain numbers.
+        levels: Name and height of horizontal lines; of those above all values, only the lowest is shown.
+        scale: Which axes are logarithmic. A linear vertical axis includes zero.
         strips: Rows below the axis that say when something ran; in a page only.
 
     Raises:
@@ -104,22 +104,22 @@ class Lines:
 
     def __post_init__(self) -> None:
         if not self.lines:
-            self._refuse("no curve", "one curve or more", "leave the chart out")
+            self._refuse("no curves", "at least one curve", "omit the chart")
         for line in self.lines:
             if not len(line.x) or len(line.x) != len(line.y):
                 got = f"{len(line.x)} x and {len(line.y)} y in {line.name!r}"
-                self._refuse(got, "one point or more, each with a value", "pass as many y as x, or leave the curve out")
+                self._refuse(got, "at least one point, each with a value", "pass as many y as x, or omit the curve")
             positive = [*line.x, *line.y] if self.scale == "log" else line.x if self.scale == "log-x" else ()
             if any(each <= 0 for each in positive):
                 got = f"{min(positive):g} in {line.name!r}"
-                self._refuse(got, "numbers above zero on a logarithmic axis", "leave that point out")
+                self._refuse(got, "numbers above zero on a logarithmic axis", "omit that point")
 
     def _refuse(self, got: str, expected: str, fix: str) -> None:
         raise InputError(f"the chart {self.caption!r}", got=got, expected=expected, fix=f"{fix}.")
 
     @property
     def factor(self) -> int:
-        """How much one unit is."""
+        """Size of one unit, in bytes; 1 for plain numbers."""
         return _UNITS[self.unit]
 
     @property
@@ -128,7 +128,7 @@ class Lines:
         return {name: number for number, name in enumerate(dict.fromkeys(line.name for line in self.lines))}
 
     def text(self, value: float) -> str:
-        """Return a value with two digits after the point, and bytes with the unit that suits them."""
+        """Return a value with two decimals, or bytes with a suitable unit."""
         return format_bytes(round(value)) if self.unit else f"{value:.2f}"
 
 
@@ -142,5 +142,5 @@ class Figure:
 
 
 def unit_of(num_bytes: float) -> Unit:
-    """Return the unit that shows a size, and the smaller ones beside it, best."""
+    """Return the unit that suits a size and the smaller sizes beside it."""
     return "GiB" if num_bytes >= GIB else "MiB" if num_bytes >= MIB else "KiB"

@@ -35,13 +35,13 @@ class Overview:
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """Return it as lines; texts from outside are escaped."""
+        """Return the overview as lines; texts from outside are escaped."""
         rows = [tuple(map(printable, row)) for row in self.rows]
         lines = align(rows, [False, False]) if rows else []
         return "\n".join([printable(self.headline), *(f"  {line}" for line in lines), *map(printable, self.notes)])
 
     def as_html(self) -> str:
-        """Return it as a table, with every text escaped."""
+        """Return the overview as an HTML table, with every text escaped."""
         rows = "".join(
             f'<tr><th scope="row" style="{_CELL}">{_escaped(name)}</th><td style="{_CELL}">{_escaped(value)}</td></tr>'
             for name, value in self.rows

@@ -70,7 +70,7 @@ def to_svg(figure: Figure) -> str:
 
 
 class Picture(str):
-    """SVG text that a notebook shows as the picture that it is."""
+    """SVG text that a notebook shows as a picture."""
 
     __slots__ = ()
 
@@ -83,7 +83,7 @@ def save_picture(figure: Figure, path: str | os.PathLike[str] | None, call: str)
 
     Args:
         figure: The figure.
-        path: The file; None writes nothing.
+        path: The file; None: no file is written.
         call: The user's call without its arguments, for messages.
 
     Raises:
@@ -101,7 +101,7 @@ def save_picture(figure: Figure, path: str | os.PathLike[str] | None, call: str)
             raise ConfigError(
                 f"{call}({str(path)!r})",
                 got=f"the suffix {suffix!r}" + (", but matplotlib is not installed" if suffix == ".png" else ""),
-                expected=".svg, or .png where matplotlib is installed",
+                expected=".svg, or .png if matplotlib is installed",
                 fix=f"write {call}({str(Path(path).with_suffix('.svg'))!r}), "
                 "or run `pip install memkit[plots]` for .png.",
             )
@@ -124,7 +124,7 @@ def _svg_mark(mark: _Mark) -> str:
 
 
 def to_png(figure: Figure) -> bytes | None:
-    """Draw the same as PNG, twice as large. Needs no display and leaves pyplot's state unchanged.
+    """Draw the same figure as PNG, twice as large. Needs no display and leaves pyplot's state unchanged.
 
     Returns:
         The file's bytes; None if matplotlib is not installed.

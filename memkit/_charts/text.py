@@ -21,7 +21,7 @@ _NARROWEST = 8
 _GAP = re.compile(r"(?<=\S) {2,}")  # between two columns
 _WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff00-\uff60"  # Chinese characters and their punctuation
 _LAST_INDENT = 0.6  # of the width: a column further right would leave too little for its text
-_SIZE = r"[+-]?\d[\d.,]* [KMGT]?i?B\b"  # it stays whole
+_SIZE = r"[+-]?\d[\d.,]* [KMGT]?i?B\b"  # a size is never broken
 _WORD = re.compile(rf"\s*(?:[{_WIDE}]|{_SIZE}[^\s{_WIDE}]*|[^\s{_WIDE}]+)")
 
 
@@ -110,8 +110,8 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
 def fold(line: str, width: int, *, indent: int | None = None) -> list[str]:
     r"""Break a line at spaces so that its parts take at most ``width`` columns; a longer word stays whole.
 
-    The parts after the first are indented to the line's last column if it is one of a table, otherwise by two columns
-    more than the line itself; or as ``indent`` says.
+    The parts after the first are indented to the last column if the line belongs to a table, otherwise by two columns
+    more than the line itself; or by ``indent``.
 
     Args:
         line: One line. Text without spaces, such as Chinese, breaks between any two wide characters.

@@ -1,4 +1,4 @@
-"""Patterns in scripts that cost memory, found without running the scripts."""
+"""Find patterns in scripts that cost memory, without running the scripts."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
         check_source as check_source,
     )
     from memkit.check.findings import Finding as Finding
-else:  # because of `__getattr__` a type checker would accept any name
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

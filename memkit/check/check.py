@@ -22,10 +22,10 @@ from memkit.check.source import SUFFIXES, Source, read_source
 
 SCRIPT_RULES = (*graphs.RULES, *evaluation.RULES, *steps.RULES, *precision.RULES, *setup.RULES)
 RULES: tuple[Rule[Any], ...] = (*SCRIPT_RULES, *launch.RULES)
-# It is about comments with an unknown rule, not about code, so it is not one of RULES.
+# It is about comments that name an unknown rule, not about code, so it is not one of RULES.
 UNKNOWN = "unknown-ignore"
-UNKNOWN_WHAT = "a comment ignores a rule that there is not"
-UNKNOWN_WHY = "it takes nothing out"
+UNKNOWN_WHAT = "a comment ignores an unknown rule"
+UNKNOWN_WHY = "the comment has no effect"
 UNKNOWN_FIX = "correct or remove the comment."
 
 _IDS = (*(rule.id for rule in RULES), UNKNOWN)
@@ -88,7 +88,7 @@ def check_paths(
         paths: Files, and folders to search. Inside folders, hidden folders, virtual environments, ``build`` and
             ``dist`` are skipped.
         select: Ids of the rules to check; empty for all.
-        ignore: Ids of rules to leave out.
+        ignore: Ids of rules to skip.
 
     Raises:
         ConfigError: A rule id is unknown.
@@ -124,7 +124,7 @@ def check_paths(
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(_search(path))
-    if path.exists() and path.suffix in SUFFIXES:  # anything but an ordinary file is refused when it is read
+    if path.exists() and path.suffix in SUFFIXES:  # anything but a regular file is refused when it is read
         return [path]
     got = f"a {path.suffix or 'nameless'} file" if path.is_file() else "no such file or folder"
     expected = "a folder, or a .py, .ipynb or .sh file"
@@ -175,7 +175,7 @@ def _findings(source: Source, found: set[tuple[Rule[Any], SourceSpan]], wanted: 
     for line, names in ignored.items() if UNKNOWN in wanted else ():
         for name in sorted(names - {"*", *_IDS}):
             cell, line_in_cell = source.cell_at(line)
-            message = f"no rule is named {name!r}: {UNKNOWN_WHY}"
+            message = f"unknown rule {name!r}: {UNKNOWN_WHY}"
             finding = Finding(UNKNOWN, "warning", source.path, line_in_cell, 1, message, UNKNOWN_FIX, None, cell)
             findings.append((line, finding))
     findings.sort(key=lambda item: (item[0], item[1].column, item[1].rule))

@@ -1,4 +1,4 @@
-"""Rules about evaluation: gradients that nothing uses, and outputs that stay on the device."""
+"""Rules about evaluation: gradients that are never used, and outputs that stay on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _find_graphs_in_evaluation(script: Script) -> Iterator[SourceSpan]:
 
 
 def _in_loops_that_validate(script: Script) -> Iterator[ast.Call]:
-    """Network calls in a loop over a set named like a validation set, whose results only become numbers."""
+    """Network calls in a loop over a dataset named like a validation set, whose results only become numbers."""
     for loop in script.nodes:
         if not (isinstance(loop, ast.For) and _VALIDATES.search(" ".join(_words(loop.iter)))):
             continue
@@ -75,7 +75,7 @@ def _after(script: Script, call: ast.Call) -> tuple[ast.stmt, Sequence[ast.stmt]
 
 
 def _uses(script: Script, name: str, statement: ast.stmt, rest: Sequence[ast.stmt]) -> list[ast.Call]:
-    """Calls of a network between eval() and train() with gradients on; none if any gradient is used."""
+    """Calls of a network between eval() and train() with gradients on; empty if any gradient is used."""
     found: list[ast.Call] = []
     function = script.function_of(statement)
     for following in rest:
@@ -162,7 +162,7 @@ def attack(model, loader):
         id="eval-outputs-on-device",
         level="warning",
         what="a list of a network's outputs that stays on the device",
-        why="the whole evaluation set's outputs take device memory at once.",
+        why="the outputs of the whole evaluation set take device memory at once.",
         fix="append `output.cpu()`, or reduce to the metric batch by batch.",
         example="""
 import torch

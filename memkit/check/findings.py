@@ -20,7 +20,7 @@ class Finding:
 
     Attributes:
         rule: The rule's id, as in ``# memkit: ignore[rule]``.
-        level: ``"error"``: training is wrong or does not start; ``"warning"``: it costs memory or time, or is unsafe.
+        level: ``"error"``: training is wrong or does not start; ``"warning"``: it wastes memory or time, or is unsafe.
         path: The file, as given.
         line: Line, from 1; in a notebook, the line in the cell.
         column: Column, from 1.
@@ -61,7 +61,7 @@ class Finding:
 
 
 class SourceSpan(NamedTuple):
-    """Source location that a rule points at: line and column, from 1, and the last line of the code."""
+    """Source location of a finding: line and column, from 1, and the last line of the code."""
 
     line: int
     column: int

@@ -1,4 +1,4 @@
-"""Rules about graphs that outlive their step, or end where they should not."""
+"""Rules about graphs that outlive their step, or are cut where they should not be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_CRITIC = re.compile(r"(^|[._])(d|dis|disc|discriminator|critic)([._]|$)|(opt
 
 
 def _graph_names(script: Script, loop: Loop) -> set[str]:
-    """Names that hold a graph in a training loop: what backward starts from, its parts, and the networks' outputs."""
+    """Names that hold a graph in a training loop: the start of backward, its parts, and the networks' outputs."""
     backwards = [call for call in script.backwards if script.loop_of(call) is loop]
     names = set[str]().union(*map(backward_names, backwards))
     here = [binding for binding in script.bindings if script.inside(binding.statement, loop)]
@@ -39,7 +39,7 @@ def _graph_names(script: Script, loop: Loop) -> set[str]:
 
 
 def _holds_graph(script: Script, loop: Loop, name: str, use: ast.stmt | ast.expr) -> bool:
-    """Whether the assignment that a use sees is still the one that went into the backward pass."""
+    """Whether the value at a use is still the one that went into the backward pass."""
     last_pass = max(
         (position(c) for c in script.backwards if script.inside(c, loop) and position(c) < position(use)),
         default=(0, 0),
@@ -75,8 +75,8 @@ def _added(value: ast.expr) -> set[str]:
     return names
 
 
-def _starts_anew(script: Script, loop: Loop, name: str) -> bool:
-    """Whether a name is rebound or emptied in every iteration of a loop."""
+def _is_reset(script: Script, loop: Loop, name: str) -> bool:
+    """Whether a name is rebound or cleared in every iteration of a loop."""
     made = (b.statement for b in script.bound[name] if name not in leaves(b.value))
     emptied = (call for call in script.calls if method(call) == (name, "clear"))
     return any(script.inside(node, loop) and not script.is_guarded(node, loop) for node in (*made, *emptied))
@@ -93,7 +93,7 @@ def _find_kept_graphs(script: Script) -> Iterator[SourceSpan]:
                 name
                 and name not in in_loss
                 and script.inside(node, loop)
-                and not _starts_anew(script, loop, name)
+                and not _is_reset(script, loop, name)
                 and any(_holds_graph(script, loop, part, node) for part in added)
             ):
                 yield SourceSpan.of(node)
@@ -134,11 +134,11 @@ def _later(script: Script, loop: Loop, binding: Binding) -> Iterator[Binding]:
 
 
 def _trains_another(script: Script, loop: Loop, use: ast.Call, generator: str) -> bool:
-    """Whether the next optimizer to step is known to have other parameters than the generator's."""
+    """Whether the next optimizer step is known to update other parameters than the generator's."""
     steps = [step for step in script.optimizer_steps if script.loop_of(step) is loop and position(step) > position(use)]
     passes = [call for call in script.backwards if steps and position(use) < position(call) < position(steps[0])]
     if not passes or any(is_constant(keyword(call, "retain_graph"), value=True) for call in passes):
-        return False  # otherwise it is kept for the generator's own step
+        return False  # the graph may be kept for the generator's own step
     stepped = script.stepped(steps[0])
     made = [b.value for b in script.bound[stepped] if isinstance(b.value, ast.Call)]
     owners = {method(node)[0] for value in made for node in ast.walk(value) if isinstance(node, ast.Call)} - {""}
@@ -208,9 +208,9 @@ RULES: tuple[Rule[Script], ...] = (
         id="generator-graph-in-critic-step",
         level="warning",
         what="the generator's graph is built in the discriminator's step",
-        why="the discriminator's loss goes back through the generator, whose activations are kept and whose gradients "
-        "nobody uses.",
-        fix="pass `fake.detach()` to the discriminator, or make `fake` under `torch.no_grad()`.",
+        why="the backward pass of the discriminator's loss runs through the generator: its activations are kept, and "
+        "its gradients are not used.",
+        fix="pass `fake.detach()` to the discriminator, or compute `fake` under `torch.no_grad()`.",
         example="""
 import torch
 optimizer_d = torch.optim.Adam(discriminator.parameters())
@@ -246,7 +246,7 @@ for real in loader:
         what="a tensor with its graph is kept from step to step",
         why="every step's graph stays alive for as long as the sum or the list does, and memory grows.",
         figure="758 graph nodes were alive after 50 steps of `running += loss` (torch 2.13, CPU)",
-        fix="keep `loss.item()` where the value is read anyway, else `loss.detach()`.",
+        fix="keep `loss.item()` if the value is read anyway, otherwise `loss.detach()`.",
         example="""
 import torch
 running = 0.0
@@ -273,9 +273,9 @@ for x, y in loader:
         id="retain-graph",
         level="warning",
         what="retain_graph=True on the only backward pass of a step",
-        why="what the graph has saved stays in memory until the loss is overwritten; if a state is carried to the next "
-        "step with its graph, every step goes back through all earlier ones.",
-        fix="leave retain_graph out; detach what is carried to the next step.",
+        why="the tensors that the graph saved stay in memory until the loss is overwritten; if a state is carried to "
+        "the next step with its graph, every backward pass runs through all earlier steps.",
+        fix="omit retain_graph; detach a state that is carried to the next step.",
         example="""
 import torch
 for x, y in loader:
@@ -302,7 +302,7 @@ for x, y in loader:
         what="backward(create_graph=True)",
         why="parameters and their gradients then refer to each other, and the graph is freed only when `.grad` is "
         "reset; torch itself warns of this.",
-        fix="take the gradients with `torch.autograd.grad(..., create_graph=True)`, or reset every `.grad` to None.",
+        fix="compute the gradients with `torch.autograd.grad(..., create_graph=True)`, or set every `.grad` to None.",
         example="""
 import torch
 loss.backward(create_graph=True)
@@ -317,8 +317,8 @@ gradient.square().sum().backward()
     Rule(
         id="gradient-cut",
         level="error",
-        what="a network under no_grad in the path of another one's gradient, with requires_grad set afterwards",
-        why="the result is a new leaf: backward runs, and the first network silently gets no gradient from it.",
+        what="a network runs under no_grad in the path of another one's gradient, and requires_grad is set afterwards",
+        why="the result is a new leaf: backward runs, but the first network silently gets no gradient from it.",
         fix="freeze the parameters (`network.requires_grad_(False)`) and call it outside no_grad.",
         example="""
 import torch

@@ -1,4 +1,4 @@
-"""Rules about shell scripts that start training: processes and the cards they see."""
+"""Rules about shell scripts that start training: processes and the GPUs they see."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ RULES: tuple[Rule[Launcher], ...] = (
     Rule(
         id="same-gpus-for-all-ranks",
         level="warning",
-        what="mpirun hands the same cards to every process",
-        why="each process is started with the same arguments: unless the script picks a card by its rank, all have "
+        what="mpirun passes the same GPUs to every process",
+        why="each process is started with the same arguments: unless the script picks a GPU by its rank, all have "
         "their context and their peak on the first one.",
-        fix="let the script take the card of its local rank, such as `$OMPI_COMM_WORLD_LOCAL_RANK`, and leave the list "
-        "out; CUDA_VISIBLE_DEVICES says which cards there are.",
+        fix="let the script take the GPU of its local rank, such as `$OMPI_COMM_WORLD_LOCAL_RANK`, and omit the list; "
+        "set the available GPUs with CUDA_VISIBLE_DEVICES.",
         example="""
 mpirun -n 2 python train.py --gpu_id 0,1
 """,
@@ -94,8 +94,8 @@ mpirun -n 1 python train.py --gpu_id 0
     Rule(
         id="two-processes-one-gpu",
         level="warning",
-        what="a second process is started on a card while the first one may still run",
-        why="both have their context and their peak on one card.",
+        what="a second process is started on a GPU while the first one may still run",
+        why="both have their context and their peak on one GPU.",
         fix="give each its own CUDA_VISIBLE_DEVICES, or put `wait` between them.",
         example="""
 CUDA_VISIBLE_DEVICES=0 python train.py --seed 1 &
@@ -113,9 +113,9 @@ CUDA_VISIBLE_DEVICES=0 python train.py --seed 3
     Rule(
         id="more-processes-than-gpus",
         level="error",
-        what="more processes for each node than visible cards",
-        why="the processes without a card of their own fail, or share one.",
-        fix="list as many cards as processes.",
+        what="more processes per node than visible GPUs",
+        why="the processes without a GPU of their own fail, or share one.",
+        fix="list as many GPUs as processes.",
         example="""
 CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=4 train.py
 """,

@@ -89,7 +89,7 @@ def _find_early_schedules(script: Script) -> Iterator[SourceSpan]:
         steps = [s for s in script.optimizer_steps if loop is not None and script.inside(s, loop)]
         same = [s for s in steps if script.function_of(s) is script.function_of(call)]
         is_first = bool(same) and position(call) < min(map(position, same))
-        if loop is not None and is_first and not script.is_guarded(call, loop) and not _is_told(call):
+        if loop is not None and is_first and not script.is_guarded(call, loop) and not _has_position(call):
             yield SourceSpan.of(call)
 
 
@@ -99,8 +99,8 @@ def _is_schedule(script: Script, call: ast.Call) -> bool:
     return what == "step" and (made or name.rpartition(".")[2] in ("scheduler", "lr_scheduler"))
 
 
-def _is_told(call: ast.Call) -> bool:
-    """Whether a scheduler is given its position, as timm's are; such a scheduler may step first."""
+def _has_position(call: ast.Call) -> bool:
+    """Whether a scheduler gets its position as an argument, as in timm; such a scheduler may step first."""
     return bool(call.args or call.keywords)
 
 
@@ -132,7 +132,7 @@ RULES: tuple[Rule[Script], ...] = (
         level="warning",
         what="a gradient penalty is computed inside autocast",
         why="the gradient of a gradient is then a product of low-precision numbers: in float16 it overflows or becomes "
-        "zero, and the scaler does not know of it.",
+        "zero, and the scaler does not detect it.",
         fix='compute it under `torch.autocast("cuda", enabled=False)` from float32 inputs, or with memkit\'s '
         "gradient_penalty.",
         example="""
@@ -156,8 +156,8 @@ with torch.autocast("cuda"):
     Rule(
         id="schedule-before-step",
         level="warning",
-        what="the learning rate's schedule is stepped before the optimizer",
-        why="the first value of the schedule is skipped, and every step takes the rate of the next one; torch warns of "
+        what="the learning-rate scheduler is stepped before the optimizer",
+        why="the first value of the schedule is skipped, and every step uses the rate of the next one; torch warns of "
         "it once.",
         fix="call `scheduler.step()` after `optimizer.step()`.",
         example="""
@@ -183,8 +183,8 @@ for x, y in loader:
         level="error",
         what="gradients are clipped while they are scaled",
         why="the limit is compared with gradients that are 2**16 times too large at the default scale, so every step "
-        "is clipped to almost nothing.",
-        fix="call `scaler.unscale_(optimizer)` before the clipping.",
+        "is clipped to almost zero.",
+        fix="call `scaler.unscale_(optimizer)` before clipping.",
         example="""
 import torch
 scaler = torch.amp.GradScaler()
@@ -216,7 +216,7 @@ for x, y in loader:
         level="error",
         what="a backward pass after unscale_ and before the step",
         why="scaled gradients are added to unscaled ones.",
-        figure="a gradient of 262148 in place of 4 (torch 2.13, CPU)",
+        figure="a gradient of 262148 instead of 4 (torch 2.13, CPU)",
         fix="run every backward pass of the step first, then unscale_, clip, step.",
         example="""
 import torch
@@ -246,7 +246,7 @@ for x, y in loader:
         level="error",
         what="scaler.update() between the steps of two optimizers",
         why="gradients that were scaled by the old factor are divided by the new one.",
-        figure="the second optimizer's gradient is 2.0x wrong where the first overflowed (torch 2.13, CPU)",
+        figure="the second optimizer's gradient is 2.0 times wrong if the first one's overflowed (torch 2.13, CPU)",
         fix="call update() once, after all steps; or give each optimizer its own scaler.",
         example="""
 import torch
@@ -275,9 +275,9 @@ for x in loader:
     Rule(
         id="schedule-on-skipped-step",
         level="warning",
-        what="the learning rate's schedule goes on where the scaler skips the step",
-        why="`scaler.step` leaves the optimizer out after an overflow and does not say so; the schedule counts it.",
-        fix="step the scheduler only if `scaler.get_scale()` after update() is not below the one before it.",
+        what="the learning-rate scheduler advances when the scaler skips the step",
+        why="`scaler.step` silently skips the optimizer after an overflow, but the schedule counts the step.",
+        fix="step the scheduler only if `scaler.get_scale()` after update() is not lower than before it.",
         example="""
 import torch
 scaler = torch.amp.GradScaler()

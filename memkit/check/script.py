@@ -1,4 +1,4 @@
-"""A Python script's syntax tree and the queries of the rules: names, training loops, code under no_grad."""
+"""A Python script's syntax tree and the rules' queries on it: names, training loops, code under no_grad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPTIMIZER = re.compile(r"optim|(^|_)opt([A-Z_0-9]|$)", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|(^|_)lr", re.IGNORECASE)
 _MOVES = (".cuda(", ".to(", "accelerator", '"cuda', "'cuda", "torch.cuda.FloatTensor")
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate")
-_SETTINGS = frozenset(  # module methods that run nothing
+_SETTINGS = frozenset(  # module methods that do not run the module
     {"parameters", "named_parameters", "buffers", "modules", "named_modules", "children", "state_dict", "train", "eval"}
     | {"load_state_dict", "to", "cuda", "cpu", "half", "float", "zero_grad", "requires_grad_", "apply", "no_sync"}
 )
@@ -181,7 +181,7 @@ class Script:
                 parts += [part.left, *part.comparators]
             elif isinstance(part, ast.Constant):
                 if not isinstance(part.value, str | bool | None):
-                    return False  # a comparison with a number, as for a counter
+                    return False  # a comparison with a number, such as that of a counter
             elif not dotted(part) or any(self.inside(node, loop) for node in self.stores.get(dotted(part), ())):
                 return False
         return True
@@ -211,7 +211,7 @@ class Script:
 
     @cached_property
     def backwards(self) -> list[ast.Call]:
-        """The calls that run a backward pass (those of autograd functions' own `backward` are left out)."""
+        """The calls that run a backward pass, without those inside an autograd function's own `backward`."""
         return [
             call
             for call in self.calls
@@ -225,7 +225,7 @@ class Script:
         return [call for call in self.calls if method(call)[1] == "step" and self.stepped(call)]
 
     def stepped(self, call: ast.Call) -> str:
-        """Name of the optimizer that a `step` call steps; "" for a scheduler's step or another one."""
+        """Name of the optimizer that a `step` call steps; "" for a scheduler's or any other step."""
         receiver = method(call)[0]
         if receiver in self.scalers and call.args:
             return dotted(call.args[0])
@@ -284,7 +284,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def owner(call: ast.Call) -> str:
-    """Name of the object that a method is called on, or of the container of it: ``stats["loss"].append(x)``."""
+    """Name of the object whose method is called, or of its container: ``stats["loss"].append(x)``."""
     target = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     while isinstance(target, ast.Subscript):
         target = target.value

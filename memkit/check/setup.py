@@ -104,9 +104,9 @@ RULES: tuple[Rule[Script], ...] = (
         id="global-cuda-default",
         level="warning",
         what="a CUDA device is the default for all tensors",
-        why="every tensor of every library is made on the card, also those that belong on the CPU, and "
+        why="every library creates its tensors on the GPU, including those that belong on the CPU, and "
         "DataLoader(shuffle=True) fails in its sampler (pytorch#110820); set_default_tensor_type is deprecated.",
-        fix="pass `device=` where a tensor is made.",
+        fix="pass `device=` where a tensor is created.",
         example="""
 import torch
 torch.set_default_tensor_type("torch.cuda.FloatTensor")
@@ -122,7 +122,7 @@ torch.set_default_device("cpu")
         id="anomaly-left-on",
         level="warning",
         what="anomaly detection is on for the whole run",
-        why="every operation keeps the stack that called it, and every gradient is searched for NaN.",
+        why="every operation keeps its call stack, and every gradient is checked for NaN.",
         fix="turn it on with a command-line flag while you look for a NaN.",
         example="""
 import torch
@@ -141,7 +141,7 @@ if args.debug:
         level="error",
         what="persistent_workers or prefetch_factor without workers",
         why="DataLoader raises ValueError.",
-        fix="set num_workers to at least 1, or leave the other out.",
+        fix="set num_workers to at least 1, or omit the other argument.",
         example="""
 import torch
 from torch.utils.data import DataLoader
@@ -159,7 +159,7 @@ other = DataLoader(data, batch_size=8, num_workers=args.workers, prefetch_factor
         id="pin-without-workers",
         level="warning",
         what="pin_memory=True without workers",
-        why="each batch is loaded and copied into pinned memory by the training process itself, while the card waits.",
+        why="the training process itself loads each batch and copies it into pinned memory, while the GPU waits.",
         fix="set num_workers to 1 or more.",
         example="""
 import torch
@@ -175,9 +175,9 @@ loader = torch.utils.data.DataLoader(data, batch_size=8, pin_memory=True, num_wo
         id="many-batches-ahead",
         level="warning",
         what=f"more than {_MOST_AHEAD} batches are loaded ahead",
-        why="workers times prefetch_factor (2 if not given) batches wait in host memory, for each loader and process.",
+        why="num_workers times prefetch_factor (2 by default) batches wait in host memory, per loader and process.",
         figure="16 workers with prefetch_factor 8 took 90% of 500 GB (pytorch#97432)",
-        fix="use fewer workers, no more than the cores of each process.",
+        fix="use fewer workers, at most one for each core of the process.",
         example="""
 import torch
 loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=16, prefetch_factor=8)
@@ -192,8 +192,8 @@ loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=16, prefetc
         id="load-without-map-location",
         level="warning",
         what="torch.load without map_location",
-        why="tensors that were saved from a card go back onto the same card, beside those of the model that they are "
-        "copied into; in a run of several processes, all onto the first.",
+        why="tensors that were saved from a GPU are loaded onto the same GPU, beside the model's tensors into which "
+        "they are copied; in a run of several processes, all of them onto the first GPU.",
         fix='pass `map_location="cpu"`; load_state_dict copies from there.',
         example="""
 import torch
@@ -211,8 +211,8 @@ model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         id="checkpoint-unspecified",
         level="warning",
         what="checkpoint() without use_reentrant",
-        why="without it, the old reentrant variant runs: it gives parameters no gradient where no input requires one, "
-        "and torch warns at each call.",
+        why="without it, the old reentrant variant runs: parameters get no gradient if no input requires one, and "
+        "torch warns at each call.",
         fix="pass `use_reentrant=False`.",
         example="""
 import torch

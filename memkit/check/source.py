@@ -1,4 +1,4 @@
-"""Reads the files to check: Python files in their own encoding, code cells of notebooks, shell scripts."""
+"""Read the files to check: Python files in their own encoding, code cells of notebooks, shell scripts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_source(path: Path) -> Source:
     """Read one file.
 
     Raises:
-        FileFormatError: It is not text, not a notebook, not an ordinary file, or too large for a script.
+        FileFormatError: It is not text, not a notebook, not a regular file, or too large for a script.
         OSError: It cannot be read.
     """
     data = read_regular(path, f"check {path}", _MOST_BYTES)
@@ -76,4 +76,4 @@ def _without_magics(lines: list[str]) -> list[str]:
 
 
 def _cannot_read(path: str, got: str, expected: str) -> FileFormatError:
-    return FileFormatError(f"check {path}", got=got, expected=expected, fix="leave the file out, or save it as such.")
+    return FileFormatError(f"check {path}", got=got, expected=expected, fix="save the file as such, or leave it out.")

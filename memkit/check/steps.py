@@ -46,7 +46,7 @@ def _is_module(script: Script, call: ast.Call) -> bool:
 
 
 def _trains_on(script: Script, loop: Loop) -> bool:
-    """Whether a loop's steps belong to one training, with an optimizer from outside; else each turn may be a trial."""
+    """Whether a loop's steps belong to one training run, with an optimizer from outside; else it may run trials."""
     stepped = {script.stepped(call) for call in script.optimizer_steps if script.inside(call, loop)}
     made = (b.statement for name in stepped for b in script.bound.get(name, ()))
     return bool(stepped) and not any(script.inside(statement, loop) for statement in made)
@@ -66,15 +66,15 @@ def _find_reads(script: Script) -> Iterator[SourceSpan]:
 
 def _read_in_loop(script: Script, call: ast.Call) -> Loop | None:
     loop = script.hot_loop(call)
-    return loop if loop is not None and (_reads_loss(script, loop, call) or _waits(script, call)) else None
+    return loop if loop is not None and (_reads_loss(script, loop, call) or _synchronizes(script, call)) else None
 
 
 def _read_in_helper(script: Script, call: ast.Call) -> Loop | None:
-    is_read = _waits(script, call) or (getattr(call.func, "attr", "") == "item" and not call.args)
+    is_read = _synchronizes(script, call) or (getattr(call.func, "attr", "") == "item" and not call.args)
     return script.calling_loop(call) if is_read else None
 
 
-def _waits(script: Script, call: ast.Call) -> bool:
+def _synchronizes(script: Script, call: ast.Call) -> bool:
     return script.qualified(call.func) in ("torch.cuda.synchronize", "torch.accelerator.synchronize")
 
 
@@ -129,7 +129,7 @@ def _find_retries(script: Script) -> Iterator[SourceSpan]:
 
 
 def _runs_again(script: Script, call: ast.Call, tried: set[str]) -> bool:
-    """Whether a call runs what was tried before: the network, the same step, a backward pass."""
+    """Whether a call repeats the call that failed: the network, the same step, a backward pass."""
     name = dotted(call.func)
     defined = {getattr(node, "name", None) for node in script.nodes if isinstance(node, ast.FunctionDef)}
     is_same = bool(name) and name in tried and (name in script.models or name.removeprefix("self.") in defined)
@@ -137,7 +137,7 @@ def _runs_again(script: Script, call: ast.Call, tried: set[str]) -> bool:
 
 
 def _catches_shortage(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler is for out-of-memory errors: by its type, or by the words it searches for."""
+    """Whether a handler is for out-of-memory errors: by its type, or by the text it looks for."""
     caught = {dotted(node).rpartition(".")[2] for node in ast.walk(handler.type)} if handler.type is not None else set()
     words = (node.value for each in handler.body for node in ast.walk(each) if isinstance(node, ast.Constant))
     return "OutOfMemoryError" in caught or any(
@@ -168,7 +168,7 @@ def _find_lost_tails(script: Script) -> Iterator[SourceSpan]:
 
 
 def _counts(test: ast.expr, loop: ast.For) -> bool:
-    """Whether a condition is just ``(i + 1) % n == 0`` on the index of an enumerated loop."""
+    """Whether a condition is only ``(i + 1) % n == 0`` on the index of an enumerated loop."""
     is_enumerated = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate"
     if not (is_enumerated and isinstance(loop.target, ast.Tuple) and isinstance(test, ast.Compare)):
         return False
@@ -207,10 +207,10 @@ RULES: tuple[Rule[Script], ...] = (
         id="empty-cache-in-step",
         level="warning",
         what="empty_cache() in every step",
-        why="it frees no tensor; the allocator has to ask the driver for the same memory again in the next step, and "
-        "it does this by itself before it reports out-of-memory.",
-        figure="about 10% slower in the Hugging Face Trainer, which took it out (transformers#31372, PR#31530)",
-        fix="remove it, or call it where the shapes change: between training and evaluation, after an out-of-memory.",
+        why="it frees no tensor, and the allocator must request the same memory from the driver again in the next "
+        "step; before it reports out-of-memory, the allocator empties its cache by itself.",
+        figure="about 10% slower in the Hugging Face Trainer, which removed it (transformers#31372, PR#31530)",
+        fix="remove it, or call it where shapes change: between training and evaluation, after an out-of-memory error.",
         example="""
 import torch
 for x, y in loader:
@@ -236,7 +236,7 @@ for epoch in range(10):
         id="built-in-step",
         level="warning",
         what="a module is built in every step",
-        why="its parameters and buffers are made, moved and freed again each time; trained ones never learn.",
+        why="its parameters and buffers are created, moved and freed each time; its own parameters never learn.",
         fix="build it once before the loop.",
         example="""
 import torch
@@ -263,8 +263,8 @@ for fold in folds:
         level="warning",
         what="every step waits for the device",
         why="`.item()`, `.cpu()`, `float()` and `print` of the loss, and `synchronize()`, wait until the device has "
-        "done all that was queued, so it idles while the next step is prepared; also in a function that the loop "
-        "calls. One finding for each loop.",
+        "finished all queued work, so it idles while the next step is prepared; also in a function that the loop "
+        "calls. One finding per loop.",
         fix="sum `loss.detach()` on the device and read it every N steps; measure times with CUDA events.",
         example="""
 import torch
@@ -291,9 +291,10 @@ for step, (x, y) in enumerate(loader):
         id="copy-that-waits",
         level="warning",
         what="a pinned batch is copied to the device without non_blocking=True",
-        why="the copy waits until the device has done all that was queued, so the loader's pinned memory gains "
-        "nothing. One finding for each loop.",
-        fix="write `x.to(device, non_blocking=True)`; or memkit's to_device, which looks whether the batch is pinned.",
+        why="the copy waits until the device has finished all queued work, so the loader's pinned memory is of no use. "
+        "One finding per loop.",
+        fix="write `x.to(device, non_blocking=True)`, or use memkit's to_device, which checks whether the batch is "
+        "pinned.",
         example="""
 import torch
 loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=4, pin_memory=True)
@@ -319,7 +320,7 @@ for x, y in loader:
         what="the step runs again inside `except` after it ran out of memory",
         why="until the handler ends, the error's traceback keeps the frames of the failed step, with all their "
         "tensors: the second try has less memory than the first.",
-        fix="note it in the handler and run again after the `except` block; or use memkit's recover_from_oom.",
+        fix="set a flag in the handler and retry after the `except` block, or use memkit's recover_from_oom.",
         example="""
 import torch
 for x, y in loader:
@@ -351,9 +352,9 @@ for x, y in loader:
         id="grads-set-to-zero",
         level="warning",
         what="zero_grad(set_to_none=False)",
-        why="gradients stay in memory between the steps, and optimizers move parameters that had no gradient in this "
+        why="gradients stay in memory between the steps, and optimizers change parameters that had no gradient in this "
         "step by weight decay and momentum.",
-        fix="leave set_to_none out (True is the default), unless something else, as a CUDA graph, keeps the "
+        fix="omit set_to_none (True is the default), unless something else, such as a CUDA graph, keeps the "
         "gradients' tensors.",
         example="""
 import torch
@@ -370,9 +371,9 @@ optimizer.zero_grad()
         id="accumulation-tail",
         level="warning",
         what="the last batches of an epoch are accumulated but not stepped",
-        why="where the number of batches is no multiple of the group, their gradient is lost, or is added to the first "
-        "group of the next epoch.",
-        fix="step at the last batch too, divided by the batches of that group; or use memkit's GradientAccumulator.",
+        why="if the number of batches is not a multiple of the group size, their gradient is lost, or is added to the "
+        "first group of the next epoch.",
+        fix="step after the last batch too, and divide by the size of that group; or use memkit's GradientAccumulator.",
         example="""
 import torch
 for i, (x, y) in enumerate(loader):
@@ -396,8 +397,8 @@ for i, (x, y) in enumerate(loader):
     Rule(
         id="chunks-reduced",
         level="warning",
-        what="several backward passes for each step under DistributedDataParallel without no_sync",
-        why="gradients are averaged over the processes in every pass, where once in each step is enough.",
+        what="several backward passes per step under DistributedDataParallel without no_sync",
+        why="gradients are averaged over the processes in every pass, although once per step is enough.",
         figure="2x slower in accelerate's own example (accelerate PR#1153)",
         fix="run forward and backward of all passes but the last under `with model.no_sync():`.",
         example="""

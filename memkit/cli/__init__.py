@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and given[0] not in _COMMANDS and not given[0].startswith("-"):
         meant = nearest_word(given[0], _COMMANDS)
         parser.error(
-            f"no command {given[0]!r}; "
+            f"unknown command {given[0]!r}; "
             + (f"write `{' '.join(['memkit', meant, *given[1:]])}`" if meant else f"one of {', '.join(_COMMANDS)}")
         )
     # Only the requested command is loaded; without one, all are, for the help and the errors.
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()  # a reader that has left is met here, and not at the end of the program
-    except BrokenPipeError:  # as in `memkit gpus --all | head`: whoever reads has seen enough
+        sys.stdout.flush()  # a closed pipe raises its error here, and not at the end of the program
+    except BrokenPipeError:  # as in `memkit gpus --all | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return YES
     except BaseException as error:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose texts have 80 columns, and that echoes what was typed without letting it affect the terminal."""
+    """A parser with texts of 80 columns; it escapes typed text that it repeats, so that the terminal is unaffected."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""Exit codes of all commands: each means one thing, whichever command ends with it."""
+"""Exit codes: each one has the same meaning for all commands."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ INTERRUPTED: Final = 130
 
 MEANINGS: Final = {
     YES: "yes, or done",
-    NO: "no: it does not fit, there are findings, the peak grew by too much",
+    NO: "no: it does not fit, there are findings, the peak grew too much",
     WRONG_USE: "wrong use, or input that cannot be read",
-    NOT_KNOWN: "not known: too close to say, a guess may decide, nothing was recorded",
+    NOT_KNOWN: "not known: too close to say, dependent on a guess, or not recorded",
     FAILED: "your own code failed",
     INTERRUPTED: "interrupted with Ctrl-C",
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def without_collector(run: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
-    """Disable the collector for a command: it would scan every record again and again and find nothing."""
+    """Disable the collector for a command: it would scan all records again and again without finding a cycle."""
 
     @functools.wraps(run)
     def quick(arguments: Namespace) -> int:

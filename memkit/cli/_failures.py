@@ -23,7 +23,7 @@ def code_of(error: BaseException) -> int | None:
     if isinstance(error, SystemExit):
         if not is_users:
             return None
-        say(f"memkit: error: the code ended itself: {type(error).__name__}({error.code!r})", is_error=True)
+        say(f"memkit: error: your code exited: {type(error).__name__}({error.code!r})", is_error=True)
         return FAILED
     if isinstance(error, NotSimulatedError):
         say_error("memkit: not known", error)
@@ -39,7 +39,7 @@ def code_of(error: BaseException) -> int | None:
     say_verbatim("".join(_traceback(error, is_users=is_users).format()).rstrip("\n"), is_error=True)
     if is_users:
         return FAILED
-    say("memkit: this is an error of memkit's own; please report it with what stands above", is_error=True)
+    say("memkit: this is a bug in memkit; please report it with the output above", is_error=True)
     return NOT_KNOWN
 
 

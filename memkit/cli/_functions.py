@@ -22,7 +22,7 @@ def load_function(
     Args:
         command: The memkit command, for error messages.
         text: ``FILE.py:FUNCTION``.
-        arguments: What the function is called with, by name.
+        arguments: Names of the arguments with which the function is called.
         instead: Other valid forms of the argument, for error messages.
         words: The words of these forms.
 
@@ -55,7 +55,7 @@ def load_function(
 
 
 def _not_a_file(command: str, text: str, path: Path, instead: str, words: Collection[str]) -> tuple[str, str]:
-    """Return what a text without a Python file is, and the way out."""
+    """Describe a text that does not name a Python file, and the way out."""
     usual = f"write for example `memkit {command} train.py:build`."
     if text.endswith(".py"):
         return f"{text!r} without a function", f"write `memkit {command} {text}:build`, if the function is build."
@@ -65,7 +65,7 @@ def _not_a_file(command: str, text: str, path: Path, instead: str, words: Collec
         return what, f"write `memkit {command} {meant}`." if meant else usual
     if path.suffix != ".py" or path.exists():
         return f"{str(path)!r}, which is not a Python file", usual
-    return f"{str(path)!r}, which does not exist in {Path.cwd()}", "write its path from this folder."
+    return f"{str(path)!r}, which does not exist in {Path.cwd()}", "write its path relative to this folder."
 
 
 def _function_fix(command: str, module: ModuleType, file: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The only place where a command writes to the terminal: plain text of 80 columns, color and progress where one looks.
+"""The only code that writes to the terminal: plain text of 80 columns, with color and progress on a terminal.
 
 Names and texts from outside are shown as plain text. Lines are folded at spaces to the same 80 columns everywhere, so
 that a pipe, a log and a terminal have the same text; a word, such as a path, is never broken.
@@ -28,7 +28,7 @@ def say(line: str = "", *, tone: Tone | None = None, is_error: bool = False) -> 
 
     Args:
         line: The line; it is folded if it is longer than 80 columns.
-        tone: What it says, as a color where the output has colors.
+        tone: Meaning of the line, shown as a color if the output has colors.
         is_error: Whether to write to standard error.
     """
     _write(printable(line), tone, is_error=is_error)
@@ -62,7 +62,7 @@ def _write(text: str, tone: Tone | None, *, is_error: bool) -> None:
 
 def _has_colors(file: TextIO) -> bool:
     """Return whether a stream shows colors; NO_COLOR and FORCE_COLOR, if not empty, decide before the terminal does."""
-    variables = os.environ  # noqa: TID251 - what the user has said about terminals
+    variables = os.environ  # noqa: TID251 - the user's settings for terminals
     if variables.get("NO_COLOR"):
         return False
     return bool(variables.get("FORCE_COLOR")) or is_watched(file)
@@ -70,14 +70,14 @@ def _has_colors(file: TextIO) -> bool:
 
 def is_watched(file: TextIO) -> bool:
     """Return whether a stream is a terminal that can move its cursor."""
-    return file.isatty() and os.environ.get("TERM") != "dumb"  # noqa: TID251 - what the terminal says about itself
+    return file.isatty() and os.environ.get("TERM") != "dumb"  # noqa: TID251 - the terminal's own setting
 
 
 class ProgressLine:
-    """A line on standard error that says what runs and for how long; only on a terminal. It is erased at the end.
+    """A line on standard error that names the running task and its time; only on a terminal. It is erased at the end.
 
     Args:
-        text: What runs.
+        text: The running task.
     """
 
     def __init__(self, text: str) -> None:
@@ -92,7 +92,7 @@ class ProgressLine:
         return self
 
     def show(self, text: str) -> None:
-        """Say that something else runs now."""
+        """Show another running task."""
         self._text = text
         if self._thread is not None:
             self._draw()
@@ -104,7 +104,7 @@ class ProgressLine:
             self._erase_and_write("")
 
     def _redraw(self) -> None:
-        while not self._has_ended.wait(_REDRAW_SECONDS):  # what is done by then needs no line
+        while not self._has_ended.wait(_REDRAW_SECONDS):  # a task that ends before needs no line
             self._draw()
 
     def _draw(self) -> None:

@@ -1,4 +1,4 @@
-"""`memkit check`: patterns in training scripts that cost memory, found without running them."""
+"""`memkit check`: find patterns in training scripts that cost memory, without running them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memkit compare`: what changed between two memory logs, and whether the peak grew too much."""
+"""`memkit compare`: show what changed between two memory logs, and whether the peak grew too much."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return YES
     if growth is None:
         say(
-            f"memkit: not known whether the peak grew by more than {arguments.max_growth:g}%: a log without a peak "
-            "above zero in tensors; record peaks on the device, or leave --max-growth out",
+            f"memkit: not known whether the peak grew by more than {arguments.max_growth:g}%: a log has no peak above "
+            "zero in tensors; record peaks on the device, or omit --max-growth",
             is_error=True,
         )
         return NOT_KNOWN

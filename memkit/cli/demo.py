@@ -1,4 +1,4 @@
-"""`memkit demo`: a training that dies inside a memory limit, and finishes inside the same limit through memkit."""
+"""`memkit demo`: a training run that dies under a memory limit, and finishes under the same limit with memkit."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TITLES: dict[RunName, str] = {
 }
 
 _INTRODUCTION = f"""\
-A small transformer learns Python's own sources, {NUM_STEPS} steps each time: plain
-and through memkit with a memory limit, then plain without one. This usually
+A small transformer is trained on Python's own sources, {NUM_STEPS} steps each time:
+plain and with memkit under a memory limit, then plain without one. This usually
 takes less than a minute."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("demo", help="see a training die of its memory, and finish through memkit")
+    parser = commands.add_parser("demo", help="see training run out of memory, and finish with memkit")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
     parser.set_defaults(run=_run)
 
@@ -52,9 +52,9 @@ def _progress_text(name: RunName, num_done: int) -> str:
 
 def _verdict(result: DemoResult) -> str:
     if not result.succeeded:
-        return "This is NOT what the demo is to show: see docs/tutorial.md#the-demo."
+        return "This is NOT the result that the demo should show: see docs/tutorial.md#the-demo."
     limit = format_bytes(LIMIT_BYTES)
-    return f"Inside {limit} the full batch ran out of memory; memkit finished, with the full batch's losses."
+    return f"Under {limit} the full batch ran out of memory; memkit finished, with the full batch's losses."
 
 
 def render(result: DemoResult) -> str:
@@ -68,17 +68,17 @@ def render(result: DemoResult) -> str:
     lines = [
         *align([head, *map(_row, runs, runs.values())], [False, True, True, True, False]),
         "",
-        "limit: what the process may take for training, held by the kernel or by CUDA",
-        "peak: bytes in live tensors. Who runs out of memory has used the limit up, and",
-        "so has who survived it: failed attempts count.",
+        "limit: memory for training, enforced by the kernel or by CUDA",
+        "peak: bytes in live tensors. A run that runs out of memory has used up the",
+        "limit, even if it recovers: failed attempts count.",
         "",
         *(f"{_TITLES[name]}: {run.error}" for name, run in runs.items() if run.error),
     ]
     if result.memkit.num_ooms:
         sizes = result.memkit.sizes[-1]
         lines.append(
-            f"{_TITLES['memkit']}: survived {counted(result.memkit.num_ooms, 'out-of-memory error')} by cutting the "
-            f"batch of {sum(sizes)} rows into micro-batches of {max(sizes)}"
+            f"{_TITLES['memkit']}: recovered from {counted(result.memkit.num_ooms, 'out-of-memory error')} by "
+            f"splitting the batch of {sum(sizes)} rows into micro-batches of {max(sizes)}"
         )
     if (difference := result.max_loss_difference) is not None:
         lines.append(f"{_TITLES['memkit']}: losses of the full batch, largest relative difference {difference:.1e}")

@@ -1,4 +1,4 @@
-"""`memkit dryrun`: run an unchanged training script on a simulated card."""
+"""`memkit dryrun`: run an unchanged training script on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ _MORE = 1.01  # the cycle collector may run a moment later
 _BETWEEN_RUNS = ("branches", "numbers", "other_way", "peaks")
 _PACKAGE = Path(__file__).parents[1]
 _NUM_LISTED = 5
+_ENDINGS = {"out of memory": "when memory ran out", "error": "with an error"}
 _TONES: dict[str, Tone] = {"fits": "good", "does not fit": "bad", "not known": "unsure", "failed": "bad"}
 
 
@@ -37,11 +38,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser(
         "dryrun",
-        help="run a training script, unchanged, on a card that is not there",
+        help="run a training script, unchanged, on a simulated GPU",
         usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N]\n"
         "                     [--nproc-per-node N] [--selected-fraction F]\n"
         "                     [--calibrated FILE] [--json]",
-        description="Options may stand before and after the script's arguments; all after -- is the script's.",
+        description="Options may be before or after the script's arguments; all after -- belongs to the script.",
         allow_abbrev=False,
     )
     _add_options(parser)
@@ -106,7 +107,7 @@ def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str
     with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
         sizes = Path(folder, "sizes.npy")
         if is_watched(sys.stderr):  # no line that is redrawn: the script writes to the same terminal
-            say(f"memkit: running {arguments.script} on a virtual {gpu.name}; what it prints follows", is_error=True)
+            say(f"memkit: running {arguments.script} on a virtual {gpu.name}; its output follows", is_error=True)
         found = script.run("plain", sizes)
         doubts: list[str] = found["estimate"]["doubts"]
         if found["ended"] != "error":
@@ -173,7 +174,7 @@ class _Script:
         """Run it once; return what `memkit.predict.script.process` reports.
 
         Args:
-            answers: How the simulated card answers questions about unknown values.
+            answers: How the simulated GPU answers questions about unknown values.
             sizes: File to which the allocation sizes are written, or with whose contents they are compared.
             is_quiet: Whether to discard the script's output.
             timeout: Seconds after which the script is stopped.
@@ -211,11 +212,11 @@ class _Script:
     def with_answers(self, ways: Sequence[str], sizes: Path, first: dict[str, Any]) -> str:
         """Run the script again with other answers.
 
-        A script may fail with some numbers (as the index of a list): then another is tried. The first two that work
-        must both take at most the memory that the first run took.
+        A script may fail with some numbers (such as an index of a list): then another is tried. The first two that
+        work must both take at most the memory that the first run took.
 
         Returns:
-            What was different; "" if nothing was.
+            The difference; "" if there was none.
         """
         outcome, num_alike = "", 0
         for answers in ways:
@@ -227,17 +228,17 @@ class _Script:
         return "" if num_alike else outcome
 
     def _differs(self, answers: str, sizes: Path, first: dict[str, Any]) -> tuple[bool, str]:
-        """Return whether the script takes other memory with these answers, and what was different."""
+        """Return whether the script's memory differs with these answers, and the difference."""
         timeout = _LEAST_SECONDS + _SLOWER * first["seconds"]
         try:
-            with ProgressLine(f"running {self._order['script']} again with other answers to what was guessed"):
+            with ProgressLine(f"running {self._order['script']} again with other guesses"):
                 found = self.run(answers, sizes, is_quiet=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return True, "with another answer it does not end"
         except _NoReportError as error:
-            return True, f"with another answer it ends otherwise, {error.got}"
+            return True, f"with another answer it ends differently, {error.got}"
         if found["other_way"]:
-            return True, f"with another answer it takes other memory from {found['other_way']} on"
+            return True, f"with another answer its memory differs from {found['other_way']} on"
         if found["ended"] == "error":
             return False, f"with another answer it fails, {found['problem']['message']}"
         highest, usual = max(found["peaks"]), max(first["peaks"])
@@ -255,16 +256,17 @@ def render(report: dict[str, Any]) -> str:
     estimate = MemoryEstimate.from_dict(report["estimate"])
     steps = f"{counted(report['num_steps'], 'step')} in {report['seconds']:.1f} s"
     ranks = f", rank 0 of {report['num_ranks']} without NCCL's buffers" if report.get("num_ranks") else ""
+    ended = _ENDINGS.get(report["ended"], report["ended"])
     lines = [
         _verdict(report),
         *_problem(report),
         "",
-        f"{report['script']} on a virtual {report['gpu']}{ranks}: {steps}, ended {report['ended']}",
+        f"{report['script']} on a virtual {report['gpu']}{ranks}: {steps}, ended {ended}",
         "",
-        f"{'memory of the card':<28} {format_bytes(report['capacity_bytes']):>12}",
+        f"{'memory of the GPU':<28} {format_bytes(report['capacity_bytes']):>12}",
         replace(estimate, doubts=(), guesses=tuple(_first(estimate.guesses))).explain(),
     ]
-    lines += _listed("written to a temporary folder and thrown away", report["written"])
+    lines += _listed("written to a temporary folder and discarded", report["written"])
     if report["is_compiled"]:
         lines += ["", "The script compiles; here it ran eagerly. Compiled code often takes less."]
     return "\n".join(lines)
@@ -284,10 +286,10 @@ def _verdict(report: dict[str, Any]) -> str:
     if report["verdict"] == "failed":
         return f"NOT KNOWN: the script failed ({report['problem']['error']})"
     if report["verdict"] == "not known" and report["problem"] is not None and report["ended"] == "error":
-        after = ", after it was told guessed values" if doubts else ""
+        after = ", after it received guessed values" if doubts else ""
         return f"NOT KNOWN: the script failed ({report['problem']['error']}){after}"
     if report["verdict"] == "not known":
-        return "NOT KNOWN: it may take other memory than was seen"
+        return "NOT KNOWN: its memory may differ from what was seen"
     if report["verdict"] == "does not fit":
         return f"DOES NOT FIT: {report['gpu']} runs out of memory"
     num_ooms, num_assumed = len(report["out_of_memory"]), len(report["estimate"]["assumptions"])

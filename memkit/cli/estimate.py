@@ -31,13 +31,13 @@ _FORM = (
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("estimate", help="say what a training step needs, and whether it fits")
+    parser = commands.add_parser("estimate", help="predict the memory of a training step, and whether it fits")
     parser.add_argument("step", help=f"a preset ({', '.join(PRESETS)}), or FILE.py:FUNCTION, {_FORM}")
     parser.add_argument("--gpu", metavar="NAME", help='the GPU, such as "RTX 4090"; without it, live bytes on a CPU')
     parser.add_argument(
         "--budget", metavar="SIZE", help="does it fit into this size or GPU? (default: the GPU of --gpu)"
     )
-    parser.add_argument("--precision", choices=("bf16-mixed", "fp16-mixed"), help="autocast (default: as the model is)")
+    parser.add_argument("--precision", choices=("bf16-mixed", "fp16-mixed"), help="autocast (default: the model's own)")
     parser.add_argument("--accumulation-steps", type=int, default=1, metavar="N", help="micro-batches per step")
     parser.add_argument(
         "--selected-fraction", type=float, metavar="F", help="fraction of elements that masks are assumed to select"
@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.gpu is not None and is_size_text(arguments.gpu):
-        arguments.parser.error(f"--gpu names a card; for a size write --budget {arguments.gpu}")
+        arguments.parser.error(f"--gpu names a GPU; for a size write --budget {arguments.gpu}")
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capacity = gpu if arguments.budget is None else _budget(arguments.budget, arguments.calibrated)
     if arguments.calibrated is not None and gpu is None and not isinstance(capacity, GPU):
@@ -59,8 +59,8 @@ def _run(arguments: argparse.Namespace) -> int:
         verdict = None if capacity is None else estimate.verdict(capacity)
     if arguments.json:
         asked = None if capacity is None or verdict is None else _asked(estimate, capacity, verdict)
-        nothing = dict.fromkeys(("verdict", "reason", "fits", "headroom_bytes"))
-        say_json({**estimate.as_dict(), **(asked or nothing)})
+        unasked = dict.fromkeys(("verdict", "reason", "fits", "headroom_bytes"))
+        say_json({**estimate.as_dict(), **(asked or unasked)})
     else:
         _show(estimate, verdict, arguments.budget or arguments.gpu)
     if verdict is None:
@@ -72,7 +72,7 @@ def _show(estimate: MemoryEstimate, verdict: Verdict | None, where: str) -> None
     if verdict is None:
         say(estimate.headline, tone="unsure" if estimate.doubts else None)
     else:
-        reason = "" if estimate.doubts else f": {verdict.reason}"  # the doubts stand below, each with its line
+        reason = "" if estimate.doubts else f": {verdict.reason}"  # the doubts are listed below, each with its line
         say(f"{_SENTENCES[verdict].format(where)}{reason}", tone=_TONES[verdict])
     say()
     say_all(estimate.explain())
@@ -85,7 +85,7 @@ def _asked(estimate: MemoryEstimate, capacity: str | GPU, verdict: Verdict) -> d
 
 
 def _budget(text: str, calibrated: str | None) -> str | GPU:
-    """Return a card from the calibration file, else the text: a size or a card name that the estimate parses itself."""
+    """Return a GPU from the calibration file, else the text: a size or a name that the estimate parses itself."""
     if calibrated is not None:
         with contextlib.suppress(InputError):
             return find_gpu(text, calibrated=calibrated)

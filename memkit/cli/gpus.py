@@ -1,4 +1,4 @@
-"""`memkit gpus`: the table of cards, one card in full, the cards that hold a size, or a calibration of your own."""
+"""`memkit gpus`: show the table of GPUs, one GPU in full, or the GPUs that hold a size; or calibrate your own."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from memkit.predict.gpus import GPU, all_gpus, find_gpu, write_gpus
 
 _NUM_SHOWN = 12  # of the GPUs that hold a size
 _LEGEND = {
-    "observed": "a public report names the GPU and what torch sees of it",
-    "derived": "worked out from a related GPU; `memkit gpus NAME` says which",
+    "observed": "a public report gives the memory that torch sees on this GPU",
+    "derived": "derived from a related GPU; `memkit gpus NAME` says which",
     "calibrated": "measured, from the file of --calibrated",
 }
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("gpus", help="show what torch can use of each card")
+    parser = commands.add_parser("gpus", help="show the memory that torch can use on each GPU")
     parser.add_argument("name", nargs="?", help='a GPU such as "RTX 4090", or cuda; without it, all by size')
     parser.add_argument(
         "--need", metavar="SIZE", help="only GPUs with room for this size, such as 14GiB, smallest first"
     )
-    parser.add_argument("--all", action="store_true", help="the whole table, one GPU a line")
+    parser.add_argument("--all", action="store_true", help="the whole table, one GPU per line")
     parser.add_argument("--calibrated", metavar="FILE", help="prefer the GPUs of this file to the built-in table")
     parser.add_argument(
         "--calibrate", metavar="FILE", help="measure the GPU NAME (cuda) and write the result to this file"
@@ -78,12 +78,12 @@ def _show_holding(gpus: list[GPU], arguments: argparse.Namespace) -> int:
     else:
         largest = max(gpus, key=lambda gpu: gpu.usable_bytes)
         room = f"the largest, {largest.name}, leaves {format_gib(largest.usable_bytes)}"
-        say(f"no GPU of the table holds {arguments.need}: {room}", tone="bad")
+        say(f"no GPU in the table holds {arguments.need}: {room}", tone="bad")
     return YES if holding else NO
 
 
 def _need(text: str) -> int:
-    """Return a size; a bare number is refused as in Python, because 24 means 24 GiB."""
+    """Return a size; a bare number is refused, as in Python, because 24 would be meant as 24 GiB."""
     return parse_bytes(int(text) if text.strip().isdecimal() else text, name="--need", is_large=True)
 
 
@@ -107,9 +107,9 @@ def _show_one(gpu: GPU, *, as_json: bool) -> None:
 
 
 def _show_by_size(gpus: list[GPU]) -> None:
-    """Show all GPUs in few lines: by the number on the box, with what is usable."""
-    say("What torch can use of each GPU in GiB, by the number on its box.")
-    say("No mark: observed, as a public report has it. *: derived from a related GPU.")
+    """Show all GPUs in few lines: by the number on the box, with the usable memory."""
+    say("Memory that torch can use on each GPU, in GiB, by the number on its box.")
+    say("No mark: observed in a public report. *: derived from a related GPU.")
     say()
     ordered = sorted(gpus, key=lambda gpu: (gpu.box_bytes, gpu.usable_bytes))
     for box_bytes, group in groupby(ordered, key=lambda gpu: gpu.box_bytes):
@@ -121,7 +121,7 @@ def _show_by_size(gpus: list[GPU]) -> None:
 
 
 def _show_packed(start: str, entries: Iterable[str]) -> None:
-    """Show entries one after the other, none of them broken at the end of a line."""
+    """Show entries one after the other, without breaking any at the end of a line."""
     line = start
     for entry in entries:
         if len(line) + len(entry) >= WIDTH and line.strip():

@@ -1,4 +1,4 @@
-"""`memkit presets`: the table of presets, or one preset with its estimated memory."""
+"""`memkit presets`: show the table of presets, or one preset with its estimated memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _show_table(*, as_json: bool) -> None:
     if as_json:
         say_json([{"cards": PRESETS[name].cards, **_record(config)} for name, config in configs.items()])
         return
-    rows: list[tuple[str, ...]] = [("preset", "cards", "batch", "accumulation", "channels", "estimated total")]
+    rows: list[tuple[str, ...]] = [("preset", "GPUs", "batch", "accumulation", "channels", "estimated total")]
     for name, config in configs.items():
         numbers = (config.batch_size, config.gradient_accumulation_steps, config.model_channels)
         total = format_gib(estimate_by_formula(config).required_bytes)

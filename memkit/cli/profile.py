@@ -28,13 +28,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser(
         "profile",
-        help="say how memory grows with the edges of a neural operator, or with the size of your own step",
+        help="show how memory grows with the edges of a neural operator, or with the size of your own step",
         description="Without a step: the memory test of a neural operator. With one: your own step over --sizes.",
     )
     parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="FUNCTION(n) returns a step of size n")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--full", action="store_true", help="encoder, decoder and whole model")
-    what.add_argument("--core", action="store_true", help="only the MLP of the edges, in all its settings")
+    what.add_argument("--core", action="store_true", help="only the edge MLP, in all its settings")
     what.add_argument("--all", action="store_true", help="both (default)")
     what.add_argument(
         "--sizes", metavar="LIST", help="sizes for your own step, as in 5k,10k,1M, or 5k..1M for 12 sizes"
@@ -135,7 +135,7 @@ def _sizes(text: str) -> list[int]:
 def _line(name: str, point: ScalingPoint) -> str:
     said = {
         "ok": "" if point.peak_bytes is None else format_bytes(point.peak_bytes),
-        "oom": f"out of memory{f', asked for {format_bytes(point.requested_bytes)}' if point.requested_bytes else ''}",
+        "oom": f"out of memory{f', requested {format_bytes(point.requested_bytes)}' if point.requested_bytes else ''}",
         "skipped": "skipped: a smaller one ran out of memory",
         "error": f"failed: {point.peak_where}",
     }
@@ -143,7 +143,7 @@ def _line(name: str, point: ScalingPoint) -> str:
 
 
 def _code(result: MemoryTestResult, gpus: list[str]) -> int:
-    """Exit code for whether the named cards hold every size; the worst result counts, a failed step above all."""
+    """Exit code for whether the named GPUs hold every size; the worst result counts, and a failed step most of all."""
     if any(point.status == "error" for curve in result.curves for point in curve.result.points):
         return FAILED
     if any(curve.result.doubts for curve in result.curves):

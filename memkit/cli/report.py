@@ -1,4 +1,4 @@
-"""`memkit report`: a memory log as a readable report."""
+"""`memkit report`: write a readable report of a memory log."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OUTPUT = "memory_analysis_report.md"
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("report", help="write a memory log as a page for people")
-    what = "the log; also a directory, a run of ranks, a CUDA memory snapshot, a profiler's trace"
+    parser = commands.add_parser("report", help="write a readable report of a memory log")
+    what = "the log; or a directory, the logs of several ranks, a CUDA memory snapshot, a profiler's trace"
     log = parser.add_mutually_exclusive_group(required=True)
     log.add_argument("log", nargs="?", metavar="LOG", help=what)
-    log.add_argument("--log", dest="named_log", metavar="FILE", help="the same")
+    log.add_argument("--log", dest="named_log", metavar="FILE", help="the log, given as an option")
     formats = ", ".join(SUFFIXES)
     parser.add_argument("-o", "--output", default=_OUTPUT, metavar="FILE", help=f"{formats}; without it {_OUTPUT}")
     parser.add_argument("--baseline", metavar="FILE", help="another log to compare with")

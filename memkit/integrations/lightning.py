@@ -39,7 +39,7 @@ _WHOLE_MODELS = (
 )
 
 
-class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning is not there for every type check
+class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # not installed for every type check
     """A LightningModule whose ``training_step`` runs on parts of the batch, with the gradient of the whole batch.
 
     The trainer sees one step: one loss, one backward, each value logged once. A part that runs out of memory is rolled
@@ -206,17 +206,17 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
     """Logs memory figures, keeps the sizes that fit in checkpoints, and writes a file on a final out-of-memory error.
 
     Each batch logs ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` if the device counts them, and for a
-    `MemoryEfficientModule` ``memkit/num_microbatches`` and ``memkit/num_ooms``, the errors survived so far. Data sets
+    `MemoryEfficientModule` ``memkit/num_microbatches`` and ``memkit/num_ooms``, the errors survived so far. Datasets
     and batch samplers with a ``set_epoch`` are told the epoch.
 
     Args:
         memory: Gets a phase ``"step"`` for each batch, an event for each optimizer step, and a mark ``"oom"`` for each
             batch that survived an out-of-memory error; None creates one for the trainer's device, without a file.
-        post_mortem: The directory for ``out-of-memory.json`` if an out-of-memory error ends the run; None writes none.
+        post_mortem: The directory for ``out-of-memory.json`` if an out-of-memory error ends the run; None: no file.
         exact_accumulation: With ``accumulate_grad_batches=N``, make each group's gradient the mean over its rows.
             Lightning divides every batch by N: a last group of k batches counts k/N, and a short last batch as much as
-            a full one. Without this option that is what happens, with a warning. On several ranks the rows of all ranks
-            count, which exchanges one number per step.
+            a full one. Without this option Lightning's weights are kept, and there is a warning. On several ranks the
+            rows of all ranks count, which takes the exchange of one number per step.
 
     Raises:
         FileFormatError: A checkpoint holds a state of another version.
@@ -264,7 +264,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
         tell_epoch(trainer.train_dataloader, trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the epoch to data sets and batch samplers that draw by it: Lightning tells only samplers."""
+        """Tell the epoch to datasets and batch samplers that draw by it: Lightning tells only samplers."""
         tell_epoch(trainer.train_dataloader, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -272,7 +272,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._rows = []
         self._batch = batch
-        self._step.close()  # where an error left the previous batch
+        self._step.close()  # in case an error interrupted the previous batch
         assert self.memory is not None  # noqa: S101 - created in on_fit_start
         self._step.enter_context(self.memory.phase("step"))
 
@@ -311,7 +311,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
         self._step.close()
         assert self.memory is not None  # noqa: S101 - created in on_fit_start
         values: dict[str, int | None] = {}
-        if self.memory.device.type != "cpu":  # there are no counters there
+        if self.memory.device.type != "cpu":  # the CPU has no counters
             now = self.memory.snapshot()
             values = {"allocated_bytes": now.allocated_bytes, "peak_bytes": now.peak_bytes}
         if self._module is not None:

@@ -1,4 +1,4 @@
-"""Everything a Lightning training_step produces besides its loss, by part: logged values, outputs, metric states."""
+"""Everything that a Lightning training_step produces besides its loss, by part: logged values, outputs, metrics."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ def memory_limit(
         mode: ``"tensors"``: live tensors that the test creates or uses. ``"allocator"``: including operators'
             workspace, from the allocator's own events. ``"fake"``: the test runs on tensors without data.
         device: Count only this device, as ``"cuda"``; None: all together.
-        gpu: With ``mode="fake"``: run the test inside ``VirtualGPU(gpu)`` and count the card's bytes.
+        gpu: With ``mode="fake"``: run the test inside ``VirtualGPU(gpu)`` and count that GPU's bytes.
         selected_fraction: With ``mode="fake"``: as for `memkit.estimate_memory_usage`.
 
     Raises:
-        ConfigError: The mode is unknown; ``gpu`` or ``selected_fraction`` is set in another mode than ``"fake"``, or
-            ``device`` is set in that mode; the card's operators are not known; or the fraction is outside (0, 1].
-        InputError: ``limit`` is not a size, or ``gpu`` is not a card.
+        ConfigError: The mode is unknown; ``gpu`` or ``selected_fraction`` is set in a mode other than ``"fake"``, or
+            ``device`` is set in that mode; the GPU's operators are unknown; or the fraction is outside (0, 1].
+        InputError: ``limit`` is not a size, or ``gpu`` is an unknown GPU.
         InputTypeError: ``limit`` is neither an int nor text.
     """
     rules = {

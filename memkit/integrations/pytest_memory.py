@@ -16,7 +16,7 @@ from memkit.integrations.pytest_limit import Limit
 from memkit.memory.leaks import LeakWatch
 from memkit.memory.track import Tracker
 
-if TYPE_CHECKING:  # it is created where a test runs without data, and read here
+if TYPE_CHECKING:  # it is only imported if a test runs without data
     from memkit.predict.estimate import MemoryEstimate
 
 _SMALLEST_GROWTH_BYTES = KIB  # per call: numbers that a step logs take less
@@ -24,7 +24,7 @@ _ROWS = 8  # lines of code to show if no holder is found
 
 
 class LimitWatch(NamedTuple):
-    """A context for code to measure, and what can be asked afterwards.
+    """A context for code to measure, and functions that return the results afterwards.
 
     Attributes:
         block: The context manager to run the code in.
@@ -40,14 +40,14 @@ class LimitWatch(NamedTuple):
 
 
 class AssertNoLeak(Protocol):
-    """The type of the fixture's value, `watch_for_leaks`."""
+    """The type of the value of the fixture `assert_no_leak`: `watch_for_leaks`."""
 
     def __call__(self, step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:
         """Fail the test if calls of ``step`` leave more and more memory behind."""
 
 
 def watch(limit: Limit, *held: object) -> LimitWatch:
-    """Prepare to measure a test as its marker says.
+    """Prepare to measure a test with the settings of its marker.
 
     Args:
         limit: The marker.
@@ -124,14 +124,14 @@ def watch_for_leaks(step: Callable[[], object], *, repeat: int = 5, warmup: int 
             levels.append(recorder.live_bytes())
     added = [after - before for before, after in pairwise(levels)]
     if leaks:
-        pytest.fail("\n\n".join([_what_grew(repeat, added), *map(str, leaks)]))
+        pytest.fail("\n\n".join([_describe_growth(repeat, added), *map(str, leaks)]))
     if min(added) >= _SMALLEST_GROWTH_BYTES:
         by_line = list(recorder.recording().live_by("source").items())[:_ROWS]
-        rows = [f"{format_bytes(nbytes):>14}  {line or '(there before)'}" for line, nbytes in by_line]
-        unnamed = "No holder was found. Live after the last call, by the line that made it:"
-        pytest.fail("\n".join([_what_grew(repeat, added), "", unnamed, *rows]))
+        rows = [f"{format_bytes(nbytes):>14}  {line or '(created before)'}" for line, nbytes in by_line]
+        unnamed = "No holder was found. Live bytes after the last call, by the line that created them:"
+        pytest.fail("\n".join([_describe_growth(repeat, added), "", unnamed, *rows]))
 
 
-def _what_grew(repeat: int, added: list[int]) -> str:
+def _describe_growth(repeat: int, added: list[int]) -> str:
     calls = ", ".join(map(format_bytes, added))
-    return f"memory grows: {format_bytes(sum(added))} of live tensors more after {repeat} calls ({calls})"
+    return f"memory grows: {format_bytes(sum(added))} more in live tensors after {repeat} calls ({calls})"

@@ -1,4 +1,4 @@
-"""The pytest plugin: the marker `memory_limit`, the fixture `watch_for_leaks`, the option ``--memkit-peaks``.
+"""The pytest plugin: the marker `memory_limit`, the fixture `assert_no_leak`, the option ``--memkit-peaks``.
 
 pytest loads this file at every start, so nothing here imports torch until a test needs it: `docs/pytest-plugin.md`.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # importing it imports torch
 _PROPERTY = "memkit_peak_bytes"
 _HELP = (
     "memory_limit(limit, *, mode='tensors', device=None, gpu=None, selected_fraction=None): fail the test if tensors"
-    " ever take more than `limit` ('64 MiB', or an int of bytes). mode='allocator' counts also what operators take"
-    " inside; mode='fake' runs the test on tensors without data, gpu='RTX 4090' on that card, and masks select the"
-    " selected_fraction. device='cuda' counts that device alone."
+    " ever take more than `limit` ('64 MiB', or an int of bytes). mode='allocator' also counts operators' workspace;"
+    " mode='fake' runs the test on tensors without data, with gpu='RTX 4090' on that GPU, and masks select the"
+    " selected_fraction. device='cuda' counts only that device."
 )
 
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="show the N tests of memory_limit with the highest peaks",
+        help="show the N memory_limit tests with the highest peaks",
     )
 
 
@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def assert_no_leak() -> AssertNoLeak:
-    """``watch_for_leaks(step, repeat=5, warmup=1)``: fail if calls of ``step`` leave more and more memory behind."""
+    """``assert_no_leak(step, repeat=5, warmup=1)``: fail if calls of ``step`` leave more and more memory behind."""
     from memkit.integrations.pytest_memory import watch_for_leaks
 
     return watch_for_leaks
@@ -125,7 +125,7 @@ def _refuse_guesses(item: pytest.Item, measured: LimitWatch) -> None:
         pytest.fail("\n".join([f"{text}:", *(f"  {each}" for each in own), f"Way out: {fix}"]), pytrace=False)
     if estimate.doubts:
         text = "the memory peak is not known: it depends on values, and tensors have none (mode='fake')"
-        fix = "let no size and no branch depend on values, or leave out mode='fake'."
+        fix = "make sizes and branches independent of values, or omit mode='fake'."
         lines = [f"  {each}" for each in estimate.doubts]
         pytest.fail("\n".join([f"{text}:", *lines, f"Way out: {fix}"]), pytrace=False)
     if estimate.assumptions:
@@ -142,5 +142,5 @@ def _note(item: pytest.Item, limit: Limit, measured: LimitWatch) -> tuple[int, s
         f"{peak_bytes:,} B, limit {limit.num_bytes:,} B",
     ]
     if limit.mode == "fake":
-        lines.append("This test ran on tensors without data (mode='fake'): what it reads from them is 1, or False.")
+        lines.append("This test ran on tensors without data (mode='fake'): values read from them are 1, or False.")
     return peak_bytes, "\n".join([*lines, "", measured.table()])

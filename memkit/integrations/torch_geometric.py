@@ -1,7 +1,7 @@
 """Split a PyTorch Geometric batch between its graphs: a `split_fn` for the training wrapper."""
 
-# ruff: noqa: SLF001 - which rows are whose graph's is in private attributes of the batch; asking for graph after graph
-# is public, and takes 8 to 120 times as long (docs/batches.md)
+# ruff: noqa: SLF001 - the rows of each graph are in private attributes of the batch; the public way, graph after graph,
+# takes 8 to 120 times as long (docs/batches.md)
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class _Run:
         return numbers
 
     def _rebase(self, starts: Tensor) -> Tensor:
-        """Return where each graph's rows begin, and where the last one's end, counted within the run."""
+        """Return the start of each graph's rows, and the end of the last one's, counted within the run."""
         return starts[self._first : self._last + 1] - starts[self._first]
 
     def _refuse(self, name: str, got: str, expected: str) -> NoReturn:
@@ -173,7 +173,7 @@ class _Run:
             self._call,
             got=f"{name!r}: {got}",
             expected=expected,
-            fix="change graphs before they are batched (transform= of the data set), or in loss_fn after the split.",
+            fix="change graphs before they are batched (transform= of the dataset), or in loss_fn after the split.",
         )
 
 

@@ -37,7 +37,7 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
     Each logged ``loss`` comes with ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` of the device (left out if it
     has no counters, as on the CPU), ``memkit/host_bytes`` of this process, and with a `MemoryEfficientTrainer`
     ``memkit/num_ooms`` survived so far and ``memkit/num_microbatches`` of the last batch. Every optimizer step is a
-    phase ``"step"`` of the memory manager, with a mark ``"oom"`` if it survived an out-of-memory error. Data sets and
+    phase ``"step"`` of the memory manager, with a mark ``"oom"`` if it survived an out-of-memory error. Datasets and
     samplers with a ``set_epoch`` are told the epoch.
 
     A `MemoryEfficientTrainer` adds one by itself. Pass your own for a log file:
@@ -86,18 +86,18 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
     def on_epoch_begin(
         self, _args: TrainingArguments, state: TrainerState, *_: Any, train_dataloader: Any = None, **__: Any
     ) -> None:
-        """Tell the epoch to samplers and data sets that draw by it; accelerate tells most, but not all."""
+        """Tell the epoch to samplers and datasets that draw by it; accelerate tells most, but not all."""
         if train_dataloader is not None:
             tell_epoch(train_dataloader, int(state.epoch or 0))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Begin a step's phase."""
-        self._step.close()  # where an error left the previous step
+        self._step.close()  # in case an error interrupted the previous step
         if self.memory is not None:
             self._step.enter_context(self.memory.phase("step"))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """End the step's phase, and mark the out-of-memory errors it survived."""
+        """End the step's phase, and mark the out-of-memory errors that it survived."""
         self._step.close()
         if self.memory is None:
             return
@@ -236,7 +236,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
         part: Mapping[str, Any],
         num_items: torch.Tensor | int,
     ) -> bool:
-        """Whether the loss is a sum divided by the number of items: measures if doubling that number halves it."""
+        """Whether the loss is a sum divided by the number of items: measures whether doubling that number halves it."""
         if self._is_divided is None:
             losses = []
             for number in (num_items, 2 * num_items):

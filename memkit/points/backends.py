@@ -51,7 +51,7 @@ def _refuse_without_interpreter(call: str) -> None:
     if importlib.import_module("memkit.points.kernels").are_compiled():
         raise ConfigError(
             call,
-            got="backend='triton' on the CPU, for which Triton has no compiler",
+            got="backend='triton' on the CPU, for which Triton cannot compile",
             expected="an accelerator, or Triton's interpreter",
             fix="omit backend; to try the kernels, set TRITON_INTERPRET=1 before Triton is imported.",
         )

@@ -22,21 +22,21 @@ from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
 
 _CALL = "BudgetBatchSampler(sizes)"
-_MOST_OPEN = 64  # batches that may still take samples: more would not fill better, and cost time
+_MOST_OPEN = 64  # batches that may still take samples: more would take time without improving the fill
 
 
-_ONE_BUDGET = "max_points=100_000"  # the budget says how many samples fit
+_ONE_BUDGET = "max_points=100_000"  # the budget determines how many samples fit
 
 
 @guided(
     words={
         "max_points": "max_num max_nodes max_tokens max_num_points",
         _ONE_BUDGET: "batch_size",
-        "the budget is named: max_points=, max_edges= or max_bytes=": "mode",
+        "the budget's name selects it: max_points=, max_edges= or max_bytes=": "mode",
         "samples are reshuffled every epoch, by seed and epoch": "shuffle",
         "no sample is dropped": "drop_last",
-        "a sample above the budget is an error: take it out of the data set": "skip_too_big",
-        "an epoch has every sample once": "num_steps",
+        "a sample above the budget is an error: remove it from the dataset": "skip_too_big",
+        "an epoch contains every sample once": "num_steps",
         "sizes=[len(sample) for sample in dataset]": "dataset",
     },
     absent={"len(batch), for each of its batches": "batch_size"},
@@ -50,8 +50,8 @@ class BudgetBatchSampler(EpochOrder):
     fit); then the batches are shuffled. Nothing is sorted by size, so large and small samples mix. Each sample is in
     exactly one batch of the epoch, and no batch exceeds any budget.
 
-    A sample larger than the budget is an error at construction, before training, not a batch of its own: that batch
-    would be the one that runs out of memory.
+    A sample larger than the budget is an error at construction, before training starts. It does not get a batch of its
+    own, because that batch would run out of memory.
 
     Several ranks take turns on the batches of one packing, and all get the same number: if the number of batches is not
     divisible by the number of ranks, the batches with the most samples are halved until it is. No sample is lost or
@@ -204,7 +204,7 @@ def _columns(sizes: Points | Mapping[str, Points], budgets: dict[str, int]) -> N
     if not budgets or set(sizes) != set(budgets):
         raise ConfigError(
             _CALL,
-            got=f"sizes of {', '.join(sizes) or 'nothing'}, but {names}",
+            got=(f"sizes of {', '.join(sizes)}" if sizes else "no sizes") + f", but {names}",
             expected="the same names for sizes and budgets: points, edges, bytes",
             fix="pass one budget for each column of sizes, and omit the others.",
         )
@@ -225,7 +225,7 @@ def _column(values: Points, name: str) -> NDArray[np.int64]:
     if column.ndim != 1 or column.dtype.kind not in "iu" or bool((column < 0).any()):
         raise InputError(
             _CALL,
-            got=f"sizes of {name} of dtype {column.dtype} and shape {column.shape}, least {column.min(initial=0)}",
+            got=f"sizes of {name} of dtype {column.dtype} and shape {column.shape}, minimum {column.min(initial=0)}",
             expected="one whole number of at least 0 for each sample",
             fix="count points, edges or bytes: [len(scene.coords) for scene in scenes].",
         )

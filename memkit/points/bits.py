@@ -1,8 +1,8 @@
 """Random bits for draws, identical on every device.
 
-They are SplitMix64's (Steele et al., "Fast splittable pseudorandom number generators", 2014): a word is a function of
-its number and a seed, made with nine operations that NumPy, numba, torch and Triton all have. In NumPy they take less
-time than any generator that it has in C. What NumPy's own distributions draw comes from its Philox4x64-10.
+They come from SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): a word is a function
+of its number and a seed, computed with nine operations that NumPy, numba, torch and Triton all have. In NumPy this is
+faster than any of its generators written in C. NumPy's own distributions draw from its Philox4x64-10.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15  # from a number to the next; odd
+GOLDEN = 0x9E3779B97F4A7C15  # increment from one word's state to the next; odd
 MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)  # shifts and factors
 LAST_SHIFT = 31
-HALFWAY = 2**63  # through the words
-AGAIN_BITS = 55  # with the 8 bits of a count they fit a signed word
+HALFWAY = 2**63  # number of the first word in the second half of the sequence
+REDRAW_BITS = 55  # times a count of 8 bits, they still fit a signed word
 Numbers = TypeVar("Numbers", NDArray[np.int64], Tensor)
 
 
@@ -27,7 +27,7 @@ class Key(NamedTuple):
     """128 bits that identify a draw.
 
     Attributes:
-        key: Seed of the cells' bits, and of those that are drawn `again`; Philox's key.
+        key: Seed of the cells' bits, and of `redraw_bits`; Philox's key.
         tag: Seed of the points' bits; the third word of Philox's counter.
     """
 
@@ -53,26 +53,29 @@ def draw_key(numbers: tuple[int, ...]) -> Key:
 
 
 def random_bits(key: Key) -> np.random.Philox:
-    """Return a generator of NumPy, which keeps it stable across versions."""
+    """Return a NumPy generator whose stream NumPy keeps stable across versions."""
     counter = np.array([0, 0, key.tag, 0], np.uint64)
     return np.random.Philox(_Given(key.key), counter=counter)  # type: ignore[arg-type] # its stub lacks the protocol
 
 
 def words_at(numbers: Numbers, seed: int) -> Numbers:
-    """Return the words of SplitMix64 by number, from 0: int64, as arrays or on a device."""
+    """Return SplitMix64's words with these numbers, counted from 0: int64, as an array or a tensor."""
     word = (numbers + 1) * signed(GOLDEN) + signed(seed)
     for shift, factor in MIXING:
         word = (word ^ _shifted(word, shift)) * signed(factor)
     return word ^ _shifted(word, LAST_SHIFT)
 
 
-def again(numbers: Numbers, key: Key) -> Numbers:
-    """Return 55 bits for each slot, or cell, whose bits were refused: of the far half of the words, not used else."""
-    return _shifted(words_at(numbers + signed(HALFWAY), key.key), 64 - AGAIN_BITS)
+def redraw_bits(numbers: Numbers, key: Key) -> Numbers:
+    """Return 55 bits for each slot, or cell, whose first bits were rejected.
+
+    They come from the second half of the sequence of words, which is used for nothing else.
+    """
+    return _shifted(words_at(numbers + signed(HALFWAY), key.key), 64 - REDRAW_BITS)
 
 
 def _shifted(words: Numbers, shift: int) -> Numbers:
-    return words >> shift & (1 << 64 - shift) - 1  # the sign moves in with the shift
+    return words >> shift & (1 << 64 - shift) - 1  # the mask clears the copies of the sign bit
 
 
 def signed(word: int) -> int:
@@ -83,7 +86,7 @@ def signed(word: int) -> int:
 class WordBlocks:
     """Memory for the words of one block after another, in NumPy."""
 
-    SIZE = 1 << 14  # a block: fits the CPU cache, and calls take little of the time
+    SIZE = 1 << 14  # words per block: it fits the CPU cache, and the overhead of calls is small
 
     def __init__(self) -> None:
         self._numbers, self._words, self._shifted = np.empty((3, self.SIZE), np.uint64)

@@ -37,7 +37,7 @@ class IndexCache:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        index = make()  # outside the lock: other threads need not wait
+        index = make()  # outside the lock, so that other threads do not wait
         if index.nbytes > self.max_bytes:
             return index
         with self._lock:

@@ -1,4 +1,4 @@
-"""Grouping of points: each point's grid cell as one exact integer, and points sorted by it."""
+"""Group points by grid cell: each cell is one exact integer key, by which the points are sorted."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def group_coords(
 
 def _reduced(points: NDArray[Any], pick: np.ufunc) -> NDArray[Any]:
     """Return the minimum, or maximum, along each axis; NaN if a coordinate is NaN."""
-    width = min(len(points), 1 << 10)  # rows side by side: NumPy is slow over short ones
+    width = min(len(points), 1 << 10)  # rows are joined into long ones: NumPy reduces short rows slowly
     wide = points[: len(points) // width * width].reshape(-1, width * points.shape[1])
     reduced: NDArray[Any] = pick.reduce(pick(pick.reduce(wide).reshape(width, -1), points[-width:]))
     return reduced
@@ -140,7 +140,7 @@ def group_ids(ids: NDArray[np.int64], passes: Passes, call: str) -> Groups:
     """Group points by arbitrary integers; cells in ascending order."""
     if not len(ids):
         return Groups(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    keys = ids.view(np.uint64) - np.uint64(int(ids.min()) % 2**64)  # for any two int64: wraps around to the right value
+    keys = ids.view(np.uint64) - np.uint64(int(ids.min()) % 2**64)  # correct for all int64: the difference wraps around
     return _group_keys(keys.astype(np.uint32) if keys.max() < 2**32 else keys, passes, call)
 
 
@@ -157,7 +157,7 @@ def _group_keys(keys: NDArray[Any], passes: Passes, call: str) -> Groups:
 
 
 def _compact_keys(points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return keys if the box has too many cells to number: only occupied cells are numbered, axis by axis."""
+    """Return keys for a box with too many cells to number them all: number only occupied cells, axis by axis."""
     keys = np.zeros(len(points), np.int64)
     for along in grid_coords(points, size, origin):
         values, rank = np.unique(along, return_inverse=True)
@@ -168,6 +168,6 @@ def _compact_keys(points: NDArray[Any], size: NDArray[np.float64], origin: NDArr
 def _warn_coarse(dtype: np.dtype[Any], sides: NDArray[Any], size: NDArray[np.float64], call: str) -> None:
     if dtype.kind == "f" and bool((np.spacing(np.abs(sides).max(axis=0)) > 0.01 * size).any()):
         warn_user(
-            f"{call}: so far from the origin, {dtype} resolves distances only above 1% of grid_size, so rounding "
-            "decides near cell borders. Way out: subtract an offset in float64 before the points are stored."
+            f"{call}: so far from the origin, {dtype} resolves distances only above 1% of grid_size, so near cell "
+            "borders rounding decides the cell. Way out: subtract an offset in float64 before the points are stored."
         )

@@ -1,6 +1,6 @@
 """The passes over all points of a scene, compiled by numba (extra ``memkit[numba]``).
 
-Each is compiled on its first call, a few seconds in total; numba caches the result on disk for later processes.
+Each one is compiled at its first call, which takes a few seconds in total; numba caches the code on disk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memkit.points import passes
-from memkit.points.bits import AGAIN_BITS, GOLDEN, HALFWAY, LAST_SHIFT, MIXING, Key, WordBlocks
+from memkit.points.bits import GOLDEN, HALFWAY, LAST_SHIFT, MIXING, REDRAW_BITS, Key, WordBlocks
 from memkit.points.passes import Bytes, Floats, Ints, Rounding
 
 Words64 = NDArray[np.uint64]
@@ -24,7 +24,7 @@ _FEW = 128  # slots that are checked together
 _MOST_KEYS = 8  # per point: 32 bytes of counts
 (_SHIFT_A, _MIX_A), (_SHIFT_B, _MIX_B) = ((np.uint64(each) for each in pair) for pair in MIXING)
 _LOW = np.uint64(0xFFFFFFFF)
-_GOLDEN, _LAST_SHIFT, _HALFWAY, _AGAIN_BITS = (np.uint64(each) for each in (GOLDEN, LAST_SHIFT, HALFWAY, AGAIN_BITS))
+_GOLDEN, _LAST_SHIFT, _HALFWAY, _REDRAW_BITS = (np.uint64(each) for each in (GOLDEN, LAST_SHIFT, HALFWAY, REDRAW_BITS))
 
 
 def _compiled(function: Compiled) -> Compiled:
@@ -61,7 +61,7 @@ def kept_counts(
     ratio: tuple[float, float],
     rounding: Rounding,
     key: Key,
-    words: WordBlocks,  # noqa: ARG001 # used by NumPy's
+    words: WordBlocks,  # noqa: ARG001 # used by the NumPy version
 ) -> Ints:
     """See `Passes`."""
     kept, (low, high) = np.empty_like(counts), ratio
@@ -69,7 +69,7 @@ def kept_counts(
     return kept
 
 
-def choose_places(counts: Ints, key: Key, words: WordBlocks) -> Ints:  # noqa: ARG001 # used by NumPy's
+def choose_places(counts: Ints, key: Key, words: WordBlocks) -> Ints:  # noqa: ARG001 # used by the NumPy version
     """See `Passes`."""
     places = np.empty_like(counts)
     _choose_places(counts, np.uint64(key.key), places)
@@ -80,17 +80,17 @@ def take_steps(
     bounds: Ints,
     needed: Bytes,
     key: Key,
-    below: Bytes,  # noqa: ARG001 # used by NumPy's
+    below: Bytes,  # noqa: ARG001 # used by the NumPy version
     chosen: Bytes,
-    words: WordBlocks,  # noqa: ARG001 # used by NumPy's
+    words: WordBlocks,  # noqa: ARG001 # used by the NumPy version
 ) -> None:
     """See `Passes`."""
     _take_steps(bounds, needed, np.uint64(key.tag), np.uint64(key.key), chosen)
 
 
-def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # used by NumPy's
+def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # used by the NumPy version
     """See `Passes`."""
-    found = np.empty(num + 1, np.int64)  # one spare: the loop writes before it tests
+    found = np.empty(num + 1, np.int64)  # one more, because the loop writes before it tests
     _rows(chosen, slots, found)
     return found[:num]
 
@@ -153,12 +153,12 @@ def _choose_places(counts: Ints, seed: np.uint64, places: Ints) -> None:
 
 @_compiled
 def _number(place: np.uint64, seed: np.uint64) -> np.uint64:
-    """Return the number that `WordBlocks.numbers` has at a place."""
+    """Return the number that `WordBlocks.numbers` gives at an index."""
     return _word(place >> np.uint64(1), seed) >> (np.uint64(32) * (place & np.uint64(1))) & _LOW
 
 
 @_compiled
-def _take_steps(bounds: Ints, needed: Bytes, seed: np.uint64, seed_again: np.uint64, chosen: Bytes) -> None:
+def _take_steps(bounds: Ints, needed: Bytes, seed: np.uint64, redraw_seed: np.uint64, chosen: Bytes) -> None:
     words = np.empty(_MANY, np.uint64)
     drawn = words.view(np.uint16)
     step, last = 0, bounds[max(len(bounds) - 2, 0)]
@@ -168,7 +168,7 @@ def _take_steps(bounds: Ints, needed: Bytes, seed: np.uint64, seed_again: np.uin
         while slot < stop:
             end, left = min(bounds[step + 1], stop), len(bounds) - 1 - step
             begin, part = slot - bounds[step], drawn[slot - first : end - first]
-            _redraw(part, np.uint64(slot), left, seed_again)
+            _redraw(part, np.uint64(slot), left, redraw_seed)
             _one_step(part, np.uint16(65535 // left), needed[begin : begin + len(part)], chosen[slot:end])
             step += end == bounds[step + 1]
             slot = end
@@ -192,7 +192,7 @@ def _word(number: np.uint64, seed: np.uint64) -> np.uint64:
 
 @_compiled
 def _redraw(drawn: NDArray[np.uint16], first: np.uint64, left: int, seed: np.uint64) -> None:
-    """Replace numbers that `left` quotients do not use by the smallest one with the quotient that `again` gives."""
+    """Replace numbers beyond the `left` quotients by the smallest one with the quotient that the redrawn bits give."""
     size = np.uint16(65535 // left)
     limit = np.uint16(size * left)
     for start in range(0, len(drawn), _FEW):
@@ -200,8 +200,8 @@ def _redraw(drawn: NDArray[np.uint16], first: np.uint64, left: int, seed: np.uin
         if _num_refused(few, limit):  # rare
             for place in range(len(few)):
                 if few[place] >= limit:
-                    more = _word(first + np.uint64(start + place) + _HALFWAY, seed) >> (np.uint64(64) - _AGAIN_BITS)
-                    few[place] = np.uint16(more * np.uint64(left) >> _AGAIN_BITS) * size
+                    more = _word(first + np.uint64(start + place) + _HALFWAY, seed) >> (np.uint64(64) - _REDRAW_BITS)
+                    few[place] = np.uint16(more * np.uint64(left) >> _REDRAW_BITS) * size
 
 
 @_compiled
@@ -214,14 +214,14 @@ def _num_refused(drawn: NDArray[np.uint16], limit: np.uint16) -> int:
 
 @_compiled
 def _one_step(drawn: NDArray[np.uint16], size: np.uint16, needed: Bytes, chosen: Bytes) -> None:
-    for piece in range(len(drawn)):  # compares without dividing; on slices, as above
+    for piece in range(len(drawn)):  # compares without a division; on slices, so that it is vectorized
         chosen[piece] = np.uint8(drawn[piece] < np.uint16(needed[piece] * size))
         needed[piece] = np.uint8(needed[piece] - chosen[piece])
 
 
 @_compiled
 def _rows(chosen: Bytes, slots: NDArray[np.int32], found: Ints) -> None:
-    num = np.uint64(0)  # unsigned, as the slots: an index that may be negative is tested each time
+    num = np.uint64(0)  # unsigned, like the slots: numba tests each time whether a signed index is negative
     for row in range(len(slots)):
         found[num] = row
         num += np.uint64(chosen[np.uint32(slots[row])])

@@ -1,6 +1,6 @@
 """Draws on an accelerator: per-cell values are drawn on the host, per-point values on the device.
 
-The host knows how many points are kept, so nothing waits for the device. Samples match the host's bit for bit.
+The host knows how many points are kept, so it never waits for the device. Samples match the host's bit for bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit.points.bits import AGAIN_BITS, Key, again, words_at
+from memkit.points.bits import REDRAW_BITS, Key, redraw_bits, words_at
 from memkit.points.grid import GridIndex
 from memkit.points.layout import Layout
 
 
-def brought(array: NDArray[Any], device: torch.device) -> Tensor:
+def array_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy a host array to a device without waiting for the copy."""
     here = torch.from_numpy(array)
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
@@ -32,17 +32,17 @@ class DeviceLayout(NamedTuple):
 
     Attributes:
         slots: (N,) int32.
-        left: (N + 1,) uint8, the points left at each slot; the last entry stands for no slot.
+        left: (N + 1,) uint8, the points left at each slot; the last entry is for an unused slot.
         bounds: See `Layout`; `steps` holds the same on the device.
         steps: (T + 1,) int64.
-        most_again: Maximum number of slots that can be redrawn; the probability of more is below 1e-18.
+        most_redrawn: Maximum number of slots that can be redrawn; the probability of more is below 1e-18.
     """
 
     slots: Tensor
     left: Tensor
     bounds: list[int]
     steps: Tensor
-    most_again: int
+    most_redrawn: int
 
 
 class DeviceDraws:
@@ -61,7 +61,7 @@ class DeviceDraws:
     def choose(self, index: GridIndex, place: int, needed: NDArray[np.uint8], num_kept: int, key: Key) -> Tensor:
         """Run `draw.choose` for a scene of an index; return the kept rows, ascending, (num_kept,) int64."""
         layout = self._layout(index, place)
-        still = brought(needed, self._device)
+        still = array_to_device(needed, self._device)
         if self._with_triton:
             kernels = importlib.import_module("memkit.points.kernels")  # imported lazily: Triton takes a second
             chosen = kernels.choose_on_device(layout.left, layout.steps, still, key)
@@ -85,11 +85,11 @@ def _layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     left = np.arange(len(taking_part), 0, -1)
     refused = float(((2**16 - 1) % left + 1) @ taking_part) / 2**16
     return DeviceLayout(
-        slots=brought(layout.slots, device),
-        left=brought(np.append(np.repeat(left.astype(np.uint8), taking_part), np.uint8(1)), device),
+        slots=array_to_device(layout.slots, device),
+        left=array_to_device(np.append(np.repeat(left.astype(np.uint8), taking_part), np.uint8(1)), device),
         bounds=layout.bounds.tolist(),
-        steps=brought(layout.bounds.copy(), device),
-        most_again=int(refused + 10 * refused**0.5) + 40,
+        steps=array_to_device(layout.bounds.copy(), device),
+        most_redrawn=int(refused + 10 * refused**0.5) + 40,
     )
 
 
@@ -100,8 +100,8 @@ def _draw_below(layout: DeviceLayout, key: Key) -> Tensor:
     drawn = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], 1).flatten()
     below = torch.zeros_like(left)
     below[:num] = drawn[:num] // ((2**16 - 1) // left[:num])
-    slots = torch.nonzero_static(below == left, size=layout.most_again, fill_value=num)[:, 0]
-    below[slots] = again(slots, key) * left[slots] >> AGAIN_BITS
+    slots = torch.nonzero_static(below == left, size=layout.most_redrawn, fill_value=num)[:, 0]
+    below[slots] = redraw_bits(slots, key) * left[slots] >> REDRAW_BITS
     return below[:num].to(torch.uint8)
 
 

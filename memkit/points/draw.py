@@ -1,9 +1,9 @@
 """Draws from one scene: how many points each cell keeps, and which ones.
 
 Points are selected by Algorithm S (Knuth, TAOCP 2, 3.4.2), for all cells at once: a point is kept with probability
-``needed / left``, where ``left`` counts the points of its cell from it on, and ``needed`` how many of them must still
-be kept. Every subset of the wanted size is equally likely, and the size is exact. The decision uses integers: a random
-integer below ``left`` is compared with ``needed``.
+``needed / left``, where ``left`` is the number of points of its cell from this one on, and ``needed`` is how many of
+them must still be kept. Every subset of the wanted size is equally likely, and the size is exact. The decision uses
+integers: a random integer below ``left`` is compared with ``needed``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Workspace(threading.local):
         return first, second
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Workspace, ()  # not sent to other processes
+        return Workspace, ()  # its content is not sent to other processes
 
 
 def choose(
@@ -70,7 +70,7 @@ def pieces_kept(layout: Layout, kept: NDArray[np.int64], key: Key) -> NDArray[np
 
 
 def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], key: Key) -> None:
-    """Split what the cut cells keep among their parts, level by level; the left part's share is hypergeometric."""
+    """Split the kept points of cut cells among their parts, level by level; the left part's share is hypergeometric."""
     rng = np.random.Generator(random_bits(key))
     parts = np.empty(len(kept) + 2 * len(big.part), np.int64)
     parts[: len(kept)] = kept

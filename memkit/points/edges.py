@@ -42,7 +42,7 @@ def sample_edges(
 
 @guided(
     words={
-        "p of dropout_edge is the fraction that is dropped: give the fraction that is kept, ratio=1 - p": "p",
+        "p of dropout_edge is the fraction that is dropped: pass the fraction that is kept, ratio=1 - p": "p",
         "dst": "edge_index index",
         "sample first, then aggregate: multiply a sum by the weights of return_weight=True": "aggr",
     }
@@ -60,11 +60,11 @@ def sample_edges(
 
     A mean over a node's sampled edges is an unbiased estimate of the mean over all of its edges. A sum is not: multiply
     each edge by its weight, ``1 / (fraction its node actually kept)``, to make it unbiased. (The nominal ratio would
-    not do: rounding and the minimum of one edge change the fraction, most of all at nodes with few edges.)
+    be wrong: rounding and the minimum of one edge change the fraction, most of all at nodes with few edges.)
 
-    The same seed gives the same edges. For different ones at each step pass another ``seed``, or a ``generator``. If
-    the graph stays the same, keep ``GridIndex.from_cells(dst)`` and draw from it with a `GridAwareSampler`: this does
-    the same without regrouping the edges.
+    The same seed gives the same edges. For different edges at each step, pass another ``seed``, or a ``generator``. If
+    the graph stays the same, keep ``GridIndex.from_cells(dst)`` and draw from it with a `GridAwareSampler`: this gives
+    the same samples without regrouping the edges.
 
     Args:
         dst: (E,) integers, the target node of each edge, in any order; torch or NumPy.
@@ -82,7 +82,7 @@ def sample_edges(
     Raises:
         ConfigError: A setting is out of range.
         InputError: ``dst`` is not one-dimensional.
-        InputTypeError: ``dst`` is not made of integers.
+        InputTypeError: ``dst`` does not contain integers.
 
     Memory cost: temporarily about 40 bytes per edge.
 
@@ -99,7 +99,7 @@ def sample_edges(
         raise (InputError if len(shape) == 2 else InputTypeError)(
             "sample_edges(dst)",
             got=f"dst of shape {tuple(shape)} and {kind.removeprefix('torch.')}",
-            expected="(E,) integers, the node that each edge ends in",
+            expected="(E,) integers, the target node of each edge",
             fix="write sample_edges(edge_index[1])" if len(shape) == 2 else "write sample_edges(dst.long())",
         )
     index = GridIndex.from_cells(dst)

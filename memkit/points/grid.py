@@ -30,7 +30,7 @@ from memkit.points.cells import (
 from memkit.points.layout import Layout, lay_out
 from memkit.points.passes import Passes, grid_coords
 
-_AXES = 4  # space and time; a scene of fewer points than this, in more axes, is transposed
+_AXES = 4  # space and time; coordinates of at most this many points, with more axes, are taken as transposed
 _FROM_COORDS = "GridIndex.from_coords(coords, grid_size)"
 _FROM_CELLS = "GridIndex.from_cells(cell_ids)"
 
@@ -56,7 +56,7 @@ class Scene(NamedTuple):
         "index.num_cells": "num_voxels num_grids num_clusters",
         "index.cell_of_point()": "cluster inverse inverse_indices []",
         "index.offsets": "ptr offset",
-        "GridIndex.from_coords(coords, grid_size=0.05): an index lies on the host": "to cuda cpu",
+        "GridIndex.from_coords(coords, grid_size=0.05): an index is always on the host": "to cuda cpu",
     },
     methods=("from_coords", "from_cells"),
     rewrite={"__init__": lambda _: "GridIndex.from_coords(coords, grid_size=0.05)"},
@@ -74,8 +74,8 @@ class GridIndex:
         cells: int64; from coordinates (C, A), the grid coordinates of each cell, possibly negative; from cell ids (C,),
             the ids.
         counts: (C,) int64, points in each cell, at least 1.
-        offsets: (B,) int64, end of each scene's points; ``[N]`` for one scene of N points. Built from offsets that
-            begin with 0, as PyG's ``ptr``, it begins with 0 too, as do those of its samples.
+        offsets: (B,) int64, end of each scene's points; ``[N]`` for one scene of N points. If the index was built from
+            offsets that begin with 0, such as PyG's ``ptr``, these begin with 0 too, and so do those of its samples.
         cell_offsets: (B,) int64, end of each scene's cells, in the same form.
         scenes: Per-scene data read by samplers.
 
@@ -123,8 +123,8 @@ class GridIndex:
             grid_size: Side of a cell in the unit of the coordinates; one number, or one per axis.
             offsets: (B,) ints, end of each scene's points in a batch (cumulative, the last is N); or PyG's ``ptr``,
                 which begins with 0: the same scenes.
-            batch: Instead of offsets, (N,) ints, the scene of each point, never decreasing: PyG's ``batch``. A number
-                that is missing is an empty scene.
+            batch: Instead of offsets, (N,) ints, the scene of each point, never decreasing: PyG's ``batch``. A missing
+                number is an empty scene.
             origin: Corner of the cell (0, 0, ...); one number, or one per axis.
             backend: ``"numba"`` builds the same index faster, see `GridAwareSampler`.
 
@@ -142,7 +142,7 @@ class GridIndex:
             raise InputTypeError(
                 _FROM_COORDS,
                 got=f"a {type(coords).__name__}",
-                expected="the coordinates alone",
+                expected="only the coordinates",
                 fix="write GridIndex.from_coords(sample['coord'], grid_size=0.05)",
             )
         points = host_array(coords, _FROM_COORDS, "coords")
@@ -230,8 +230,8 @@ class GridIndex:
         return f"GridIndex(num_points={self.num_points}, num_cells={self.num_cells}, num_scenes={len(self.scenes)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The layout is rebuilt on arrival, which is faster than sending it; plain pickling would also lose read-only
-        # flags.
+        # The layout is rebuilt after unpickling, which is faster than sending it; plain pickling would also lose the
+        # read-only flags.
         is_ptr = len(self.offsets) > len(self.scenes)
         return functools.partial(_assemble, is_ptr=is_ptr), ([scene.groups for scene in self.scenes], self.cells)
 

@@ -16,7 +16,7 @@ _GOLDEN, _LAST, _HALFWAY = (tl.constexpr(each) for each in (GOLDEN, LAST_SHIFT, 
 
 
 def choose_on_device(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
-    """`take_steps` of `passes`: (N,) uint8, 1 in the slots that are kept."""
+    """Run `passes.take_steps` on a device; return (N,) uint8, 1 in the slots that are kept."""
     num, num_pieces = len(left) - 1, len(needed)
     below = torch.empty(num, dtype=torch.uint8, device=left.device)
     chosen = torch.empty_like(below)
@@ -32,8 +32,8 @@ def are_compiled() -> bool:
     return isinstance(_keep, triton.JITFunction)
 
 
-@triton.jit(do_not_specialize=["num", "seed", "seed_again"])  # type: ignore[untyped-decorator,unused-ignore]
-def _draw_below(left, below, num, seed, seed_again, WORDS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+@triton.jit(do_not_specialize=["num", "seed", "redraw_seed"])  # type: ignore[untyped-decorator,unused-ignore]
+def _draw_below(left, below, num, seed, redraw_seed, WORDS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
     number = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     lane = tl.arange(0, 4)[None, :]
     word = _word(number.to(tl.uint64), seed)[:, None]
@@ -43,7 +43,7 @@ def _draw_below(left, below, num, seed, seed_again, WORDS: tl.constexpr):  # typ
     chosen = drawn // (65535 // here)
     refused = chosen == here
     if tl.max(refused.to(tl.int32)) > 0:  # rare
-        more = _word(slot.to(tl.uint64) + _HALFWAY, seed_again) >> 9
+        more = _word(slot.to(tl.uint64) + _HALFWAY, redraw_seed) >> 9
         chosen = tl.where(refused, ((more * here.to(tl.uint64)) >> 55).to(tl.uint32), chosen)
     tl.store(below + slot, chosen.to(tl.uint8), mask=slot < num)
 
@@ -64,7 +64,7 @@ def _keep(below, steps, needed, chosen, num_steps, num_pieces, PIECES: tl.conste
     step = tl.arange(0, 128)  # there are at most 127
     start = tl.load(steps + step, mask=step < num_steps, other=0)
     stop = tl.load(steps + step + 1, mask=step < num_steps, other=0)
-    num_without = tl.sum((stop - start <= first).to(tl.int32)) - (128 - num_steps)  # of the steps: the first ones
+    num_without = tl.sum((stop - start <= first).to(tl.int32)) - (128 - num_steps)  # leading steps without these pieces
     for number in range(num_without, num_steps):
         start_here, stop_here = tl.load(steps + number), tl.load(steps + number + 1)
         live = start_here + piece < stop_here

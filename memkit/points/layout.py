@@ -1,9 +1,9 @@
-"""A scene's cells laid out for sampling: points with equally many left in their cell lie together.
+"""A scene's cells laid out for sampling: points with the same number left in their cell are contiguous.
 
-A step of a draw then reads one contiguous slice, regardless of the cells' sizes, and divides by one number. The first
-step is that of the largest cells' first points, the last step that of every cell's last point. Cells are sorted by
-descending size, so that those that take part in a step come first. A cell with more than 127 points is cut into pieces
-of at most 127 whose sizes differ by at most one: counts then fit a byte, and a draw has at most 127 steps.
+Each step of a draw then reads one contiguous slice, regardless of the cells' sizes, and divides by one number. The
+first step handles the first points of the largest cells, the last step the last point of every cell. Cells are sorted
+by descending size, so that the cells that take part in a step come first. A cell with more than 127 points is cut into
+pieces of at most 127 whose sizes differ by at most one: counts then fit a byte, and a draw has at most 127 steps.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Layout(NamedTuple):
 
 
 class BigCells(NamedTuple):
-    """B cells that were cut into Q pieces, as S splits in two. Parts are numbered: the cells, then each split's parts.
+    """B cells that were cut into Q pieces by S splits in two. Parts are numbered: the cells, then each split's parts.
 
     Attributes:
         cells: (B,) int64, their numbers.
-        part: (S,) int64, the part that is split; by levels, a level's left parts before its right parts.
+        part: (S,) int64, the part that each split divides; by levels, a level's left parts before its right parts.
         left: (S,) int64, points in its left part.
         right: (S,) int64, points in its right part.
         level_ends: Number of splits up to the end of each level.
-        piece: (Q,) int64, the part that each piece is.
+        piece: (Q,) int64, the number of each piece among the parts.
         rank: (Q,) int64, number of each piece in `Layout.piece_cell`.
     """
 
@@ -93,7 +93,7 @@ def _big_cells(num_pieces: NDArray[np.int64], sizes: NDArray[np.int64], rank: ND
     cells = np.flatnonzero(num_pieces > 1)
     pieces = np.repeat(num_pieces > 1, num_pieces)
     before = np.concatenate([[0], np.cumsum(sizes[pieces])])  # points in the pieces before each piece
-    stop = np.cumsum(num_pieces[cells])  # of the pieces of a part
+    stop = np.cumsum(num_pieces[cells])  # end of each part's pieces
     first, part, piece = stop - num_pieces[cells], np.arange(len(cells)), np.empty(len(before) - 1, np.int64)
     splits, level_ends = [np.zeros((3, 0), np.int64)], []
     num_parts = len(cells)

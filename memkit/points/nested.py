@@ -8,7 +8,7 @@ from torch import Tensor
 from memkit.points import passes
 from memkit.points.bits import WordBlocks, draw_key
 from memkit.points.cells import Groups
-from memkit.points.device import brought
+from memkit.points.device import array_to_device
 from memkit.points.draw import choose_one
 from memkit.points.grid import GridIndex
 from memkit.points.sample import GridSample
@@ -41,9 +41,9 @@ def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSampl
     for place, scene in enumerate(index.scenes):
         order = scene.groups.order
         own = is_kept[scene.first_point : scene.first_point + len(order)]
-        kept = order.take(np.flatnonzero(own.take(order)))  # still cell by cell
+        kept = order.take(np.flatnonzero(own.take(order)))  # still grouped by cell
         kept_counts = counts[scene.first_cell : scene.first_cell + len(scene.groups.counts)]
         groups = Groups(kept, kept_counts, np.cumsum(kept_counts) - kept_counts)
         key = draw_key((_WITHIN, state["seed"], state["num_draws"], place))
         chosen.append(choose_one(groups, key, passes, WordBlocks()) + scene.first_point)
-    return brought(np.concatenate(chosen), sample.device)
+    return array_to_device(np.concatenate(chosen), sample.device)

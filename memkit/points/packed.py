@@ -18,30 +18,30 @@ from memkit._core.words import guided
 from memkit.points.cells import host_array
 
 Ends = dict[str, list[int]]  # for each offset, the end of each scene's rows
-Starts = frozenset[str]  # the offsets that begin with 0, as PyG's ptr
+Starts = frozenset[str]  # the offsets that begin with 0, like PyG's ptr
 
 _POINTS, _SCENES, _ALL = "points", "scenes", "all"
-_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows: to every part
+_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows, for every part
 
 
 @guided(words={"n": "num_parts num_splits chunks"})
 def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = None) -> list[Any]:
     """Split a packed batch into up to n parts between scenes: a ``split_fn`` for Pointcept-style batches.
 
-    The batch is a mapping. ``offset`` gives the end of each scene's points, or ``ptr``, which begins with 0 as PyG's;
-    without both ``batch`` gives the scene of each point. An ``offset`` that begins with 0 is read as a ``ptr`` too,
-    unless an entry has as many rows as it: then its first scene is empty. Entries are assigned by their number of rows:
-    an entry with a row per point is cut with the points, one with a row per scene with the scenes, and a plain value
-    goes to every part. Further offsets are recognized by name: entries ``origin_*`` are cut by ``origin_offset`` if
-    they have its number of rows. (In a batch with ``batch``, an entry of such a name is an offset only if it has an
-    integer per scene, rising to another entry's number of rows.)
+    The batch is a mapping. ``offset`` gives the end of each scene's points, and so does ``ptr``, which begins with 0 as
+    in PyG; without either, ``batch`` gives the scene of each point. An ``offset`` that begins with 0 is read as a
+    ``ptr`` too, unless another entry has as many rows: then the first scene is empty. Entries are assigned by their
+    number of rows: an entry with a row per point is cut with the points, one with a row per scene with the scenes, and
+    a plain value goes to every part. Further offsets are recognized by name: entries ``origin_*`` are cut by
+    ``origin_offset`` if they have its number of rows. (In a batch with ``batch``, an entry with such a name is an
+    offset only if it has an integer per scene, rising to another entry's number of rows.)
 
     Scenes stay whole and in order. The split minimizes the points of the largest part among all splits into n parts; if
     one scene outweighs the others, there are fewer parts.
 
     Args:
         batch: A mapping with ``offset``, (B,) integers, cumulative, ``ptr``, (B + 1,), or ``batch``, (N,) integers,
-            ascending from 0; tensors and arrays with N or B rows, lists of N or B things, plain values.
+            ascending from 0; tensors and arrays with N or B rows, lists of N or B items, plain values.
         n: Maximum number of parts.
         belongs_to: Assignment of entries that the number of rows does not determine: ``"points"``, ``"scenes"``,
             ``"all"`` (the whole entry goes to every part), or the name of an offset, such as
@@ -49,8 +49,8 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
             ``functools.partial(mk.points.split_packed, belongs_to=...)``.
 
     Returns:
-        Parts of the batch's own type, in order, with offsets and scene numbers starting at zero again, in the form that
-        they had. A single part is the batch itself.
+        Parts of the batch's own type, in order, with offsets and scene numbers starting at zero again, in their
+        original form. A single part is the batch itself.
 
     Raises:
         InputError: There are no offsets, they do not match, or an entry could belong to both points and scenes, or to
@@ -213,7 +213,7 @@ def _find_home(key: Any, value: Any, ends: Ends, belongs_to: Mapping[Any, str], 
         call,
         got=f"{key!r}: {what}" + (f" for {belongs_to[key]!r}" if key in belongs_to else ""),
         expected="as many rows as one of: " + ", ".join(f"{count} of {name!r}" for name, count in rows.items()),
-        fix=f"belongs_to={{{key!r}: ...}}, where ... is 'points', 'scenes', 'all' or the name of an offset of its own.",
+        fix=f"pass belongs_to={{{key!r}: ...}}, where ... is 'points', 'scenes', 'all' or the name of another offset.",
     )
 
 

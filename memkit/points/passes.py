@@ -1,4 +1,4 @@
-"""The passes over all points of a scene, in NumPy. `compiled` has the same passes with identical results."""
+"""The passes over all points of a scene, in NumPy. `compiled` implements the same passes with identical results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from memkit.points.bits import AGAIN_BITS, Key, WordBlocks, again
+from memkit.points.bits import REDRAW_BITS, Key, WordBlocks, redraw_bits
 
 BLOCK = 1 << 15  # points at a time, so that intermediate results stay in the CPU cache
 _MOST_KEYS = 2  # per point: 16 bytes of counts
@@ -34,7 +34,7 @@ class Passes(Protocol):
         """Return the stable order of at least one unsigned integer, and where each distinct value starts in it."""
 
     def find_slots(self, order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) -> NDArray[np.int32]:
-        """Return each point's slot: that of its piece, at the step of the points left in the piece from it on."""
+        """Return each point's slot: its piece's place in the step for the points left in the piece from it on."""
 
     def kept_counts(
         self, counts: Ints, ratio: tuple[float, float], rounding: Rounding, key: Key, words: WordBlocks
@@ -44,16 +44,16 @@ class Passes(Protocol):
     def choose_places(self, counts: Ints, key: Key, words: WordBlocks) -> Ints:
         """Draw for each cell an integer in [0, count).
 
-        It is the high half of 32 random bits times the count. Where the low half is one of those that would favor some
-        integers (Lemire, 2019), other bits decide.
+        It is the high half of 32 random bits times the count. If the low half is one of those that would favor some
+        integers (Lemire, 2019), other bits are used.
         """
 
     def take_steps(self, bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: WordBlocks) -> None:
         """Draw for each slot an integer in [0, left), and run the steps: write 1 for each kept point.
 
-        The integer is one of 16 random bits, divided by the largest number that leaves `left` quotients. The few bits
-        above these are refused, and 55 others, those of the slot's number, decide: each probability is exact to within
-        2^-63. The last step needs no bits. `needed` and `below` are overwritten.
+        The integer is a 16-bit random number, divided by the largest divisor that gives `left` quotients. The few
+        numbers beyond these are rejected, and 55 other bits, which depend on the slot's number, are used instead: each
+        probability is exact to within 2^-63. The last step needs no bits. `needed` and `below` are overwritten.
         """
 
     def rows(self, chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:
@@ -91,7 +91,7 @@ def number_cells(points: NDArray[Any], size: Floats, origin: Floats, low: Floats
 
 
 def group(keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
-    """See `Passes`. If the keys are dense enough to be counted, only those that occur are numbered: fewer digits."""
+    """See `Passes`. If the keys are dense enough to count, only those that occur are numbered, to sort fewer digits."""
     num_keys = int(keys.max()) + 1
     if num_keys > max(_MOST_KEYS * len(keys), 2**16):
         order = sort_order(keys)
@@ -123,7 +123,7 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     rows = np.empty(len(order), np.int32)
     for step, (start, stop) in enumerate(pairwise(bounds.tolist())):
         left = len(bounds) - 1 - step
-        order.take(ends[: stop - start] - left, out=rows[start:stop], mode="clip")  # all are inside; unbuffered so
+        order.take(ends[: stop - start] - left, out=rows[start:stop], mode="clip")  # never clips; avoids a buffer
     slots = np.empty(len(order), np.int32)
     slots[rows.astype(np.intp)] = np.arange(len(order), dtype=np.int32)
     return slots
@@ -147,7 +147,8 @@ def choose_places(counts: Ints, key: Key, words: WordBlocks) -> Ints:
     suspects = np.flatnonzero(products.astype(np.uint32) < counts)
     refused = suspects[products[suspects] % 2**32 < 2**32 % counts[suspects]]
     products >>= 32
-    products[refused] = (again(refused, key) >> AGAIN_BITS - 53) * 2.0**-53 * counts[refused]  # float64 has 53 bits
+    drawn = redraw_bits(refused, key) >> REDRAW_BITS - 53  # float64 has 53 bits
+    products[refused] = drawn * 2.0**-53 * counts[refused]
     return products
 
 
@@ -185,10 +186,10 @@ def draw_below(bounds: Ints, key: Key, out: Bytes, words: WordBlocks) -> None:
     left_there = len(ends) - np.searchsorted(bounds, slots, "right")
     refused = out[slots] == left_there
     slots, left_there = slots[refused], left_there[refused]
-    out[slots] = again(slots, key) * left_there >> AGAIN_BITS
+    out[slots] = redraw_bits(slots, key) * left_there >> REDRAW_BITS
 
 
-def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # found, not given
+def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # used by numba
     """See `Passes`."""
     by_point = torch.from_numpy(spare)  # torch's gather is faster
     torch.index_select(torch.from_numpy(chosen), 0, torch.from_numpy(slots), out=by_point)

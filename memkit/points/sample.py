@@ -18,7 +18,7 @@ from memkit._core.words import guided
 Scenario = Literal["dense", "half", "single"]
 
 
-# Entries of a scene that have a row for each point, in Pointcept's and PyG's words.
+# Names that Pointcept and PyG use for entries with a row for each point.
 _OF_POINTS = frozenset(
     {"coord", "coords", "grid_coord", "pos", "feat", "feats", "color", "normal", "segment", "instance"}
 )
@@ -96,20 +96,20 @@ class GridSample:
         return self.num_kept / self.num_points if self.num_points else 1.0
 
     def take(self, *values: Any) -> Any:
-        """Cut what belongs to the points: coordinates, features, labels.
+        """Select the kept points' rows of coordinates, features, labels.
 
         Args:
             *values: Tensors on any device, arrays or lists with a row per point; or one mapping, such as Pointcept's:
                 its entries with a row per point are cut, ``"offset"`` and ``"ptr"`` become those of the sample, and all
-                others are handed on.
+                other entries are returned unchanged.
 
         Returns:
-            The kept rows: one for one value, a tuple for several, a dict for a mapping. If all points were kept, the
-            values themselves. Gradients flow through.
+            The kept rows of one value, a tuple of them for several values, a dict for a mapping. If all points were
+            kept, the values themselves. Gradients flow through.
 
         Raises:
-            InputError: A value does not have one row per point; or an entry of a mapping, of a name that stands for
-                points ("coord", "feat", "segment" ...), has not.
+            InputError: A value, or an entry of a mapping whose name stands for points ("coord", "feat", "segment" ...),
+                does not have one row per point.
 
         Example:
             >>> import torch
@@ -124,8 +124,8 @@ class GridSample:
         if not values:
             raise InputTypeError(
                 "GridSample.take(...)",
-                got="nothing to cut",
-                expected="what has the points' rows",
+                got="no arguments",
+                expected="at least one tensor, array or list with one row for each point",
                 fix="write coords, feats = sample.take(coords, feats)",
             )
         for value in values:
@@ -135,7 +135,7 @@ class GridSample:
                     "GridSample.take(...)",
                     got=f"a value of {shown} for an index of {self.num_points} points",
                     expected="tensors, arrays or lists with one row for each point",
-                    fix="pass what has the points' rows, as in coords, feats = sample.take(coords, feats)",
+                    fix="pass values with one row for each point: coords, feats = sample.take(coords, feats)",
                 )
         taken = tuple(self._take_rows(value) for value in values)
         return taken[0] if len(taken) == 1 else taken
@@ -150,8 +150,8 @@ class GridSample:
             raise InputError(
                 "GridSample.take(mapping)",
                 got=f"{name!r} of shape {tuple(value.shape)} for an index of {self.num_points} points",
-                expected="one row for each point in what belongs to points",
-                fix=f"give {name!r} the rows of the indexed points, or another name if it does not belong to points.",
+                expected="one row for each point, because of its name",
+                fix=f"give {name!r} a row for each indexed point, or another name if it does not belong to points.",
             )
         return value
 

@@ -21,7 +21,7 @@ from memkit.points.backends import GridBackend, HostBackend, host_passes, resolv
 from memkit.points.bits import Key, draw_key
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Groups, Lengths, Points, host_array
-from memkit.points.device import DeviceDraws, brought
+from memkit.points.device import DeviceDraws, array_to_device
 from memkit.points.draw import Workspace, choose, choose_one, pieces_kept
 from memkit.points.grid import GridIndex
 from memkit.points.passes import Ints, Rounding
@@ -30,7 +30,7 @@ from memkit.points.sample import GridSample, Scenario
 Ahead = tuple[tuple[int, ...], Future[dict[Scenario, GridSample]]]  # a draw's key and its future
 
 _VERSION = 1
-_ALGO_VERSION = 3  # increment whenever the same key would give a different sample
+_ALGO_VERSION = 3  # increment it whenever the same key would give a different sample
 _CODES: dict[Scenario, int] = {"dense": 0, "half": 1, "single": 2}
 _FROM_SEED, _FROM_GENERATOR = 0, 1  # the two kinds of keys never collide
 _NUMBER = 2  # position of the call number in a key
@@ -46,7 +46,7 @@ _IN_INDEX = "the cells are those of an index: sampler.index(coords, grid_size=0.
         "sampler.sample_scenarios(index, ('dense',))": "sample_dense",
         "sampler.sample_single_per_grid(index)": "sample_single",
         "sampler.index(coords, grid_size=0.05)": "build_index fit",
-        "nothing: each call is a new draw": "set_epoch",
+        "no call at all: each sample is a new draw": "set_epoch",
         "sampler.sample_half_density(sampler.index(coords, grid_size=0.05))": "()",
     },
     methods=("sample_half_density", "sample_single_per_grid", "sample_scenarios", "draw_ahead", "index"),
@@ -111,15 +111,15 @@ class GridAwareSampler:
     ) -> None:
         check = Checker("GridAwareSampler(...)")
         fix = "pass ratio=(0.3, 0.7)."
-        if getattr(ratio, "__len__", lambda: 2)() != 2:  # of text too
-            raise check.refusal("ratio", ratio, "a fraction such as 0.5, or (least, greatest)", fix=fix)
+        if getattr(ratio, "__len__", lambda: 2)() != 2:  # text has a length too
+            raise check.refusal("ratio", ratio, "a fraction such as 0.5, or (low, high)", fix=fix)
         ends = check.series("ratio", ratio, 2) if isinstance(ratio, Iterable) else (ratio, ratio)
         low, high = (check.number("ratio", each, fix=fix) for each in ends)
         if not 0 < low <= high <= 1:
             raise check.refusal(
                 "ratio",
                 ratio,
-                "a fraction such as 0.5, or (least, greatest) with 0 < least <= greatest <= 1",
+                "a fraction such as 0.5, or (low, high) with 0 < low <= high <= 1",
                 fix=f"pass ratio={_ratio_meant(low, high)}.",
             )
         check.choice("rounding", rounding, get_args(Rounding), fix="pass rounding='nearest'.")
@@ -224,8 +224,8 @@ class GridAwareSampler:
                         yield self._handed_out(waiting)
                 while waiting:
                     yield self._handed_out(waiting)
-            finally:  # the loop exited early: these numbers were not used
-                with self._lock:  # but other calls may have used later ones: none is issued twice
+            finally:  # the loop exited early: these call numbers were not used
+                with self._lock:  # take them back, but never below a number that another call has used since
                     self._num_waiting -= len(waiting)
                     while waiting and waiting.pop()[0][_NUMBER] == self._num_draws - 1:
                         self._num_draws -= 1
@@ -251,9 +251,9 @@ class GridAwareSampler:
         Args:
             coords: See `GridIndex.from_coords`.
             grid_size: See `GridIndex.from_coords`.
-            key: Your own name for the coordinates, such as the scene's. Without it their whole content is compared
-                (10 ms for a million points). With it only shape, dtype and 64 rows are compared, so use another key for
-                modified coordinates.
+            key: Your own name for the coordinates, such as the scene's. Without it, their whole content is compared
+                (10 ms for a million points). With it, only shape, dtype and 64 rows are compared, so use another key
+                for modified coordinates.
             offsets: See `GridIndex.from_coords`.
             batch: See `GridIndex.from_coords`.
             origin: See `GridIndex.from_coords`.
@@ -276,7 +276,7 @@ class GridAwareSampler:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state that the next draw depends on, as plain ints. The cache is not part of it."""
+        """Return the state that determines the next draw, as plain ints. The cache is not part of it."""
         return {
             "version": _VERSION,
             "algo_version": _ALGO_VERSION,
@@ -288,7 +288,7 @@ class GridAwareSampler:
         """Continue after the draws of the sampler that produced this state.
 
         Raises:
-            FileFormatError: The state comes from a memkit version that draws differently, or is not a state.
+            FileFormatError: The state comes from a memkit version that draws differently, or is not a sampler's state.
         """
         call = "GridAwareSampler.load_state_dict(state)"
         if not isinstance(state, Mapping):
@@ -350,7 +350,7 @@ class GridAwareSampler:
                 rows += scene.first_point
             drawn.append(rows)
             kept.append(counts)
-        leading = [0] * (len(index.offsets) - len(index.scenes))  # the form of the index: PyG's ptr begins with 0
+        leading = [0] * (len(index.offsets) - len(index.scenes))  # as in the index: PyG's ptr begins with 0
         ends = np.cumsum([*leading, *(len(rows) for rows in drawn)], dtype=np.int64)
         chosen = drawn[0] if len(drawn) == 1 else torch.cat([torch.arange(0, device=self.device), *drawn])
         return self._sample_of(index, scenario, _joined(kept), ends, chosen)
@@ -360,7 +360,9 @@ class GridAwareSampler:
         scene = index.scenes[place]
         counts = scene.groups.counts
         if scenario == "single":
-            return brought(self._host.choose_one(scene.groups, key), self.device), np.ones(len(counts), np.int64)
+            return array_to_device(self._host.choose_one(scene.groups, key), self.device), np.ones(
+                len(counts), np.int64
+            )
         kept = self._host.kept_counts(counts, self.ratio, self.rounding, key)
         needed = pieces_kept(scene.layout, kept, key)
         return self._draws.choose(index, place, needed, int(kept.sum()), key), kept
@@ -380,7 +382,7 @@ class GridAwareSampler:
 
 
 class _HostDraws:
-    """Draws in the host's memory; the counterpart of `DeviceDraws`, which leaves the cells' draws to it."""
+    """Draws in host memory; the counterpart of `DeviceDraws`, and the source of its per-cell draws."""
 
     def __init__(self, backend: HostBackend, call: str) -> None:
         self._backend = backend
@@ -402,7 +404,7 @@ class _HostDraws:
 
 
 def _ratio_meant(low: float, high: float) -> float | tuple[float, float]:
-    """Return the fraction that was probably meant: an ordered pair, and no percentages."""
+    """Return the ratio that was probably meant: the ends in order, percentages as fractions."""
     low, high = (each / 100 if 1 < each <= 100 else each for each in sorted((low, high)))
     if not 0 < low <= high <= 1:
         return 0.3, 0.7
@@ -418,7 +420,7 @@ def _device(device: torch.device | str) -> torch.device:
         raise ConfigError(
             f"GridAwareSampler(device={device!r})",
             got=repr(device),
-            expected="a device of torch",
+            expected="a torch device",
             fix=f"pass device={meant!r}.",
         ) from error
 

@@ -79,8 +79,8 @@ def first_points(index: GridIndex) -> Tensor:
 def fragments(index: GridIndex) -> Iterator[Tensor]:
     """Yield all points in rounds of at most one point per cell; every point is in exactly one round.
 
-    For testing on all points of a scene with a network that takes one point per cell. There are as many rounds as the
-    fullest cell has points; the first one holds a point of every cell.
+    Use it to test on all points of a scene with a network that takes one point per cell. There are as many rounds as
+    points in the fullest cell; the first round holds a point of every cell.
 
     Args:
         index: Index of one scene or a batch.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from memkit.recipes.report import write_report as write_report
     from memkit.recipes.state.manager import TrainingStateManager as TrainingStateManager
     from memkit.recipes.validation import ValidationMonitor as ValidationMonitor
-else:  # because of `__getattr__` a type checker would accept any name
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

@@ -1,4 +1,4 @@
-"""The demo: a training that dies inside a real memory limit, and finishes inside the same limit through memkit.
+"""The demo: a training run that dies under a real memory limit, and finishes under the same limit with memkit.
 
 Three runs of `demo_worker`, each in its own process. This process only reads their output and does not need torch.
 """
@@ -42,12 +42,12 @@ class DemoRun:
     Attributes:
         losses: Loss of each finished step.
         sizes: Rows of each micro-batch, per step.
-        num_ooms: Out-of-memory errors survived.
+        num_ooms: Out-of-memory errors from which the run recovered.
         error: The error that ended the run early; None if it finished.
         is_out_of_memory: Whether that was an out-of-memory error.
         peak_bytes: Peak bytes in live tensors; None if the process died without reporting.
-        seconds: Time of the steps; None in the same case.
-        versions: The environment it ran in: ``device``, ``python``, ``torch``.
+        seconds: Time of the steps; None if the process died without reporting.
+        versions: The environment in which it ran: ``device``, ``python``, ``torch``.
     """
 
     losses: tuple[float, ...]
@@ -65,8 +65,8 @@ class DemoResult:
     """The three runs.
 
     Attributes:
-        plain_limited: Full batch, inside the limit.
-        memkit: Through memkit, inside the limit.
+        plain_limited: Full batch, under the limit.
+        memkit: With memkit, under the limit.
         plain_unlimited: Full batch without a limit: the reference result.
     """
 
@@ -84,7 +84,7 @@ class DemoResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the demo showed what it is meant to show."""
+        """Whether the plain run ran out of memory under the limit, and memkit's run had the reference losses."""
         difference = self.max_loss_difference
         return self.plain_limited.is_out_of_memory and difference is not None and difference <= TOLERANCE
 
@@ -122,7 +122,7 @@ def run_demo(on_step: Callable[[RunName, int], None]) -> DemoResult:
 
 
 def run_worker(arguments: Sequence[str], on_step: Callable[[int], None]) -> DemoRun:
-    """Run one worker until it ends, in whatever way.
+    """Run one worker until it exits or is killed.
 
     Args:
         arguments: Arguments of the Python interpreter.

@@ -120,7 +120,7 @@ def _run(kind: str, num_steps: int, limit_bytes: int) -> None:
     if device.type != "cuda":
         device = torch.device("cpu")
     torch.set_num_threads(1)  # threads use extra memory, and wait for each other on a busy machine
-    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # oneDNN can crash where it gets no memory
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # oneDNN can crash if it gets no memory
     for _ in _train(kind, _batches(1, 2, device), device):
         pass  # warm-up: libraries and lazy imports allocate before the limit is set
     if limit_bytes:
@@ -135,7 +135,7 @@ def _run(kind: str, num_steps: int, limit_bytes: int) -> None:
 
     def tell(error: Exception, is_out_of_memory: bool) -> None:  # noqa: FBT001 - as the kernel calls it
         summary.update(error=describe_error(error), is_out_of_memory=is_out_of_memory)
-        drop_frames(error)  # and its tensors: writing the summary needs some memory
+        drop_frames(error)  # frees the tensors too: writing the summary needs some memory
 
     try:
         with ReportingErrors(tell), recorder:

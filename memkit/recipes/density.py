@@ -44,7 +44,7 @@ from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 ConsistencyMode = Literal["joint", "cached", "stopgrad"]
 Distance = Callable[[Any, Any], Tensor]
 
-_ENTRIES = {  # of Pointcept's and PyG's scenes, by our name for it
+_ENTRIES = {  # names of entries in Pointcept's and PyG's scenes, by our name
     "coords": ("coord", "coords", "pos", "xyz", "points"),
     "features": ("feat", "feats", "features", "x"),
     "targets": ("segment", "targets", "target", "labels", "label", "y"),
@@ -66,8 +66,8 @@ _CONSISTENCIES: dict[str, Distance] = {"mse": F.mse_loss, "kl": _kl}
         "weight": "consistency_weight lambda_consistency",
         "consistency": "consistency_loss",
         "scenarios": "densities",
-        "give it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))": "min_sample_ratio max_sample_ratio ratio",
-        "give it to the wrapper: MemoryEfficientTrainingWrapper({key}=...)": "accumulation_steps precision",
+        "pass it to the sampler: GridAwareSampler(ratio=(0.3, 0.7))": "min_sample_ratio max_sample_ratio ratio",
+        "pass it to the wrapper: MemoryEfficientTrainingWrapper({key}=...)": "accumulation_steps precision",
     },
     methods=("train_step",),
     absent={"trainer.train_step(scene), for each scene": "fit", "trainer.train_step(scene)": "step"},
@@ -132,7 +132,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         (1000, 64, ['half', 'single'])
     """
 
-    instead = "make another one around a trainer of its own; what is to be saved is the trainer's state_dict()."
+    instead = "create another one around a trainer of its own; to save the state, use the trainer's state_dict()."
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ def _by_density(check: Checker, given: Iterable[Scenario]) -> list[Scenario]:
 
 def _mode(check: Checker, mode: ConsistencyMode) -> ConsistencyMode:
     given: object = mode
-    if isinstance(given, str) and given.lower().startswith("batch"):  # the nearest letters would say "cached"
+    if isinstance(given, str) and given.lower().startswith("batch"):  # otherwise the nearest name would be "cached"
         raise check.refusal(
             "mode", given, f"one of {', '.join(map(repr, get_args(ConsistencyMode)))}", fix="pass mode='joint'."
         )
@@ -376,7 +376,7 @@ def _check_pieces(check: Checker, sampler: object, loss_fn: object) -> None:
 
 
 def _as_list(scenes: object) -> list[PointScene]:
-    """Return the scenes of a step, at least in form."""
+    """Return the scenes of a step as a list; refuse anything that is not a PointScene."""
     found: list[Any] = list(scenes) if isinstance(scenes, (list, tuple)) else [scenes]
     for each in found:
         if isinstance(each, PointScene):

@@ -70,7 +70,7 @@ class PhaseFigures(NamedTuple):
 
     Attributes:
         seconds: By the host's clock; an accelerator may still be working when a phase ends.
-        peak_bytes: Peak allocated bytes in the phase; None if `MemoryManager` does not know them.
+        peak_bytes: Peak allocated bytes in the phase; None if `MemoryManager` cannot measure them.
     """
 
     seconds: float
@@ -85,7 +85,7 @@ class DensityStep:
     Attributes:
         loss: The minimized loss: mean task loss + weight * mean consistency loss.
         task: The task loss of each scenario that was trained on, averaged over the scenes with a label in it; NaN if
-            there is none, in which case `loss` leaves it out.
+            there is none, in which case `loss` omits it.
         consistency: The distance of each sparser scenario to the densest, averaged over the scenes.
         num_points: Points of each scenario, summed over the scenes.
         stepped: Whether the optimizer really stepped.

@@ -1,4 +1,4 @@
-"""create_enhanced_train_loop: adds validation, early stopping, memory care and resume to an unmodified loop."""
+"""create_enhanced_train_loop: add validation, early stopping, memory checks and resume to an unmodified loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OWN_NAMES = ("enhanced", "counters", "early_stopping", "metric")  # in a state,
 
 
 class _Ended(BaseException):
-    """Leaves a foreign loop between two steps; no ``except Exception`` inside it can stop this."""
+    """Ends another library's loop between two steps; an ``except Exception`` inside the loop does not catch it."""
 
 
 @guided(absent=ENHANCED_ABSENT)
@@ -141,7 +141,7 @@ class EnhancedTrainLoop:
         if self.num_steps % self._interval == 0:
             try:
                 self._validate()
-            finally:  # a failing validation must not cost the run its state
+            finally:  # a failing validation must not lose the run's state
                 self._save_once()
         if self._end_reason() is not None:
             raise _Ended
@@ -160,11 +160,11 @@ class EnhancedTrainLoop:
                 self._monitor.update(metric, self.num_steps)
         self.figures = figures
         if self.memory.available_bytes() == 0:
-            given_back = self.memory.release()
+            released = self.memory.release()
             _LOGGER.warning(
-                "step %d: more than memory_fraction is in use, %d bytes given back; %s",
+                "step %d: more than memory_fraction is in use, %d bytes released; %s",
                 self.num_steps,
-                given_back,
+                released,
                 self.memory.line(),
             )
 
@@ -187,7 +187,7 @@ class EnhancedTrainLoop:
 def create_enhanced_train_loop(
     base_train_loop: Any,
     val_dataloader: Iterable[Any] | None = None,
-    enable_validation: bool = True,  # noqa: FBT001, FBT002 - the call form that users have
+    enable_validation: bool = True,  # noqa: FBT001, FBT002 - users pass it by position
     val_interval: int = 1000,
     memory_fraction: float | str = 0.9,
     *,
@@ -199,7 +199,7 @@ def create_enhanced_train_loop(
     objects: Mapping[str, Any] | None = None,
     num_epochs: int = 1,
 ) -> EnhancedTrainLoop:
-    """Add validation, early stopping, memory care and resume to a training loop, without changing its code.
+    """Add validation, early stopping, memory checks and resume to a training loop, without changing its code.
 
     While `run_loop` runs, memkit's work follows each call of the object's own ``run_step``; afterwards the object is
     unmodified again. An early end happens between two steps and calls the loop's own ``save()``, if it has one.
@@ -229,14 +229,14 @@ def create_enhanced_train_loop(
 
     Raises:
         InputTypeError: The object has no ``run_step``, or its ``run_step`` cannot be replaced.
-        ConfigError: Something is missing, or two settings conflict.
+        ConfigError: An argument is missing, or two settings conflict.
 
     Memory cost: none beyond the loop's; a validation that runs out of memory is split, as in
     `MemoryEfficientTrainingWrapper.evaluation`.
 
     Example:
         >>> import torch, memkit as mk
-        >>> class TrainLoop:  # as people have it
+        >>> class TrainLoop:  # an existing loop
         ...     def __init__(self):
         ...         self.model = torch.nn.Linear(3, 1)
         ...         self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -272,7 +272,7 @@ def create_enhanced_train_loop(
         _refuse(
             "a loop without a model",
             "a loop with a module in its attribute `model`",
-            "set it before: loop.model = model",
+            "set it first: loop.model = model",
         )
     stop = StopSignal()
     validate_now = look = None
@@ -334,7 +334,7 @@ def _check_saving(
         if name in _OWN_NAMES or parts.get(name, each) is not each:
             _refuse(
                 f"objects={{{name!r}: ...}}",
-                "names that the loop does not use itself, unlike this one",
+                "names that the loop itself does not use",
                 f"rename {name!r}.",
             )
     use_mode = getattr(state, "use_mode", None)

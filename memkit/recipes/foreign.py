@@ -1,4 +1,4 @@
-"""Training loops that memkit did not write: the state they keep besides the model, and how to validate them."""
+"""Other libraries' training loops: the state that they keep besides the model, and how to validate them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Counters:
         """Restore the numbers, and copy the values into the existing tensors.
 
         Raises:
-            FileFormatError: The state is of another version, or of a loop with other tensors.
+            FileFormatError: The state has another version, or comes from a loop with other tensors.
         """
         tensors = self._tensors()
         found = (state.get("version"), [tuple(each.shape) for each in state.get("tensors", ())])
@@ -154,7 +154,8 @@ def images_and_condition(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[
             return images, condition or {}
         if isinstance(condition, Tensor) and len(names) == 1:
             return images, {names[0]: condition}
-        got = f"a condition that is a {type(condition).__name__}, for a model that takes {', '.join(names) or 'none'}"
+        taken = ", ".join(names) or "no condition"
+        got = f"a condition that is a {type(condition).__name__}, for a model that takes {taken}"
     else:
         got = f"a batch that is a {type(batch).__name__}" + (
             f" of {len(batch)}" if isinstance(batch, list | tuple) else ""

@@ -84,8 +84,8 @@ class MemoryEfficientTrainLoop:
     """Trains with `MemoryEfficientTrainingWrapper`: one step per batch of the loader, whatever the micro-batch size.
 
     A SIGTERM ends the run after the current step, and the state is saved. A run with ``state`` resumes where the last
-    one ended, even in the middle of an epoch, and is bit-for-bit the run without the interruption. Validation does not
-    affect training: modes and the random state are restored.
+    one ended, even in the middle of an epoch, and is bit-for-bit equal to a run without the interruption. Validation
+    does not affect training: modes and the random state are restored.
 
     Memory cost: none beyond the step's; a validation keeps figures, not outputs. Time cost: see ``docs/loops.md``.
 
@@ -104,7 +104,7 @@ class MemoryEfficientTrainLoop:
         save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. If the step was
             validated, the state's metric is the monitor's figure; when both are due, validation runs first, and a
             failing validation does not lose the state.
-        report_every: Steps between two reports: a line with the share that is done, the time left (if the loader has a
+        report_every: Steps between two reports: a line with the progress and the time left (if the loader has a
             length), loss, learning rate, times and memory, at level INFO of the logger ``"memkit"``, and the same
             figures for ``writer``. Only a report synchronizes with the device.
         writer: A TensorBoard ``SummaryWriter``, or any object with the same ``add_scalar``.
@@ -115,7 +115,8 @@ class MemoryEfficientTrainLoop:
 
     Raises:
         ConfigError: A setting is invalid, or two settings conflict.
-        InputTypeError: ``trainer`` is no wrapper, ``train_loader`` cannot be iterated, or ``loss_fn`` is no function.
+        InputTypeError: ``trainer`` is not a wrapper, ``train_loader`` cannot be iterated, or ``loss_fn`` is not a
+            function.
 
     Example:
         >>> import torch, memkit as mk
@@ -262,15 +263,15 @@ class MemoryEfficientTrainLoop:
         """Restore `state_dict`.
 
         Raises:
-            FileFormatError: The state is of another version, or of another object.
+            FileFormatError: The state has another version, or belongs to another object.
         """
-        given: Any = state  # anything, from a user who mixes up states
+        given: Any = state  # it may be another object's state
         is_own = isinstance(given, Mapping) and {"num_steps", "validated_at", "position"}.issubset(given)
         if not is_own or as_whole(given["num_steps"]) is None:
             raise FileFormatError(
                 "loop.load_state_dict(state)",
                 got=_keys_of(given),
-                expected="what loop.state_dict() returned: num_steps, validated_at and position",
+                expected="the result of loop.state_dict(): num_steps, validated_at and position",
                 fix="write loop.load_state_dict(state['loop']) for a state of all objects, or pass "
                 "state=mk.TrainingStateManager(...) to the loop, which resumes by itself.",
             )
@@ -322,7 +323,7 @@ class MemoryEfficientTrainLoop:
             figures = self.validate(self._val_loader)
             metric: Any = metric_of(figures, self._monitor) if self._monitor and figures is not None else None
         except BaseException:
-            self._save_if_due(at_end=at_end)  # a failing validation must not cost the run its state
+            self._save_if_due(at_end=at_end)  # a failing validation must not lose the run's state
             raise
         if figures is None:
             return
@@ -381,7 +382,7 @@ class MemoryEfficientTrainLoop:
                     self._writer.add_scalar(f"{group}/{name}", value, self.num_steps)
 
     def _progress_text(self) -> str:
-        """Say how far the run is and how long it still takes, by its own speed; empty for a loader without a length."""
+        """Say how far the run is and how long it will still take at its speed; empty for a loader without a length."""
         if not isinstance(self._loader, Sized):
             return ""
         total = max(self.num_steps, self._num_epochs * len(self._loader))
@@ -402,7 +403,7 @@ class MemoryEfficientTrainLoop:
 
 
 def _check_parts(trainer: object, train_loader: object, loss_fn: object) -> None:
-    """Refuse parts that are not what the loop needs, and parts in another order."""
+    """Refuse parts of the wrong type, and parts in the wrong order."""
     right = f"{_CALL}(trainer, train_loader, loss_fn)"
     if isinstance(trainer, nn.Module):
         _refuse_part(

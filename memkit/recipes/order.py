@@ -1,4 +1,4 @@
-"""Resumable epoch order: the batches follow from seed and epoch, and the number done gives the position."""
+"""Resumable epoch order: seed and epoch determine the batches, and the number of finished ones the position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memkit._core.settings import Checker
 class ResumableBatchSampler(EpochOrder):
     """Shuffled batches for ``DataLoader(dataset, batch_sampler=...)`` whose order is a function of seed and epoch.
 
-    It draws nothing from torch's random state, so an interrupted epoch resumes without reading anything twice: the
+    It does not use torch's random state, so an interrupted epoch resumes without reading samples twice: the
     remaining batches are a slice of a permutation. Wrap the loader in `ResumableLoader` for that.
 
     Each sample is in one batch of the epoch. Ranks split every global batch: rank r takes the r-th part of each, and
@@ -120,7 +120,7 @@ _NAMES = ("dataset", "sampler", "batch_sampler", "loader", "dataloader")
 def tell_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader, and every part of it whose order depends on the epoch, which epoch comes next.
 
-    Samplers and data sets are found at any depth: in a `Subset`, a `ConcatDataset`, a `BatchSampler` around a
+    Samplers and datasets are found at any depth: in a `Subset`, a `ConcatDataset`, a `BatchSampler` around a
     `DistributedSampler`, or a wrapper of your own. A wrapper is told after the object it wraps, so it has the last
     word.
 
@@ -135,10 +135,10 @@ def tell_epoch(loader: Any, epoch: int) -> None:
 
 
 def check_samples(loader: Any) -> None:
-    """Check that a loader's batches cover exactly the samples of its data set; warn if they leave some out.
+    """Check that a loader's batches cover exactly the samples of its dataset; warn if they leave some out.
 
     Raises:
-        ConfigError: The batches cover more samples than the data set has.
+        ConfigError: The batches cover more samples than the dataset has.
     """
     order, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     if not isinstance(order, EpochOrder) or not isinstance(dataset, Sized) or order.num_samples == len(dataset):
@@ -147,18 +147,18 @@ def check_samples(loader: Any) -> None:
     if num_left < 0:
         raise ConfigError(
             f"DataLoader(dataset, batch_sampler={name}(...))",
-            got=f"a sampler for {order.num_samples} samples and a data set of {len(dataset)}",
-            expected="a sampler for as many samples as the data set has",
+            got=f"a sampler for {order.num_samples} samples and a dataset of {len(dataset)}",
+            expected="a sampler for as many samples as the dataset has",
             fix=f"create it with {name}(len(dataset), ...).",
         )
     warn_user(
-        f"{name}: the last {num_left} of the data set's {len(dataset)} samples are in no batch. Way out: create it "
+        f"{name}: the last {num_left} of the dataset's {len(dataset)} samples are in no batch. Way out: create it "
         f"with {name}(len(dataset), ...); to exclude samples on purpose, give the loader a torch.utils.data.Subset."
     )
 
 
 def repeat_epoch(loader: Any) -> None:
-    """Allow another pass over the same batches, as validations make."""
+    """Allow another pass over the same batches, as validation does."""
     for each in _drawing_parts(loader, set()):
         if isinstance(each, EpochOrder):
             each.set_epoch(each.epoch)
@@ -166,7 +166,7 @@ def repeat_epoch(loader: Any) -> None:
 
 def _drawing_parts(node: Any, seen: set[int]) -> Iterator[Any]:
     """Yield the parts of a loader that have a ``set_epoch``, innermost first."""
-    if id(node) in seen:  # some data sets refer to themselves
+    if id(node) in seen:  # some datasets refer to themselves
         return
     seen.add(id(node))
     for part in _parts(node):
@@ -195,7 +195,7 @@ def _is_part(value: Any) -> bool:
 class ResumableLoader:
     """A DataLoader that counts the batches the loop has taken, however many its workers have prefetched.
 
-    Data sets that draw by epoch, such as `VoxelDataset`, are told the epoch when it changes, also inside a `Subset` or
+    Datasets that draw by epoch, such as `VoxelDataset`, are told the epoch when it changes, also inside a `Subset` or
     `ConcatDataset`.
 
     Save after the training step on a batch: the batch that the loop holds counts as done.
@@ -210,7 +210,7 @@ class ResumableLoader:
 
     Raises:
         InputTypeError: The loader has no such batch sampler.
-        ConfigError: Its batches cover more samples than its data set has; covering fewer is a warning.
+        ConfigError: Its batches cover more samples than its dataset has; if they cover fewer, there is a warning.
 
     Example:
         >>> import torch, memkit as mk
@@ -242,7 +242,7 @@ class ResumableLoader:
         self.loader = loader
         self._order: ResumableOrder = order
         self._start = self._num_done = self._num_loads = 0
-        self._told = 0  # the epoch that the data sets are at; they keep it until another one is chosen
+        self._told = 0  # the epoch that the datasets were told last; they keep it until another one is chosen
 
     @property
     def epoch(self) -> int:

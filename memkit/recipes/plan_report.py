@@ -1,4 +1,4 @@
-"""A plan as a report: what was chosen, time against memory, and every candidate."""
+"""A plan as a report: the choices, time against memory, and every candidate."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ def report_of(plan: TrainingPlan, language: str) -> Report:
     """Return a plan as a report.
 
     Raises:
-        ConfigError: The language is another than English.
+        ConfigError: The language is not English.
     """
     if language != "en":
         raise ConfigError(
             f"write_report(plan, path, language={language!r})",
             got="a language other than English",
             expected="language='en': a plan's own texts are in English",
-            fix="leave language out.",
+            fix="omit language.",
         )
     overview = plan._overview()  # noqa: SLF001 - as `print` shows it
     needs, budget = Size.of(plan.required_bytes), Size.of(plan.budget_bytes)
     sections = [
-        Section("The plan", (Table(("what", "how"), tuple(overview.rows)), *_notes(plan))),
+        Section("The plan", (Table(("setting", "choice"), tuple(overview.rows)), *_notes(plan))),
         Section("Time against memory", (plan.chart(front=plan.pareto.candidates), _candidates(plan))),
-        Section("At the peak", (Bars(tuple(_parts(plan)), "What is in memory then"),)),
+        Section("At the peak", (Bars(tuple(_parts(plan)), "Memory at that moment"),)),
     ]
     return Report(
         title="Plan of a training step",
         headline=overview.headline,
         severity="warning" if plan.estimate.doubts else "good",
         hints=(),
-        verdict=f"{plan.predicted_slowdown:.2f} times the time of the largest micro-batches, untreated.",
-        highlights=(("needs", needs), ("budget", budget), ("least of all candidates", Size.of(plan.least_bytes))),
+        verdict=f"{plan.predicted_slowdown:.2f} times the time of the largest micro-batches without treatment.",
+        highlights=(("needs", needs), ("budget", budget), ("smallest candidate", Size.of(plan.least_bytes))),
         sections=tuple(sections),
         language=language,
         figures=plan.as_dict,
@@ -43,7 +43,7 @@ def report_of(plan: TrainingPlan, language: str) -> Report:
 
 
 def _notes(plan: TrainingPlan) -> list[Node]:
-    notes: list[Node] = [Paragraph(f"Times are by {plan.speeds}. Memory is that of a dry run of each candidate.")]
+    notes: list[Node] = [Paragraph(f"Times are based on {plan.speeds}, memory on a dry run of each candidate.")]
     return [*notes, Bullets(plan.notes)] if plan.notes else notes
 
 
@@ -55,7 +55,7 @@ def _candidates(plan: TrainingPlan) -> Table:
         return (
             f"{each.micro_batch_size} x {each.accumulation_steps}",
             each.treatment,
-            each.precision or "as the model is",
+            each.precision or "the model's own",
             Size.of(each.required_bytes),
             f"{each.seconds / fastest:.2f}",
             "yes" if each.fits else "no",

@@ -77,21 +77,21 @@ def plan_training(
 ) -> TrainingPlan:
     """Find the fastest training step that fits a memory budget, with the gradient of the whole batch.
 
-    The batch is cut into micro-batches, and blocks of the model are recomputed in backward (all operators, or only the
-    cheap ones) or offloaded; options that save the most bytes per second are tried first. Each candidate is a dry run,
-    on tensors without data, of exactly the step that `MemoryEfficientTrainingWrapper` would take: every plan returned
-    was run this way and found to fit. Its time is the sum over the operators of that run.
+    The batch is split into micro-batches, and blocks of the model are recomputed in backward (all operators, or only
+    the cheap ones) or offloaded; options that save the most bytes per second are tried first. Each candidate is a dry
+    run, on tensors without data, of exactly the step that `MemoryEfficientTrainingWrapper` would take: every plan
+    returned was run this way and found to fit. Its time is the sum over the operators of that run.
 
     Args:
         model: The model, with data, or on the meta device (no memory needed).
         sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting. Or a
-            DataLoader, or what `memkit.predict.find_worst_batch` returned: the plan is for the largest batch, and is
-            rehearsed with each kind of batch; what one of them needs beyond it is added.
+            DataLoader, or the result of `memkit.predict.find_worst_batch`: the plan is for the largest batch, and is
+            rehearsed with each kind of batch; if another kind needs more treatment, the plan is extended.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
-        budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all of the
-            card that is the ``target``.
-        target: Device for a budget in bytes: a card, or ``"cpu"``, where live bytes are counted. None: the model's
+        budget: A GPU, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all memory of
+            the GPU that is the ``target``.
+        target: Device for a budget in bytes: a GPU, or ``"cpu"``, where live bytes are counted. None: the model's
             device.
         precisions: The precisions to choose from. None is the model's own; bf16 changes the numbers, so it is used only
             if listed.
@@ -110,10 +110,10 @@ def plan_training(
         The plan, with all candidates.
 
     Raises:
-        ConfigError: Nothing fits; the message names the closest candidate and its largest holders of memory. Or an
+        ConfigError: No candidate fits; the message names the closest one and its largest holders of memory. Or an
             argument is invalid.
-        InputError: The batch has no rows to split, no card has this name, or a size depends on data.
-        InputTypeError: ``model`` is not a module, or ``budget`` or ``target`` is neither a size nor a card.
+        InputError: The batch has no rows to split, the GPU is unknown, or a size depends on data.
+        InputTypeError: ``model`` is not a module, or ``budget`` or ``target`` is neither a size nor a GPU.
 
     Warns:
         MemkitWarning: The memory of the planned step may depend on guessed values.
@@ -324,8 +324,8 @@ def prepare(
         probe: As for `MemoryEfficientTrainingWrapper`. Splits that planning found exact are not checked again.
 
     Returns:
-        A `MemoryEfficientTrainingWrapper` with the plan as `plan`. Batches of other sizes are cut into the same number
-        of micro-batches.
+        A `MemoryEfficientTrainingWrapper` with the plan as `plan`. Batches of other sizes are split into the same
+        number of micro-batches.
 
     Warns:
         MemkitWarning: As for `plan_training`. From the steps, once: a batch is larger than ``sample_batch``, or has
@@ -346,7 +346,7 @@ def prepare(
         >>> trainer.train_step(batch, loss_fn).num_microbatches == trainer.plan.accumulation_steps
         True
     """
-    if isinstance(model, nn.Module):  # else swapped arguments are better explained below
+    if isinstance(model, nn.Module):  # otherwise swapped arguments are explained better below
         list_optimizers(optimizer, Caller("prepare", "trainer", ", sample_batch, loss_fn"))  # before the simulation
     plan, batch, rehearsed = _plan(
         "prepare",
@@ -373,7 +373,7 @@ def prepare(
     )
     trainer.plan, trainer.rehearsed = plan, rehearsed
     if plan.is_split_exact:
-        trainer.trust_split(batch, loss_fn)  # a check would take more than the plan's budget
+        trainer.trust_split(batch, loss_fn)  # a check would need more memory than the plan's budget
     return trainer
 
 
@@ -403,23 +403,23 @@ def _precision_meant(value: object) -> str | None:
 def _find_place(
     call: str, model: nn.Module, budget: CapacityLike | None, target: str | GPU | None
 ) -> tuple[GPU | None, CapacityLike, int]:
-    """Return the card, None for the CPU; the budget; and the budget in bytes."""
+    """Return the GPU, None for the CPU; the budget; and the budget in bytes."""
     if budget is None:
         if target is None or target == "cpu":
             raise ConfigError(
                 f"{call}(...)",
                 got="no budget",
                 expected="a budget: the memory that a step may take",
-                fix=f"write {call}(..., budget='24GiB'), or budget='RTX 4090' for all of a card.",
+                fix=f"write {call}(..., budget='24GiB'), or budget='RTX 4090' for all memory of a GPU.",
             )
         card = look_up(target, f"{call}(..., target={_shown(target)})")
         return card, card, card.total_bytes
     try:
-        num_bytes = parse_bytes(budget, name="budget", is_large=True)  # type: ignore[arg-type]  # refuses a card as not a size
+        num_bytes = parse_bytes(budget, name="budget", is_large=True)  # type: ignore[arg-type]  # a GPU is not a size
     except (InputError, InputTypeError):
         if not isinstance(budget, (str, GPU)):
             raise
-        capacity_bytes(budget, name="budget")  # refuses what is neither a size nor a card, with a message on both
+        capacity_bytes(budget, name="budget")  # the error for a budget that is neither a size nor a GPU names both
         gpu = look_up(budget, f"{call}(..., budget={_shown(budget)})")
         if target is not None:
             raise ConfigError(
@@ -478,19 +478,19 @@ def _allowed_counts(
         return counts, [], None
     is_exact, reason = _judge_split(model, batch, loss_fn)
     if is_exact is None:
-        return counts, [f"Not checked that the batch may be split: {reason}."], None
+        return counts, [f"Whether the batch may be split was not checked: {reason}."], None
     if is_exact:
         return counts, [], True
     if micro_batch_size is None:
         return [1], [f"The batch is kept whole: {reason}"], False
-    return counts, [f"Cut into {micro_batch_size} rows as asked, though {reason}"], False
+    return counts, [f"Split into micro-batches of {micro_batch_size} rows as requested, although {reason}"], False
 
 
 def _about(worst: WorstBatch, gpu: GPU | None, budget_bytes: int) -> list[str]:
-    """Say which batches a plan is for, and how many of them need it."""
+    """Say for which batches a plan is, and how many of them need it."""
     kinds = f"Rehearsed with {len(worst.batches)} of {worst.num_kinds} kinds of batch"
     most = f"batch {worst.number} of {worst.num_batches} is the largest"
-    if worst.estimate.target == ("cpu" if gpu is None else gpu.name):  # else its estimates are of another device
+    if worst.estimate.target == ("cpu" if gpu is None else gpu.name):  # otherwise it estimated for another device
         most += f", and {len(worst.too_large(f'{budget_bytes}B'))} would not fit as they are"
     return [f"{kinds}: {most}.", *(f"{note[0].upper()}{note[1:]}." for note in worst.notes)]
 
@@ -500,13 +500,13 @@ def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | 
     if device_of(model).type == "meta":
         norms = scan_modules(model)
         if norms:
-            return False, f"{', '.join(norms)} normalize over its rows."
+            return False, f"{', '.join(norms)} normalize over the rows."
         return None, "the model has no data"
     if any(each.device.type == "meta" for each in tree_leaves(batch) if isinstance(each, Tensor)):
         return None, "the batch has no data"
     verdict = check_split(unwrap_model(model), batch, loss_fn)
     if verdict.exact is False or verdict.modules:
-        return False, f"parts have another gradient. {verdict.advice}"
+        return False, f"the parts have a different gradient. {verdict.advice}"
     return verdict.exact, verdict.reason
 
 

@@ -72,22 +72,22 @@ def suit_all(
     *,
     treats_blocks: bool,
 ) -> tuple[Trial, int]:
-    """Rehearse a plan with every kind of batch; where one does not fit, add to it what a plan for that one has.
+    """Rehearse a plan with every kind of batch; if one does not fit, add the parts and treatments of a plan for it.
 
-    The largest batch may have many rows, and another one few long ones, which cannot be cut into as many parts. What is
-    done with saved tensors, by the operators of one batch, cannot be added up: then blocks are treated in its place.
+    The largest batch may have many rows, and another one a few long rows, which cannot be split into as many parts.
+    Decisions on saved tensors depend on one batch's operators and cannot be combined: then blocks are treated instead.
 
     Args:
         worst: The kinds of batch.
         planned: The plan for the largest.
         trials_for: Prepares the trials of a batch.
-        counts: The numbers of micro-batches that were allowed for the largest: one, if it was not to be chosen.
+        counts: The numbers of micro-batches that were allowed for the largest; a single one if the user fixed it.
         budget_bytes: The most that a step may require.
         treats_blocks: Whether blocks may be treated.
 
     Returns:
-        The time and the rows of the plan with the largest batch, and its memory with the most demanding one, which does
-        not fit if no plan was found for all; and the number of that one.
+        The plan, with the time and the rows of the largest batch and the memory of the most demanding one, which does
+        not fit if no plan for all was found; and the number of the most demanding batch.
     """
     largest = trials_for(worst.batches[worst.number])
     precision = planned.arrangement.precision
@@ -106,7 +106,7 @@ def suit_all(
             planned = _plan(largest, counts, precision, budget_bytes, treats_blocks=treats_blocks)
             continue
         other = _plan(trials_for(worst.batches[most]), counts, precision, budget_bytes, treats_blocks=treats_blocks)
-        stronger = _both(planned.arrangement, other.arrangement)
+        stronger = _combined(planned.arrangement, other.arrangement)
         if stronger == planned.arrangement:
             return suited, most
         planned = _rehearse(largest, stronger, plain=_rehearse(largest, replace(stronger, treatments=())))
@@ -115,7 +115,7 @@ def suit_all(
 
 
 def _rehearse(trials: StepTrials, arrangement: Arrangement, plain: Trial | None = None) -> Trial:
-    """Try an arrangement with a batch; one with fewer rows than parts has a part for each row, as in the wrapper."""
+    """Try an arrangement with a batch; as in the wrapper, one with fewer rows than parts has one part per row."""
     num_steps = min(trials.num_rows, arrangement.accumulation_steps)
     rows = -(-trials.num_rows // num_steps)
     return trials.run(replace(arrangement, micro_batch_size=rows, accumulation_steps=num_steps), plain)
@@ -124,7 +124,7 @@ def _rehearse(trials: StepTrials, arrangement: Arrangement, plain: Trial | None 
 def _plan(
     trials: StepTrials, counts: Sequence[int], precision: str | None, budget_bytes: int, *, treats_blocks: bool
 ) -> Trial:
-    """Plan for one batch; return what comes nearest if nothing fits."""
+    """Plan for one batch; return the closest candidate if none fits."""
     num_rows = trials.num_rows
     allowed = micro_batch_counts(num_rows) if len(counts) > 1 else [min(counts[0], num_rows)]
     found = search(trials.run, num_rows, allowed, [precision], budget_bytes, slack=1.0, treats_blocks=treats_blocks)
@@ -132,8 +132,8 @@ def _plan(
     return fitting[0] if fitting else min(found, key=lambda each: each.required_bytes)
 
 
-def _both(a: Arrangement, b: Arrangement) -> Arrangement:
-    """Return the first arrangement with the more parts of both, and with the stronger treatment of each block."""
+def _combined(a: Arrangement, b: Arrangement) -> Arrangement:
+    """Return the first arrangement with the larger number of parts, and the stronger treatment of each block."""
     treatments = dict(a.treatments)
     for name, treatment in b.treatments:
         if name not in treatments or _STRENGTH[treatment] > _STRENGTH[treatments[name]]:

@@ -22,7 +22,7 @@ class Position:
 
     A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) resumes at once. Any
     other loader is replayed: the random state of the epoch's start is restored, the loader starts the same epoch, its
-    first batches are skipped, and the current random state is restored. Samplers and data sets with a ``set_epoch`` are
+    first batches are skipped, and the current random state is restored. Samplers and datasets with a ``set_epoch`` are
     told the epoch, at any depth.
 
     Args:
@@ -52,7 +52,7 @@ class Position:
             if num_loads != self._num_loads:
                 refuse_to_go_on("MemoryEfficientTrainLoop")
             yield batch
-        if num_loads != self._num_loads:  # otherwise the end of this epoch would count for the loaded state's
+        if num_loads != self._num_loads:  # otherwise this end of an epoch would count for the loaded state
             refuse_to_go_on("MemoryEfficientTrainLoop")
 
     def _begin(self) -> Iterator[Any]:
@@ -94,7 +94,7 @@ class Position:
         """Restore `state_dict`; `batches` then continues from there.
 
         Raises:
-            FileFormatError: The state is of another version.
+            FileFormatError: The state has another version.
         """
         check_version("loop.load_state_dict(state)", state, _VERSION)
         self._num_loads += 1

@@ -68,11 +68,11 @@ class ProgressiveTrainer:
     Args:
         step_fn: ``step_fn(batch, micro_batch_size)`` trains one step on a resized batch on the model's device, such as
             ``lambda batch, rows: trainer.train_step(batch, loss_fn)``: a wrapper finds by itself how many rows fit.
-        stages: In order; a dict with the fields of a `Stage` is one too.
+        stages: In order; a dict with the fields of a `Stage` works too.
         resize: ``resize(batch, resolution)`` returns the batch at another resolution. It runs on the host batch, or
             wherever the loader left it.
         plan: ``plan(stage)`` returns how many rows fit in a micro-batch; None uses the stage's batch size.
-        fits: ``fits(stage, micro_batch_size)`` says whether a stage will fit; None checks nothing.
+        fits: ``fits(stage, micro_batch_size)`` says whether a stage will fit; None skips the check.
         model: Its BatchNorm statistics are re-estimated at the start of each stage but the first (they depend on the
             resolution), and batches go to its device. It is called with the batch, or the batch's first element. A
             BatchNorm in evaluation mode while others are in training mode counts as frozen and is left unchanged.
@@ -80,7 +80,7 @@ class ProgressiveTrainer:
 
     Raises:
         ConfigError: There are no stages, or one of them has no batch size.
-        InputTypeError: ``step_fn``, ``resize``, ``plan`` or ``fits`` is no function.
+        InputTypeError: ``step_fn``, ``resize``, ``plan`` or ``fits`` is not a function.
 
     Example:
         >>> import torch, memkit as mk
@@ -131,7 +131,7 @@ class ProgressiveTrainer:
         """Run all stages, or those left after `load_state_dict`.
 
         Args:
-            loader: Batches of any size, with the rows in dimension 0; iterated once per epoch. Samplers and data sets
+            loader: Batches of any size, with the rows in dimension 0; iterated once per epoch. Samplers and datasets
                 with a ``set_epoch`` are told the epoch, which keeps counting across stages.
 
         Returns:
@@ -139,7 +139,7 @@ class ProgressiveTrainer:
 
         Raises:
             ConfigError: A stage will not fit; nothing has been trained yet.
-            InputError: The loader yielded no batch.
+            InputError: The loader yielded no batches.
         """
         sizes = [self._checked_size(stage, number) for number, stage in enumerate(self._stages)]
         num_steps = 0
@@ -177,7 +177,7 @@ class ProgressiveTrainer:
         """Restore `state_dict`; `run` continues after the last finished epoch.
 
         Raises:
-            FileFormatError: The state is of another version.
+            FileFormatError: The state has another version.
         """
         check_version("ProgressiveTrainer.load_state_dict(state)", state, _VERSION)
         done = state.get("done")
@@ -186,7 +186,7 @@ class ProgressiveTrainer:
             raise FileFormatError(
                 "ProgressiveTrainer.load_state_dict(state)",
                 got=f"done={done!r}",
-                expected="what state_dict() returned",
+                expected="the result of state_dict()",
                 fix="write progressive.load_state_dict(saved), with saved = progressive.state_dict().",
             )
         self._done = (numbers[0], numbers[1])
@@ -221,7 +221,7 @@ class ProgressiveTrainer:
 
 
 def _check_step_fn(step_fn: object) -> None:
-    """Refuse what is no function of a batch and a number of rows; a model and a wrapper are callable or close to it."""
+    """Refuse anything but a function of a batch and a number of rows, such as a model or a wrapper."""
     if isinstance(step_fn, nn.Module) or not callable(step_fn):
         raise InputTypeError(
             "ProgressiveTrainer(step_fn, ...)",
@@ -237,7 +237,7 @@ def _listed(stages: Any) -> Sequence[Any]:
 
 
 def _as_stage(value: Any, number: int) -> Stage:
-    """Return a stage that may have come as a dict of its fields."""
+    """Return a stage, which may be given as a dict of its fields."""
     if isinstance(value, Stage):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a `Tracker` recorded as a log with allocations, so that it gets a report like any other run."""
+"""Convert a `Tracker`'s recording to a log with allocations, so that it gets a report like any other run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def log_of(tracker: Tracker) -> EventLog:
     """Return a tracker's block of code as a log: an event for each part of a step, and every storage.
 
     Raises:
-        InputError: Nothing was live on the device.
+        InputError: No tensor was live on the device.
         StateError: The tracker has not been entered.
     """
     recording, device = tracker.recording, tracker.device
     if device is not None and device not in recording.devices:
         raise InputError(
             "write_report(tracker, path)",
-            got=f"a tracker that saw nothing on {device}",
-            expected="a block of code with tensors there",
-            fix=f"track another device: it saw {', '.join(recording.devices) or 'none'}.",
+            got=f"a tracker that recorded no tensors on {device}",
+            expected="a block of code with tensors on that device",
+            fix=f"track another device: it recorded tensors on {', '.join(recording.devices) or 'no device'}.",
         )
     allocations = _allocations(recording, device)
     header = LogHeader(
@@ -102,14 +102,14 @@ def _allocations(recording: Recording, device: str | None) -> Allocations:
 
 
 def _stack(of: dict[str, str]) -> list[str]:
-    """Return where a storage comes from, innermost first, as the call stack that was not recorded."""
+    """Return the origin of a storage, innermost first, in place of a call stack, which was not recorded."""
     parts = of["module"].split(".")
     modules = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     return [each for each in (of["operator"], of["line"], *modules, of["phase"]) if each != _NONE]
 
 
 def _grouped(codes: IntArray, texts: list[str]) -> tuple[IntArray, tuple[str, ...]]:
-    """Return the numbers of texts of which some may be equal, and the texts."""
+    """Renumber codes so that equal texts share one code; return the codes and the texts."""
     names = {text: code for code, text in enumerate(dict.fromkeys(texts))}
     return np.asarray([names[texts[code]] for code in codes.tolist()], dtype=np.int64), tuple(names)
 

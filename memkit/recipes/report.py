@@ -1,4 +1,4 @@
-"""Write a report from a memory log: `memkit.report` builds the page, `memkit.predict` knows the cards."""
+"""Write a report from a memory log: `memkit.report` builds the page, `memkit.predict` provides the table of GPUs."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def write_report(
 ) -> None:
     """Write a human-readable report of a memory log. It needs neither torch nor a device.
 
-    The page of a CUDA memory snapshot or of a `Tracker` has a view of all allocations to click through.
+    The page of a CUDA memory snapshot or of a `Tracker` has an interactive view of all allocations.
 
     Args:
         log: The log that `read_memory_events` returned; or a `Tracker`, whose block is then the run; or the plan of
             `plan_training`, with its curve.
         path: The file to write; its suffix sets the format: ``.html`` (one self-contained file), ``.md``, ``.txt`` or
             ``.json`` (sizes in bytes). The file is written atomically. An earlier report is replaced, any other file is
-            left alone.
+            left unchanged.
         baseline: Another log to compare this one with.
-        gpu: Name of the card that the run used, as for `find_gpu`, if the log does not state its capacity.
+        gpu: Name of the GPU that the run used, as for `find_gpu`, if the log does not state its capacity.
         language: ``"en"``, or ``"zh"`` for Chinese.
         sections: Custom sections: callables that take the log and the language and return a
             ``memkit.report.nodes.Section``, or None for no section.
 
     Raises:
         InputTypeError: ``log`` or ``baseline`` is not a log, or a custom section is not a section.
-        InputError: The log has no events; the suffix is not a known format; the file exists and is not a report; no
-            card is named ``gpu``.
+        InputError: The log has no events; the suffix is not a known format; the file exists and is not a report;
+            ``gpu`` is an unknown GPU.
         ConfigError: ``language`` is not supported.
         OSError: The file cannot be written.
 
@@ -75,7 +75,7 @@ def write_report(
 
 
 def _check_order(log: object, path: object) -> None:
-    """Refuse a path in place of the log, and anything but a path in its own place."""
+    """Refuse a path in place of the log, and a path argument that is not a path."""
     is_path = isinstance(path, (str, os.PathLike))
     if not is_path or isinstance(log, (str, os.PathLike)):
         read = "log" if isinstance(path, EventLog) else f"mk.report.read_memory_events({str(log)!r})"

@@ -8,7 +8,7 @@ from memkit._core.units import format_bytes
 
 
 class Timeline:
-    """Adds up the seconds of named phases since the last restart, by the host's clock.
+    """Adds up the seconds of named phases since the last restart, measured by the host's clock.
 
     An accelerator may still be working when a phase ends; that work shows up in the phase that waits for it.
     """

@@ -112,7 +112,7 @@ class ValidationMonitor:
             True if it is the best so far.
 
         Raises:
-            InputTypeError: The value is not a number: None, as from a mean over nothing, or a matrix.
+            InputTypeError: The value is not a number: None, as from a mean over no values, or a matrix.
             ConfigError: The step is not a whole number, 0 or more.
         """
         at = len(self.history) + 1 if step is None else Checker(f"{_CALL}.update(value, step)").whole("step", step)
@@ -151,7 +151,7 @@ class ValidationMonitor:
         """Restore `state_dict`.
 
         Raises:
-            FileFormatError: The state is of another version, or has the other mode.
+            FileFormatError: The state has another version, or the other mode.
         """
         check_version("ValidationMonitor.load_state_dict(state)", state, _VERSION)
         if state.get("mode") != self.mode:
@@ -174,7 +174,7 @@ def _patience_fix(patience: object) -> str:
 
 
 def _value_fix(value: object, metric: str) -> str:
-    """Return the way out for a value that is no number."""
+    """Return the way out for a value that is not a number."""
     if isinstance(value, Mapping) and value:
         return f"write monitor.update(value[{(metric if metric in value else next(iter(value)))!r}])."
     if isinstance(value, (list, tuple)) and value:
@@ -211,7 +211,7 @@ def validate(
 
     Raises:
         InputError: There was no batch; a figure is a single number for a whole batch, so its mean would be a mean of
-            means; or a reducer is named after no figure.
+            means; or a reducer has the name of no figure.
         InputTypeError: ``fn`` does not return a mapping, or a figure is not a tensor.
         MemkitOutOfMemoryError: Even one row does not fit.
 
@@ -328,7 +328,7 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
         count = None if loss.count is None else read_count(loss.count, stay_on_device=False, call=_CALL_COUNT)
         try:
             num_rows = count_rows(batch)
-        except InputError as error:  # packed, for split_fn: the loss gives its own weight, and the batch is not split
+        except InputError as error:  # packed, for split_fn: the loss has its own weight, and the batch is not split
             num_rows = 1
             if count is None:
                 raise InputError(

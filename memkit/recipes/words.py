@@ -11,7 +11,7 @@ LOOP_WORDS = {
     "it goes into the wrapper, MemoryEfficientTrainingWrapper(model, optimizer, ...)": (
         "optimizer scheduler lr_scheduler accumulation_steps precision max_grad_norm gradient_clip_val"
     ),
-    "the number of epochs is what ends a run, loop.run(num_epochs=10)": "max_steps num_steps total_steps",
+    "a run ends after a number of epochs, loop.run(num_epochs=10)": "max_steps num_steps total_steps",
 }
 
 LOOP_ABSENT = {
@@ -19,7 +19,7 @@ LOOP_ABSENT = {
     "loop.run_step(batch)": "step train_step training_step",
     "loop.validate(loader)": "evaluate validation test",
     "state=mk.TrainingStateManager(...) in the constructor": SAVE,
-    "loop.run(...), which resumes where its state manager has a state": LOAD,
+    "loop.run(...), which resumes from its state manager's newest state": LOAD,
     "loop.num_steps": "global_step step_count steps",
     "loop.trainer.model": "model optimizer",
 }
@@ -43,7 +43,7 @@ MONITOR_ABSENT = {
 
 STATE_WORDS = {
     "the monitor's figure goes into state.save(step, metric=value, ...)": "monitor metric",
-    "when to save is the loop's: MemoryEfficientTrainLoop(..., save_every=1000)": "save_every every_n_train_steps",
+    "the loop decides when to save: MemoryEfficientTrainLoop(..., save_every=1000)": "save_every every_n_train_steps",
     "a state has a folder of its own, named by its step": "filename prefix name file_name",
 }
 
@@ -73,7 +73,7 @@ ENHANCED_ABSENT = {
 STAGE_WORDS = {
     "resolution": "size",
     "batch_size": "batch num_rows",
-    "stages end by epochs alone": "steps num_steps max_steps iterations",
+    "a stage ends after its epochs": "steps num_steps max_steps iterations",
 }
 
 PROGRESSIVE_WORDS = {

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memkit._events.reader import read_memory_events as read_memory_events
     from memkit.report import nodes as nodes
-else:  # because of `__getattr__` a type checker would accept any name
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

@@ -1,4 +1,4 @@
-"""Draw the view of allocations: what the script fills in, and its data."""
+"""Render the view of allocations: the elements that the page's script fills in, and its data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = (
 
 
 def view_parts(view: AllocationView, words: Words, still: str) -> Iterator[str]:
-    """Yield the view as HTML, for the page's script to fill in; ``still`` stands there without a script."""
+    """Yield the view as HTML, for the page's script to fill in; ``still`` is shown if scripts are switched off."""
 
     def said(key: str) -> str:
         return html.escape(words(f"alloc_{key}"))
@@ -49,7 +49,7 @@ def view_parts(view: AllocationView, words: Words, still: str) -> Iterator[str]:
 
 
 def _room(name: str, segments: _Segments, words: Words) -> Iterator[str]:
-    """Draw the segments in part free, those with the most free bytes, as strips with their blocks in use dark."""
+    """Draw the partly free segments with the most free bytes as strips, in which the blocks in use are dark."""
     free = [(size - sum(end - start for start, end in blocks), size, blocks) for size, blocks in segments if blocks]
     shown = sorted((each for each in free if each[0]), key=lambda each: -each[0])[:_MOST_STRIPS]
     if not shown:

@@ -1,8 +1,8 @@
-"""What a page shows of a device's allocations: columns over time, stacked by where the bytes come from.
+"""Data for a page's view of a device's allocations: columns over time, stacked by the source of the bytes.
 
-A history of millions of events becomes a few hundred columns. Each one is the moment at which its stretch of events
-held the most, so every column is exact and the peak is one of them. The largest blocks that are live at these moments
-are kept one by one, with their stacks; the page sums up the others as what is missing from a column.
+A history of millions of events becomes a few hundred columns. Each one shows the moment with the most live bytes in its
+range of events, so every column is exact and the peak is one of them. The largest blocks that are live at these moments
+are listed individually, with their stacks; the page shows the rest of each column as a sum.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from memkit.report.nodes import clean
 NUM_COLUMNS, NUM_BANDS = 480, 8
 MOST_BLOCKS, MOST_NODES = 12_000, 40_000
 LABELS = ("category", "line", "module", "operator", "phase")
-_CLOSER, _LEAST_EVENTS, _MOST_SCOPES = 24, 64, 3  # each view is so many times closer than the one before
+_CLOSER, _LEAST_EVENTS, _MOST_SCOPES = 24, 64, 3  # _CLOSER: factor by which each view covers less than the one before
 _LONGEST_FRAME = 160
 _HIDDEN = re.compile(
     r"torch::(unwind|CapturedTraceback)|\b_?Py(Eval|Object|Function|Vectorcall|Run)|__libc_start|^_start$"
 )
-_Span = tuple[
-    Int64s, Int64s
-]  # for each block, the first column in which it is live, and the first one in which it is gone
+_Span = tuple[Int64s, Int64s]  # for each block, the first column in which it is live, and the first one after that
 
 
 def view_of(found: Allocations) -> dict[str, Any]:
@@ -78,7 +76,10 @@ def view_of(found: Allocations) -> dict[str, Any]:
 
 
 def _windows(num_events: int, peak: int) -> list[tuple[int, int]]:
-    """Return the moments that each scope shows, from and to: all, then ever fewer around the peak. 0 is the start."""
+    """Return each scope's first moment and the one after its last: all, then fewer and fewer around the peak.
+
+    Moment 0 is the start of the history.
+    """
     windows, width = [(0, num_events + 1)], num_events + 1
     while width > NUM_COLUMNS and len(windows) < _MOST_SCOPES:
         width = max(_LEAST_EVENTS, width // _CLOSER)
@@ -93,7 +94,7 @@ class _Scope:
     Attributes:
         events: The event of each column; -1 is the time before the first one.
         first: For each block, the first column in which it is live.
-        last: For each block, the first column after that in which it is gone.
+        last: For each block, the first later column in which it is no longer live.
     """
 
     def __init__(self, found: Allocations, levels: Int64s, start: int, end: int) -> None:
@@ -119,7 +120,7 @@ class _Scope:
         return np.cumsum(change, axis=1)[:, :-1]
 
     def data(self) -> dict[str, Any]:
-        """Return what the page needs of it, apart from the bands."""
+        """Return the data that the page needs, without the bands."""
         found, is_in = self._found, self.last > self.first
         ones = np.ones(int(is_in.sum()), dtype=np.int64)
         seconds = None if found.seconds is None else found.seconds[np.maximum(self.events, 0)] - found.seconds[0]
@@ -135,7 +136,7 @@ class _Scope:
 
 
 def _largest(sizes: Int64s, is_peak: npt.NDArray[np.bool_], is_shown: npt.NDArray[np.bool_]) -> Int64s:
-    """Return the blocks that are kept one by one: half of them for the peak, as far as it has so many."""
+    """Return the blocks to list individually: up to half of them are the largest at the peak."""
     order = np.argsort(-sizes, kind="stable")
     peak = order[is_peak[order]][: MOST_BLOCKS // 2]
     others = order[is_shown[order] & ~np.isin(order, peak)]

@@ -22,10 +22,10 @@ for (const [number, figure] of document.querySelectorAll(".alloc").entries()) {
   parents.forEach((parent, node) => (parent < 0 ? tops : kids[parent]).push(node));
   const frame = node => data.frames[framesOf[node]];
   const share = label => Math.max(...data.labels[label].sums[0].map(sums => sums[data.scopes[0].events.indexOf(data.peak)])) / data.peakBytes;
-  const told = Object.keys(data.labels).find(label => share(label) < .9);  // one band for everything tells nothing
+  const told = Object.keys(data.labels).find(label => share(label) < .9);  // a single band for everything is useless
   const state = {scope: 0, label: told ?? Object.keys(data.labels)[0], column: 0, band: null, node: -1};
   const scope = () => data.scopes[state.scope], group = () => data.labels[state.label];
-  const bands = () => {  // the named ones, and what is left of the total
+  const bands = () => {  // the named ones, and the rest of the total
     const named = group().sums[state.scope].map((sums, i) => ({name: group().names[i], sums, band: i}));
     const rest = scope().totals.map((total, c) => named.reduce((left, each) => left - each.sums[c], total));
     return rest.some(each => each > 0) ? [...named, {name: say("others"), sums: rest, band: named.length}] : named;
@@ -77,7 +77,7 @@ for (const [number, figure] of document.querySelectorAll(".alloc").entries()) {
     }
   };
 
-  const live = () => {  // the blocks kept one by one that are live now, of the chosen band and stack
+  const live = () => {  // the individually listed blocks that are live now, of the chosen band and stack
     const event = scope().events[state.column], found = [];
     for (let i = 0; i < data.births.length; i++) {
       if (data.births[i] > event || data.deaths[i] <= event) continue;
@@ -162,7 +162,7 @@ for (const [number, figure] of document.querySelectorAll(".alloc").entries()) {
       if (held[node] > root / 250) place(node, at, 1);
       at += held[node];
     }
-    if (state.node < 0) {  // what has no stack, and what is only known in sum
+    if (state.node < 0) {  // blocks without a stack, and blocks known only as a sum
       for (const [name, bytes] of [["bare", bare], ["small", whole - known]]) {
         if (bytes > root / 250) cell(say(name), bytes, at, 1, say(name + "_text"), () => {}).classList.add("small");
         at += bytes;

@@ -1,4 +1,4 @@
-"""The section on a device's allocations: a view to click through in HTML, its largest blocks as a table elsewhere."""
+"""The section on a device's allocations: an interactive view in HTML, a table of the largest blocks elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_ROWS = 15
 
 
 def allocation_section(found: Allocations, title: str, words: Words) -> Section:
-    """Build the section of one device; its title is given."""
+    """Build the section of one device."""
     return Section(title, tuple(_nodes(found, words)))
 
 
@@ -50,7 +50,7 @@ def _nodes(found: Allocations, words: Words) -> Iterator[Node]:
 
 
 def _different(rooms: Sequence[Room]) -> Sequence[Room]:
-    """Leave out the peak where the segments were the same when memory ran out."""
+    """Omit the moment of the peak if the segments were the same when memory ran out."""
     return rooms[1:] if len(rooms) > 1 and rooms[0].segments == rooms[1].segments else rooms
 
 

@@ -45,7 +45,7 @@ def build_report(
 
     Args:
         log: The log that `read_memory_events` returned.
-        cards: Cards for the fit table.
+        cards: GPUs for the fit table.
         baseline: Another log to compare with.
         total_bytes: The device's capacity, if the log does not state it.
         language: ``"en"`` or ``"zh"``.

@@ -1,4 +1,4 @@
-"""Cards that hold a run: its peak bytes held against the usable bytes of each card."""
+"""GPUs that have room for a run: compare its peak bytes held with the usable bytes of each GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Node, Paragraph, Share, Size
 from memkit.report.words import Words
 
-_FITS_UP_TO = 0.85  # of the usable bytes; above this, another allocation order or a longer input may not fit
+_FITS_UP_TO = 0.85  # of the usable bytes; above this, another order of allocations or a longer input may not fit
 _NEAR = 6  # rows on either side of the limit
 
 CardVerdict = Literal["fits", "tight", "no"]
@@ -18,12 +18,12 @@ CardVerdict = Literal["fits", "tight", "no"]
 
 @dataclass(frozen=True, slots=True)
 class CatalogueRow:
-    """A row of the card catalog.
+    """A row of the GPU catalog.
 
     Attributes:
         name: Display name.
         usable_bytes: Bytes available to torch's allocator.
-        confidence: How certain that is, such as ``"observed"``.
+        confidence: How certain that number is, such as ``"observed"``.
     """
 
     name: str
@@ -33,7 +33,7 @@ class CatalogueRow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a card holds the run."""
+    """Whether a GPU has room for the run."""
 
     card: CatalogueRow
     share: float
@@ -41,7 +41,7 @@ class Fit:
 
 
 def find_fits(held_bytes: int, cards: Iterable[CatalogueRow]) -> tuple[Fit, ...]:
-    """Compare the run with every card, smallest first."""
+    """Compare the run with every GPU, smallest first."""
     fits = []
     for card in sorted(cards, key=lambda each: (each.usable_bytes, each.name)):
         share = held_bytes / card.usable_bytes
@@ -50,12 +50,12 @@ def find_fits(held_bytes: int, cards: Iterable[CatalogueRow]) -> tuple[Fit, ...]
 
 
 def smallest_card(fits: Iterable[Fit]) -> Fit | None:
-    """Return the smallest card that holds the run with headroom."""
+    """Return the smallest GPU that holds the run with headroom."""
     return next((fit for fit in fits if fit.verdict == "fits"), None)
 
 
 def card_nodes(figures: ReportFigures, fits: tuple[Fit, ...], words: Words) -> Iterator[Node]:
-    """Build the fit table: the cards near the limit, and all cards in a folded table."""
+    """Build the fit table: the GPUs near the limit, and all GPUs in a folded table."""
     if figures.held_bytes is None:
         yield Paragraph(words("cards_none"))
         return

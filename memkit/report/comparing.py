@@ -1,4 +1,4 @@
-"""Compare two logs: peak, components, stages, steps; what is new and what has disappeared."""
+"""Compare two logs: peak, components, stages, steps, and the rows that only one of them has."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class FigureChange:
 
     Attributes:
         group: ``"peak"``, ``"component"``, ``"stage"`` or ``"step"``.
-        name: Of the component or stage.
-        before_bytes: In the baseline.
-        after_bytes: In the log.
+        name: Name of the component or stage.
+        before_bytes: Bytes in the baseline.
+        after_bytes: Bytes in the log.
         presence: Which of the logs has the row.
     """
 
@@ -79,11 +79,11 @@ def _named(figures: ReportFigures, group: str) -> dict[str, int | None]:
     return {"largest": max(known), "smallest": min(known)} if known else {}
 
 
-_MATTERS = 0.01  # of the peak: less is the allocators' rounding
+_MATTERS = 0.01  # of the peak: smaller changes come from the allocators' rounding
 
 
 def compare_headline(before: ReportFigures, after: ReportFigures, peak: FigureChange, words: Words) -> str:
-    """Say what became of the peak, and of the growth per step."""
+    """Say how the peak and the growth per step have changed."""
     sizes = [words.size(size) for size in peak.sizes]
     key = "peak" if peak.share is not None else "peak_unknown"
     if peak.change_bytes == 0:
@@ -101,7 +101,7 @@ def compare_headline(before: ReportFigures, after: ReportFigures, peak: FigureCh
 def changed_findings(
     before: ReportFigures, after: ReportFigures
 ) -> tuple[tuple[ReportFinding, ...], tuple[ReportFinding, ...]]:
-    """Return what is wrong in the second log alone, and what is wrong in the first alone."""
+    """Return the faults that only the second log has, and those that only the first has."""
     old, new = ([each for each in find_findings(figures) if is_faulty(each)] for figures in (before, after))
     return _without(new, old), _without(old, new)
 
@@ -112,7 +112,7 @@ def _without(findings: Sequence[ReportFinding], others: Sequence[ReportFinding])
 
 
 def judge(before: ReportFigures, after: ReportFigures, peak: FigureChange, came: Sequence[ReportFinding]) -> Severity:
-    """Tell how bad a comparison's result is, with what is wrong in the second log alone."""
+    """Return the severity of a comparison's result, given the faults that only the second log has."""
     if (_rate(after) or 0) > (_rate(before) or 0):
         return "fault"
     if came:
@@ -121,7 +121,7 @@ def judge(before: ReportFigures, after: ReportFigures, peak: FigureChange, came:
 
 
 def _rate(figures: ReportFigures) -> int | None:
-    """Return the growth per step: 0 for none, None if it is not known."""
+    """Return the growth per step: 0 if there is none, None if it is unknown."""
     if figures.steps is None or figures.steps.course is None:
         return None
     return round(figures.steps.growth.rate) if figures.steps.growth is not None else 0

@@ -17,10 +17,10 @@ class Load:
 
     Attributes:
         name: Such as ``"t5"``.
-        num_bytes: HeldGrowth of memory; None if its event is missing.
-        since: Name of the event that it is counted from; None if there is none before, so that it includes whatever was
-            there already.
-        is_record: Whether it is the growth of a record over the run: loading may have briefly taken more than remained.
+        num_bytes: Growth of memory; None if its event is missing.
+        since: Name of the event from which the growth is counted; None if there is no earlier one, so that it includes
+            memory that was in use already.
+        is_record: Whether it is the growth of a running peak: loading may have briefly taken more than remained.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _load(name: str, mark: Observed) -> Load:
 
 
 def _level(event: Event) -> tuple[int | None, bool]:
-    """Return the bytes in use at an event, and whether that is a record over the run."""
+    """Return the bytes in use at an event, and whether that is a running peak."""
     if event.allocated_bytes is not None:
         return event.allocated_bytes, False
     return event.peak_total_bytes, True

@@ -154,7 +154,7 @@ def efficiency(rating: Rating, words: Words, *, is_on_cpu: bool) -> Section:
 
 
 def advice_section(advice: Sequence[Tip], words: Words, *, is_faulty: bool) -> Section:
-    """Build the section with short-, middle- and long-term advice; what is at fault has its next step at the top."""
+    """Build the section with short-, middle- and long-term advice; the next step for a fault is at the report's top."""
     nodes: list[Node] = []
     columns = ("col_advice", "col_evidence", "col_results", "col_saves")
     results = {True: words("results_same"), False: words("results_change"), None: ""}
@@ -198,7 +198,7 @@ def conclusions(
 
 
 def full_text(finding: ReportFinding, words: Words) -> str:
-    """Say what was found, what it comes from, and what to do."""
+    """Say what was found, where it comes from, and what to do."""
     return " ".join(words("sentence", text=line) for line in (headline(finding, words), *hints(finding, words)))
 
 

@@ -1,4 +1,4 @@
-"""Phases that come once in many steps, such as epochs, and after which more is held each time."""
+"""Phases that occur once in many steps, such as epochs, and leave more memory held after each occurrence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memkit.report.observed import Observed
 
 
 class Cycle(NamedTuple):
-    """A phase that leaves something behind: its path, the growth from one of its ends to the next, number of ends."""
+    """A phase that leaves memory held: its path, the growth from one of its ends to the next, the number of ends."""
 
     path: str
     growth: HeldGrowth
@@ -20,7 +20,7 @@ class Cycle(NamedTuple):
 
 
 def find_cycle(observed: Sequence[Observed]) -> Cycle | None:
-    """Find the innermost phase, among those that come less than once in two steps, that leaves something each time."""
+    """Find the innermost phase that leaves memory held each time, and occurs less than once in two steps."""
     ends: dict[str, list[tuple[int, int]]] = {}
     begins = find_begins(observed)
     for index, each in enumerate(observed):
@@ -41,7 +41,7 @@ def find_cycle(observed: Sequence[Observed]) -> Cycle | None:
 
 def find_begins(observed: Sequence[Observed]) -> list[int | None]:
     """Return for each event the index of the last one on its track before its block began; None if there is none."""
-    times: dict[int, list[int]] = {}  # per track; where a clock was set back, the latest so far
+    times: dict[int, list[int]] = {}  # per track; if a clock was set back, the latest so far
     indices: dict[int, list[int]] = {}
     begins: list[int | None] = []
     for index, each in enumerate(observed):
@@ -58,7 +58,7 @@ def find_begins(observed: Sequence[Observed]) -> list[int | None]:
 
 
 def change_in(observed: Sequence[Observed], index: int, begin: int | None) -> int | None:
-    """Return by how much a phase changed what is held; None if that is not known."""
+    """Return by how much a phase changed the held memory; None if that is unknown."""
     before = None if begin is None else observed[begin].event.allocated_bytes
     after = observed[index].event.allocated_bytes
     return None if before is None or after is None else after - before

@@ -19,7 +19,7 @@ _SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_li
 
 _LEAST_RANKS = 2  # a table with one row is pointless
 _KINDS = ("small", "large")
-_PRELOADED = 1.5  # growth over what was only seen for the first time: more than that is more than that
+_PRELOADED = 1.5  # times the bytes per step that a tracker merely saw for the first time: faster growth is real
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class LogPeak:
         step: Step of that event.
         rank: Process of that event.
         origin: Source of the count.
-        is_exact: Whether the value is a counter over the whole run, or a prediction; otherwise it is the most that was
-            held at some event or in some stage, and the real peak is at least this.
+        is_exact: Whether the value is a counter over the whole run, or a prediction; otherwise it is the largest value
+            at an event or in a stage, and the real peak is at least this.
     """
 
     num_bytes: int
@@ -127,7 +127,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class KeptTensors:
-    """Tensors, or graphs, that a line of code keeps: as a tracker found at the end of its block, or `leaks()`.
+    """Tensors, or graphs, that a line of code keeps, as found by a tracker at the end of its block, or by `leaks()`.
 
     Attributes:
         made_at: The line that made them, as ``"file:line in function"``; empty if it is not known.
@@ -173,20 +173,20 @@ class ReportFigures:
         seconds: From the first event to the last; None without a clock.
         header: Header of the last run.
         peak: None if no event reports the bytes in tensors.
-        is_cumulative: Whether peaks are records that are never reset.
+        is_cumulative: Whether peaks are running peaks that are never reset.
         layers: Memory around the tensors.
         components: Loaded components.
         stages: In order of first appearance.
         steps: None if the log has no steps.
-        cycle: A phase, such as an epoch, that leaves something behind each time; None if there is none.
+        cycle: A phase, such as an epoch, that leaves memory held each time; None if there is none.
         splits: The peak broken down.
         segments: Of an allocator at the end; empty if not recorded.
         shortages: Allocations that failed.
-        num_survived: Out-of-memory errors that training survived, by ``"oom"`` marks.
-        kept: What a tracker, or `leaks()`, found to be kept at each step; most bytes first.
-        twice_bytes: State of optimizers for parameters that another optimizer has state for as well; 0 if none.
+        num_survived: Out-of-memory errors that training recovered from, by ``"oom"`` marks.
+        kept: Tensors that a tracker, or `leaks()`, found to be kept at each step; most bytes first.
+        twice_bytes: Bytes of optimizer state for parameters that have state in another optimizer too; 0 if none.
         tracking_rate: Bytes of host memory that tracking itself took for each step.
-        observed: The events that count.
+        observed: The events from which the figures come.
     """
 
     num_events: int
@@ -213,7 +213,7 @@ class ReportFigures:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether the run computed on the host, whose capacity is not a card's."""
+        """Whether the run computed on the host, whose capacity is not that of a GPU."""
         device = self.header.device if self.header else None
         return device is not None and device.backend == "cpu"
 
@@ -285,7 +285,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
 
 
 def _without_preloaded(steps: LoggedSteps | None, events: Iterable[Event]) -> LoggedSteps | None:
-    """Leave out a growth that is none: a tracker counts a batch that was there before from its first use."""
+    """Drop a growth that is not real: a tracker counts data loaded before it started only from their first use."""
     rates = (_noted(event, "preloaded_bytes") / max(1, _noted(event, "num_steps")) for event in events)
     rate = max(rates, default=0.0)
     is_it = steps is not None and steps.growth is not None and rate > 0 and steps.growth.rate < _PRELOADED * rate
@@ -293,7 +293,7 @@ def _without_preloaded(steps: LoggedSteps | None, events: Iterable[Event]) -> Lo
 
 
 def _with_cycle(steps: LoggedSteps | None, cycle: Cycle | None) -> LoggedSteps | None:
-    """Let steps grow, on average, where only the ends of a longer phase show it."""
+    """Report the average growth per step if only the ends of a longer phase show it."""
     if steps is None or cycle is None or steps.growth is not None or cycle.num_calls < 2:
         return steps
     every = max(1, len(steps.steps) // cycle.num_calls)
@@ -310,7 +310,7 @@ def _events_by_run(log: EventLog) -> dict[int | None, list[Event]]:
 def _find_earlier(log: EventLog, runs: Mapping[int | None, list[Event]]) -> set[int]:
     """Find the runs that ended before another one of the same rank began.
 
-    Cards of one snapshot, or ranks, are runs side by side. A run without events is never the one to report.
+    GPUs of one snapshot, or ranks, are runs side by side. A run without events is never reported.
     """
     walls = [(each.wall_s, run) for run, each in enumerate(log.headers) if each.wall_s is not None and runs.get(run)]
     found, newest = set(), dict[int, float]()  # by rank, when its last run began
@@ -347,7 +347,7 @@ def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) 
 
 
 def _is_cumulative(events: Sequence[Event]) -> bool:
-    """Whether the only peaks are records over the whole run."""
+    """Whether the only peaks are running peaks over the whole run."""
     num_records = sum(event.peak_total_bytes is not None for event in events)
     return num_records > 1 and all(event.peak_bytes is None for event in events)
 
@@ -418,7 +418,7 @@ _KEPT_TYPES = {"made_at": (str,), "num_tensors": (int,), "nbytes": (int,), "is_g
 
 
 def _find_kept(events: Iterable[Event]) -> tuple[KeptTensors, ...]:
-    """Return what the last event with such a note says is kept."""
+    """Return the kept tensors of the last event whose note lists any."""
     for event in reversed(list(events)):
         noted = event.note.get("kept") if event.note else None
         kept = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Severity = Literal["fault", "warning", "note", "good"]
-"""A run that will end, or has; memory that is spent for nothing; worth knowing; nothing wrong."""
+"""The run will fail, or has failed; memory is wasted; worth knowing; nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +17,9 @@ class ReportFinding:
     Attributes:
         kind: Such as ``"leak"``.
         severity: How bad it is.
-        at_stake: Bytes that it costs; what grows counts for 1,000 steps.
-        values: What the texts say: bytes are ints, all else is text.
-        suspect: The line of code, variable, module or phase that it comes from; None if the log does not tell.
+        at_stake: Bytes that it costs; growth counts over 1,000 steps.
+        values: Values for the placeholders of the texts: bytes are ints, all others are text.
+        suspect: The line of code, variable, module or phase that it comes from; None if the log does not show it.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""All findings of a log, the worst first, and what each says."""
+"""All findings of a log, the worst first, and their texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ORDER: tuple[Severity, ...] = ("fault", "warning", "note", "good")
 
 
 def find_findings(figures: ReportFigures) -> tuple[ReportFinding, ...]:
-    """Return what is wrong, the worst first; if nothing is, one finding that says so."""
+    """Return the findings, the worst first; if nothing is wrong, one finding that says so."""
     found = itertools.chain.from_iterable(detect(figures) for detect in _DETECTORS)
     ordered = sorted(found, key=lambda each: (_ORDER.index(each.severity), -each.at_stake))
     return tuple(ordered) or (_nothing_wrong(figures),)
@@ -74,7 +74,7 @@ def next_step(finding: ReportFinding, words: Words) -> str | None:
 
 
 _NAMED = frozenset({"leak", "leak_every", "leak_cycle"})
-"""Kinds whose remedy is about a variable: without a suspect, the next step is to find it."""
+"""Kinds whose remedy concerns a variable: without a suspect, the next step is to find it."""
 
 
 def _text(value: object, words: Words) -> str:

@@ -1,4 +1,4 @@
-"""What grows: tensors with each step or each epoch, graphs that are kept, the host's memory, child processes."""
+"""Find growth: of tensors with each step or epoch, of kept graphs, of host memory, of child processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memkit.report.growth import HeldGrowth, growth_of
 from memkit.report.nodes import clean
 from memkit.report.observed import Observed
 
-HORIZON = 1_000  # steps: what grows is weighed against what is spent once
+HORIZON = 1_000  # steps over which growth is counted, to compare it with memory that is spent once
 LEAKS = frozenset({"leak", "leak_every", "leak_cycle", "graph"})
 """Kinds of findings about tensors that are kept."""
-_LEAST_HOST_BYTES = 32 * MIB  # over the log: heaps, shared batches, and libraries that load late move a process by ten
-_LEAST_KEPT = 3  # graphs: one or two are a variable that is still alive
+_LEAST_HOST_BYTES = 32 * MIB  # over the log: heaps, shared batches and late-loaded libraries account for about 10 MiB
+_LEAST_KEPT = 3  # graphs: one or two may belong to a variable that is still alive
 
 
 def find_growing(figures: ReportFigures) -> Iterator[ReportFinding]:
@@ -50,7 +50,7 @@ def find_leak(figures: ReportFigures) -> ReportFinding | None:
     what = suspect(kept) if kept is not None else None
     if figures.cycle is not None and (growth is None or growth.every > 1):
         path, by_cycle, _ = figures.cycle
-        rate = by_cycle.rate / 100 if growth is None else growth.rate  # without steps: as if each had a hundred
+        rate = by_cycle.rate / 100 if growth is None else growth.rate  # without steps, assume a hundred per cycle
         values = {"rise": by_cycle.rise_bytes, "name": clean(path), **_certainty(by_cycle)}
         return ReportFinding(
             kind="leak_cycle", severity="fault", at_stake=round(HORIZON * rate), values=values, suspect=what
@@ -63,7 +63,7 @@ def find_leak(figures: ReportFigures) -> ReportFinding | None:
 
 
 def suspect(kept: KeptTensors) -> str | None:
-    """Return the line that keeps tensors, and the variable, as far as they are known."""
+    """Return the line that keeps tensors, and the variable, if they are known."""
     return ", ".join(clean(part) for part in (kept.grows_at or kept.made_at, kept.holder) if part) or None
 
 
@@ -85,12 +85,12 @@ def _of_growth(kind: str, growth: HeldGrowth, figures: ReportFigures, what: str 
 
 
 def _certainty(growth: HeldGrowth) -> dict[str, str]:
-    """Return the key of a text."""
+    """Return the key of the text that says how certain a growth is."""
     return {"certainty": "probably" if growth.is_certain else "perhaps"}
 
 
 def _find_host_growth(figures: ReportFigures, read: Callable[[Observed], int | None]) -> HeldGrowth | None:
-    """Find growth of what processes hold on the host, per step; without what tracking itself took."""
+    """Find growth of the processes' host memory, per step, without the memory of the tracking itself."""
     points: dict[int, int] = {}  # the last reading at or before the end of each step
     number = 0
     for each in figures.observed:
@@ -112,7 +112,7 @@ def _find_host_growth(figures: ReportFigures, read: Callable[[Observed], int | N
 
 
 def _evenly(points: Sequence[tuple[int, int]]) -> list[int]:
-    """Return as many values at equal distances, on straight lines between the readings."""
+    """Resample the readings at equal distances, by linear interpolation; as many values as readings."""
     (first, _), (last, _) = points[0], points[-1]
     values, at = [], 0
     for index in range(len(points)):

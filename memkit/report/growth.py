@@ -1,4 +1,4 @@
-"""Whether what is held rises from step to step without end, how fast, and how often. Pure functions."""
+"""Whether held memory rises from step to step without end, how fast, and how often. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import pairwise
 
 from memkit._core.units import GIB
 
-LEAST_RATE = GIB / 100_000  # per step: less than 1 GiB in 100,000 steps, which is days of training, is no leak to hunt
+LEAST_RATE = GIB / 100_000  # per step: less than 1 GiB in 100,000 steps, days of training, is not worth a search
 _FEWEST = 3  # values, if their rises are equal
-_FEW = 8  # with fewer, no statistics: every step must add, and about as much
-_MOST_POINTS = 200  # evenly chosen: the slopes of all pairs are computed
+_FEW = 8  # with fewer values there are no statistics: every step must add, and about the same
+_MOST_POINTS = 200  # evenly chosen, because the slopes of all pairs are computed
 _CERTAIN = 3.0  # standard deviations of Kendall's statistic: noise reaches them once in 700 logs
-_LEAST_RISES = 5  # records of noise rise ever less often: 1.4 times on average in the last three quarters of a log
-_END = 8  # the last part of a log, as 1/8: what does not rise at all in it has come to its end
-_INPUTS = 1.5
-_LASTING = 0.3  # of the mean rate, at least, in the last quarter: what fills up, such as a cache, has stopped by then
+_LEAST_RISES = 5  # a running peak of noise rises 1.4 times on average in the last three quarters of a log
+_END = 8  # the last eighth of a log: a series that does not rise in it has stopped growing
+_INPUTS = 1.5  # times the growth of held memory: if the peaks rise faster than this, the inputs grow
+_LASTING = 0.3  # of the mean rate, at least, in the last quarter: a cache that fills up has stopped by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Trend:
 
 @dataclass(frozen=True, slots=True)
 class HeldGrowth:
-    """Values that rise, and still did so at the end.
+    """Growth of values that still rose at the end.
 
     Attributes:
         rate: Bytes per step.
@@ -59,11 +59,11 @@ class HeldGrowth:
 
 
 def growth_of(values: Sequence[int], *, least_rate: float = LEAST_RATE) -> HeldGrowth | None:
-    """Tell whether values at the ends of steps grow without end.
+    """Find out whether values at the ends of steps grow without end.
 
-    The first ones do not count: the first step makes gradients and the optimizer's state. What rises and then stays
-    (a cache, a warm-up), what returns (a list emptied at each epoch) and what goes up and down (batches of different
-    lengths) is no growth.
+    The first ones do not count, because the first step creates gradients and the optimizer's state. Values that rise
+    and then stay (a cache, a warm-up), that return (a list cleared at each epoch) or that go up and down (batches of
+    different lengths) do not count as growth.
 
     Example:
         >>> from memkit.report.growth import growth_of
@@ -75,9 +75,9 @@ def growth_of(values: Sequence[int], *, least_rate: float = LEAST_RATE) -> HeldG
 
 
 def is_of_inputs(growth: HeldGrowth, peaks: Sequence[int]) -> bool:
-    """Whether the peaks of the steps rise faster than what they hold: then the steps take more, and give it back.
+    """Whether the steps' peaks rise faster than the memory they hold: then the steps take more, and free it again.
 
-    A leak lifts both alike. Resolutions or lengths that grow lift the peaks most.
+    A leak raises both equally. Growing resolutions or lengths raise the peaks more.
     """
     if len(peaks) < 2:
         return False
@@ -86,7 +86,7 @@ def is_of_inputs(growth: HeldGrowth, peaks: Sequence[int]) -> bool:
 
 
 def _find_jumps(values: Sequence[int]) -> HeldGrowth | None:
-    """Find equal rises at equal distances, such as once in an epoch, with nothing between them."""
+    """Find equal rises at equal distances, such as once in an epoch, with no change between them."""
     rises = [later - earlier for earlier, later in pairwise(values)][1:]
     largest = max(rises, default=0)
     jumps = [index for index, rise in enumerate(rises) if 2 * rise >= largest]
@@ -103,7 +103,7 @@ def _find_jumps(values: Sequence[int]) -> HeldGrowth | None:
 
 
 def _find_steady(values: Sequence[int]) -> HeldGrowth | None:
-    """Find a rise at most of the steps, also under noise."""
+    """Find values that rise at most of the steps, even with noise."""
     tail = values[max(1, len(values) // 4) if len(values) > _FEWEST else 0 :]
     rises = [later - earlier for earlier, later in pairwise(tail)]
     if len(tail) < _FEW:
@@ -116,7 +116,7 @@ def _find_steady(values: Sequence[int]) -> HeldGrowth | None:
     quarters = [min(tail[len(tail) * n // 4 : len(tail) * (n + 1) // 4]) for n in range(4)]
     is_lasting = quarters[3] - quarters[2] > _LASTING * (quarters[3] - quarters[0]) / 3
     last = rises[-max(2, len(tail) // _END) :]
-    is_over = max(map(abs, last)) * 10 * len(rises) < tail[-1] - tail[0]  # flat at the end: a cache that is full now
+    is_over = max(map(abs, last)) * 10 * len(rises) < tail[-1] - tail[0]  # flat at the end: perhaps a full cache
     is_rising = all(earlier < later for earlier, later in pairwise(quarters)) and is_lasting
     if trend is None or trend.deviations < _CERTAIN or not is_rising or is_over:
         return None

@@ -21,9 +21,9 @@ _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
 )
-_WIDTH, _HEIGHT = 1000, 300  # of a curve's own coordinates; the page scales them
+_WIDTH, _HEIGHT = 1000, 300  # of a curve's coordinate system; the page scales it
 _NUM_COLORS = 4
-_MOST_DASHED = 120  # points of a curve; among more, dashes are lost
+_MOST_DASHED = 120  # points of a curve; with more of them, dashes are not visible
 
 
 def to_html(report: Report, mark: str) -> str:
@@ -172,7 +172,7 @@ def _rule(y: float, name: str = "rule") -> str:
 
 
 def _classes(chart: Lines, line: Curve) -> str:
-    """Return the classes of a curve. Dashes tell the colors apart on paper, where they can be seen and mean no more."""
+    """Return a curve's classes. Dashes distinguish colors on paper, unless they are invisible or mean something."""
     is_dense = max(len(each.x) for each in chart.lines) > _MOST_DASHED
     is_told = not line.is_line or is_dense or any(each.style == "dashed" for each in chart.lines)
     return f"l{chart.colors[line.name] % _NUM_COLORS}" + f" {line.style}" * is_told

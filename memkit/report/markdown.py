@@ -62,7 +62,7 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
         case Bullets():
             yield from (f"{mark} {_start(item)}" for mark, item in _marked(node))
         case Table():
-            # GitHub and others fold this; renderers that do not know the tag show its content.
+            # GitHub and others fold this; renderers that do not support the tag show its content.
             count = words("show_rows", count=len(node.rows))
             if node.caption:
                 yield f"**{escape(node.caption)}**"
@@ -77,7 +77,7 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
         case Bars() | Lines():
             yield f"{escape(node.caption)}:"
             yield ""
-            # Indented code: no name can end it, as it could end a fence.
+            # Indented code, because a name could end a fence but not an indented block.
             yield from (f"    {line}" for line in chart_lines(node))
 
 
@@ -116,7 +116,7 @@ def _marked(node: Bullets) -> Iterator[tuple[str, str]]:
 
 
 def is_right(num_columns: int, rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:
-    """Tell which columns are mostly figures and are right-aligned."""
+    """Return which columns are mostly figures, and so are right-aligned."""
     balance = [0] * num_columns
     for row in rows:
         for column, cell in enumerate(row):

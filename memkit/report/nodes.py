@@ -19,7 +19,7 @@ _LONGEST_NAME = 80
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of bytes, as far as it is known.
+    """A number of bytes, known exactly, within bounds, or not at all.
 
     Attributes:
         low: Lower bound; None if unknown.
@@ -38,7 +38,7 @@ class Size:
 
     @classmethod
     def of(cls, num_bytes: int | None, *, is_change: bool = False) -> Size:
-        """Make a size that is known, or for None one that is not recorded."""
+        """Make a known size, or for None one that is not recorded."""
         return cls(num_bytes, num_bytes, is_change)
 
     @property
@@ -93,12 +93,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class AllocationView:
-    """Allocations to click through, in HTML.
+    """An interactive view of allocations, in HTML.
 
     Attributes:
-        data: What the page's script draws.
-        table: What other formats show in its place.
-        rooms: Name of a moment, and the segments that the allocator then had: size, and where blocks in use lie.
+        data: Data for the page's script.
+        table: The table that other formats show instead.
+        rooms: Name of a moment, and the allocator's segments then: size, and start and end of each block in use.
     """
 
     data: dict[str, Any]
@@ -129,11 +129,11 @@ class Report:
 
     Attributes:
         title: What kind of report it is.
-        headline: What was found, in one sentence: the first line of every form.
+        headline: The main finding in one sentence: the first line of every format.
         severity: How bad that is.
-        hints: What it comes from, and what to do next.
+        hints: Where it comes from, and what to do next.
         verdict: The most important figures in one sentence.
-        highlights: Those figures one by one: label and value.
+        highlights: Those figures individually: label and value.
         sections: In reading order.
         language: ``"en"`` or ``"zh"``.
         figures: Returns the underlying numbers, as plain JSON values.

@@ -1,4 +1,4 @@
-"""Interpret each event's memory figures: a stage's own peak, a record that is never reset, or memory held."""
+"""Interpret each event's memory figures: a stage's own peak, a running peak that is never reset, or memory held."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memkit._events.log import Event
 from memkit._events.reader import EventLog
 
 PEAK_FIELDS = ("peak_total_bytes", "peak_bytes", "allocated_bytes")
-"""Fields that report peak bytes in tensors; of equal values, the first one counts."""
+"""Fields that report peak bytes in tensors; of equal values, that of the first field counts."""
 _STEP = re.compile(r"step[_ -]?(\d{1,18})", re.ASCII)
 
 
@@ -20,7 +20,7 @@ class Observed(NamedTuple):
     Attributes:
         event: The event.
         track: The run and process it belongs to: figures may be subtracted only within a track.
-        before: The last earlier event on its track that reports memory held, or a record.
+        before: The last earlier event on its track that reports memory held, or a running peak.
         step: Number of the training step that it ends; None for other events.
         low: Lower bound of its stage's peak: the memory held at its end, and anything seen inside it.
         high: Upper bound of its stage's peak.
@@ -37,10 +37,10 @@ class Observed(NamedTuple):
 def observe(log: EventLog) -> tuple[list[Observed], int]:
     """Interpret a log's events.
 
-    If some events were measured and others only predicted, the predicted ones are left out.
+    If some events were measured and others only predicted, the predicted ones are omitted.
 
     Returns:
-        The events, and the number left out.
+        The events, and the number omitted.
     """
     predicted = [
         any(origin.kind == "predicted" for name, origin in header.fields.items() if name in PEAK_FIELDS)
@@ -51,24 +51,24 @@ def observe(log: EventLog) -> tuple[list[Observed], int]:
         for event in log.events
         if event.kind != "predicted" and (event.kind is not None or event.run is None or not predicted[event.run])
     ]
-    # A mark without any number does not tell how the others were obtained.
+    # A mark without any number does not show how the others were obtained.
     events = measured if any(_device_bytes(event) is not None for event in measured) else list(log.events)
     inside = _Inside()
     return [inside.widen(each) for each in _observe(events)], len(log.events) - len(events)
 
 
 class _Inside:
-    """Records what is seen inside blocks still open: a step or a phase, whose line comes at its end."""
+    """Records the memory seen inside steps and phases that are still open: their own line comes at their end."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}  # per track, since its last step
         self._phases: dict[tuple[int, str], list[tuple[int, int]]] = {}  # time and bytes, by the phase's path
 
     def widen(self, each: Observed) -> Observed:
-        """Raise the lower bound of a block's peak to what was seen inside it, if nothing better is known."""
+        """Raise the lower bound of a block's peak to the largest value seen inside it, if no better one is known."""
         event, track = each.event, each.track
         lows = [each.low]
-        if event.time_ns is None:  # no clock, no blocks: a log of single events, such as the older format
+        if event.time_ns is None:  # without a clock there are no blocks: a log of single events, as in the older format
             return each
         if each.step is not None:
             lows.append(self._steps.pop(track, None))
@@ -104,7 +104,7 @@ def _observe(events: Iterable[Event]) -> Iterator[Observed]:
         run, record = event.run, event.peak_total_bytes
         known = records.get(run)
         if run not in tracks or (record is not None and known is not None and record < known):
-            # A falling peak counter was reset: earlier values say nothing about later ones.
+            # A peak counter that falls was reset: earlier values do not bound later ones.
             tracks[run] = num_tracks
             num_tracks += 1
             last.pop(run, None)
@@ -123,7 +123,7 @@ def _peak(event: Event, record: int | None, known: int | None) -> tuple[int | No
         return event.peak_bytes, event.peak_bytes
     if record is None:
         return event.allocated_bytes, None
-    # A phase's line comes after those of the phases inside it, which may have set the record.
+    # A phase's line comes after those of the phases inside it, which may have set the running peak.
     if event.phase is None and event.duration_ns is None and (known is None or record > known):
         return record, record
     return event.allocated_bytes, record

@@ -1,4 +1,4 @@
-"""What takes more than it needs, once or in one place: out of memory, evaluations, the first step, the allocator."""
+"""Find memory beyond what is needed, once or in one place: out of memory, evaluation, the first step, the allocator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from memkit.report.stages import OWN_MARKS, LoggedStep
 
 _EVALUATION = re.compile(r"val(id(ation|ate)?)?|eval(uat(e|ion))?|test(ing)?|infer(ence)?|predict(ion)?", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory")
-_END_OF_RUN = 10**15  # more than any device has: nothing matters more than a run that ends
-_LARGER = 1.2  # times all others: less is the spread of batches
-_LEAST_BYTES = MIB  # smaller differences are the allocators' rounding
-_CACHED = 0.2  # of reserved bytes, beyond what tensors ever took: below it, nothing is to be gained
-_LEAST_CACHED = 64 * MIB  # a few partly used segments, of 20 MiB each, are as it should be
+_END_OF_RUN = 10**15  # more than any device has: a run that fails matters most
+_LARGER = 1.2  # times all others: smaller ratios are the spread of batches
+_LEAST_BYTES = MIB  # smaller differences come from the allocators' rounding
+_CACHED = 0.2  # of reserved bytes, beyond what tensors ever took: a smaller share is not worth a finding
+_LEAST_CACHED = 64 * MIB  # a few partly used segments of 20 MiB each are normal
 _TIGHT = 0.1  # of the device, free: another order of allocations, or a longer input, may not fit
-_SAME = 0.1  # two rises of the same thing differ by less
+_SAME = 0.1  # two rises with the same cause differ by less than this share
 _LEAST_STEPS = 4  # with known peaks
 
 
@@ -40,7 +40,7 @@ def is_evaluation(path: str) -> bool:
 
 
 def find_shortages(figures: ReportFigures) -> Iterator[ReportFinding]:
-    """Find where memory ran out, and whether training went on."""
+    """Find where memory ran out, and whether training continued."""
     events = [each.event for each in figures.observed]
     last_step = max((index for index, each in enumerate(figures.observed) if each.step is not None), default=-1)
     failed = [
@@ -73,19 +73,19 @@ def find_shortages(figures: ReportFigures) -> Iterator[ReportFinding]:
 
 
 def _parts(note: Mapping[str, Any] | None) -> int:
-    """Return into how many parts a batch was cut after an out-of-memory; 0 if the note does not tell."""
+    """Return into how many parts a batch was split after an out-of-memory error; 0 if the note does not say."""
     sizes = note.get("sizes") if note else None
     return len(sizes) if isinstance(sizes, list) and all(type(each) is int for each in sizes) else 0
 
 
 def ran_out(event: Event) -> bool:
-    """Whether an event tells of an out-of-memory error that left its block."""
+    """Whether an event reports an out-of-memory error that left its block."""
     error = event.note.get("error") if event.note else None
     return event.event == "out_of_memory" or (isinstance(error, str) and bool(_OUT_OF_MEMORY.search(error)))
 
 
 def find_evaluation(figures: ReportFigures) -> Iterator[ReportFinding]:
-    """Find an evaluation that builds graphs, or whose batches take more than the training."""
+    """Find an evaluation that builds graphs, or whose batches take more than training does."""
     observed, begins = figures.observed, find_begins(figures.observed)
     calls = [
         (index, each)
@@ -129,7 +129,7 @@ def find_evaluation(figures: ReportFigures) -> Iterator[ReportFinding]:
 
 
 def _trainings(figures: ReportFigures) -> list[LoggedStep]:
-    """Return the steps without an evaluation: what comes between two steps counts for the second."""
+    """Return the steps without an evaluation: one between two steps belongs to the second."""
     mixed = set()
     is_in_it = dict.fromkeys((each.track for each in figures.observed), False)
     for each in figures.observed:
@@ -147,13 +147,13 @@ def _is_call(each: Observed) -> bool:
 
 
 def _is_plain(observed: Sequence[Observed], index: int, begin: int | None) -> bool:
-    """Whether no step and no backward came inside a phase: it does not train."""
+    """Whether a phase contains neither a step nor a backward pass, so that it does not train."""
     inside = observed[0 if begin is None else begin + 1 : index]
     return not any(each.step is not None or "backward" in (each.event.phase or "") for each in inside)
 
 
 def _added(observed: Sequence[Observed], index: int, begin: int | None) -> int:
-    """Return by how much a phase's peak exceeds what was held when it began; 0 if that is not known."""
+    """Return by how much a phase's peak exceeds the memory held when it began; 0 if that is unknown."""
     each, base = observed[index], None if begin is None else observed[begin].event.allocated_bytes
     return each.low - base if each.low is not None and each.low == each.high and base is not None else 0
 
@@ -185,7 +185,7 @@ def find_lone_peak(figures: ReportFigures) -> Iterator[ReportFinding]:
 
 
 def _rest_of_peak(figures: ReportFigures) -> int:
-    """Return the run's peak if only a first step that was not counted whole can have had it; else 0."""
+    """Return the run's peak if only a first step that was not recorded from its beginning can have set it; else 0."""
     last = max((index for index, each in enumerate(figures.observed) if each.step is not None), default=-1)
     later = [each.low or 0 for each in figures.observed[last + 1 :] if each.event.event not in OWN_MARKS]
     peak = figures.peak.num_bytes if figures.peak else 0
@@ -194,7 +194,7 @@ def _rest_of_peak(figures: ReportFigures) -> int:
 
 
 def find_optimizer_twice(figures: ReportFigures) -> Iterator[ReportFinding]:
-    """Find optimizer state that is there twice: as noted, or as a second rise by what the first step added."""
+    """Find duplicate optimizer state: as noted, or as a second rise by the amount that the first step added."""
     if figures.twice_bytes:
         yield ReportFinding(
             kind="optimizer_twice",
@@ -217,7 +217,7 @@ def find_optimizer_twice(figures: ReportFigures) -> Iterator[ReportFinding]:
 
 
 def _changes(figures: ReportFigures) -> dict[str, list[tuple[int, int]]]:
-    """Return by how much each phase changed what was held, by the number of the step."""
+    """Return by how much each phase changed the held memory, by the number of the step."""
     found: dict[str, dict[int, int]] = {}
     number = 1
     begins = find_begins(figures.observed)
@@ -232,7 +232,7 @@ def _changes(figures: ReportFigures) -> dict[str, list[tuple[int, int]]]:
 
 
 def find_cached(figures: ReportFigures) -> Iterator[ReportFinding]:
-    """Find what the allocator reserved beyond what tensors ever took."""
+    """Find memory that the allocator reserved beyond what tensors ever took."""
     peak, reserved, total = figures.peak, figures.layers.reserved_bytes, figures.layers.total_bytes
     held = figures.held_bytes
     if peak is not None and peak.is_exact and reserved is not None:

@@ -44,11 +44,11 @@ RULES = (
     RatedFigure("spread", 15, ((0.02, 1.0), (0.30, 0.0))),
     RatedFigure("unattributed", 10, ((0.10, 1.0), (0.60, 0.0))),
 )
-"""Room at the peak; reserved, not in tensors; growth over all steps; how far their peaks lie apart; no component."""
+"""Free at the peak; reserved but not in tensors; growth over all steps; spread of the peaks; not in a component."""
 
 
 CAPS: dict[str, int] = {"fault": 40, "warning": 80}
-"""The most points with such a finding: a run that leaks is not a good one, however little else it wastes."""
+"""The most points with such a finding: a run that leaks is not good, however little it wastes otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Rating:
 
 
 def rate(figures: ReportFigures, findings: Sequence[ReportFinding] = ()) -> Rating:
-    """Rate a run by its figures; what is found to be wrong limits the rating."""
+    """Rate a run by its figures; faults and warnings among the findings cap the rating."""
     values = _values(figures)
     marks = tuple(
         Mark(rule, values[rule.name], None if (value := values[rule.name]) is None else rule.mark(value))

@@ -12,19 +12,19 @@ from memkit.report.nodes import Size
 from memkit.report.observed import Observed
 
 OWN_MARKS = frozenset({"track", "kept", "leaks"})
-"""Events that memkit adds by itself: what they say of the run stands elsewhere."""
+"""Events that memkit adds by itself: other sections report their content."""
 
 Measure = Literal["incremental", "held", "record"]
 
 
 @dataclass(frozen=True, slots=True)
 class EventStage:
-    """All events of one phase, or of one name outside of phases.
+    """All events of one phase, or of one name outside phases.
 
     Attributes:
         name: Path of the phase, or the event's name.
         num_events: Number of events.
-        peak: Peak bytes in tensors during it, as far as known.
+        peak: Peak bytes in tensors during it, exact or as bounds.
         added_bytes: The largest recorded addition; None if not recorded.
         host_ns: Total host time; None if not recorded.
     """
@@ -59,15 +59,16 @@ class LoggedSteps:
 
     Attributes:
         steps: The steps.
-        num_missing: Numbers between the first and the last one that the log lacks.
-        measure: How a change is measured: ``"incremental"``, as the program wrote it; ``"held"``, the difference
-            between the memory held at the ends of two steps; ``"record"``, the growth of a record over the run; None
-            without any.
-        trend: Slope of held memory, or of the sum of what the steps added; None for too few steps, and if a record
-            shows that what they added was freed, or may have been.
-        growth: The same as a verdict: None if it does not grow for certain.
-        has_larger_inputs: Whether what is held grows only since the steps take more and more, and give it back.
-        rise: The sum of what the steps added, and the rise of a record over them, if that is less; else None.
+        num_missing: Numbers between the first and the last one that are missing from the log.
+        measure: How a change is measured: ``"incremental"``, as the program recorded it; ``"held"``, the difference
+            between the memory held at the ends of two steps; ``"record"``, the growth of the running peak; None if
+            there is no measure.
+        trend: Slope of held memory, or of the sum of the bytes that the steps added; None for too few steps, and if a
+            running peak shows that these bytes were freed, or may have been.
+        growth: The same as a verdict: None unless it grows for certain.
+        has_larger_inputs: Whether held memory grows only because the steps take more and more, and free it again.
+        rise: The sum of the bytes that the steps added, and the rise of the running peak over them, if that is less;
+            else None.
     """
 
     steps: tuple[LoggedStep, ...]
@@ -88,7 +89,7 @@ class LoggedSteps:
 
     @property
     def course(self) -> Literal["growth", "flat", "growth_added", "flat_added"] | None:
-        """Whether it grows, and whether that is the sum of what the steps added; None if that is not known."""
+        """Whether memory grows, and whether that is the sum of the bytes that steps added; None if unknown."""
         if self.trend is None and self.growth is None:
             return None
         if self.measure == "incremental":
@@ -97,7 +98,7 @@ class LoggedSteps:
 
     @property
     def growth_bytes(self) -> float | None:
-        """HeldGrowth over all steps: by the trend, or else by the rise of a record that did not stand above them."""
+        """Growth over all steps: by the trend, or else by the rise of a running peak that the steps themselves set."""
         if self.growth is not None:
             return self.growth.rate * (self.steps[-1].number - self.steps[0].number)
         if self.trend is not None:
@@ -225,7 +226,7 @@ def _choose_change(
 
 
 def _find_rise(observed: Sequence[Observed], increments: Sequence[int | None]) -> tuple[int, int] | None:
-    """Compare what steps added with the growth of the record from before the first to after the last of them."""
+    """Compare the bytes that steps added with the rise of the running peak from before the first to after the last."""
     added = sum(value for value in increments if value is not None)
     indices = [index for index, each in enumerate(observed) if each.event.incremental_bytes and each.step is not None]
     if not indices:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from memkit.report.nodes import Curve, clean
 
-_NUM_BUCKETS = 240  # two points each; finer than a phone's chart pixels, and as fine as print
+_NUM_BUCKETS = 240  # two points each; finer than the pixels of a chart on a phone, and as fine as print
 
 
 def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Curve:
     """Make a curve of at most 482 points.
 
-    Every local peak that is the largest of its bucket is kept, and so is the global peak with its name; so are both
-    ends.
+    The largest point of every bucket is kept, and so are the global peak with its name, and both ends.
 
     Args:
         name: The curve's name.

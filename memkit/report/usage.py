@@ -17,12 +17,12 @@ from memkit.report.words import Words
 MOST_ROWS = 40  # of a table; the number left out is shown
 _MOST_SHORTAGES = 5
 _FIRST_STEPS, _LAST_STEPS = 12, 3
-_MOST_STRIPS, _MOST_SPANS = 5, 60  # phases shown along the time axis: more often, and they are a gray bar
+_MOST_STRIPS, _MOST_SPANS = 5, 60  # phases along the time axis: one that runs more often would be a gray bar
 _T = TypeVar("_T")
 
 
 def usage_sections(figures: ReportFigures, words: Words, *, missing: Sequence[str] = ()) -> Iterator[Section]:
-    """Build the sections about memory usage that the log has figures for, as one without any has no nodes.
+    """Build the sections about memory usage; a section without figures in the log has no nodes.
 
     Args:
         figures: The figures.
@@ -43,7 +43,7 @@ def timeline_section(figures: ReportFigures, words: Words) -> Section:
 
 
 def missing_line(figures: ReportFigures, words: Words) -> Paragraph | None:
-    """Say in one line what the log does not have, and how to record it."""
+    """Say in one line what is missing from the log, and how to record it."""
     wanted = {
         "components": ("components_title", not figures.components.loads),
         "stages": ("stages_title", not figures.stages),
@@ -217,7 +217,7 @@ def _steps(steps: LoggedSteps | None, words: Words) -> Iterator[Node]:
 
 
 def rise_text(rise: tuple[int, int], words: Words) -> str:
-    """Say that a record rose by less than the steps added."""
+    """Say that the running peak rose by less than the steps added."""
     added, grown = (words.size(Size.of(each)) for each in rise)
     return words("steps_rise", added=added, grown=grown)
 
@@ -230,7 +230,7 @@ def _step_row(step: LoggedStep, *, has_peak: bool, has_held: bool) -> tuple[Cell
 def _curves(
     values: Mapping[str, Sequence[int | None]], places: Sequence[float], labels: Sequence[str], words: Words
 ) -> tuple[Curve, ...]:
-    """Make a curve of each row of values that has two known ones or more."""
+    """Make a curve of each row with at least two known values."""
     curves = []
     for key, sizes in values.items():
         each = zip(places, sizes, labels, strict=True)
@@ -255,7 +255,7 @@ def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
     }
     labels = [each.event.event for each in events]
     lines = list(_curves(values, places, labels, words))
-    if not lines and figures.is_on_cpu:  # nobody counted tensors: the process is what there is
+    if not lines and figures.is_on_cpu:  # tensors were not counted: show the process's memory instead
         lines = list(_curves({"layer_host": [each.event.host_peak_bytes for each in events]}, places, labels, words))
     if not lines:
         return
@@ -269,7 +269,7 @@ def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
 
 
 def _slope(figures: ReportFigures, places: Sequence[float], words: Words) -> Iterator[Curve]:
-    """Draw the growth as a straight line over the steps, at what they held."""
+    """Draw the growth as a straight line over the steps, at the height of the held memory."""
     steps = [(place, each) for place, each in zip(places, figures.observed, strict=True) if each.step is not None]
     held = [(place, each.event.allocated_bytes) for place, each in steps if each.event.allocated_bytes is not None]
     if figures.steps is None or figures.steps.growth is None or len(held) < 2:
@@ -296,7 +296,7 @@ def _failures(figures: ReportFigures, places: Sequence[float], line: Curve, word
 
 
 def _strips(figures: ReportFigures, start: float) -> Iterator[Strip]:
-    """Show when phases ran, those that come a few times: evaluations first, then the longest."""
+    """Show when phases ran that occur only a few times: evaluations first, then the longest."""
     spans: dict[str, list[tuple[float, float]]] = {}
     for each in figures.observed:
         event = each.event
@@ -326,7 +326,7 @@ def _splits(figures: ReportFigures, words: Words) -> Iterator[Node]:
 
 
 def shortage_texts(figures: ReportFigures, words: Words) -> Iterator[str]:
-    """Say where memory ran out and how much was missing, and how often training continued after it."""
+    """Say where memory ran out and how much was missing, and how often training recovered from it."""
     shown, num_left = _cut(figures.shortages, _MOST_SHORTAGES)
     for each in shown:
         asked, free, held = (

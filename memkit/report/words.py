@@ -1,4 +1,4 @@
-"""Every text of a report, in two languages: the table is `texts.json` beside this file."""
+"""Every text of a report, in two languages, read from `texts.json` beside this file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Words:
         return texts()[key][self.language]
 
     def size(self, size: Size) -> str:
-        """Format a size with the unit that suits it."""
+        """Format a size with a suitable unit."""
         low, high = size.low, size.high
         if size.is_known or (low is None) != (high is None):
             text = format_bytes((high if low is None else low) or 0, is_change=size.is_change)
@@ -90,7 +90,7 @@ def exact_bytes(size: Size) -> str:
 
 
 def share_text(share: Share) -> str:
-    """Format a share that is recorded."""
+    """Format a recorded share."""
     value = share.value or 0.0
     return f"{value:+.1%}" if share.is_change and value else f"{value:.1%}"
 

@@ -1,4 +1,4 @@
-"""Write a report to a file, in the format of its suffix, without overwriting anything but a report."""
+"""Write a report to a file, in the format of its suffix; only an earlier report is ever overwritten."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from memkit.report.markdown import to_markdown, to_text
 from memkit.report.nodes import AllocationView, Bars, Lines, Node, Paragraph, Report, Share, Size, Table
 
 MARK = "memkit.report/1"
-"""Stands at the beginning of every report: only a file that bears it is replaced."""
+"""Mark at the beginning of every report: only a file that has it is replaced."""
 _TO_PDF = ", and print it to PDF in a browser: the page has a style for paper"
-_BEGINNING = 4096  # bytes: a text begins with what was found
+_BEGINNING = 4096  # bytes in which to look for the mark: a text report begins with its findings
 
 _FORMATS = {".md": to_markdown, ".html": to_html, ".txt": to_text}
 SUFFIXES = (*_FORMATS, ".json")
@@ -29,7 +29,7 @@ def render_report(report: Report, suffix: str) -> str:
 
 
 def check_target(path: str | os.PathLike[str], *, replaces: bool = True) -> Path:
-    """Refuse a path that no report can be written to.
+    """Refuse a path to which no report can be written.
 
     Args:
         path: The file to write.
@@ -43,9 +43,9 @@ def check_target(path: str | os.PathLike[str], *, replaces: bool = True) -> Path
     if not target.parent.is_dir():
         raise InputError(
             f"write_report(log, {str(path)!r})",
-            got="a folder that is not there",
-            expected="a path in a folder that exists",
-            fix=f"make it first: os.makedirs({str(target.parent)!r})",
+            got="a folder that does not exist",
+            expected="a path in an existing folder",
+            fix=f"create it first: os.makedirs({str(target.parent)!r})",
         )
     call = f"the report {str(target)!r}"
     if target.suffix.lower() not in SUFFIXES:
@@ -78,7 +78,7 @@ def check_target(path: str | os.PathLike[str], *, replaces: bool = True) -> Path
         if not replaces:
             raise InputError(
                 call,
-                got="an earlier report there",
+                got="an earlier report at this path",
                 expected="a new path",
                 fix="add --force to replace it, or pass another path.",
             )

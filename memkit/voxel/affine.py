@@ -44,7 +44,7 @@ def compose(call: str, affine: Any, moves: Sequence[Tensor], *, batched: bool) -
             got=f"an affine of shape {tuple(given.shape)} for {len(moves)} volumes that are flipped or rotated",
             expected="(4, 4)" + (f", or {(len(moves), 4, 4)}" if batched else ""),
             fix="give each volume the matrix from its voxels along D, H, W to world coordinates, or pass a plain "
-            "tensor.",
+            "tensor instead.",
         )
     if is_one and any(not torch.equal(each, moves[0]) for each in moves):
         raise InputError(

@@ -47,10 +47,10 @@ _ITS_WORDS = {
 class VoxelAugmentation(VoxelOperation):
     """Random flips along X, Y, Z, quarter turns in XY, noise, dropout, intensity and Doppler jitter.
 
-    It is the composition of `FlipAugmentation`, `RotateAugmentation`, `IntensityJitterAugmentation`,
-    `NoiseAugmentation`, `DopplerJitterAugmentation` and `DropoutAugmentation`, in one pass over the volume. Flips and
-    turns are about the center of the grid. Noise, jitter and dropout affect occupied voxels only, depend on the voxel's
-    position before the move, and are bit-identical for dense and sparse volumes.
+    It composes `FlipAugmentation`, `RotateAugmentation`, `IntensityJitterAugmentation`, `NoiseAugmentation`,
+    `DopplerJitterAugmentation` and `DropoutAugmentation` in one pass over the volume. Flips and turns are about the
+    center of the grid. Noise, jitter and dropout affect occupied voxels only, depend on the voxel's position before
+    the move, and are bit-identical for dense and sparse volumes.
 
     Attributes:
         flip_prob: Flip probability of each axis.
@@ -63,7 +63,7 @@ class VoxelAugmentation(VoxelOperation):
         on_nonsquare: Whether a grid whose X and Y differ in size or voxel size is turned by half turns only, refused,
             or not turned.
         same_on_batch: Whether all samples of a batch share flips, turns and the intensity factor.
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
+        layout: Meaning of the channels. Without one, all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.

@@ -33,7 +33,7 @@ from memkit.voxel.samples import (
 )
 
 _RGB = 3
-BLOCK = 2**12  # voxels changed at once: fewer cost time, more cost memory
+BLOCK = 2**12  # voxels changed at once: a smaller block takes more time, a larger one more memory
 
 
 Content: TypeAlias = Tensor | NDArray[Any] | SparseVoxels | VoxelPoints
@@ -53,13 +53,12 @@ class BatchShape(NamedTuple):
 class Augmentation(ABC, Generic[P]):
     """A call augments with fresh draws; `sample` and `apply` repeat a draw; `inverse` undoes flips and turns.
 
-    Constructor arguments are those of each augmentation. ``aug(x)`` takes its seed from torch's random generator; a
-    draw by `sample` depends only on seed, epoch and index: not on the number of workers, other samples, or any global
-    random state.
+    ``aug(x)`` takes its seed from torch's random generator; a draw by `sample` depends only on seed, epoch and index:
+    not on the number of workers, other samples, or any global random state. Each subclass documents its constructor.
 
     Attributes:
         last_params: The parameters of the last call, for `apply` to other volumes, for `inverse`, or for a log; None
-            before the first one. In a DataLoader the augmentation of a worker has those of the worker. If several
+            before the first one. In a DataLoader each worker's copy of the augmentation has its own. If several
             threads share an augmentation, use `sample` and `apply`.
     """
 
@@ -76,12 +75,12 @@ class Augmentation(ABC, Generic[P]):
         """Augment with fresh draws, recorded in `last_params`.
 
         The seed is drawn from torch's default CPU generator: set it with ``torch.manual_seed``. In a DataLoader worker
-        that generator has the worker's own seed and goes on from epoch to epoch, also in persistent workers.
+        that generator has the worker's own seed, and is not reset between epochs, also in persistent workers.
 
         Args:
             *sample: A volume in any form that `apply` takes, an image or a subject of torchio, or a mapping, list or
                 tuple of volumes, all of which undergo the same flips and turns; see `apply_joint` for its other
-                entries. Several arguments are a tuple.
+                entries. Several arguments count as a tuple.
             photometric: See `apply_joint`; names are positions in a tuple.
             layouts: See `apply_joint`.
 
@@ -89,7 +88,7 @@ class Augmentation(ABC, Generic[P]):
             The same type; ``x`` itself is unchanged.
 
         Raises:
-            InputTypeError: There is no volume, or an entry would not be moved with the volumes.
+            InputTypeError: There is no volume, or an entry could not be moved with the volumes.
             InputError: As for `sample` and `apply`.
         """
         call = f"{type(self).__name__}(...)(x)"
@@ -232,7 +231,7 @@ class Augmentation(ABC, Generic[P]):
         """Return whether this augmentation can flip or turn voxels, regardless of the current draw."""
         return self._moves(params, self.layout) is not None
 
-    def _moves(self, params: P, layout: VoxelLayout | None) -> list[Tensor] | None:  # noqa: ARG002 - of those that move
+    def _moves(self, params: P, layout: VoxelLayout | None) -> list[Tensor] | None:  # noqa: ARG002 - used by subclasses
         """Return per-sample (4, 4) float64 matrices from new to old voxel indices; None if nothing moves."""
         return None
 
@@ -271,7 +270,7 @@ class Augmentation(ABC, Generic[P]):
             if isinstance(given, Mapping | list | tuple) and not is_volume(given):
                 layouts = None if layout is None else dict.fromkeys(entries_of(given), layout)
                 return like(given, self.apply_joint(entries_of(given), back, layouts=layouts))  # type: ignore[no-any-return]
-            return self._apply_form(given, back, layout)  # type: ignore[no-any-return]  # of the form that came
+            return self._apply_form(given, back, layout)  # type: ignore[no-any-return]  # the type that was passed
 
     def apply_joint(
         self,
@@ -307,7 +306,7 @@ class Augmentation(ABC, Generic[P]):
         named = layouts or {}
         check_names(call, sample, photometric, named)
         self._refuse_other_params(call, params)
-        shape, is_batch = params.shape, params.batched  # type: ignore[attr-defined]  # all records but the composed one
+        shape, is_batch = params.shape, params.batched  # type: ignore[attr-defined]  # the composed one overrides this
         moved: dict[Any, Any] = {}
         for name, x in sample.items():
             if is_volume(x, batched=is_batch):
@@ -328,7 +327,7 @@ class Augmentation(ABC, Generic[P]):
 
 
 def check_mapping(call: str, sample: object) -> None:
-    """Refuse what is no mapping of volumes."""
+    """Refuse a sample that is not a mapping."""
     if not isinstance(sample, Mapping):
         raise InputTypeError(
             call,
@@ -356,7 +355,7 @@ def check_names(
                 call,
                 got=f"the name {name!r}",
                 expected="names of its volumes: " + ", ".join(map(str, sample)),
-                fix=f"write {near!r}." if near else "use a name as it is in the sample.",
+                fix=f"write {near!r}." if near else "use one of the sample's names.",
             )
 
 
@@ -366,7 +365,7 @@ def calling(call: str) -> Iterator[None]:
     try:
         yield
     except (InputError, InputTypeError) as error:
-        if not isinstance(error, NotSimulatedError):  # its call is that of the simulation
+        if not isinstance(error, NotSimulatedError):  # it names the call in the simulation
             error.call = call
         raise
 
@@ -379,7 +378,7 @@ def _tensor_of(call: str, array: NDArray[Any]) -> Tensor:
         raise InputTypeError(
             call,
             got=f"an array of dtype {array.dtype}",
-            expected="numbers that torch has too",
+            expected="a dtype that torch supports",
             fix="convert it first, as in array.astype('float32').",
         ) from error
 
@@ -497,7 +496,7 @@ def blocks_of(shape: Triple) -> Iterator[tuple[slice, slice]]:
 
 
 def numbers_of(places: Tensor, shape: Triple) -> Tensor:
-    """Return the row-major numbers of voxels: (N, 3) int64 to (N,) int64."""
+    """Return the row-major indices of voxels: (N, 3) int64 to (N,) int64."""
     return (places[:, 0] * shape[1] + places[:, 1]) * shape[2] + places[:, 2]
 
 

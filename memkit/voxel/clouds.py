@@ -185,7 +185,7 @@ def paired(
 
 
 def _refuse_columns(call: str, a: object, b: object) -> None:
-    """Refuse two clouds (3, N), as Open3D's and PointNet's code transposes them: they would be 3 points."""
+    """Refuse two clouds (3, N), the transposed form of Open3D and PointNet: they would count as 3 points."""
     shapes = [tuple(each.shape) if isinstance(each, Tensor) else () for each in (a, b)]
     if all(len(each) == 2 and each[0] in (2, 3) and each[1] > 3 for each in shapes):
         name, arguments = call.partition("(")[::2]
@@ -200,7 +200,7 @@ def _refuse_columns(call: str, a: object, b: object) -> None:
 
 
 def mean_of_clouds(call: str, metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:
-    """Return the mean of a metric over the samples, which are the other arguments of `paired`."""
+    """Return the mean of a metric over the samples; the other arguments are those of `paired`."""
     return torch.stack([metric(each) for each in paired(call, *samples)]).mean(0)
 
 

@@ -27,16 +27,16 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
 
     Args:
         augmentations: The augmentations, in the order in which they are applied. Any other callable may be among them,
-            such as a function or a transform of torchio, MONAI or torchvision: it gets what the step before returned.
-            Python's, NumPy's and torch's global generators are seeded for it and restored afterwards, so its draws
-            repeat too. What it moves is not known: with it there is no `inverse`.
+            such as a function or a transform of torchio, MONAI or torchvision: it receives the result of the previous
+            step. Python's, NumPy's and torch's global generators are seeded for it and restored afterwards, so its
+            draws repeat too. Whether it moves voxels is unknown, so `inverse` then raises an error.
 
     Raises:
         ConfigError: The sequence is empty.
         InputTypeError: An element cannot be called.
 
-    Memory cost: with `apply` that of the first one; later ones overwrite the previous result where they can. In a call,
-        two results.
+    Memory cost: with `apply`, that of the first augmentation; later ones overwrite the previous result where they can.
+        In a call, two results.
 
     Source: `docs/augmentation.md`.
 
@@ -182,5 +182,5 @@ def _run(
     is_own = inplace
     for each, step in pairs:
         x = each.apply(x, step, layout=layout, inplace=is_own)  # own results may be overwritten
-        is_own = inplace or not isinstance(each, ForeignStep)  # another callable may keep what it returns
+        is_own = inplace or not isinstance(each, ForeignStep)  # any other callable may keep a reference to its result
     return x

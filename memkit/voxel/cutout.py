@@ -34,13 +34,13 @@ from memkit.voxel.words import CALLS, WORDS
 class CutoutAugmentation(Augmentation[CutoutParams]):
     """Empty random boxes of each sample: channels get their empty value; sparse voxels and points are removed.
 
-    Targets keep what their input lost (``params.geometry()`` has no holes), and so do labels.
+    Targets and labels are not cut: ``params.geometry()`` has no holes.
 
     Attributes:
         prob: Probability that a sample gets holes.
         num_holes: Number of holes of such a sample. They may overlap.
         size: Side of a hole, as a fraction of the grid's side, along each axis. Holes lie inside the grid.
-        layout: Defines the empty values of the channels. Without one they are 0.
+        layout: Defines the empty values of the channels. Without one, they are 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.

@@ -42,11 +42,12 @@ class Samples(Protocol[T_co]):
 class VoxelDataset(Dataset[Any]):
     """Samples of any source, augmented on access.
 
-    A data set of your own that returns ``aug(sample)`` has fresh draws in each epoch too. Use this one where draws must
-    repeat: parameters are drawn from the seed, the epoch and the sample's index, so 0 and N workers give the same
-    samples, and a run that resumes in the middle of an epoch goes on with the same ones. Therefore the epoch must be
-    set, by `set_epoch` or by a memkit loop; a pass that repeats the previous one triggers a warning. Samples are those
-    of a call: see `Augmentation.apply_joint` for mappings and tuples. The samples of the source are never written to.
+    A dataset of your own that returns ``aug(sample)`` has fresh draws in each epoch too. Use this one if draws must be
+    repeatable: parameters are drawn from the seed, the epoch and the sample's index, so 0 and N workers give the same
+    samples, and a run that resumes in the middle of an epoch continues with the same ones. Therefore the epoch must be
+    set, by `set_epoch` or by a memkit loop; a pass that repeats the previous one triggers a warning. Samples have the
+    forms that a call takes: see `Augmentation.apply_joint` for mappings and tuples. The source's samples are never
+    overwritten.
 
     Args:
         samples: Anything with a length and samples by index. Workers must be able to copy it.
@@ -106,7 +107,7 @@ class VoxelDataset(Dataset[Any]):
             raise InputTypeError(
                 check.call,
                 got=f"a {type(samples).__name__} as samples",
-                expected="a data set or a list: a length, and samples by index",
+                expected="a dataset or a list: a length, and samples by index",
                 fix="write VoxelDataset(samples, ...)"
                 + ", with samples = list(iterable)" * hasattr(samples, "__iter__"),
             )
@@ -143,7 +144,7 @@ class VoxelDataset(Dataset[Any]):
             epoch: 0 or more. Passing the same number again repeats the same draws without a warning.
 
         Raises:
-            ConfigError: It is not such a number.
+            ConfigError: It is not a whole number of 0 or more.
         """
         number = Checker("VoxelDataset.set_epoch(epoch)").whole("epoch", epoch)
         self._told.zero_()

@@ -22,7 +22,7 @@ class DropoutAugmentation(VoxelOperation):
 
     Attributes:
         prob: Probability that a voxel is emptied.
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
+        layout: Meaning of the channels. Without one, all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.

@@ -19,8 +19,8 @@ from memkit.voxel.pairs import VolumeLoss, work_dtype
 class FrozenNetworkLoss(VolumeLoss):
     """A loss that compares volumes with a network that is never trained.
 
-    The network moves with the loss but is otherwise not part of it: an optimizer does not see its parameters,
-    ``train()`` does not affect its norms, and the state_dict has no entry for it.
+    The network moves to other devices with the loss, but is otherwise not part of it: its parameters are not among
+    the loss's parameters, ``train()`` does not affect its normalization layers, and the state_dict omits it.
 
     Args:
         network: The network, or a function. A module is frozen and put into eval mode.
@@ -120,6 +120,6 @@ def _convolution(channels: int, width: int, stride: int, generator: torch.Genera
     )
     weight, bias = convolution.parameters()
     nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
-    # Without a bias, scaling a volume would not change the direction of its features, and the loss would not see it.
+    # Without a bias, scaling a volume would not change the direction of its features, so the loss would not notice.
     nn.init.uniform_(bias, -0.1, 0.1, generator=generator)
     return convolution

@@ -24,7 +24,7 @@ class FlipAugmentation(VoxelOperation):
         prob: Flip probability of each axis.
         axes: The axes that may be flipped, out of X, Y and Z.
         same_on_batch: Whether all samples of a batch share the draw.
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
+        layout: Meaning of the channels. Without one, all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -51,11 +51,11 @@ class FlipAugmentation(VoxelOperation):
         check.number("prob", self.prob, 0.0, 1.0)
         read_axes(check, "axes", self.axes)
 
-    def draw(self, chance: np.random.Generator, shape: Triple, layout: VoxelLayout) -> Mapping[str, str]:  # noqa: ARG002 - of any grid
+    def draw(self, chance: np.random.Generator, shape: Triple, layout: VoxelLayout) -> Mapping[str, str]:  # noqa: ARG002 - the same for any grid
         """Return ``{"flips": axes}``."""
         drawn = zip("XYZ", chance.random(3), strict=True)
         return {"flips": "".join(axis for axis, each in drawn if axis in self.axes and each < self.prob)}
 
-    def moved_axes(self, shape: Triple, layout: VoxelLayout) -> str:  # noqa: ARG002 - of any grid
+    def moved_axes(self, shape: Triple, layout: VoxelLayout) -> str:  # noqa: ARG002 - the same for any grid
         """Return the axes that may be flipped."""
         return self.axes if self.prob else ""

@@ -18,18 +18,18 @@ from memkit.voxel.augment_base import Augmentation, X, generator
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import CallableParams
 
-_LEGACY = 2**32  # NumPy's global generator takes seeds below
+_LEGACY = 2**32  # seeds of NumPy's global generator are below this
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _GLOBAL = (random.random.__self__, np.random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
-_DEPTH = 3  # a transform in the list of a Compose, and what it holds
+_DEPTH = 3  # reaches the attributes of a transform in the list of a Compose
 
 
 class ForeignStep(Augmentation[CallableParams]):
-    """Calls anything with what the steps before returned, under a seed of its own.
+    """Calls any function with the result of the previous step, under a seed of its own.
 
     Python's, NumPy's and torch's global generators are seeded for the call and restored afterwards; a transform with
-    ``set_random_state``, such as MONAI's, is seeded by that, also within another library's ``Compose``. A callable that
-    draws from a generator of its own is not repeated by `apply`; there is a warning where the generator can be seen.
+    ``set_random_state``, such as MONAI's, is seeded through it, also within another library's ``Compose``. `apply`
+    cannot repeat a callable that draws from a generator of its own; if the generator can be found, there is a warning.
 
     Args:
         function: Takes the volume or the whole sample, and returns the new one.
@@ -45,14 +45,14 @@ class ForeignStep(Augmentation[CallableParams]):
         self._seeded = [each for _, each in found if not isinstance(each, _GENERATORS)]
         for name in dict.fromkeys(name for name, each in found if isinstance(each, _GENERATORS)):
             warn_user(
-                f"{self.name} as an augmentation: it holds {name}, a random generator of its own, so its draws are not "
-                "repeated. Let it draw from torch's, NumPy's or Python's global generator, which are seeded for it, or "
-                "give it set_random_state(seed=...)."
+                f"{self.name} as an augmentation: it holds {name}, a random generator of its own, so its draws cannot "
+                "be repeated. Let it draw from torch's, NumPy's or Python's global generator, which are seeded for it, "
+                "or give it a method set_random_state(seed=...)."
             )
 
     def sample(
         self,
-        shape: Sequence[int],  # noqa: ARG002 - of any shape
+        shape: Sequence[int],  # noqa: ARG002 - the seed does not depend on it
         *,
         seed: int,
         epoch: int = 0,
@@ -96,7 +96,7 @@ class ForeignStep(Augmentation[CallableParams]):
     def _apply(self, x: X, params: CallableParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 - as above
         return self._call(x, params)  # type: ignore[no-any-return]  # as above
 
-    def _moves(self, params: CallableParams, layout: VoxelLayout | None) -> list[torch.Tensor] | None:  # noqa: ARG002 - nobody knows
+    def _moves(self, params: CallableParams, layout: VoxelLayout | None) -> list[torch.Tensor] | None:  # noqa: ARG002 - unknown
         raise InputError(
             "ComposedAugmentation.affine_after(affine, params)",
             got=f"parameters of {self.name}, which is not an augmentation of memkit",
@@ -126,14 +126,14 @@ class ForeignStep(Augmentation[CallableParams]):
 
     def _seed(self, seed: int) -> None:
         random.seed(seed)
-        np.random.seed(seed % _LEGACY)  # noqa: NPY002 - what the callable may draw from
+        np.random.seed(seed % _LEGACY)  # noqa: NPY002 - the callable may draw from it
         torch.manual_seed(seed)  # noqa: TID251 - as above; restored after the call
-        for number, each in enumerate(self._seeded):  # no two draw the same
+        for number, each in enumerate(self._seeded):  # a different seed for each
             each.set_random_state(seed=(seed + number) % _LEGACY)
 
 
 def as_step(each: object, call: str) -> Augmentation[Any]:
-    """Return an augmentation of memkit as it is, and a step for any other callable."""
+    """Return an augmentation of memkit unchanged, and any other callable wrapped in a step."""
     if isinstance(each, Augmentation):
         return each
     if isinstance(each, type) or not callable(each):
@@ -148,10 +148,10 @@ def as_step(each: object, call: str) -> Augmentation[Any]:
 
 
 def _sources(thing: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yield the random generators that a callable holds, and what it holds with a ``set_random_state``, by name.
+    """Yield by name a callable's random generators, and its objects that have a ``set_random_state``.
 
-    It is looked for in attributes, in what a function encloses and the globals that it uses, in a partial's arguments,
-    and in the callables among those.
+    The search covers attributes, a function's closure and the globals that it uses, a partial's arguments, and the
+    callables among those.
     """
     if callable(getattr(thing, "set_random_state", None)):
         yield name, thing

@@ -45,8 +45,8 @@ def voxel_scores(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> V
     """Compare the occupied voxels of two grids.
 
     Args:
-        prediction: (D, H, W), (B, D, H, W) or (B, 1, D, H, W): bool, or numbers that count as occupied above
-            ``threshold``; or `SparseVoxels`, whose voxels are all occupied.
+        prediction: (D, H, W), (B, D, H, W) or (B, 1, D, H, W): bool, or numbers, where values above ``threshold`` count
+            as occupied; or `SparseVoxels`, whose voxels are all occupied.
         target: The same type and shape.
         threshold: Threshold for tensors that are not bool.
 
@@ -146,7 +146,7 @@ def feature_mae(
             call,
             "a mask for sparse volumes",
             "a mask only for dense volumes",
-            "omit mask, and pass only the voxels that count.",
+            "omit mask, and pass only the voxels to compare.",
         )
     if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
         _check_alike(prediction, target, call)

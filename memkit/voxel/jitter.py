@@ -25,7 +25,7 @@ def has_channel(layout: VoxelLayout | None, kind: str) -> bool:
 
 
 def warn_of_no_channel(setting: str, kind: str) -> None:
-    """Warn that a setting has no effect."""
+    """Warn that a setting has no effect because its channel is missing."""
     warn_user(
         f"{setting} has no effect: no channel of the layout is {kind!r}. Way out: name the channel in "
         "layout=VoxelLayout(channels)."
@@ -70,12 +70,12 @@ class IntensityJitterAugmentation(VoxelOperation):
         if self.amount and not has_channel(self.layout, "intensity"):
             warn_of_no_channel(f"IntensityJitterAugmentation(amount={self.amount})", "intensity")
 
-    def draw(self, chance: np.random.Generator, shape: Triple, layout: VoxelLayout) -> Mapping[str, float]:  # noqa: ARG002 - of any grid
+    def draw(self, chance: np.random.Generator, shape: Triple, layout: VoxelLayout) -> Mapping[str, float]:  # noqa: ARG002 - the same for any grid
         """Return ``{"intensity_gain": factor}``."""
         return {"intensity_gain": 1 + self.amount * (2 * float(chance.random()) - 1)}
 
     def is_active(self, draw: VoxelDraw) -> bool:
-        """Return whether the factor is another one than 1."""
+        """Return whether the factor differs from 1."""
         return draw.intensity_gain != 1
 
     def change(self, values: Tensor, noise: PlacedNoise, channel: int, draw: VoxelDraw) -> Tensor:  # noqa: ARG002 - one factor for all

@@ -85,7 +85,7 @@ class VoxelLayout:
                 raise check.refusal(
                     "channels",
                     kind,
-                    f"kinds out of {', '.join(KINDS)}, vector:x, vector:y, vector:z, vector:x:<name> and so on",
+                    f"one of {', '.join(KINDS)}, vector:x, vector:y, vector:z, vector:x:<name> and so on",
                     fix=f"write {nearest_word(str(kind), _ALL_KINDS) or 'scalar'!r} for it.",
                 )
         if len(read_axes(check, "axes", self.axes)) != 3:
@@ -195,7 +195,7 @@ class VoxelLayout:
         return mask
 
 
-@functools.lru_cache(maxsize=64)  # a volume without a layout would check this one at each sample
+@functools.lru_cache(maxsize=64)  # otherwise each sample without a layout would check this one again
 def scalars(num_channels: int, axes: str = "XYZ") -> VoxelLayout:
     """Return the layout of a volume whose channels are all scalars."""
     return VoxelLayout(("scalar",) * num_channels, axes=axes)

@@ -27,7 +27,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 
 @guided(methods=("forward",))
 class StructurePreservingLoss(VolumeLoss):
-    """A loss on the differences of neighboring voxels: edges count, a constant offset does not.
+    """A loss on the differences of neighboring voxels: it depends on edges, not on a constant offset.
 
     The mean absolute difference of the finite differences along D, H and W, averaged over the three axes. An axis of
     one voxel counts as 0. Computed in float32, with its gradient, one sample at a time.
@@ -58,7 +58,7 @@ def _structure(prediction: Tensor, target: Tensor, needs: Sequence[bool]) -> tup
     total = torch.zeros((), dtype=dtype, device=prediction.device)
     gradient = torch.zeros_like(prediction, dtype=dtype) if needs[0] else None
     for sample, (ours, theirs) in enumerate(zip(prediction, target, strict=True)):
-        residual = ours.to(dtype) - theirs.to(dtype)  # differences are linear: take them of the residual
+        residual = ours.to(dtype) - theirs.to(dtype)  # differences are linear: compute them on the residual
         for axis in (1, 2, 3):
             difference = residual.diff(dim=axis)
             if not difference.numel():
@@ -75,7 +75,7 @@ def _structure(prediction: Tensor, target: Tensor, needs: Sequence[bool]) -> tup
 
 @guided(words={"occupied_weight": "pos_weight weight"}, methods=("forward",))
 class OccupancyAwareLoss(VolumeLoss):
-    """A mean over voxels weighted toward occupied ones, which empty space would outvote in a sparse grid.
+    """A mean over voxels that weights occupied ones more, because empty voxels would dominate in a sparse grid.
 
     The weighted mean within each sample, then the mean over samples: a constant error gives the same loss for any
     occupancy, and micro-batches add up to the batch. Computed in float32 regardless of the surrounding precision.

@@ -61,7 +61,7 @@ class MixupAugmentation(Augmentation[MixupParams]):
 
     Attributes:
         alpha: A sample's own weight is drawn from Beta(alpha, alpha), separately for each sample.
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
+        layout: Meaning of the channels. Without one, all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.
@@ -138,7 +138,7 @@ class MixupAugmentation(Augmentation[MixupParams]):
                 call,
                 got="points of one sample",
                 expected="a batch of volumes, dense or sparse",
-                fix="mix clouds by torch.cat of their points, or voxelize them first.",
+                fix="mix clouds by concatenating their points with torch.cat, or voxelize them first.",
             )
         return layout_of(call, x, (params.shape, len(params.partners), True), layout)
 
@@ -165,7 +165,7 @@ class MixupAugmentation(Augmentation[MixupParams]):
                 mixed[name] = self.labels(value, params)
         return mixed
 
-    def _apply(self, x: X, params: MixupParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 # partners are read
+    def _apply(self, x: X, params: MixupParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 # partners are still read
         known = self._check(x, params, layout)
         if isinstance(x, SparseVoxels):
             return cast("X", _mix_sparse(x, params, known))
@@ -175,7 +175,7 @@ class MixupAugmentation(Augmentation[MixupParams]):
                 "MixupAugmentation.apply(x, params)",
                 got=f"labels of dtype {volume.dtype}",
                 expected="floating-point volumes",
-                fix="use labels(), and weight two losses.",
+                fix="use labels(), and weight one loss for each of the two labels.",
             )
         out = torch.empty_like(volume, memory_format=torch.contiguous_format)
         for number, (partner, weight) in enumerate(zip(params.partners, params.weights, strict=True)):
@@ -186,7 +186,7 @@ class MixupAugmentation(Augmentation[MixupParams]):
 
 
 def _mix(a: Tensor, b: Tensor, occupied: tuple[Tensor, Tensor], weight: float, layout: VoxelLayout) -> Tensor:
-    """Mix voxel values (C, ...) given their occupancies (...), with the same arithmetic for dense and sparse."""
+    """Mix voxel values (C, ...) given their occupancies (...), with the same arithmetic for both forms of volumes."""
     mixed = (a * weight).add_(b * (1 - weight))
     for channel, kind in enumerate(layout.channels):
         if kind == "occupancy":

@@ -20,7 +20,7 @@ NearestBackend = Literal["auto", "tiled", "pruned", "kdtree"]
 _CALL = "nearest_points(a, b)"
 _TILE_ROWS = 256
 _BYTES_PER_PAIR = 12  # held for each pair of points of a tile
-_LARGEST_TABLE = 2**24  # pairs, up to which brute force is as fast as any other search
+_LARGEST_TABLE = 2**24  # up to this number of pairs, brute force is as fast as any other search
 _NUM_SPATIAL = (2, 3)
 
 
@@ -81,7 +81,7 @@ def nearest_points(
         The pairs. All backends give the same distances.
 
     Raises:
-        InputTypeError: The clouds are not floating point rows.
+        InputTypeError: A cloud is not a floating-point tensor (N, D).
         InputError: They differ in dimension or device, or contain a coordinate that is not finite or whose square
             overflows.
         ConfigError: The backend is unknown, not installed, or does not support this dimension.
@@ -191,7 +191,7 @@ def _checked(cloud: object, name: str) -> Tensor:
             got=f"{name}: {int((~is_usable).sum())} points with a coordinate that is nan or inf, or whose square "
             "overflows",
             expected=f"coordinates of at most {largest:.1e}",
-            fix="drop these points, or find out where they come from.",
+            fix="drop these points, or find where they come from.",
         )
     return cloud
 

@@ -25,7 +25,7 @@ class NoiseAugmentation(VoxelOperation):
 
     Attributes:
         std: Standard deviation of the noise, in the unit of the channels.
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
+        layout: Meaning of the channels. Without one, all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.

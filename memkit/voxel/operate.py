@@ -18,7 +18,7 @@ from memkit.voxel.samples import VoxelPoints
 
 
 class ValueChange(Protocol):
-    """What the engine needs of an operation; see `VoxelOperation`."""
+    """The part of `VoxelOperation` that is needed here."""
 
     kinds: ClassVar[tuple[str, ...]]
 

@@ -1,4 +1,4 @@
-"""VoxelOperation: one random change of volumes, the base of flips, turns, noises, and those of your own."""
+"""VoxelOperation: one random change of a volume; the base class of flips, turns and noise, and of your own."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class VoxelOperation(Augmentation[VoxelParams]):
 
     A subclass is a frozen dataclass with two methods: `draw` returns numbers for a sample, `change` changes one channel
     with them. It then works like the other augmentations: in a call, for dense and sparse volumes, points, batches and
-    data sets, with a record that goes through JSON. Values change at occupied voxels only, and are then clamped to the
-    layout's ``value_range``.
+    datasets, with a record that converts to and from JSON. Values change at occupied voxels only, and are then clamped
+    to the layout's ``value_range``.
 
     Attributes:
         same_on_batch: Whether all samples of a batch share their draw; noise differs in any case. False, unless a
             subclass makes it a field of its own.
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
-        kinds: The kinds of channels whose values `change` changes; a class attribute.
+        layout: Meaning of the channels. Without one, all are scalars, and empty voxels hold 0.
+        kinds: The kinds of channels to which `change` is applied; a class attribute.
         fields: The attributes of `VoxelDraw` that `draw` returns besides its own numbers, such as
             ``("dropout_prob",)``; a class attribute.
 
@@ -74,7 +74,7 @@ class VoxelOperation(Augmentation[VoxelParams]):
     kinds: ClassVar[tuple[str, ...]] = ("intensity", "scalar")
 
     _params = VoxelParams
-    _keeps_axes: ClassVar[str] = "leave this augmentation out"  # the way out where the sensor would move
+    _keeps_axes: ClassVar[str] = "leave this augmentation out"  # the way out if the sensor would move
 
     def __post_init__(self) -> None:
         check = Checker(f"{type(self).__name__}(...)")
@@ -120,11 +120,11 @@ class VoxelOperation(Augmentation[VoxelParams]):
     def check_grid(self, call: str, shape: Triple, layout: VoxelLayout) -> None:
         """Refuse a grid on which the operation cannot run."""
 
-    def moved_axes(self, shape: Triple, layout: VoxelLayout) -> str:  # noqa: ARG002 - of those that move
+    def moved_axes(self, shape: Triple, layout: VoxelLayout) -> str:  # noqa: ARG002 - used by flips and turns
         """Return the axes among X, Y and Z along which voxels may move."""
         return ""
 
-    def moves_voxels(self, params: VoxelParams) -> bool:  # noqa: ARG002 - as of any augmentation
+    def moves_voxels(self, params: VoxelParams) -> bool:  # noqa: ARG002 - the signature of the base class
         """Return whether this augmentation can flip or turn voxels, regardless of the current draw."""
         return any({"flips", "turns"} & set(each.fields) for each in self.operations)
 
@@ -169,7 +169,7 @@ class VoxelOperation(Augmentation[VoxelParams]):
     def sensor_after(self, params: VoxelParams) -> Tensor:
         """Return the sensor position after flips and turns: (3,) or (B, 3) float64, meters along X, Y, Z.
 
-        Doppler values are unchanged by flips and turns, and are those measured from this position.
+        Flips and turns do not change Doppler values: they are the ones that a sensor at this position measures.
 
         Raises:
             InputError: The layout has no sensor.
@@ -194,7 +194,7 @@ class VoxelOperation(Augmentation[VoxelParams]):
     def _refuse_other_params(self, call: str, params: object) -> None:
         super()._refuse_other_params(call, params)
         known = {name for each in self.operations for name in each.fields}
-        unknown = [name for name in _FIELDS if name not in known]  # none for VoxelAugmentation
+        unknown = [name for name in _FIELDS if name not in known]  # empty for VoxelAugmentation
         for draw in cast("VoxelParams", params).draws:
             others = [
                 f"{name}={getattr(draw, name)!r}"

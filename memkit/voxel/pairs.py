@@ -109,7 +109,7 @@ def mean_of_samples(
         chunk_size: Samples at a time.
         call: The user's call, for messages.
         dtype: Computation dtype; None for `work_dtype`.
-        behind: See `sum_of_chunks`.
+        behind: As for `sum_of_chunks`.
 
     Memory cost: one chunk's graph, and one gradient of the prediction; in half precision its float32 copy.
     """

@@ -55,7 +55,7 @@ class AugmentationParams(ABC):
         """Read a record written by `to_json`.
 
         Raises:
-            FileFormatError: The text is not such JSON.
+            FileFormatError: The text was not written by `to_json`.
             InputError: A value in it is invalid.
         """
         try:
@@ -79,7 +79,7 @@ class VoxelDraw:
         intensity_gain: Factor applied to the intensities.
         dropout_prob: Probability that a voxel is emptied.
         seed: Seed of noise and dropout, which depend only on it and on the voxel's position.
-        operation: Name of the `VoxelOperation` of your own that drew ``extra``.
+        operation: Name of your own `VoxelOperation` that drew ``extra``.
         extra: The numbers that it drew, by name.
 
     Raises:
@@ -192,7 +192,7 @@ class CutoutParams(AugmentationParams):
         object.__setattr__(self, "holes", holes)
 
     def geometry(self) -> CutoutParams:
-        """Return parameters without holes: a target keeps what its input lost."""
+        """Return parameters without holes: only inputs are cut, not targets."""
         return CutoutParams(self.shape, self.batched, ((),) * len(self.holes))
 
     def inverse(self) -> CutoutParams:
@@ -234,7 +234,7 @@ class MixupParams(AugmentationParams):
     batched: ClassVar[bool] = True
 
     def geometry(self) -> MixupParams:
-        """Return all of it: a target is mixed like its input."""
+        """Return the same parameters: a target is mixed like its input."""
         return self
 
     def inverse(self) -> MixupParams:
@@ -262,11 +262,11 @@ class CallableParams(AugmentationParams):
         object.__setattr__(self, "seed", check.whole("seed", self.seed))
 
     def geometry(self) -> CallableParams:
-        """Refuse: nobody knows which part of the callable moves voxels."""
+        """Refuse: memkit cannot know which part of the callable moves voxels."""
         raise self._unknown("geometry")
 
     def inverse(self) -> CallableParams:
-        """Refuse: nobody knows what would undo the callable."""
+        """Refuse: memkit cannot know how to undo the callable."""
         raise self._unknown("inverse")
 
     def _unknown(self, method: str) -> InputError:

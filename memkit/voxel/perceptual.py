@@ -17,7 +17,7 @@ from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
 from memkit.voxel.pairs import mean_of_samples
 
-_EPSILON = 1e-4  # inside the root of the norm: keeps an empty voxel's gradient finite, a few tens at most
+_EPSILON = 1e-4  # under the square root of the norm: keeps an empty voxel's gradient finite, a few tens at most
 _AXES = {"D": 2, "H": 3, "W": 4}
 
 
@@ -67,7 +67,7 @@ class Perceptual3DLoss(FrozenNetworkLoss):
         self,
         in_channels: int = 4,
         base_channels: int = 32,
-        use_checkpoint: bool = False,  # noqa: FBT001, FBT002 - users write it so
+        use_checkpoint: bool = False,  # noqa: FBT001, FBT002 - users pass it by position
         *,
         num_levels: int = 4,
         extractor: nn.Module | None = None,

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-LANES = 4  # normal numbers per word
+LANES = 4  # random numbers per word
 _LEVELS = 2**16
 _MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SHIFTS = 30, 27, 31
@@ -49,7 +49,7 @@ class PlacedNoise:
     def _word(self, channel: int) -> Tensor:
         number = 1 + channel // LANES
         if number not in self._words:
-            self._words = {number: words(self._first + number, self._seed)}  # channels come in order
+            self._words = {number: words(self._first + number, self._seed)}  # one is enough: channels come in order
         return self._words[number]
 
 

@@ -39,7 +39,7 @@ def nearest_pruned(x: Tensor, y: Tensor, memory_bytes: int) -> Tensor:
         part = slice(start, start + num_at_once)
         found[part] = _search(ours.points[part], ours.low[part], ours.high[part], theirs)
     index = torch.empty(len(x), dtype=torch.int64, device=x.device)
-    index[ours.rows.flatten()] = theirs.rows.flatten()[found.flatten()]  # padded rows are written twice, alike
+    index[ours.rows.flatten()] = theirs.rows.flatten()[found.flatten()]  # padded rows are written twice, equally
     return index
 
 

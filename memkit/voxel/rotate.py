@@ -30,7 +30,7 @@ class RotateAugmentation(VoxelOperation):
         on_nonsquare: Whether a grid whose X and Y differ in size or voxel size is turned by half turns only, refused,
             or not turned.
         same_on_batch: Whether all samples of a batch share the draw.
-        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
+        layout: Meaning of the channels. Without one, all are scalars, and empty voxels hold 0.
 
     Raises:
         ConfigError: A setting is invalid; the message names it.

@@ -1,6 +1,6 @@
-"""Samples as users hold them: volumes alone, in dicts and tuples, as arrays, and as torchio's images and subjects.
+"""Samples in any form: volumes alone, in dicts and tuples, as arrays, and as torchio's images and subjects.
 
-No library is imported for this. An image is anything with ``data`` (C, D, H, W), ``affine`` and ``set_data``.
+torchio is not imported for this: an image is anything with ``data`` (C, D, H, W), ``affine`` and ``set_data``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VoxelPoints(NamedTuple):
 
 
 def is_image(value: object) -> bool:
-    """Return whether this is an image as torchio's."""
+    """Return whether this is an image like torchio's."""
     return all(hasattr(value, name) for name in ("spatial_shape", "affine", "data", "set_data"))
 
 
@@ -121,7 +121,7 @@ def shape_of(call: str, sample: Any) -> tuple[int, ...]:
         )
     raise InputTypeError(
         call,
-        got=f"a sample of {', '.join(_described(each) for each in entries.values()) or 'nothing'}",
+        got=f"a sample of {', '.join(_described(each) for each in entries.values()) or 'no entries'}",
         expected="a volume (C, D, H, W), or a mapping or tuple with such volumes",
         fix="write aug(volume[None]) for a volume (D, H, W), or aug(image.unsqueeze(1)).squeeze(1) for an image "
         "(C, H, W).",
@@ -134,7 +134,7 @@ def _described(value: object) -> str:
 
 
 def apply_to_image(augmentation: Any, image: Any, params: Any, layout: VoxelLayout | None) -> Any:
-    """Return a new image with moved voxels and its affine; the values of a label map are moved only."""
+    """Return a new image with moved voxels and its affine; the values of a label map are moved, not changed."""
     data = image.data
     if getattr(image, "type", None) == "label":
         known = layout or augmentation.layout
@@ -176,7 +176,7 @@ def refuse_unmoved(call: str, name: object, value: Any, shape: Sequence[int]) ->
 
 
 def warn_of_places(augmentation: str, name: object, value: Any, *, batched: bool) -> None:
-    """Warn of boxes and points that stay in their places while the volumes of their sample are flipped and turned."""
+    """Warn of boxes and points that are not moved while the volumes of their sample are flipped and turned."""
     for key, leaf in _named_leaves(name, value):
         if not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim < 2 or leaf.shape[-1] not in _COLUMNS_OF_PLACES:
             continue
@@ -187,14 +187,14 @@ def warn_of_places(augmentation: str, name: object, value: Any, *, batched: bool
         if is_place or type(leaf).__name__ in _PLACES_OF_TORCHVISION:
             warn_user(
                 f"{augmentation}: {key!r}, a {type(leaf).__name__} {tuple(leaf.shape)}, stays as it is while the "
-                "volumes of its sample are flipped and turned. Places in the grid move as mk.voxel.VoxelPoints(coords, "
-                "features), or by aug.affine_after in your own code (docs/augmentation.md); places in the world stay "
-                "right beside an affine."
+                "volumes of its sample are flipped and turned. To move positions in the grid, pass them as "
+                "mk.voxel.VoxelPoints(coords, features), or use aug.affine_after in your own code "
+                "(docs/augmentation.md); positions in world coordinates stay correct if the volume has an affine."
             )
 
 
 def _named_leaves(name: object, value: Any) -> Iterator[tuple[object, Any]]:
-    """Yield what a value holds at any depth, each with the nearest name."""
+    """Yield the leaves of a nested value, each with the innermost key that leads to it."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _named_leaves(key, each)

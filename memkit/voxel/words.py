@@ -1,20 +1,20 @@
-"""How torchio, MONAI, kornia and albumentations call what augmentations do, for `guided`."""
+"""The names that torchio, MONAI, kornia and albumentations use for the arguments and methods here, for `guided`."""
 
 from __future__ import annotations
 
 from typing import TypedDict
 
 _KEYS = (
-    "all volumes of a dict are flipped and turned alike; let values change in some only, with "
+    "all volumes of a dict are flipped and turned together; to change the values of some only, write "
     "functools.partial(aug, photometric=['image'])"
 )
 WORDS = {
     _KEYS: "keys include",
-    "a key that a sample lacks is no error": "allow_missing_keys",
+    "a key missing from a sample is not an error": "allow_missing_keys",
     "the grid is read from the volume": "spatial_size",
-    "call torch.manual_seed(seed) before, or aug.sample(shape, seed=seed)": "generator seed",
+    "call torch.manual_seed(seed) first, or aug.sample(shape, seed=seed)": "generator seed",
 }
-ALWAYS = {"it changes every sample: set its size alone": "p prob probability"}
+ALWAYS = {"it changes every sample: set only its strength": "p prob probability"}
 
 
 class _Calls(TypedDict):

@@ -85,7 +85,7 @@ def test_few_points_are_their_own_ticks():
 @pytest.mark.parametrize(
     ("curves", "scale", "message"),
     [
-        ((), "linear", "got no curve; expected one curve or more"),
+        ((), "linear", "got no curves; expected at least one curve"),
         ((Curve("a", (), ()),), "linear", "got 0 x and 0 y in 'a'"),
         ((Curve("a", (1, 2), (1,)),), "linear", "got 2 x and 1 y in 'a'"),
         ((Curve("a", (1, 2), (1, 0)),), "log", "got 0 in 'a'; expected numbers above zero on a logarithmic axis"),

@@ -63,7 +63,8 @@ def test_a_table_for_people():
         "failed attempts count.\n"
         "\n"
         "full batch, limited: RuntimeError: can't allocate memory\n"
-        "memkit, limited: survived 2 out-of-memory errors by cutting the batch of 4 rows into micro-batches of 2\n"
+        "memkit, limited: recovered from 2 out-of-memory errors by splitting the batch of 4 rows into micro-batches "
+        "of 2\n"
         "memkit, limited: losses of the full batch, largest relative difference 1.0e-06"
     )
 
@@ -84,7 +85,7 @@ def test_what_does_not_convince_says_so(bad, monkeypatch, capsys):
     monkeypatch.setattr(demo, "run_demo", lambda _: bad)
     assert main(["demo"]) == 1
     verdict = capsys.readouterr().out.split("\n\n")[1]
-    assert verdict == "This is NOT what the demo is to show: see docs/tutorial.md#the-demo."
+    assert verdict == "This is NOT the result that the demo should show: see docs/tutorial.md#the-demo."
 
 
 def test_the_first_line_is_there_before_the_first_run(monkeypatch, capsys):
@@ -99,7 +100,7 @@ def test_the_first_line_is_there_before_the_first_run(monkeypatch, capsys):
     assert main(["demo"]) == 0
     assert "less than a minute" in said[0]
     out, err = capsys.readouterr()
-    assert out.startswith("\nInside 100.00 MiB the full batch ran out of memory; memkit finished")
+    assert out.startswith("\nUnder 100.00 MiB the full batch ran out of memory; memkit finished")
     assert err == ""
 
 
@@ -129,7 +130,7 @@ def test_the_command_when_every_run_crashes(tmp_path, monkeypatch, capsys):
     assert main(["demo"]) == 1
     out = capsys.readouterr().out
     assert "memkit, limited: killed by signal 11 (Segmentation fault)" in out
-    assert "NOT what the demo is to show" in out
+    assert "NOT the result that the demo should show" in out
     assert main(["demo", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert (record["plain_oom"], record["memkit_completed"], record["max_loss_difference"]) == (False, False, None)

@@ -103,7 +103,7 @@ def test_the_line_that_does_not_fit(capfd):
     assert "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 14.56 GiB" in said
     assert "out of memory in forward, 1, made by too_large.py:14" in said
     lines = [line for line in out.splitlines() if line[28:29] == " " and line.endswith("iB")]
-    assert {"memory of the card", "parameters", "total"} < {line[:28].rstrip() for line in lines}
+    assert {"memory of the GPU", "parameters", "total"} < {line[:28].rstrip() for line in lines}
 
 
 @pytest.mark.slow
@@ -188,10 +188,10 @@ def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory
     assert (report["verdict"], report["fits"]) == ("not known", None)
     (doubt,) = report["estimate"]["doubts"]  # the branch on the best loss takes the same memory either way
     assert doubt.startswith("guesses.py:10 in <module> uses a guessed value")
-    assert doubt.endswith("with another answer it takes other memory from guesses.py:11 in <module> on")
+    assert doubt.endswith("with another answer its memory differs from guesses.py:11 in <module> on")
     (assumption,) = report["estimate"]["assumptions"]
     assert assumption == "guesses.py:17 in <module> finds all numbers finite"
-    assert "NOT KNOWN: it may take other memory than was seen\n  guesses.py:10" in render(report)
+    assert "NOT KNOWN: its memory may differ from what was seen\n  guesses.py:10" in render(report)
     assert len(runs) == 3
     assert err.count("step 1:") == 1  # what it prints is printed once
 

@@ -57,7 +57,7 @@ def test_the_cards_that_hold_a_size_smallest_first(capsys):
     assert usable == sorted(usable)
     assert len(usable) == sum(gpu.usable_bytes >= 23.1 * 2**30 for gpu in all_gpus())
     assert main(["gpus", "--need", "2TiB"]) == 1
-    assert capsys.readouterr().out == "no GPU of the table holds 2TiB: the largest, Apple 512GB, leaves 384.00 GiB\n"
+    assert capsys.readouterr().out == "no GPU in the table holds 2TiB: the largest, Apple 512GB, leaves 384.00 GiB\n"
     assert main(["gpus", "--need", "2TiB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == []
 

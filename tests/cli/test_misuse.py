@@ -25,7 +25,7 @@ TABLE = [
     ("nothing", "one of check, compare, demo, dryrun, estimate, gpus, presets, profile, report"),
     ("estimate medum", "write `memkit estimate medium`."),
     ("estimate steps.py", "write `memkit estimate steps.py:build`, if the function is build."),
-    ("estimate none.py:build", "write its path from this folder."),
+    ("estimate none.py:build", "write its path relative to this folder."),
     ("estimate steps.txt:build", "write for example `memkit estimate train.py:build`."),
     ("estimate steps.py:buld", "write `memkit estimate steps.py:build`."),
     ("estimate steps.py:three", "define `def three():` at the top level of steps.py."),

@@ -17,7 +17,7 @@ from tests.helpers import run_python
 def test_the_table(capsys):
     assert main(["presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["preset", "cards", "batch", "accumulation", "channels", "estimated", "total"]
+    assert lines[0].split() == ["preset", "GPUs", "batch", "accumulation", "channels", "estimated", "total"]
     assert [line.split()[0] for line in lines[1:]] == ["low", "medium", "high"]
     assert lines[2].split()[-5:-2] == ["2", "4", "64"]
 

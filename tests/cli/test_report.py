@@ -18,7 +18,7 @@ def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
     *lines, path = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
-    assert text.startswith("Nothing wrong found, in a log that cannot tell whether memory grows; peak 23.15 GiB")
+    assert text.startswith("Nothing wrong found, but the log cannot show whether memory grows; peak 23.15 GiB")
     assert "Peak 23.15 GiB in tensors, first seen at inference_end; " in text
     assert path == "memory_analysis_report.md"
     assert (tmp_path / path).read_text("utf-8").startswith("<!-- memkit.report/1 -->\n# Nothing wrong found")
@@ -36,7 +36,7 @@ def test_an_earlier_report_is_replaced_on_demand_only(capsys, tmp_path):
         arguments = [*command, "--output", str(tmp_path / f"{command[0]}.md")]
         assert main(arguments) == 0
         capsys.readouterr()
-        assert_error(capsys, arguments, "got an earlier report there; expected a new path. Way out: add --force")
+        assert_error(capsys, arguments, "got an earlier report at this path; expected a new path. Way out: add --force")
         assert main([*arguments, "--force"]) == 0
 
 

@@ -360,11 +360,11 @@ def test_too_few(assert_no_leak): assert_no_leak(lambda: None, repeat=2)
     result.stdout.fnmatch_lines(
         [
             ">       assert_no_leak(keep, repeat=3)",
-            "E       Failed: memory grows: * more after 3 calls (*)",
+            "E       Failed: memory grows: * more in live tensors after 3 calls (*)",
             "E       local `outputs` of function test_kept keeps 4 tensors, *",
             "E         grows at: *py:*",
-            "E       Failed: memory grows: 192.00 KiB of live tensors more after 3 calls (64.00 KiB, *)",
-            "E       No holder was found. Live after the last call, by the line that made it:",
+            "E       Failed: memory grows: 192.00 KiB more in live tensors after 3 calls (64.00 KiB, *)",
+            "E       No holder was found. Live bytes after the last call, by the line that created them:",
             "E           256.00 KiB  *.py:* in grow",
             "E   memkit.errors.ConfigError: assert_no_leak(step, repeat=2, warmup=1): got 2 calls *",
         ]

@@ -36,9 +36,9 @@ def test_nothing_to_say_on_the_cpu_and_where_the_cache_is_used_again():
 def test_fragmentation_says_how_much_and_what_to_set():
     (advice,) = find_tips(card(12 * GIB, 20 * GIB, split=3 * GIB), ROOMY, {}, ())
     assert str(advice) == (
-        "fragmentation: at most 12.00 GiB were in tensors at once, and 20.00 GiB were reserved; 3.00 GiB lie free now "
-        "in blocks that are in use in part. Start the process with PYTORCH_ALLOC_CONF=expandable_segments:True in its "
-        "environment, or let batches have fewer different shapes. After the first use of the device the setting has no "
+        "fragmentation: at most 12.00 GiB were in tensors at once, and 20.00 GiB were reserved; 3.00 GiB are free now "
+        "in partly used blocks. Start the process with PYTORCH_ALLOC_CONF=expandable_segments:True in its "
+        "environment, or use fewer different batch shapes. After the first use of the device the setting has no "
         "effect."
     )
 
@@ -47,7 +47,7 @@ def test_fragmentation_says_how_much_and_what_to_set():
 def test_expandable_segments_that_are_on_are_not_advised_again(name):
     settings = {name: "garbage_collection_threshold:0.8,expandable_segments:True"}
     (advice,) = find_tips(card(12 * GIB, 20 * GIB), ROOMY, settings, ())
-    assert "on already" in advice.action
+    assert "already on" in advice.action
 
 
 def test_settings_that_contradict_each_other():

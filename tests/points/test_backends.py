@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit._core.errors import ConfigError, InputError, MemkitWarning
 from memkit.points.backends import resolved
-from memkit.points.bits import Key, WordBlocks, again, draw_key, words_at
+from memkit.points.bits import Key, WordBlocks, draw_key, redraw_bits, words_at
 from memkit.points.grid import GridIndex
 from memkit.points.nested import single_within
 from memkit.points.sampler import GridAwareSampler
@@ -41,12 +41,12 @@ def test_words_are_those_of_splitmix():
 
 def test_bits_that_are_drawn_again_are_no_others():
     key = draw_key((1, 2))
-    numbers = again(np.arange(1000), key)
+    numbers = redraw_bits(np.arange(1000), key)
     assert 0 <= numbers.min() <= numbers.max() < 2**55
     others = np.concatenate([words_at(np.arange(100_000), seed) for seed in key])
     assert not np.isin(numbers, others >> 9 & 2**55 - 1).any()
     keys = Key(1, 0), Key(2, 0), draw_key((0,)), draw_key((0, 0))
-    assert len({int(again(np.arange(1), each)[0]) for each in keys}) == len(keys)
+    assert len({int(redraw_bits(np.arange(1), each)[0]) for each in keys}) == len(keys)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba), "torch"])
@@ -80,7 +80,7 @@ def test_the_kernels_compile_for_an_h100():
 
     from memkit.points import kernels
 
-    seeds = {"seed": "i64", "seed_again": "i64", "WORDS": "constexpr"}
+    seeds = {"seed": "i64", "redraw_seed": "i64", "WORDS": "constexpr"}
     counts = {"num_steps": "i32", "num_pieces": "i32", "PIECES": "constexpr"}
     for kernel, signature, constants in (
         (kernels._draw_below, {"left": "*u8", "below": "*u8", "num": "i32"} | seeds, {(5,): 128}),

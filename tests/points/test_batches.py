@@ -194,7 +194,7 @@ TWO_RANKS = {"num_replicas": 2, "rank": 0}
         ([1, 2], (5, 6), {}, ConfigError, "max_points, max_edges"),
         ({"points": [1]}, (5, 6), {}, ConfigError, "sizes of points, but max_points, max_edges"),
         ({"points": [1], "edges": [1, 2]}, (5, 6), {}, InputError, "1 sizes of points and 2 sizes of edges"),
-        ([1, -2], (5,), {}, InputError, "least -2"),
+        ([1, -2], (5,), {}, InputError, "minimum -2"),
         ([1.5], (5,), {}, InputError, "float64"),
         (["a"], (5,), {}, InputTypeError, "dtype"),
         ([0], (0,), {}, ConfigError, "max_points=0"),

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import chi2, kstest
 
 from memkit.points import passes
-from memkit.points.bits import WordBlocks, again, draw_key
+from memkit.points.bits import WordBlocks, draw_key, redraw_bits
 from memkit.points.grid import GridIndex
 from memkit.points.layout import MOST
 from memkit.points.sampler import GridAwareSampler
@@ -176,7 +176,7 @@ class EveryWord:
 
 def test_numbers_below_left_are_equally_likely(monkeypatch):
     """Each is made of equally many of the 2^16 numbers. The others are drawn again: here they become ``left - 1``."""
-    monkeypatch.setattr(passes, "again", lambda slots, _: np.full(len(slots), 2**55 - 1))
+    monkeypatch.setattr(passes, "redraw_bits", lambda slots, _: np.full(len(slots), 2**55 - 1))
     below, unequal = np.empty(2**16, np.uint8), 0
     for left in range(2, MOST + 1):
         bounds = np.array([0, *[2**16] * left])  # all points have `left` points left
@@ -202,7 +202,7 @@ def test_the_place_in_a_cell_is_equally_likely(drawn):
     words.numbers = lambda num, _: np.full(num, drawn, np.uint32)
     places = passes.choose_places(counts, key, words)
     favored = (drawn * counts) % 2**32 < 2**32 % counts
-    expected = np.where(favored, again(np.arange(3), key) * counts.astype(object) >> 55, drawn * counts >> 32)
+    expected = np.where(favored, redraw_bits(np.arange(3), key) * counts.astype(object) >> 55, drawn * counts >> 32)
     assert places.tolist() == expected.tolist()
     assert favored.tolist() == [False, False, drawn == 0]
 

@@ -93,7 +93,7 @@ CALLS = [
     (
         lambda: sampler().sample_half_density(index()).take(COORDS[:20]),
         InputError,
-        "as in coords, feats = sample.take(coords, feats)",
+        "one row for each point: coords, feats = sample.take(coords, feats)",
     ),
     (
         lambda: sampler().sample_half_density(index()).take({"coord": COORDS, "segment": COORDS[:20, 0]}),
@@ -179,7 +179,7 @@ CALLS = [
     (lambda: mk.GridIndex.from_cells(COORDS[:, 0]), InputTypeError, "from positions use GridIndex.from_coords."),
     (lambda: index()[0], InputTypeError, "write index.cell_of_point()"),
     (lambda: index().num_voxels, AbsentError, "write index.num_cells"),
-    (lambda: index().to("cuda"), AbsentError, "an index lies on the host"),
+    (lambda: index().to("cuda"), AbsentError, "an index is always on the host"),
     (lambda: sampler(ratio="half"), ConfigError, "pass ratio=(0.3, 0.7)."),
     (lambda: sampler(ratio=None), ConfigError, "pass ratio=(0.3, 0.7)."),
     (lambda: sampler(ratio=(0.3, 0.5, 0.7)), ConfigError, "pass ratio=(0.3, 0.7)."),

@@ -171,7 +171,7 @@ def test_cells_of_all_sizes_keep_their_count(sizes):
     [
         (
             {"ratio": 0.0},
-            "ratio=0.0; expected a fraction such as 0.5, or (least, greatest) with 0 < least <= greatest <= 1",
+            "ratio=0.0; expected a fraction such as 0.5, or (low, high) with 0 < low <= high <= 1",
         ),
         ({"ratio": (0.7, 0.3)}, "got ratio=(0.7, 0.3)"),
         ({"ratio": (0.3, 0.5, 0.7)}, "got ratio=(0.3, 0.5, 0.7)"),

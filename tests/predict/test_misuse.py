@@ -76,7 +76,7 @@ TABLE = [
     ),
     (lambda: estimate(MODEL, BATCH, loss_fn, precision="bf16"), "ConfigError", "a model that is in bf16 itself."),
     (lambda: estimate(MODEL, BATCH, loss_fn, precision="fp16"), "ConfigError", "a CPU has no fp16 autocast here."),
-    (lambda: plan(MODEL, BATCH, loss_fn), "ConfigError", "or budget='RTX 4090' for all of a card."),
+    (lambda: plan(MODEL, BATCH, loss_fn), "ConfigError", "or budget='RTX 4090' for all memory of a GPU."),
     (lambda: plan(MODEL, BATCH, loss_fn, memory="24GiB"), "InputTypeError", "loss_fn, budget='24GiB')"),
     (lambda: plan(MODEL, BATCH, loss_fn, budget=24), "InputError", "write '24GiB', or '24B' if bytes are meant."),
     (

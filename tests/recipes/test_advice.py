@@ -16,7 +16,7 @@ from benchmarks.models import transformer
 from memkit._simulation.simulation import Host
 from memkit.points.edges import sample_edges
 from memkit.recipes.advice.advise import _difference, advise
-from memkit.recipes.advice.remedies import nothing
+from memkit.recipes.advice.remedies import no_change
 from memkit.recipes.advice.step import Training, observe_step
 from memkit.recipes.advice.submodules import held_by_modules
 from tests.toys import Residual, classify, mean_square, mlp
@@ -68,7 +68,7 @@ class TestOneTable:
             assert each.measured_flops_ratio == pytest.approx(each.predicted_flops_ratio, rel=0.01)
 
     def test_reckoning_by_what_blocks_hold_would_be_wrong(self, model, batch, table):
-        plain = observe_step(Training(model, batch, classify, "adamw", None, None), nothing, Host)
+        plain = observe_step(Training(model, batch, classify, "adamw", None, None), no_change, Host)
         held = held_by_modules(plain)
         advice = by_name(table)["checkpoint 2 of 2 blocks"]
         reckoned = held["1"] + held["2"]
@@ -78,7 +78,7 @@ class TestOneTable:
         advice = by_name(table)
         assert 1.05 < advice["checkpoint 2 of 2 blocks"].measured_flops_ratio < 4 / 3
         assert advice["2 micro-batches"].measured_flops_ratio == 1
-        assert advice["half as wide MLPs"].measured_flops_ratio < 1
+        assert advice["MLPs of half the width"].measured_flops_ratio < 1
 
     def test_numbers_are_as_exact_as_said(self, table):
         advice = by_name(table)
@@ -87,8 +87,8 @@ class TestOneTable:
         assert 0 < advice["2 micro-batches"].difference < 1e-6
         assert not advice["bf16"].exact
         assert 1e-4 < advice["bf16"].difference < 0.1
-        assert not advice["half as wide MLPs"].exact
-        assert advice["half as wide MLPs"].difference is None
+        assert not advice["MLPs of half the width"].exact
+        assert advice["MLPs of half the width"].difference is None
 
     def test_order(self, table):
         kinds = [(each.is_verified, each.exact) for each in table]
@@ -296,7 +296,7 @@ def test_tiles_of_convolutions():
 def test_batchnorm_forbids_micro_batches(batch):
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))
     advice = by_name(advise(model, batch, classify))["2 micro-batches"]
-    assert advice.status == "not run: 1 normalizes over the rows, and would see those of a part only"
+    assert advice.status == "not run: 1 normalizes over the rows, and would see only those of one part"
     assert advice.predicted_saved_bytes is None
 
 

@@ -140,7 +140,7 @@ def test_what_normalizes_over_rows_is_kept_whole():
     plan = plan_training(normalized(), digits(), loss_fn, budget="8MiB")
     assert [each.accumulation_steps for each in plan.candidates] == [1]
     assert "In training mode 2 would see the statistics of each micro-batch: use GroupNorm" in plan.notes[0]
-    with pytest.raises(ConfigError, match=r"The batch is kept whole: 2 normalize over its rows"):
+    with pytest.raises(ConfigError, match=r"The batch is kept whole: 2 normalize over the rows"):
         plan_training(normalized().to("meta"), digits(), loss_fn, budget="64KiB")
 
 
@@ -175,7 +175,10 @@ def test_micro_batches_that_the_batch_does_not_have(size):
 def test_micro_batches_that_were_asked_for_are_judged_too():
     plan = plan_training(normalized(), digits(), loss_fn, budget="8MiB", micro_batch_size=3)
     assert (plan.accumulation_steps, plan.is_split_exact) == (2, False)
-    assert plan.notes[0].startswith("Cut into 3 rows as asked, though parts have another gradient. In training mode 2 ")
+    assert plan.notes[0].startswith(
+        "Split into micro-batches of 3 rows as requested, although the parts have a different gradient. "
+        "In training mode 2 "
+    )
     whole = plan_training(normalized(), digits(), loss_fn, budget="8MiB", micro_batch_size=6)
     assert (whole.notes, whole.is_split_exact) == ((), None)
 

@@ -207,7 +207,7 @@ def test_a_worst_batch_without_data_will_do():
     assert plans[0].wrapper_settings() == plans[1].wrapper_settings()
     assert plans[0].required_bytes == plans[1].required_bytes
     assert (plans[0].is_split_exact, plans[1].is_split_exact) == (True, None)
-    assert "Not checked that the batch may be split: the batch has no data." in plans[1].notes
+    assert "Whether the batch may be split was not checked: the batch has no data." in plans[1].notes
 
 
 def test_equal_batches_are_planned_like_one():

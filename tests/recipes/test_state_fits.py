@@ -227,7 +227,7 @@ def test_a_model_takes_what_it_can_hold_exactly(tmp_path, theirs):
             warnings.simplefilter("error")
             assert manager.restore(7, model=other) == 7  # on purpose
         if theirs != own:
-            with pytest.warns(MemkitWarning, match=f"model holds in {own} what was saved in {theirs}"):
+            with pytest.warns(MemkitWarning, match=f"model holds values in {own} that were saved in {theirs}"):
                 assert manager.restore(model=other) == 7
         for one, each in zip(model.parameters(), other.parameters(), strict=True):
             assert_same_states(each.to(torch.float64), one.to(torch.float64))
@@ -242,7 +242,7 @@ def integer_model():
 OTHER_MODELS = {
     "another width": (lambda: make_model(width=9), r"size mismatch for 0\.weight: \(8, 5\), here \(9, 5\)"),
     "a layer more": (lambda: make_model().append(nn.Linear(1, 1)), r"no 3\.weight, no 3\.bias"),
-    "a layer less": (lambda: make_model(norm=False), r"1\.weight, which the model has not"),
+    "a layer less": (lambda: make_model(norm=False), r"1\.weight, which the model does not have"),
     "on meta": (lambda: make_model().to("meta"), r"values for 0\.weight, which is on meta"),
     "whole numbers": (integer_model, r"1\.num_batches_tracked in torch\.int64"),
 }
@@ -293,7 +293,7 @@ def test_modules_with_a_form_of_their_own(tmp_path):
         manager.restore(model=(failing := Renames(fails=True)))
     assert failing.new.tolist() == [99, 99]  # it refuses what it had, too
     raised = assert_refused(lambda: manager.restore(model=failing), FileFormatError)
-    assert raised.__notes__ == ["Changed already, at least in part: model."]
+    assert raised.__notes__ == ["Already changed, at least in part: model."]
 
 
 def test_lazy_modules_take_their_shapes(tmp_path):
@@ -388,7 +388,9 @@ def test_a_sequence_of_other_schedules_is_refused(tmp_path):
 
 def test_a_scaler_that_is_off_is_not_one_that_is_on(tmp_path):
     on, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
-    check_refused(saved(tmp_path / "on", scaler=on), "expected nothing, as a GradScaler made alike", scaler=off)
+    check_refused(
+        saved(tmp_path / "on", scaler=on), "expected no entries, as in a GradScaler with the same arguments", scaler=off
+    )
     check_refused(saved(tmp_path / "off", scaler=off), r"got no .*growth_factor", scaler=on)
     assert saved(tmp_path / "both", scaler=off).restore(scaler=off) == 7
 
@@ -486,7 +488,7 @@ def test_random_states_of_accelerators_that_are_not_there(tmp_path, monkeypatch)
     monkeypatch.setattr(random_state, "capture", with_a_card)
     manager.save(1, holder=Holder(1))
     monkeypatch.undo()
-    with pytest.warns(MemkitWarning, match="random states of 2 accelerators, now 0 are in use"):
+    with pytest.warns(MemkitWarning, match="random states of 2 accelerators, but 0 are in use now"):
         manager.restore(holder=Holder(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -111,7 +111,7 @@ def test_a_lock_that_is_held_long_is_told(manager, monkeypatch):
     monkeypatch.setattr(statefiles, "_PATIENCE_S", 0.05)
     told = []
     monkeypatch.setattr(warnings, "warn", lambda *args, **_: told.append(args))
-    with statefiles.locked(manager.directory, alone=True):
+    with statefiles.locked(manager.directory, exclusive=True):
         other = threading.Thread(target=value_of, args=(manager,))
         other.start()
         time.sleep(0.3)

@@ -179,10 +179,10 @@ def test_batches_of_another_number_of_samples_than_the_data_set(wrap):
         return wrap(DataLoader(range(10), batch_sampler=ResumableBatchSampler(num_samples, 4, **settings)))
 
     made_for(10, drop_last=True)
-    with pytest.warns(MemkitWarning, match="the last 2 of the data set's 10 samples are in no batch"):
+    with pytest.warns(MemkitWarning, match="the last 2 of the dataset's 10 samples are in no batch"):
         made_for(8)
     with pytest.raises(
-        ConfigError, match=r"got a sampler for 11 samples and a data set of 10; .*\(len\(dataset\), \.\.\.\)"
+        ConfigError, match=r"got a sampler for 11 samples and a dataset of 10; .*\(len\(dataset\), \.\.\.\)"
     ):
         made_for(11)
 

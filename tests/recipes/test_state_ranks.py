@@ -202,7 +202,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path):
 def one_rank(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store1", rank=0, world_size=1)
     training = Sharded()
-    with pytest.warns(MemkitWarning, match="is of 2 ranks, now there are 1"):
+    with pytest.warns(MemkitWarning, match="was saved on 2 ranks, and now there are 1"):
         assert TrainingStateManager(f"{folder}/states").restore(**vars(training)) == STOP
     assert training.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().shape == (16, 8)
     torch.save([each.full_tensor() for each in training.model.parameters()], f"{folder}/one.pt")

@@ -63,7 +63,7 @@ def test_what_came_on_top_of_what_was_loaded():
     advice = advice_of(log)
     assert set(advice) == {"checkpoint", "chunks"}
     assert advice["checkpoint"].saves_bytes == 6 * GIB
-    assert advice["checkpoint"].evidence == "6.00 GiB come on top of what was loaded, 50.0% of the peak"
+    assert advice["checkpoint"].evidence == "6.00 GiB are used on top of the loaded components, 50.0% of the peak"
 
 
 def test_growth_calls_for_a_look_at_what_holds_tensors():
@@ -71,7 +71,7 @@ def test_growth_calls_for_a_look_at_what_holds_tensors():
     steps = [Event(f"step_{n}", allocated_bytes=n * GIB // 10, **same) for n in range(1, 11)]
     advice = advice_of(log_of(*steps, total_bytes=None))
     assert set(advice) == {"find_leak"}
-    assert advice["find_leak"].evidence == "memory grows by 102.40 MiB a step"
+    assert advice["find_leak"].evidence == "memory grows by 102.40 MiB per step"
 
 
 def test_the_section_says_whether_results_stay_the_same():

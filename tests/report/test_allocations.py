@@ -351,12 +351,12 @@ def test_fragmentation_is_named(tmp_path):
     path = save(tmp_path, {"segments": [segment], "device_traces": [[oom]]})
     write_report(read_memory_events(path), tmp_path / "r.md")
     text = (tmp_path / "r.md").read_text("utf-8")
-    assert "That is fragmentation" in text
+    assert "This is fragmentation" in text
     oom["size"] = 80 * MIB
     write_report(
         read_memory_events(save(tmp_path, {"segments": [segment], "device_traces": [[oom]]})), tmp_path / "r.md"
     )
-    assert "That is fragmentation" not in (tmp_path / "r.md").read_text("utf-8")
+    assert "This is fragmentation" not in (tmp_path / "r.md").read_text("utf-8")
 
 
 # ---- the page
@@ -457,4 +457,4 @@ def test_a_tracker_has_a_page_with_its_own_figures(tmp_path):
 def test_a_tracker_that_saw_nothing_is_refused(tmp_path):
     with mk.Tracker(device="cpu") as tracker:
         pass
-    assert_refused(lambda: write_report(tracker, tmp_path / "r.html"), InputError, "saw nothing on cpu")
+    assert_refused(lambda: write_report(tracker, tmp_path / "r.html"), InputError, "recorded no tensors on cpu")

@@ -336,14 +336,14 @@ class TestWhatStepsAdd:
             assert make_report(logs[name]).headline == "Memory grows 35.00 MiB per step over 50 steps: probably a leak"
         for name in ("once", "given back"):
             assert "probably a leak" not in pages[name]
-        assert "memory was given back in between" in pages["given back"]
+        assert "memory was freed in between" in pages["given back"]
 
 
 def test_a_rating_that_lacks_the_capacity_names_the_way_to_it():
     events = [Event(f"step_{n}", step=n, allocated_bytes=MIB, peak_bytes=2 * MIB) for n in range(10)]
     log = log_of(*events, total_bytes=None)
     page = "\n".join(texts(make_report(log)))
-    assert "No rating: 3 figures are needed and 2 can be derived from this log." in page
+    assert "No rating: 3 figures are needed, and only 2 can be derived from this log." in page
     assert page.count("--gpu NAME") == 2  # beside the facts, and beside the rating
     assert "--gpu" not in "\n".join(texts(make_report(log, gpu="RTX 4090")))
 

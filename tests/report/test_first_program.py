@@ -37,8 +37,8 @@ def test_the_figures():
 
 SHOWN = {
     "t5": ["10.58 GiB", "45.8%", "growth since init"],
-    "unattributed": ["12.54 GiB", "54.2%", "has room for what is not recorded: vae, dit"],
-    "all that was loaded": ["23.12 GiB", "100.0%", "model_loaded"],
+    "unattributed": ["12.54 GiB", "54.2%", "may include components that are not recorded: vae, dit"],
+    "everything loaded": ["23.12 GiB", "100.0%", "model_loaded"],
     "vae": ["not recorded", "not recorded", " "],
     "t5_loaded": ["1", "10.58 GiB", "45.7%", "not recorded"],
     "forward_pass": ["1", "not recorded", "not recorded", "+33.50 MiB"],
@@ -78,16 +78,16 @@ def test_json_has_plain_bytes(written):
 def test_what_is_missing_is_said_and_never_zero(written):
     for page in (written["md"], written["txt"], written["html"]):
         text = " ".join(page.split())
-        assert "Nothing wrong found, in a log that cannot tell whether memory grows; peak 23.15 GiB" in text[:9000]
+        assert "Nothing wrong found, but the log cannot show whether memory grows; peak 23.15 GiB" in text[:9000]
         assert "The peaks of this log are cumulative" in text
-        assert "7 numbers in between are not in the log" in text
-        assert "Together the steps added 100.49 MiB, and the record of the run rose by 33.50 MiB" in " ".join(
+        assert "7 step numbers in between are missing from the log" in text
+        assert "Together the steps added 100.49 MiB, but the running peak rose by only 33.50 MiB" in " ".join(
             text.split()
         )
-        assert "Not in this log: the peak taken apart; capacity of the device. To record them:" in " ".join(
+        assert "Not in this log: breakdown of the peak; capacity of the device. To record them:" in " ".join(
             text.split()
         )
-        assert "No rating: 3 figures are needed and 2 can be derived from this log." in text
+        assert "No rating: 3 figures are needed, and only 2 can be derived from this log." in text
 
 
 def test_the_card_may_be_named(tmp_path):

@@ -41,7 +41,7 @@ TABLE = [
         "InputError",
         "write 'a.html', and print it to PDF in a browser: the page has a style for paper.",
     ),
-    (lambda log: mk.write_report(log, "no/a.html"), "InputError", "make it first: os.makedirs('no')"),
+    (lambda log: mk.write_report(log, "no/a.html"), "InputError", "create it first: os.makedirs('no')"),
     (lambda log: mk.write_report(log, "a.html", before=log), "InputTypeError", "'a.html', baseline=baseline)"),
     (lambda log: mk.write_report(log, "a.html", "e.json"), "InputTypeError", "'a.html', baseline='e.json')"),
     (lambda log: mk.write_report(log, "a.html", format="html"), "InputTypeError", "write write_report(log, 'a.html')"),

@@ -117,7 +117,7 @@ def test_a_page_draws_curves_of_every_style_and_scale():
 def test_survived_errors_are_counted():
     marks = [Event("oom", note={"num_ooms": number, "sizes": [2, 2]}) for number in (2, 1)]
     log = log_of(*marks, Event("oom", note={"num_ooms": "many"}), Event("mark", note={"num_ooms": 5}))
-    assert "Out-of-memory errors survived: 3;" in render_report(make_report(log), ".txt")
+    assert "Out-of-memory errors that the run recovered from: 3;" in render_report(make_report(log), ".txt")
 
 
 # ---- names that come from a file

@@ -26,11 +26,11 @@ FAULTS = {
     "graph_kept": ("cpu", r"Each step keeps its graph", "`losses`"),
     "evaluation_with_gradients": ("cpu", r"Evaluation with gradients: validation builds graphs", "validation"),
     "fragmentation": ("cuda", r"Fragmentation: the allocator holds .* more than tensors ever took", ""),
-    "first_step_peak": ("cpu", r"Only the first step, or what came before it, peaks at .*; later steps take", ""),
-    "survived_out_of_memory": ("cpu", r"Out of memory 2 times, and survived: .* 4 parts of at most 128 rows", ""),
-    "host_memory": ("process", r"Host memory grows [34]\.\d\d MiB per step over 20 steps, and tensors do not", ""),
+    "first_step_peak": ("cpu", r"Only the first step, or something before it, peaks at .*; later steps take", ""),
+    "survived_out_of_memory": ("cpu", r"Out of memory 2 times, and recovered: .* 4 parts of at most 128 rows", ""),
+    "host_memory": ("process", r"Host memory grows [34]\.\d\d MiB per step over 20 steps, but tensors do not", ""),
     "workers": ("process", r"Child processes, such as data loader workers, grow .* per step", ""),
-    "optimizer_twice": ("cpu", r"optimizer added 2\.01 MiB again at step 7, .* optimizer state twice", "optimizer"),
+    "optimizer_twice": ("cpu", r"optimizer added 2\.01 MiB again at step 7, .* duplicate optimizer state", "optimizer"),
     "large_validation": ("cpu", r"The batches of validation are too large: it sets the peak of", "validation"),
     "clean": ("cpu", r"Nothing wrong found: memory stays level over 30 steps; peak", ""),
 }
@@ -45,7 +45,7 @@ VARIANTS = {
     "leak of batches": ("leak_of_batches", "cpu", "512.00 KiB per step"),
     "graph without a backward": ("graph_kept_unused", "cpu", "Each step keeps its graph: memory grows 192.00 KiB"),
     "evaluation on a card": ("evaluation_with_gradients", "cuda untracked", "Evaluation with gradients"),
-    "optimizer on a card": ("optimizer_twice", "cuda untracked", "optimizer state twice"),
+    "optimizer on a card": ("optimizer_twice", "cuda untracked", "duplicate optimizer state"),
     "validation on a card": ("large_validation", "cuda untracked", "too large: it sets the peak"),
     "a leak and an evaluation": ("leak_and_evaluation", "cpu", "Memory grows 512.00 KiB per step"),
 }
@@ -159,5 +159,5 @@ def test_a_fault_without_advice_is_not_called_nothing(tmp_path):
     for name in ("evaluation_with_gradients", "clean"):
         mk.write_report(log_of(name, "cpu", tmp_path / f"{name}.jsonl"), tmp_path / f"{name}.md")
         pages[name] = (tmp_path / f"{name}.md").read_text("utf-8")
-    assert "call for nothing beyond the next step at the top" in pages["evaluation_with_gradients"]
-    assert "The figures call for nothing." in pages["clean"]
+    assert "give no reason to change anything beyond the next step at the top" in pages["evaluation_with_gradients"]
+    assert "The figures give no reason to change anything." in pages["clean"]

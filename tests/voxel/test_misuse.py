@@ -37,7 +37,7 @@ CALLS = [
     (lambda: mk.voxel.FlipAugmentation(p=0.5), InputTypeError, "write FlipAugmentation(prob=0.5)"),
     (lambda: mk.voxel.FlipAugmentation(spatial_axis=0), InputTypeError, "write FlipAugmentation(axes='X')"),
     (lambda: mk.voxel.FlipAugmentation(axes=[0]), ConfigError, "pass axes='X'."),
-    (lambda: mk.voxel.NoiseAugmentation(prob=0.1), InputTypeError, "set its size alone; write NoiseAugmentation()"),
+    (lambda: mk.voxel.NoiseAugmentation(prob=0.1), InputTypeError, "set only its strength; write NoiseAugmentation()"),
     (lambda: mk.voxel.NoiseAugmentation(0.1), InputTypeError, "write NoiseAugmentation(std=0.1)"),
     (lambda: mk.voxel.NoiseAugmentation(std=-1), ConfigError, "pass std=0."),
     (lambda: mk.voxel.RotateAugmentation(degrees=90), InputTypeError, "three quarters; write RotateAugmentation()"),

@@ -1,4 +1,4 @@
-"""`advise`: changes that reduce a step's memory, predicted without data, tried on copies, and reported with both."""
+"""`advise`: changes that reduce a step's memory, predicted without data, measured on copies, reported with both."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
 from memkit.predict.words import ADVICE_WORDS
 from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
-from memkit.recipes.advice.remedies import AppliedRemedy, Case, both, find_remedies, nothing, takes_foreach
+from memkit.recipes.advice.remedies import AppliedRemedy, Case, find_remedies, in_turn, no_change, takes_foreach
 from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, StepChange, Training, observe_step
 
 _WORTH_TELLING = 0.01  # of the peak
 _WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
 _PAIRED = 3  # of the best single remedies, tried pairwise
 _LONGEST_REASON = 200  # characters
-_SHARE_OF_HOST = 0.8  # of the available memory, for a run and what is kept from it
+_SHARE_OF_HOST = 0.8  # of the available memory, for a run and the results that are kept
 
 
 @guided(words=ADVICE_WORDS)
@@ -55,7 +55,8 @@ def advise(
     The step is run on tensors without data, and its peak broken down. Each remedy that addresses a holder at the peak
     is applied, and the changed step is run again without data: that is the prediction. Then the plain and the changed
     step run for real, on copies in CPU memory; the allocator's events are recorded, operations counted, and gradients
-    compared. A result that does not agree within 2% is reported as failed, one that cannot run here as not run.
+    compared. A remedy is reported as failed if prediction and measurement differ by more than 2%, and as not run if it
+    cannot run here.
 
     Afterwards model, optimizer, batch and random state are restored, even after an error. During the call the model
     holds stand-ins; do not use it in another thread.
@@ -66,9 +67,9 @@ def advise(
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss over the rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         precision: The precision that the plain step already uses.
-        target: ``"cpu"``, or a card, by its name or as a `GPU`, for which figures are then predicted; measurements are
-            on the CPU.
-        budget: Bytes, text such as ``"8GiB"``, or a card; None for the target's own memory, on a card.
+        target: ``"cpu"``, or a GPU, by its name or as a `GPU`, for which figures are then predicted; measurements are
+            always on the CPU.
+        budget: Bytes, text such as ``"8GiB"``, or a GPU; None for the memory of the target, if that is a GPU.
         changes_model: Whether to suggest a smaller model too, which would have to be retrained.
         fewer_edges: Removes edges from a batch, for example with `sample_edges`, and returns the new batch.
         selected_fraction: As for `estimate_memory_usage`.
@@ -77,8 +78,8 @@ def advise(
         The advice, sorted by saving relative to the added operations; failed and not run last.
 
     Raises:
-        InputTypeError: ``model`` is not a module, the loss is not a tensor, or ``target`` or ``budget`` is not a card.
-        InputError: A size depends on data; no card has the name ``target``; ``budget`` is neither a size nor a card.
+        InputTypeError: ``model`` is not a module, the loss is not a tensor, or ``target`` or ``budget`` is not a GPU.
+        InputError: A size depends on data; ``target`` is an unknown GPU; ``budget`` is neither a size nor a GPU.
         ConfigError: An option is invalid.
 
     Warns:
@@ -140,14 +141,15 @@ class _Trial:
         if self.on_card:
             shown = target.name if isinstance(target, GPU) else repr(target)
             self._make_place = partial(Gpu, look_up(target, f"advise(..., target={shown})"))
-        self.plain = observe_step(training, nothing, self._make_place)
-        # On a card torch's optimizers process all parameters at once by default; on the CPU they must be told to.
+        self.plain = observe_step(training, no_change, self._make_place)
+        # On a GPU torch's optimizers process all parameters at once by default; on the CPU they must be told to.
         settings = self.plain.optimizer[1]
         unasked = self.on_card and settings.get("foreach", ...) is None and not settings.get("fused")
-        self._as_on_target: StepChange = takes_foreach if unasked else nothing
+        self._as_on_target: StepChange = takes_foreach if unasked else no_change
         self._plain_here = observe_step(training, self._as_on_target, Host) if self.on_card else self.plain
         self._is_without_data = any(each.is_meta for each in [*training.model.parameters(), *training.model.buffers()])
-        self.real_plain = None if self._obstacle(self._plain_here) else self._observe_here(training, nothing, RealHost)
+        cannot_run = bool(self._obstacle(self._plain_here))
+        self.real_plain = None if cannot_run else self._observe_here(training, no_change, RealHost)
 
     @property
     def peak_where(self) -> str:
@@ -208,7 +210,7 @@ class _Trial:
         return {} if best is None or advice is None else {best: advice}
 
     def standing(self, remedy: AppliedRemedy, advice: Advice) -> Standing:
-        """Return the sort key of a trial: on a card by the predicted saving, on the CPU by the allocator's."""
+        """Return the sort key of a trial: by the predicted saving on a GPU, by the allocator's on the CPU."""
         return rank(
             exact=advice.exact,
             saved_bytes=advice.predicted_saved_bytes if self.on_card else advice.allocator_saved_bytes,
@@ -218,7 +220,7 @@ class _Trial:
         )
 
     def _observe_here(self, training: Training, change: StepChange, make_place: Callable[[], Place]) -> Observation:
-        return observe_step(training, both(self._as_on_target, change), make_place)
+        return observe_step(training, in_turn(self._as_on_target, change), make_place)
 
     def _obstacle(self, expected: Observation) -> str:
         """Say why a step cannot run here; empty if it can."""
@@ -230,7 +232,7 @@ class _Trial:
         return (
             ""
             if needed <= available
-            else f"needs {format_bytes(needed)} here, and {format_bytes(available)} may be used"
+            else f"needs {format_bytes(needed)} here, but only {format_bytes(available)} may be used"
         )
 
     def _compared(self, advice: Advice, remedy: AppliedRemedy, expected: Observation, measured: Observation) -> Advice:
@@ -251,12 +253,12 @@ class _Trial:
         dtypes = {each.dtype for each in self._training.model.parameters()}
         tolerance = max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
         if not advice.meets_expectations:
-            return replace(advice, status="failed: measured is more than 2% away from what was expected")
+            return replace(advice, status="failed: measurement and expectation differ by more than 2%")
         highest = (1 + TOLERANCE) * estimate.peak_interval[1] if estimate else 0
         if (measured.allocator_peak_bytes or 0) > highest:
-            return replace(advice, status="failed: kernels take more inside than was foreseen")
+            return replace(advice, status="failed: kernels need more workspace than predicted")
         if advice.allocator_saved_bytes is not None and advice.allocator_saved_bytes <= 0:
-            return replace(advice, status="failed: with what kernels take inside, nothing is saved on this CPU")
+            return replace(advice, status="failed: with the kernels' workspace, nothing is saved on this CPU")
         if advice.exact and advice.difference is not None and not advice.difference <= tolerance:
             return replace(advice, status=f"failed: {remedy.entry.compares} differ by {advice.difference:.1e}")
         return advice

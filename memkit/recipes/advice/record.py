@@ -12,7 +12,7 @@ from memkit.report.nodes import Cell, Paragraph, Section, Size, Table
 
 TOLERANCE = 0.02  # of the measured value
 _HEADINGS = {
-    "en": ("Verified advice", "change", "saves, predicted", "saves, measured", "FLOPs", "status", "what to write"),
+    "en": ("Verified advice", "change", "saves, predicted", "saves, measured", "FLOPs", "status", "code to write"),
     "zh": ("经验证的建议", "改动", "预测节省", "实测节省", "FLOPs", "状态", "写法"),
 }
 _SUMMARIES = {
@@ -23,19 +23,19 @@ _SUMMARIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One change of a training step. Savings are relative to the plain step; None means "not known".
+    """One change of a training step. Savings are relative to the plain step; None means "unknown".
 
     Attributes:
         name: Short name of the change.
         change: Code to write.
         effect: Effect on gradients and step, in words.
         exact: Whether gradients and step stay the same except for rounding.
-        status: ``"verified"``: measured, and within 2% of what was expected. ``"failed: ..."``: measured, but not
+        status: ``"verified"``: measured, and within 2% of the expectation. ``"failed: ..."``: measured, but not
             verified. ``"not run: ..."``: not measured, with the reason.
         predicted_peak_bytes: Peak bytes in live tensors on the target.
         predicted_saved_bytes: Reduction of that peak.
         predicted_flops_ratio: Operations relative to the plain step: matrix products, convolutions, and attention on a
-            card.
+            GPU.
         expected_peak_bytes: The prediction for the run that was measured; on the CPU the same as predicted.
         expected_saved_bytes: The saving predicted for that run.
         expected_flops_ratio: The operations predicted for that run, relative to the plain step.
@@ -43,8 +43,8 @@ class Advice:
         measured_saved_bytes: Reduction of that peak.
         measured_flops_ratio: The ratio counted in that run.
         allocator_saved_bytes: The measured saving by the allocator's own events, which include the kernels' workspace.
-        difference: Largest difference in the first step's gradients, or in the first step's parameter updates if those
-            are what changes, relative to the largest plain value.
+        difference: Largest difference in the first step's gradients, or in its parameter updates if the change concerns
+            those, relative to the largest value of the plain step.
         fits: Whether the step fits the budget; None without a budget.
 
     Example:
@@ -83,7 +83,7 @@ class Advice:
 
     @property
     def meets_expectations(self) -> bool:
-        """Whether all measurements are within 2% of what was expected."""
+        """Whether all measurements are within 2% of the expectation."""
         pairs = (
             (self.expected_peak_bytes, self.measured_peak_bytes),
             (self.expected_saved_bytes, self.measured_saved_bytes),
@@ -105,7 +105,7 @@ class Advice:
         if self.measured_saved_bytes is not None:
             lines.append(f"  measured: saves {_size(self.measured_saved_bytes)}")
             if _size(self.allocator_saved_bytes) != _size(self.measured_saved_bytes):
-                lines[-1] += f"; {_size(self.allocator_saved_bytes)} with what kernels take inside"
+                lines[-1] += f"; {_size(self.allocator_saved_bytes)} with the kernels' workspace"
         elif self.measured_peak_bytes is not None:
             lines.append(
                 f"  measured: peak {_size(self.measured_peak_bytes)}, expected {_size(self.expected_peak_bytes)}"
@@ -194,5 +194,5 @@ class AdviceTable(Sequence[Advice]):
 
 def _size(num_bytes: int | None) -> str:
     if num_bytes is None:
-        return "not"
+        return "an unknown amount"
     return format_bytes(num_bytes) if num_bytes >= 0 else f"-{format_bytes(-num_bytes)}"

@@ -35,14 +35,14 @@ from memkit.train.split import count_rows
 from memkit.train.split_check import scan_modules
 from memkit.train.treatments import Treatment
 
-_SHARES = (0.5, 1.0)  # of what the blocks hold at the peak: with the fewest blocks, and with all
+_SHARES = (0.5, 1.0)  # of the bytes that the blocks hold at the peak: with the fewest blocks, and with all
 
 
-def nothing(step: AdvisedStep, stack: ExitStack) -> None:
+def no_change(step: AdvisedStep, stack: ExitStack) -> None:
     """Leave a step unchanged."""
 
 
-def both(one: StepChange, other: StepChange) -> StepChange:
+def in_turn(one: StepChange, other: StepChange) -> StepChange:
     """Apply two changes to a step, one after the other."""
 
     def apply(step: AdvisedStep, stack: ExitStack) -> None:
@@ -54,7 +54,7 @@ def both(one: StepChange, other: StepChange) -> StepChange:
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: some hold batches
 class AppliedRemedy:
-    """A remedy of the catalog, filled in for a step, and how to apply it there.
+    """A remedy of the catalog, with its placeholders filled in for a step, and how to apply it there.
 
     Attributes:
         entry: Its entry in the catalog; the settings are the wrapper's.
@@ -64,7 +64,7 @@ class AppliedRemedy:
     """
 
     entry: Remedy
-    apply: StepChange = nothing
+    apply: StepChange = no_change
     _: KW_ONLY
     batch: Any = None
     obstacle: str = ""
@@ -76,17 +76,17 @@ class AppliedRemedy:
 
     def with_other(self, other: AppliedRemedy) -> AppliedRemedy:
         """Combine two remedies, applied one after the other."""
-        return AppliedRemedy(self.entry.with_other(other.entry), both(self.apply, other.apply))
+        return AppliedRemedy(self.entry.with_other(other.entry), in_turn(self.apply, other.apply))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The step that remedies are sought for.
+    """The step for which remedies are sought.
 
     Attributes:
         training: The user's training.
         seen: The plain step on the target, without data.
-        on_card: Whether the target is a card.
+        on_card: Whether the target is a GPU.
         changes_model: Whether the model may be changed.
         fewer_edges: Removes edges from a batch; None if not given.
     """
@@ -108,7 +108,7 @@ class Case:
     @property
     def obstacle(self) -> str:
         """Why the wrapper cannot run the step; empty if it can."""
-        return "" if self.num_rows else "the wrapper cannot tell the rows of this batch, and needs a split_fn"
+        return "" if self.num_rows else "the wrapper cannot determine the rows of this batch; it needs a split_fn"
 
 
 def find_remedies(case: Case) -> list[AppliedRemedy]:
@@ -121,7 +121,7 @@ def find_remedies(case: Case) -> list[AppliedRemedy]:
 
 def _microbatches(case: Case) -> Iterator[AppliedRemedy]:
     mixing = scan_modules(case.training.model)
-    obstacle = f"{mixing[0]} normalizes over the rows, and would see those of a part only" if mixing else ""
+    obstacle = f"{mixing[0]} normalizes over the rows, and would see only those of one part" if mixing else ""
     for num_parts in (2, 4):
         if (case.num_rows or 0) < num_parts:
             return
@@ -179,7 +179,7 @@ def _chunks(case: Case) -> Iterator[AppliedRemedy]:
     name, size = found
 
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
-        # Row independence is tested with NaN, which needs data; the run with data then refuses.
+        # Row independence is tested with NaN, which needs data; only the run with data refuses dependent rows.
         check = step.has_data
         replace_submodule(step, name, lambda module: ChunkedProcessor(module, chunk_size=size, check=check))
 
@@ -235,7 +235,7 @@ def _form(kind: type[Optimizer], form: str, **settings: bool | None) -> AppliedR
 
 
 def takes_foreach(step: AdvisedStep, stack: ExitStack) -> None:
-    """Let the optimizer on the CPU process all parameters at once, as it does on a card."""
+    """Let the optimizer on the CPU process all parameters at once, as it does on a GPU."""
     _form(Optimizer, "", foreach=True).apply(step, stack)
 
 

@@ -91,7 +91,7 @@ class AdvisedStep:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a module was called: the input of `Trace`.
+    """How a module was called in a step.
 
     Attributes:
         shapes: Shapes of its tensor arguments.
@@ -111,12 +111,13 @@ class Observation:
     Attributes:
         peak_bytes: Peak bytes in live tensors in the warm step.
         allocator_peak_bytes: With data: the same including the kernels' workspace, from the CPU allocator's own events.
-        num_flops: Of the first step, by torch's counter: matrix products, convolutions, and attention on a card.
+        num_flops: Operations of the first step, by torch's counter: matrix products, convolutions, and attention on a
+            GPU.
         recording: Recording of the warm step.
-        calls: By module name.
-        optimizer: Its class, and the settings of its first group.
+        calls: Calls by module name.
+        optimizer: The optimizer's class, and the settings of its first group.
         estimate: Without data: the peak broken down.
-        gradients: With data: those of the first step, by parameter name.
+        gradients: With data: gradients of the first step, by parameter name.
         updates: With data: the change of each parameter in the first step, by name.
         draws: With data: whether the step drew random numbers.
     """
@@ -214,7 +215,7 @@ class RealTensors:
     """Copies with data, in CPU memory, that stand in for the user's tensors: operators run normally."""
 
     def __init__(self) -> None:
-        self.guesses = Guesses()  # nothing is guessed
+        self.guesses = Guesses()  # stays empty: all values are known
 
     @contextmanager
     def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
@@ -249,7 +250,7 @@ class RealHost:
     device_type = "cpu"
     needs_warmup = False
 
-    def make_tensors(self, selected_fraction: float | None) -> RealTensors:  # noqa: ARG002 - as all places
+    def make_tensors(self, selected_fraction: float | None) -> RealTensors:  # noqa: ARG002 - the signature of all places
         """Return copies with data."""
         return RealTensors()
 
@@ -257,8 +258,8 @@ class RealHost:
         """Return a recorder that sees inside kernels."""
         return Recorder(marks=WorkspaceMarks())
 
-    def active(self, tensors: RealTensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all
-        """Patch nothing: everything is there."""
+    def active(self, tensors: RealTensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as above
+        """Patch nothing: the step runs on a real device."""
         return nullcontext(())
 
     def figures(self) -> None:

@@ -34,7 +34,7 @@ def held_by_modules(seen: Observation) -> dict[str, int]:
 
 
 def chunkable(model: nn.Module, seen: Observation) -> tuple[str, int] | None:
-    """Find the module with many rows that holds most at the peak: its name, and the rows of a chunk."""
+    """Find the module with many rows that holds the most at the peak: its name, and the rows of a chunk."""
     for name, call in _by_size(seen):
         num_rows = {shape[0] if shape else 0 for shape in (*call.shapes, call.out_shape or ())}
         has_rows = bool(name) and len(num_rows) == 1 and min(num_rows) >= _LEAST_ROWS
@@ -44,7 +44,7 @@ def chunkable(model: nn.Module, seen: Observation) -> tuple[str, int] | None:
 
 
 def tileable(model: nn.Module, seen: Observation) -> tuple[str, int, int] | None:
-    """Find the convolutional module that holds most at the peak: its name, the dimension to tile, and the tile size."""
+    """Find the convolutional module that holds the most at the peak: its name, the dimension to tile, the tile size."""
     tried = 0
     for name, call in _by_size(seen):
         module = model.get_submodule(name)
@@ -73,8 +73,8 @@ def _by_size(seen: Observation) -> Iterator[tuple[str, Call]]:
             yield name, seen.calls[name]
 
 
-class _Instead(nn.Module):
-    """Replaces a module and passes its calls to another function that runs it."""
+class _Replacement(nn.Module):
+    """Replaces a module, and passes its calls to another function that runs it."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ class _Instead(nn.Module):
 def replace_submodule(step: AdvisedStep, name: str, make_run: Callable[[nn.Module], Callable[..., Any]]) -> None:
     """Replace a module by another function; an empty name means the model itself."""
     module = step.model.get_submodule(name)
-    instead = _Instead(module, make_run(module))
+    replacement = _Replacement(module, make_run(module))
     if name:
         parent, _, key = name.rpartition(".")
-        setattr(step.model.get_submodule(parent), key, instead)
+        setattr(step.model.get_submodule(parent), key, replacement)
     else:
-        step.model = instead
+        step.model = replacement
 
 
 def find_mlps(model: nn.Module) -> dict[str, nn.Sequential]:

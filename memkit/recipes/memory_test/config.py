@@ -50,7 +50,7 @@ class MemoryTestConfig(Settings):
     }
 
     device: str = "cuda:0"
-    """what a measured run runs on: 'cpu', 'cuda', 'xpu' or 'mps', with or without an index such as 'cuda:0'"""
+    """device of a measured run: 'cpu', 'cuda', 'xpu' or 'mps', with or without an index such as 'cuda:0'"""
     num_physical_nodes: int = Field(default=5_000, ge=1)
     """nodes of the physical domain, 1 or more"""
     num_latent_tokens: int = Field(default=4_096, ge=1)
@@ -60,13 +60,13 @@ class MemoryTestConfig(Settings):
     max_edges: int = Field(default=500_000, ge=1)
     """the largest edge count of the full analysis, not below min_edges"""
     num_test_points: int = Field(default=12, ge=2)
-    """edge counts of the full analysis, 2 or more, each larger than the one before by the same factor"""
+    """number of edge counts of the full analysis, 2 or more; they are geometrically spaced"""
     test_encoder: bool = True
-    """True takes the encoder, physical nodes to latent tokens, into the full analysis"""
+    """True includes the encoder, from physical nodes to latent tokens, in the full analysis"""
     test_decoder: bool = True
-    """True takes the decoder, latent tokens to physical nodes, into the full analysis"""
+    """True includes the decoder, from latent tokens to physical nodes, in the full analysis"""
     test_full_model: bool = False
-    """True takes the whole model into the full analysis: encoder, processor of the tokens, decoder"""
+    """True includes the whole model in the full analysis: encoder, processor of the tokens, decoder"""
     test_training_mode: bool = True
     """True tests training steps: forward, backward, optimizer"""
     test_inference_mode: bool = True
@@ -74,7 +74,7 @@ class MemoryTestConfig(Settings):
     source: Literal["fake", "measured"] = "fake"
     """'fake' predicts from tensors without data; 'measured' runs each point in a process of its own on the device"""
     mlp: _Sizes = (128, 128, 128)
-    """hidden widths of the edges' MLP in the full analysis, at least one"""
+    """hidden widths of the edge MLP in the full analysis, at least one"""
     coord_dim: int = Field(default=3, ge=1)
     """coordinates of a node in the full analysis, 1 or more"""
     feature_dim: int = Field(default=64, ge=1)

@@ -50,7 +50,7 @@ class ScalingCurve:
         return None if once is None or twice is None else twice - once
 
     def largest(self, mode: StepMode, budget: CapacityLike) -> int | None:
-        """The largest size whose predicted peak fits; None if no law gives one, or if every size fits."""
+        """The largest size whose predicted peak fits; None if there is no law, or if every size fits."""
         try:
             return self.result.law[mode].max_n(budget) if mode in self.result.law else None
         except InputError:  # out of the law's range
@@ -87,11 +87,11 @@ class ScalingCurve:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A card to compare a sweep with.
+    """A GPU to compare a sweep with.
 
     Attributes:
-        name: The name it stands for.
-        card: The card.
+        name: Name of the class that it stands for; empty if the user named the GPU.
+        card: The GPU.
         advised: The edge count that the source recommends; None if it gives none.
     """
 
@@ -101,10 +101,10 @@ class Capacity:
 
 
 def capacities(gpus: Sequence[str] = ()) -> tuple[Capacity, ...]:
-    """The named cards; by default, for each of the source's three classes, the NVIDIA card with the least memory.
+    """The named GPUs; by default, for each of the source's three classes, the NVIDIA GPU with the least memory.
 
     Raises:
-        InputError: A name does not match exactly one card.
+        InputError: A name does not match exactly one GPU.
     """
     if gpus:
         return tuple(Capacity("", find_gpu(name), None) for name in gpus)

@@ -24,7 +24,7 @@ from memkit.recipes.memory_test.suggestions import explain_ratio, suggest_room
 
 _TITLES = {
     "full": "Memory of a neural operator by its number of edges",
-    "core": "Memory of the edges' MLP by its number of edges",
+    "core": "Memory of the edge MLP by its number of edges",
     "script": "Memory of a step by its size",
 }
 # Names of the plots and of the data, without suffix; the first two are the source's.
@@ -43,8 +43,8 @@ class MemoryTestResult:
     Attributes:
         analysis: ``"full"`` or ``"core"``; ``"script"`` for the user's own step.
         device: The device measured on; None if everything is predicted.
-        curves: In the order they ran.
-        capacities: The cards they are compared with.
+        curves: In the order in which they ran.
+        capacities: The GPUs with which they are compared.
 
     Example:
         >>> import memkit as mk
@@ -108,7 +108,7 @@ class MemoryTestResult:
 
     def figure(self) -> Figure:
         """The plot as data."""
-        notes = [self.how, "Dots: points. Crosses: out of memory. Lines: the law. Dotted: what a card leaves torch."]
+        notes = [self.how, "Dots: points. Crosses: out of memory. Lines: the law. Dotted: memory usable by torch."]
         notes += [self._others] * bool(self._others)
         cards = [each.card for each in self.capacities]
         drawn = charts(self.analysis, self.curves, self._shown, cards)
@@ -152,11 +152,11 @@ class MemoryTestResult:
         return self.explain()
 
     def explain(self) -> str:
-        """Return a readable summary: laws, ratios, theory against actual, what fits which cards, what makes room."""
+        """Return a readable summary: laws, ratios, theory against actual, largest sizes by GPU, ways to make room."""
         own = f", {self.curves[0].name}" if self.analysis == "script" else ""
         parts = [[f"{_TITLES[self.analysis]}{own}", self.how], self._advice(), self._laws(), self._ratios()]
         parts += filter(None, [explain_ratio(self.curves), suggest_room(self.curves)])
-        for title, rows in (("NOT KNOWN, because", self.doubts), ("Answered without data:", self.guesses)):
+        for title, rows in (("The laws may not hold, because", self.doubts), ("Guessed without data:", self.guesses)):
             parts += [[title, *map(printable, rows)]] if rows else []
         return "\n\n".join("\n".join(part) for part in parts)
 
@@ -169,7 +169,7 @@ class MemoryTestResult:
 
     @property
     def _others(self) -> str:
-        """A remark on the curves that are not shown."""
+        """A remark about the curves that are not shown."""
         num_others = len(self.curves) - len(self._shown)
         if self.analysis != "core":
             return ""
@@ -177,16 +177,16 @@ class MemoryTestResult:
         return f"Shown: {self._shown[0].name.partition(', ')[2]}.{also * bool(num_others)}"
 
     def _label(self, curve: ScalingCurve, mode: StepMode) -> str:
-        """Name a row: what all rows share stands elsewhere."""
+        """Name a row, without the part that all rows share."""
         if self.analysis == "script":
             return mode
         return f"{curve.name.partition(', ')[0] if self.analysis == 'core' else curve.name}, {mode}"
 
     def _advice(self) -> list[str]:
-        """Say what the cards hold; where the table would be too wide, it continues below."""
+        """Return the table of the largest sizes by GPU; if it is too wide, it continues below."""
         has_classes, has_rule = bool(self.capacities[0].name), self.analysis != "script"
         shown = [(curve, mode) for curve in self._shown for mode in curve.result.law]
-        names = ["largest size that fits", *["of the GPUs of"] * has_classes]
+        names = ["largest size that fits", *["class of GPUs"] * has_classes]
         names += ["rule of thumb of GAOT-3D"] * (has_classes and has_rule)
         names += [self._label(curve, mode) for curve, mode in shown]
         columns = []
@@ -202,7 +202,7 @@ class MemoryTestResult:
                 num += 1
             lines += [*[""] * bool(lines), *_table(names, columns[:num])]
             columns = columns[num:]
-        note = "by the law; of each class of GPUs, the one that holds least" if has_classes else "by the law"
+        note = "by the law; for each class, the GPU with the least memory" if has_classes else "by the law"
         return [*lines, note]
 
     def _laws(self) -> list[str]:

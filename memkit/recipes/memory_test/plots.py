@@ -22,7 +22,7 @@ _Named: TypeAlias = Sequence[tuple[str, ScalingCurve]]
 def charts(
     analysis: Analysis, curves: Sequence[ScalingCurve], shown: Sequence[ScalingCurve], cards: Sequence[GPU]
 ) -> Iterator[Lines]:
-    """Yield the charts, leaving out empty ones.
+    """Yield the charts, except for empty ones.
 
     Args:
         analysis: The analysis.
@@ -74,7 +74,7 @@ def _theory(named: _Named) -> Iterator[Curve]:
 
 
 def _per_edge(named: _Named, curves: Sequence[ScalingCurve]) -> Iterator[Curve]:
-    """By feature dimension: at the largest size, and the coordinate dimension shown."""
+    """Yield bytes per edge by feature dimension, at the largest size and the coordinate dimension shown."""
     for name, shown in named:
         actual, theory = dict[int, float | None](), dict[int, float | None]()
         for curve in curves:

@@ -1,4 +1,4 @@
-"""Suggestions for the memory of edges: why training takes a multiple of inference, and what makes room, in figures."""
+"""Suggestions for the memory of edges: why training takes more than inference, and how to make room, in figures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def explain_ratio(curves: Sequence[ScalingCurve]) -> list[str]:
     ends = list(dict.fromkeys(f"{end:.2f}" for end in (min(ratios), max(ratios))))
     return [
         f"Training takes {' to '.join(ends)} times the memory of inference:",
-        "backward needs what each layer gave for each row, so training holds the rows of",
-        "all layers at once; inference holds those of a layer and of the one before.",
-        "1.5 to 3 is the ratio of one or two hidden layers.",
+        "backward needs each layer's output for each row, so training holds the rows of",
+        "all layers at once; inference holds those of one layer and its input.",
+        "A ratio of 1.5 to 3 is typical of one or two hidden layers.",
     ]
 
 
 def suggest_room(curves: Sequence[ScalingCurve]) -> list[str]:
-    """Return what makes room for more edges, with the peak that is left; empty without a training law of edges.
+    """Return ways to make room for more edges, with the peak of each; empty without a training law of edges.
 
     The figures are those of the curve with the largest training peak, at its largest size. Fewer edges are read from
     its law; "about" is the law's growing part, scaled by the rows' bytes.
@@ -40,7 +40,7 @@ def suggest_room(curves: Sequence[ScalingCurve]) -> list[str]:
     half = curve.predicted_bytes("train", max(1, size // 2))
     if curve.case is None or half is None:
         return []
-    growing = 2 * (peaks[size] - half)  # without what does not grow with the edges
+    growing = 2 * (peaks[size] - half)  # the part that grows with the edges
     narrow = tuple(max(_SMALLEST_WIDTH, width // 2) for width in curve.case.mlp)
     share = replace(curve.case, mlp=narrow).edge_bytes(size) / curve.case.edge_bytes(size)
     rows = [
@@ -56,10 +56,10 @@ def suggest_room(curves: Sequence[ScalingCurve]) -> list[str]:
             "MemoryEfficientTrainingWrapper(model, optimizer, precision='bf16-mixed')",
         ),
         (
-            "edges in chunks, run again in backward",
+            "edges in chunks, recomputed in backward",
             "a budget of your own",
             "mk.ChunkedProcessor(kernel, memory_budget='512MiB').segment_reduce(...)",
         ),
     ]
-    title = f"What makes room for edges ({curve.name}, training, {size:,} edges: {format_bytes(peaks[size])})"
+    title = f"Ways to make room for edges ({curve.name}, training, {size:,} edges: {format_bytes(peaks[size])})"
     return [title, *(line for what, left, call in rows for line in (f"- {what}: {left}", f"    {call}"))]

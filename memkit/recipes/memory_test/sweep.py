@@ -36,7 +36,7 @@ def run_memory_test(
     Args:
         config: The ranges to sweep over, and whether to predict or measure; None for the defaults.
         analysis: ``"full"``: encoder, decoder, whole model. ``"core"``: the edge MLP alone, with all its settings.
-        gpus: Names of cards to compare with; if empty, one of each class that the source names.
+        gpus: Names of GPUs to compare with; if empty, one of each class that the source names.
         memory_limit: For measured runs only: as for `measure_scaling`.
         on_point: Called with the curve's name and each point as soon as it is available.
 
@@ -45,9 +45,9 @@ def run_memory_test(
         text.
 
     Raises:
-        ConfigError: Nothing is enabled, ``analysis`` is invalid, or ``memory_limit`` is set although the config asks
-            for a prediction.
-        InputError: A name in ``gpus`` does not match exactly one card, or ``memory_limit`` is not a size.
+        ConfigError: No part or no mode is enabled, ``analysis`` is invalid, or ``memory_limit`` is set although the
+            config asks for a prediction.
+        InputError: A name in ``gpus`` does not match exactly one GPU, or ``memory_limit`` is not a size.
         InputTypeError: ``config`` is not a `MemoryTestConfig`.
 
     Warns:
@@ -79,13 +79,13 @@ def run_memory_test(
     check = Checker("run_memory_test(config, analysis)")
     check.choice("analysis", analysis, makers)
     if isinstance(gpus, str):
-        raise check.refusal("gpus", gpus, "a list of cards", fix=f"pass gpus=[{gpus!r}].")
+        raise check.refusal("gpus", gpus, "a list of names of GPUs", fix=f"pass gpus=[{gpus!r}].")
     cases = makers[analysis](config)
     if not cases or not config.modes:
         raise ConfigError(
             f"run_memory_test(config, {analysis!r})",
-            got="a config that switches everything off",
-            expected="at least one part and one mode switched on",
+            got="a config that disables everything",
+            expected="at least one part and one mode enabled",
             fix="pass for example MemoryTestConfig(test_encoder=True, test_training_mode=True).",
         )
     sizes = config.num_edges if analysis == "full" else config.core_num_edges
@@ -107,8 +107,8 @@ def sweep(
 
     Args:
         analysis: Its name.
-        steps: For each curve its name, the part of the operator (None for the user's own step), and what builds a step:
-            as for `profile_scaling`, for a measured run as for `measure_scaling`.
+        steps: For each curve its name, the part of the operator (None for the user's own step), and the function that
+            builds a step: as for `profile_scaling`, for a measured run as for `measure_scaling`.
         sizes: The sizes to sweep over.
         config: Source, device and modes.
         gpus: As for `run_memory_test`.

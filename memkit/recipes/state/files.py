@@ -68,19 +68,19 @@ class SavedState:
         """Return the manifest: ``step``, ``metric``, ``mode``, ``num_ranks``, ``is_sharded``, ``files``.
 
         Raises:
-            ValueError: It is not what was written.
+            ValueError: It does not match what was written.
             OSError: It cannot be read.
         """
         content = _parse_manifest(read_file(self.path / _MANIFEST, num_bytes=_LARGEST_MANIFEST_BYTES).decode())
         if content["step"] != self.step:
-            raise ValueError(f"{_MANIFEST} is of step {content['step']}: the folder was renamed")
+            raise ValueError(f"{_MANIFEST} belongs to step {content['step']}: the folder was renamed")
         return content
 
     def check_files(self, files: Mapping[str, ManifestEntry]) -> None:
         """Read files and compare them with their manifest entries.
 
         Raises:
-            ValueError: A file is not what was written.
+            ValueError: A file does not match what was written.
             OSError: A file is missing or cannot be read.
         """
         for name, entry in files.items():
@@ -111,7 +111,7 @@ def _named_as_states(directory: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 @contextlib.contextmanager
-def locked(directory: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
+def locked(directory: Path, *, exclusive: bool) -> Iterator[Callable[[], None]]:
     """Hold a lock on a directory: exclusive for writing, shared for reading. Waits for the current holder.
 
     The lock is on the directory itself, so that it can be taken in a read-only directory. File systems without locks
@@ -125,11 +125,11 @@ def locked(directory: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        _lock(descriptor, directory, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        _lock(descriptor, directory, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield lambda: os.fsync(descriptor)
     finally:
         with contextlib.suppress(OSError):
-            # A child process forked meanwhile holds the lock too: closing alone would not free it.
+            # A child process that was forked meanwhile holds the lock too: closing the file would not free it.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
@@ -154,7 +154,7 @@ def _lock(descriptor: int, directory: Path, kind: int) -> None:
 
 @contextlib.contextmanager
 def drafting(directory: Path) -> Iterator[Draft]:
-    """Write a state in the block, with exclusive access; without `Draft.commit` nothing of it remains.
+    """Write a state in the block, with exclusive access; without `Draft.commit` it is removed again.
 
     Args:
         directory: Where the states are stored; created if missing.
@@ -163,7 +163,7 @@ def drafting(directory: Path) -> Iterator[Draft]:
         OSError: The directory cannot be written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory, alone=True) as flush:
+    with locked(directory, exclusive=True) as flush:
         for stale in directory.iterdir():
             if _HIDDEN.fullmatch(stale.name):
                 _remove_folder(stale)
@@ -219,7 +219,7 @@ def remove_states(states: Iterable[SavedState]) -> None:
     """Remove states: each is hidden first, so it is never seen incomplete. One that cannot be removed stays."""
     for state in states:
         if not _is_own_folder(state.path):
-            _warn_of_what_stays(state.path, "something in it was not written by memkit")
+            _warn_not_removed(state.path, "something in it was not written by memkit")
             continue
         if not any(state.path.iterdir()):  # an empty folder was not written here either
             continue
@@ -227,7 +227,7 @@ def remove_states(states: Iterable[SavedState]) -> None:
         try:
             state.path.rename(hidden)
         except OSError as error:
-            _warn_of_what_stays(state.path, str(error))
+            _warn_not_removed(state.path, str(error))
         else:
             _remove_folder(hidden)
 
@@ -241,7 +241,7 @@ def _remove_folder(path: Path) -> None:
             entry.unlink()
         path.rmdir()
     except OSError as error:
-        _warn_of_what_stays(path, str(error))
+        _warn_not_removed(path, str(error))
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -255,13 +255,13 @@ def _is_own_folder(path: Path) -> bool:
         return False
 
 
-def _warn_of_what_stays(path: Path, reason: str) -> None:
+def _warn_not_removed(path: Path, reason: str) -> None:
     text = f"TrainingStateManager does not remove {path}, which it no longer needs: {reason}"
     warn_user(text)
 
 
 def _free_path(path: Path) -> Path:
-    """Return an unused path: this one, or one that begins like it."""
+    """Return an unused path: this one, or one with the same beginning."""
     while os.path.lexists(path):
         path = path.with_name(f"{path.name[:64]}-{os.urandom(4).hex()}")
     return path
@@ -272,7 +272,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> ManifestEntry:
 
     Args:
         path: The new file.
-        write: Writes into the file it is given, from start to end.
+        write: Writes into the given file, from start to end.
 
     Returns:
         The file's manifest entry. The checksum is of the data written, not of what the disk returns.

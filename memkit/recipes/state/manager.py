@@ -41,7 +41,7 @@ from memkit.recipes.state.objects import (
     saved_state_of,
 )
 from memkit.recipes.state.plain import Flattener, has_placeholders
-from memkit.recipes.state.ranks import Crew
+from memkit.recipes.state.ranks import RankGroup
 from memkit.recipes.state.restore import RANDOM, Restoration
 from memkit.recipes.state.shards import write_shards
 from memkit.recipes.words import STATE_ABSENT, STATE_WORDS
@@ -70,7 +70,7 @@ class TrainingStateManager(Uncopied, Closing):
     device none. Time cost: `save` writes the state and waits for the disk.
 
     Args:
-        directory: Where the states are stored; created by the first save. Only one training may use it at a time.
+        directory: Where the states are stored; created by the first save. Only one training run may use it at a time.
         keep: How many of the newest states to keep. The one with the best metric is kept as well.
         mode: Whether the best metric is the smallest (``"min"``) or the largest (``"max"``). None: the mode of the
             monitor of the loop that saves here, else that of the newest state, else ``"min"``.
@@ -96,7 +96,7 @@ class TrainingStateManager(Uncopied, Closing):
         1000
     """
 
-    instead = "make another TrainingStateManager for the same directory."
+    instead = "create another TrainingStateManager for the same directory."
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class TrainingStateManager(Uncopied, Closing):
             ConfigError: ``background=True`` on several ranks.
         """
         call = f"TrainingStateManager.save({as_whole(step) if as_whole(step) is not None else 'step'}, ...)"
-        with self._alone(call):
+        with self._exclusively(call):
             self._save(_as_step(step), _as_metric(step, metric), objects)
 
     def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
@@ -177,28 +177,28 @@ class TrainingStateManager(Uncopied, Closing):
             OSError: The directory cannot be read.
         """
         _check_which(which)
-        with self._alone(f"TrainingStateManager.restore({which!r}, ...)"), contextlib.ExitStack() as stack:
-            crew = Crew()
-            if not crew.first(self.directory.exists):
+        with self._exclusively(f"TrainingStateManager.restore({which!r}, ...)"), contextlib.ExitStack() as stack:
+            ranks = RankGroup()
+            if not ranks.first(self.directory.exists):
                 return None
 
             def lock() -> None:  # before the states are listed: a writer removes old ones
-                stack.enter_context(locked(self.directory, alone=False))
+                stack.enter_context(locked(self.directory, exclusive=False))
 
-            crew.together(lock)
-            candidates = crew.first(lambda: self._choose(which))
-            for stray in crew.first(lambda: list_strays(self.directory)) if which == "latest" else ():
+            ranks.together(lock)
+            candidates = ranks.first(lambda: self._choose(which))
+            for stray in ranks.first(lambda: list_strays(self.directory)) if which == "latest" else ():
                 _warn(f"skips {stray}: it is not a folder")
             if not candidates:
                 return None
-            restoration = Restoration(self._find_whole(candidates, crew), objects, crew, resumes=which == "latest")
+            restoration = Restoration(self._find_whole(candidates, ranks), objects, ranks, resumes=which == "latest")
             for remark in restoration.remarks:
                 _warn(remark)
             return restoration.commit()
 
     def wait(self) -> None:
         """Wait until a state being written in the background is on disk; raise its error, if any."""
-        with self._alone("TrainingStateManager.wait()"):
+        with self._exclusively("TrainingStateManager.wait()"):
             pass
 
     def close(self) -> None:
@@ -207,11 +207,11 @@ class TrainingStateManager(Uncopied, Closing):
 
     def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
         _check_given(step, objects)
-        crew = Crew()
-        if self._background and crew.size > 1:
-            _refuse_background(f"{crew.size} ranks")
+        ranks = RankGroup()
+        if self._background and ranks.size > 1:
+            _refuse_background(f"{ranks.size} ranks")
         flattener = Flattener(copy=self._background)
-        replicated = find_replicated(objects) if crew.rank else set()  # rank 0 has them
+        replicated = find_replicated(objects) if ranks.rank else set()  # rank 0 saves them
         state: dict[str, Any] = {"step": step, RANDOM: random_state.capture().state_dict()}
 
         def collect() -> set[str]:
@@ -226,11 +226,11 @@ class TrainingStateManager(Uncopied, Closing):
             state.update(objects=plain, about=about)
             return {name for name, each in plain.items() if has_placeholders(each)}
 
-        state["sharded"] = sorted(set().union(*crew.together(collect)))
-        sharded = flattener.sharded  # the flattener itself holds the originals of what it has copied
+        state["sharded"] = sorted(set().union(*ranks.together(collect)))
+        sharded = flattener.sharded  # the flattener itself keeps the originals of the copied tensors alive
 
         def write() -> None:
-            self._write(step, metric, state, sharded, crew)
+            self._write(step, metric, state, sharded, ranks)
 
         if not self._background:
             write()
@@ -248,7 +248,7 @@ class TrainingStateManager(Uncopied, Closing):
             self._untold.append(str(error))
 
     @contextlib.contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
+    def _exclusively(self, call: str) -> Iterator[None]:
         """Wait for the writer thread, raise its error, and lock out other calls."""
         if not self._busy.acquire(blocking=False):
             raise StateError(
@@ -270,7 +270,7 @@ class TrainingStateManager(Uncopied, Closing):
             self._busy.release()
 
     def _write(
-        self, step: int, metric: float | None, state: dict[str, Any], sharded: dict[str, torch.Tensor], crew: Crew
+        self, step: int, metric: float | None, state: dict[str, Any], sharded: dict[str, torch.Tensor], ranks: RankGroup
     ) -> None:
         with contextlib.ExitStack() as stack:
             drafts: list[Draft] = []  # on rank 0
@@ -280,23 +280,23 @@ class TrainingStateManager(Uncopied, Closing):
                 return drafts[0].path
 
             def finish() -> None:
-                notes = {"metric": metric, "mode": self.mode, "num_ranks": crew.size, "is_sharded": is_sharded}
+                notes = {"metric": metric, "mode": self.mode, "num_ranks": ranks.size, "is_sharded": is_sharded}
                 drafts[0].commit(step, files, notes)
                 self._prune()
 
-            folder = crew.first(begin)
-            mine = folder / file_of_rank(crew.rank)
-            entries = crew.together(lambda: write_file(mine, lambda file: torch.save(state, file)))
+            folder = ranks.first(begin)
+            mine = folder / file_of_rank(ranks.rank)
+            entries = ranks.together(lambda: write_file(mine, lambda file: torch.save(state, file)))
             files = {file_of_rank(rank): entry for rank, entry in enumerate(entries)}
             is_sharded = bool(state["sharded"])
             if is_sharded:
-                crew.together(lambda: write_shards(folder, sharded))
-                names = crew.first(lambda: sorted(path.name for path in folder.iterdir() if path.name not in files))
-                for described in crew.together(
-                    lambda: {name: describe_file(folder / name, flush=True) for name in crew.share(names)}
+                ranks.together(lambda: write_shards(folder, sharded))
+                names = ranks.first(lambda: sorted(path.name for path in folder.iterdir() if path.name not in files))
+                for described in ranks.together(
+                    lambda: {name: describe_file(folder / name, flush=True) for name in ranks.share(names)}
                 ):
                     files.update(described)
-            crew.first(finish)
+            ranks.first(finish)
 
     def _prune(self) -> None:
         states = [state for state in list_states(self.directory) if not state.path.is_symlink()]  # links are not ours
@@ -310,7 +310,7 @@ class TrainingStateManager(Uncopied, Closing):
         remove_states(state for state in states[self._keep :] if state != best)
 
     def use_mode(self, mode: Literal["min", "max"]) -> None:
-        """Take the mode from a monitor, if ``mode`` was left out.
+        """Take the mode from a monitor, if ``mode`` was omitted.
 
         Raises:
             ConfigError: The other mode was set: the worst state would be kept.
@@ -320,7 +320,7 @@ class TrainingStateManager(Uncopied, Closing):
                 f"TrainingStateManager(mode={self.mode!r})",
                 got=f"a monitor with mode={mode!r}",
                 expected="the same mode in the manager and the monitor",
-                fix="omit mode here, and the monitor's mode is used.",
+                fix="omit mode here: the monitor's mode is then used.",
             )
         self.mode = mode
 
@@ -349,10 +349,10 @@ class TrainingStateManager(Uncopied, Closing):
             )
         return chosen
 
-    def _find_whole(self, candidates: list[SavedState], crew: Crew) -> SavedState:
+    def _find_whole(self, candidates: list[SavedState], ranks: RankGroup) -> SavedState:
         """Return the first state whose files are all intact; the ranks share the reading."""
         for saved in candidates:
-            problem = next((each for each in crew.gather(_find_problem(saved, crew)) if each), None)
+            problem = next((each for each in ranks.gather(_find_problem(saved, ranks)) if each), None)
             if problem is None:
                 return saved
             _warn(f"skips {saved.path}: {problem}")
@@ -379,7 +379,7 @@ def _check_given(step: int, objects: Collection[str]) -> None:
     if not objects:
         raise InputError(
             f"TrainingStateManager.save({step})",
-            got="no object",
+            got="no objects",
             expected="the objects that the next step depends on",
             fix="call save(step, model=model, optimizer=optimizer, ...).",
         )
@@ -438,10 +438,10 @@ def _read_notes(states: list[SavedState]) -> dict[SavedState, dict[str, Any]]:
     return notes
 
 
-def _find_problem(saved: SavedState, crew: Crew) -> str | None:
+def _find_problem(saved: SavedState, ranks: RankGroup) -> str | None:
     try:
         files = saved.read_manifest()["files"]
-        saved.check_files({name: files[name] for name in crew.share(sorted(files))})
+        saved.check_files({name: files[name] for name in ranks.share(sorted(files))})
     except (OSError, ValueError) as error:
         return str(error)
     return None

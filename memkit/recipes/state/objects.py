@@ -93,7 +93,7 @@ def own_part(target: Stateful) -> dict[str, Any] | None:
 
 
 def with_own_parts(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rank 0's states, with those of this rank, or its own parts of them, in their place."""
+    """Return rank 0's states, replaced by this rank's own states, or merged with its own parts."""
     merged = dict(shared)
     for name, state in own.items():
         is_part = isinstance(state, dict) and state.keys() == {_GRADIENTS}
@@ -143,7 +143,7 @@ def check_fits(
         names: The current names of the parameters.
 
     Returns:
-        Remarks: what works, but perhaps not as expected.
+        Remarks about differences that do not prevent the restore.
 
     Raises:
         FileFormatError: The state belongs to a different object.
@@ -174,7 +174,7 @@ def _check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> list[
     pairs = [(key, value, state[key]) for key, value in live.items() if key in state and _is_value(value)]
     if is_stock(model):  # otherwise its own `load_state_dict` decides which names and shapes it accepts
         problems = [f"no {key}" for key in live if key not in state]
-        problems += [f"{key}, which the model has not" for key in state if key not in live]
+        problems += [f"{key}, which the model does not have" for key in state if key not in live]
         problems += [
             f"size mismatch for {key}: {_shape(saved)}, here {_shape(value)}"
             for key, value, saved in pairs
@@ -194,9 +194,9 @@ def _check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> list[
         if _is_value(saved) and saved.dtype not in {value.dtype, *_EXACT.get(value.dtype, ())}
     ]
     if problems:
-        _refuse(name, list_some(problems, 4), "values that this model holds: in the same dtype or a narrower one")
+        _refuse(name, list_some(problems, 4), "values that this model can hold, in the same dtype or a narrower one")
     widened = {(saved.dtype, value.dtype) for _, value, saved in pairs if _is_value(saved)}
-    return [f"{name} holds in {own} what was saved in {saved}" for saved, own in widened if saved != own]
+    return [f"{name} holds values in {own} that were saved in {saved}" for saved, own in widened if saved != own]
 
 
 def _is_value(value: object) -> bool:
@@ -271,13 +271,13 @@ def _check_entries(name: str, target: Stateful, saved: object, live: object, pla
     """Compare the entries of a scaler or a schedule, including nested schedules."""
     if not isinstance(live, Mapping):
         return
-    kind = f"a {type(target).__name__} made alike"
+    kind = f"a {type(target).__name__} with the same arguments"
     if not isinstance(saved, Mapping):
-        _refuse(name, f"nothing{place}", f"the state of {kind}")
+        _refuse(name, f"no entries{place}", f"the state of {kind}")
     if missing := sorted(live.keys() - saved.keys()):
         _refuse(name, f"no {list_some(missing, 4)}{place}", f"the state of {kind}")
     if saved and not live:
-        _refuse(name, f"{list_some(sorted(saved), 4)}{place}", f"nothing, as {kind} has")
+        _refuse(name, f"{list_some(sorted(saved), 4)}{place}", f"no entries, as in {kind}")
     for key in ("base_lrs", "_schedulers"):
         theirs, own = saved.get(key), live.get(key)
         if isinstance(own, list):
@@ -332,7 +332,7 @@ def load_into(target: Stateful, state: Mapping[str, Any], name: str) -> None:
             f"TrainingStateManager.restore({name}=...)",
             got=f"a state that {type(target).__name__}.load_state_dict refuses: {outcome.error}",
             expected="the state of an object that was created with the same arguments",
-            fix=f"make {name} as it was made when it was saved, or leave it out.",
+            fix=f"create {name} with the same arguments as when it was saved, or leave it out.",
         ) from outcome.error
 
 
@@ -366,5 +366,5 @@ def _refuse(name: str, got: str, expected: str) -> NoReturn:
         f"TrainingStateManager.restore({name}=...)",
         got=got,
         expected=f"{expected}; no object was changed",
-        fix=f"make {name} as it was made when it was saved, or leave it out.",
+        fix=f"create {name} with the same arguments as when it was saved, or leave it out.",
     )

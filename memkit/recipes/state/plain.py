@@ -138,19 +138,19 @@ class ShardedTensors:
         self._live = live
         self.chosen: dict[str, torch.Tensor] = {}
 
-    def choose(self, placeholder: Mapping[str, Any], *, anew: bool = False) -> torch.Tensor:
+    def choose(self, placeholder: Mapping[str, Any], *, always_new: bool = False) -> torch.Tensor:
         """Return the tensor for a placeholder; its values are read later.
 
         Args:
             placeholder: The placeholder in the state.
-            anew: Always create a new tensor.
+            always_new: Create a new tensor even if an existing one fits.
 
         Raises:
             FileFormatError: No existing tensor has the shape.
         """
         name, shape = placeholder[_PLACEHOLDER], placeholder["shape"]
         tensor = self._live.get(name)
-        if anew or tensor is None or tensor.shape != shape or tensor.dtype != placeholder["dtype"]:
+        if always_new or tensor is None or tensor.shape != shape or tensor.dtype != placeholder["dtype"]:
             alike = [each for each in self._live.values() if each.shape == shape]
             if not alike:
                 raise FileFormatError(

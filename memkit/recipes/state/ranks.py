@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 @final
-class Crew:
+class RankGroup:
     """The processes of the default group, or just this process.
 
     Attributes:

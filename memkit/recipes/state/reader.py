@@ -1,4 +1,4 @@
-"""Read files of `torch.save` without unpickling: plain values and dense tensors, and nothing executable.
+"""Read files of `torch.save` without unpickling: only plain values and dense tensors, no executable code.
 
 ``torch.load(weights_only=True)`` reads them too, but it calls any function that the program has added to its list of
 safe globals. Here a call in the pickle is only recorded. The few objects that a state consists of are built from the
@@ -60,11 +60,11 @@ def _device(*args: Any) -> torch.device:
     try:
         return torch.device(*args)
     except RuntimeError:
-        refuse_pickle(f"the device {short(args)}", "one that torch knows")
+        refuse_pickle(f"the device {short(args)}", "a device of torch")
 
 
 def _layout(name: str) -> torch.layout:
-    return _LAYOUTS.get(name) or refuse_pickle(f"the layout {short(name)}", "one that torch knows")
+    return _LAYOUTS.get(name) or refuse_pickle(f"the layout {short(name)}", "a layout of torch")
 
 
 _CALLS: Final[Mapping[str, Callable[[Noted], object]]] = {
@@ -99,7 +99,7 @@ class TensorFile:
         value: The saved value, in which tensors and the like are notes; see `read`.
 
     Raises:
-        InputError: The file is not what `torch.save` writes, or holds more than plain values and tensors.
+        InputError: The file was not written by `torch.save`, or holds more than plain values and tensors.
     """
 
     def __init__(self, file: io.BufferedIOBase) -> None:
@@ -113,7 +113,7 @@ class TensorFile:
         self._folder = names[0].removesuffix(_PICKLE)
         order = self._read_record("byteorder") if f"{self._folder}byteorder" in self._places else b"little"
         if order != sys.byteorder.encode():
-            refuse_pickle(f"values in the byte order {short(order)}", f"{sys.byteorder}, as this machine has")
+            refuse_pickle(f"values in the byte order {short(order)}", f"{sys.byteorder}, as on this machine")
         pickled = self._read_record(_PICKLE)
         self._most_parts = 4 * len(pickled)
         self.value: Any = load_noted(pickled, "state", _NAMES)
@@ -127,7 +127,7 @@ class TensorFile:
         """
         value = rebuild(part, self._make, self._most_parts)
         if self._unused:
-            refuse_pickle("values that belong to no tensor", "tensors")
+            refuse_pickle("values that do not belong to any tensor", "tensors")
         return value
 
     def _make(self, noted: Noted | type[Noted]) -> object:
@@ -197,7 +197,7 @@ class TensorFile:
 
     def _place(self, name: str) -> tuple[int, int]:
         place = self._places.get(f"{self._folder}{name}")
-        return place or refuse_pickle(f"no record {short(name)}", "a whole file of torch.save")
+        return place or refuse_pickle(f"no record {short(name)}", "a complete file of torch.save")
 
 
 def read_tensor(data: bytes) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _find_records(file: io.BufferedIOBase) -> dict[str, tuple[int, int]]:
     if is_packed or len(places) < len(entries) or num_bytes > end:
         refuse_pickle("a zip file with packed or repeated records", "a file of torch.save")
     if any(start + size > end for start, size in places.values()):
-        refuse_pickle("a zip file with records beyond its end", "a whole file of torch.save")
+        refuse_pickle("a zip file with records beyond its end", "a complete file of torch.save")
     return places
 
 

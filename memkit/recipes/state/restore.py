@@ -27,7 +27,7 @@ from memkit.recipes.state.objects import (
     with_own_parts,
 )
 from memkit.recipes.state.plain import Flattener, ShardedTensors, fill_placeholders, has_placeholders
-from memkit.recipes.state.ranks import Crew
+from memkit.recipes.state.ranks import RankGroup
 from memkit.recipes.state.reader import TensorFile
 from memkit.recipes.state.shards import ShardFiles
 
@@ -42,12 +42,12 @@ class Restoration:
 
     Args:
         saved: The state, whose files are intact.
-        objects: The objects, by the names they were saved under.
-        crew: The ranks.
+        objects: The objects, by the names under which they were saved.
+        ranks: The processes that restore together.
         resumes: Whether training is to continue exactly.
 
     Attributes:
-        remarks: What works, but perhaps not as expected.
+        remarks: Differences that do not prevent the restore.
 
     Raises:
         FileFormatError: The state does not match the objects, or was not written by `TrainingStateManager.save`. No
@@ -55,14 +55,14 @@ class Restoration:
         InputTypeError: An object has no state.
     """
 
-    def __init__(self, saved: SavedState, objects: Mapping[str, Any], crew: Crew, *, resumes: bool) -> None:
+    def __init__(self, saved: SavedState, objects: Mapping[str, Any], ranks: RankGroup, *, resumes: bool) -> None:
         self.remarks: list[str] = []
-        self._saved, self._crew, self._resumes = saved, crew, resumes
+        self._saved, self._ranks, self._resumes = saved, ranks, resumes
         self._targets: dict[str, Stateful] = {}
         self._states: dict[str, Any] = {}
         self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []  # sharded tensors, and this rank's new values
         self._random: random_state.RandomState | None = None
-        crew.together(lambda: self._prepare(objects))
+        ranks.together(lambda: self._prepare(objects))
 
     def commit(self) -> int:
         """Load the state into the objects, restore the random state, and return the step.
@@ -72,14 +72,14 @@ class Restoration:
         now, copies = random_state.capture(), dict[str, Mapping[str, Any] | None]()
         unforeseen = {name for name, target in self._targets.items() if not is_checked(target)}
         try:
-            self._crew.together(lambda: self._load(unforeseen, copies))
+            self._ranks.together(lambda: self._load(unforeseen, copies))
             for tensor, values in self._shards:  # all ranks got this far
                 _fill(tensor, values)
-            self._crew.together(lambda: self._load(self._targets.keys() - unforeseen, copies))
+            self._ranks.together(lambda: self._load(self._targets.keys() - unforeseen, copies))
         except BaseException as error:
             random_state.restore(now)
             if changed := self._undo(copies):
-                error.add_note(f"Changed already, at least in part: {', '.join(changed)}.")
+                error.add_note(f"Already changed, at least in part: {', '.join(changed)}.")
             raise
         if self._random is not None:
             random_state.restore(self._random)
@@ -125,7 +125,7 @@ class Restoration:
             ) from error
 
     def _read(self, objects: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
-        notes, rank = self._saved.read_manifest(), self._crew.rank
+        notes, rank = self._saved.read_manifest(), self._ranks.rank
         shared = stack.enter_context(_opened_state(self._saved.path / file_of_rank(0)))
         files = [shared]
         if 0 < rank < notes["num_ranks"]:
@@ -136,7 +136,7 @@ class Restoration:
                 f"a manifest with is_sharded={notes['is_sharded']}, unlike its files", "the manifest of this state"
             )
         if any(head["step"] != self._saved.step for head in heads):
-            refuse_pickle("files of another step", "those of this one")
+            refuse_pickle("files of another step", "the files of this step")
         self._compare_names({name for file in files for name in file.value["objects"]}, set(objects))
         self._targets = check_objects("restore", objects)
         parts = [
@@ -166,22 +166,22 @@ class Restoration:
             )
         if self._resumes and given != saved:
             self.remarks.append(
-                f"the state has {', '.join(sorted(saved - given))} too; without it the training does not go on as it "
-                'was. To take a part on purpose, say restore("best", ...) or a step'
+                f"the state has {', '.join(sorted(saved - given))} too; without it the training does not continue "
+                'exactly. To restore only a part on purpose, write restore("best", ...) or restore(step, ...)'
             )
 
     def _note_ranks(self, num_ranks: int) -> None:
-        if num_ranks != self._crew.size:
+        if num_ranks != self._ranks.size:
             self.remarks.append(
-                f"{self._saved.path} is of {num_ranks} ranks, now there are {self._crew.size}: new ranks take rank 0's "
-                "values, and random states are others"
+                f"{self._saved.path} was saved on {num_ranks} ranks, and now there are {self._ranks.size}: new ranks "
+                "take rank 0's values, and random states differ"
             )
 
     def _place_shards(self, names: set[str]) -> None:
         """Replace each placeholder by a sharded tensor, and read this rank's part of its values."""
         sharded = {name for name, state in self._states.items() if has_placeholders(state)}
         if not sharded <= names:
-            refuse_pickle("sharded tensors in an object that has none", "a whole state")
+            refuse_pickle("sharded tensors in an object that has none", "a complete state")
         if not sharded:
             return
         live = Flattener()
@@ -189,7 +189,7 @@ class Restoration:
             live.plain(saved_state_of(self._targets[name]), name)
         places = ShardedTensors(live.sharded)
         for name in sharded:  # objects that may refuse their state get new tensors, not the live ones
-            choose = functools.partial(places.choose, anew=not is_checked(self._targets[name]))
+            choose = functools.partial(places.choose, always_new=not is_checked(self._targets[name]))
             self._states[name] = fill_placeholders(self._states[name], choose)
         files, alive = ShardFiles(self._saved.path), {id(tensor) for tensor in live.sharded.values()}
         for name, tensor in places.chosen.items():
@@ -207,14 +207,14 @@ class Restoration:
         try:
             random_state.restore(self._random)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            refuse_pickle(f"a random state that cannot be put back ({error})", "one of torch, NumPy and Python")
+            refuse_pickle(f"a random state that cannot be restored ({error})", "one of torch, NumPy and Python")
         finally:
             random_state.restore(now)
         num_devices = self._random.num_devices
         if self._resumes and num_devices not in {0, now.num_devices}:
             self.remarks.append(
-                f"{self._saved.path} has the random states of {num_devices} accelerators, now {now.num_devices} are in "
-                "use: what is drawn there is not what it would have been. Move the model there before you restore"
+                f"{self._saved.path} has the random states of {num_devices} accelerators, but {now.num_devices} are in "
+                "use now: random numbers drawn there will differ. Move the model there before you restore"
             )
 
 
@@ -234,5 +234,5 @@ def _opened_state(path: Path) -> Iterator[TensorFile]:
             or state.value.keys() != entries
             or type(state.value["objects"]) is not dict
         ):
-            refuse_pickle(f"{path.name}, which is not a state", "what TrainingStateManager.save writes")
+            refuse_pickle(f"{path.name}, which is not a state", "a file written by TrainingStateManager.save")
         yield state

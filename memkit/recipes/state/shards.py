@@ -105,16 +105,16 @@ class ShardFiles:
         """Return this rank's part of a tensor, in host memory.
 
         Args:
-            name: The name it was written under.
+            name: The name under which it was written.
             like: A sharded tensor of the same shape and dtype; its sharding determines this rank's part.
 
         Raises:
-            InputError: The files do not hold the whole part.
+            InputError: The files do not hold all values of this part.
             OSError: They cannot be read.
         """
         stored = self._stored.get(name)
         if stored is None or stored.shape != tuple(like.shape) or stored.dtype != like.dtype:
-            found = "nothing" if stored is None else f"{stored.dtype} of shape {stored.shape}"
+            found = "no tensor" if stored is None else f"{stored.dtype} of shape {stored.shape}"
             refuse_pickle(f"{found} for {name}", f"{like.dtype} of shape {tuple(like.shape)}")
         local: torch.Tensor = like.to_local()  # type: ignore[attr-defined] # a DTensor's
         values = torch.empty(local.shape, dtype=local.dtype)
@@ -130,7 +130,7 @@ class ShardFiles:
             math.prod(one.overlap(other).shape) for index, one in enumerate(done) for other in done[index + 1 :]
         )
         if is_twice or sum(math.prod(each.shape) for each in done) != values.numel():
-            refuse_pickle(f"not every value of {name} once", "all parts of each tensor")
+            refuse_pickle(f"missing or duplicate values of {name}", "each value of a tensor once")
         return values
 
     def _read_chunk(self, chunk: _Chunk, dtype: torch.dtype) -> torch.Tensor:
@@ -168,8 +168,8 @@ def _stored(name: str, entry: Mapping[str, Any], places: Mapping[tuple[str, Any]
         place = places[name, box.starts]
         file = place["relative_path"]
         if not _DATA.fullmatch(file) or place.get("transform_descriptors"):
-            refuse_pickle(f"values in {short(file)}", "files beside the index, as they are")
+            refuse_pickle(f"values in {short(file)}", "unmodified files beside the index")
         if not len(shape) == len(box.starts) == len(box.shape) or min(*box.starts, *box.shape, 0) < 0:
-            refuse_pickle(f"{box} of a tensor of shape {shape}", "parts of it")
+            refuse_pickle(f"{box} of a tensor of shape {shape}", "a part of that tensor")
         chunks.append(_Chunk(box, file, max(0, place["offset"]), place["length"]))
     return _Stored(shape, dtype, chunks)

@@ -217,8 +217,8 @@ def test_a_device_that_is_not_there_is_predicted_for_and_said():
 @pytest.mark.parametrize(
     ("changes", "analysis", "words"),
     [
-        ({"test_encoder": False, "test_decoder": False, "test_full_model": False}, "full", "switched on"),
-        ({"test_training_mode": False, "test_inference_mode": False}, "core", "switched on"),
+        ({"test_encoder": False, "test_decoder": False, "test_full_model": False}, "full", "enabled"),
+        ({"test_training_mode": False, "test_inference_mode": False}, "core", "enabled"),
         ({}, "whole", "pass analysis='full'"),
     ],
 )
