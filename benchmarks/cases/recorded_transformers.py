@@ -122,7 +122,8 @@ def figures_with_lengths(row: dict[str, Any]) -> dict[str, Any]:
         return figures
     lengths = SHORT if row["batch"] == 1 else SHORTER
     other = figures_of(row, partial(train, lengths=lengths))
-    return figures | {"other_lengths": lengths, "other_lengths_bytes": other["predicted_bytes"]}
+    told = {"other_lengths_bytes": other["predicted_bytes"], "other_lengths_range": other["reserved_range"]}
+    return figures | {"other_lengths": lengths, **told}
 
 
 def main(arguments: list[str] | None = None) -> None:
