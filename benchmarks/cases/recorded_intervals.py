@@ -129,7 +129,7 @@ def elastic_of(row: Mapping[str, Any]) -> int:
 def chosen_by_others(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
     """The share of rows that hold, and the median width, where the rows of all other groups choose the margins.
 
-    They choose the narrowest that hold 95% of them.
+    They choose the narrowest that hold 95% of them, or that come next to it.
     """
     tried = [[with_margins(row, *choice) for row in rows] for choice in CHOICES]
     holds, widths = [], []
@@ -138,7 +138,7 @@ def chosen_by_others(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
         best = min(
             tried,
             key=lambda each: (
-                needed([each[number][0] for number in others]) > 1,
+                max(1.0, needed([each[number][0] for number in others])),
                 statistics.median(sum(each[number][1:]) for number in others),
             ),
         )

@@ -45,8 +45,8 @@ class Margin(NamedTuple):
         return int(math.hypot(self.share * num_bytes, self.elastic * elastic_bytes))
 
 
-# The narrowest that hold 95% of the recorded runs, in round numbers. What the other families of models would choose, and
-# what it takes where runs swap their elastic parts, is in `benchmarks/results/recorded_intervals.json`.
+# The narrowest that hold 95% of the recorded runs, in round numbers. What other families of models would choose, and what
+# it takes where runs swap their elastic parts, is in `benchmarks/results/recorded_intervals.json`.
 LESS, MORE = Margin(share=0.01, elastic=0.25), Margin(share=0.01, elastic=0.8)
 MORE_AT_LEAST = 0.4
 """The share of the elastic part that a step may need after all, because blocks in use lie between those to be freed.
@@ -290,8 +290,8 @@ class MemoryEstimate(Overviewed):
 
         The allocator spares what it caches beyond `least_reserved_bytes`, known to within `spread`; up to
         `MORE_AT_LEAST` of it cannot be freed where blocks in use lie between. A step also runs in what `reserved_range`
-        says it may reserve. Kernels of convolutions have slower forms without `workspace_bytes`. The context is that of the
-        driver that takes the least, and the most.
+        says it may reserve. Kernels of convolutions have slower forms without `workspace_bytes`. The context is that of
+        the driver that takes the least, and the most.
         """
         least = self.least_reserved_bytes
         if least is None:
