@@ -43,8 +43,8 @@ _ONCE = (
     "are predicted. One block of 3.2 MiB a sample beside the last convolution's backward would meet batches 200 and 323"
 )
 _ADA = (
-    f"{NOT_EXPLAINED}: on the RTX 3060 the same model is met to within 1.3%% at five batches. The run does not need it: "
-    "again, under a cap of %s MiB, it took %s, and %s MiB are predicted"
+    f"{NOT_EXPLAINED}: on the RTX 3060 the same model is met to within 1.3%% at five batches. The run does not need "
+    "it: again, under a cap of %s MiB, it took %s, and %s MiB are predicted"
 )
 REASONS = {
     "x019": _ONCE % ("2,554", "2,756"),
