@@ -7,8 +7,8 @@ holds with what the others need. "chosen": what they are where the other familie
 "control": how wide intervals are that hold 95% where runs swap their elastic parts, and with a share of all alone.
 
 What the driver of a GPU tells has a part that is not the allocator's: kernels are loaded when they are needed. It is
-the narrowest interval that holds half of what the runs of the other families took beyond what is predicted. A batch
-whose lengths were not recorded has the intervals of both lengths that were run.
+the narrowest interval that holds half of what the runs of the other families took beyond what is predicted. Where it is
+not known what a run did, its interval spans both that were tried: two lengths of a batch; one step, or more.
 
 Run: python -m benchmarks.cases.recorded_intervals
 """
@@ -72,6 +72,8 @@ def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def of_reserve(row: dict[str, Any], fixed: Sequence[int]) -> dict[str, Any]:
     """A row of what an allocator reserved, with whether its interval holds."""
+    ends = [*row["reserved_range"], *row.get("other_range", ())]
+    row = row | {"reserved_range": [min(ends), max(ends)]}
     estimate = rebuilt(row)
     interval, within = estimate.reserved_interval, estimate.reserved_range
     assert interval is not None
@@ -86,8 +88,7 @@ def of_xmem(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             other["recorded_bytes"] - other["predicted_bytes"] for other in rows if other["family"] != row["family"]
         )
         before = row["first_sample_bytes"]
-        ends = [*row["reserved_range"], *row.get("other_lengths_range", ())]
-        yield of_reserve(row | {"reserved_range": [min(ends), max(ends)]}, (low - before, high - before))
+        yield of_reserve(row, (low - before, high - before))
 
 
 def reason_of(row: Mapping[str, Any]) -> str:

@@ -123,7 +123,7 @@ def figures_with_lengths(row: dict[str, Any]) -> dict[str, Any]:
         return figures
     lengths = SHORT if row["batch"] == 1 else SHORTER
     other = figures_of(row, partial(train, lengths=lengths))
-    told = {"other_lengths_bytes": other["predicted_bytes"], "other_lengths_range": other["reserved_range"]}
+    told = {"other_lengths_bytes": other["predicted_bytes"], "other_range": other["reserved_range"]}
     return figures | {"other_lengths": lengths, **told}
 
 
