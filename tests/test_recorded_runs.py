@@ -173,6 +173,17 @@ def test_runs_that_cannot_have_trained_are_left_out():
     recorded_timm.check_input([row | {"faketensor_bytes": 500 * MIB} for row in runs])
 
 
+def test_a_model_that_grew_otherwise_when_it_was_recorded_is_left_out():
+    def run(faketensor_mib, peak_mib, parameters_mib=100):
+        estimate = SimpleNamespace(parameters_bytes=parameters_mib * MIB, peak_bytes=peak_mib * MIB)
+        return {"faketensor_bytes": faketensor_mib * MIB, "estimate": estimate}
+
+    recorded_timm.check_input([run(900, 1000), run(1900, 2020)])
+    with pytest.raises(ValueError, match=r"FakeTensor grew \+10%"):
+        recorded_timm.check_input([run(900, 1000), run(2000, 2000)])
+    recorded_timm.check_input([run(900, 1000, 300), run(2000, 2000, 300)])  # not all of it is activations
+
+
 def test_a_run_that_failed_with_room_puts_the_others_of_its_model_in_doubt():
     row = {"gpu_mib": [2603, 3295, 4449], "faketensor_mib": [769, 1388, 2628]}
     failed = {"gpu_mib": [2603, 3295, 2015]}
