@@ -59,7 +59,7 @@ def held(
         "interval_bytes": [low + fixed[0], high + fixed[1]],
         "holds": low <= most and least <= high,
         "width": (high + fixed[1] - low - fixed[0]) / recorded,
-        "needed_times": max(
+        "needed_factor": max(
             missing / margin if missing else 0.0
             for missing, margin in ((below, within[0] - low), (above, high - within[1]))
         ),

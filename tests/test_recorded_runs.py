@@ -123,14 +123,14 @@ def test_what_the_driver_holds_beside_the_allocator_is_told_by_other_families():
     ]
     # Half of the others took 10 MiB more than predicted; the margins are 1% of what was reserved.
     assert [row["holds"] for row in of_xmem(rows)] == [True, False, True, False]
-    assert [row["needed_times"] > 1 for row in of_xmem(rows)] == [False, True, False, True]
+    assert [row["needed_factor"] > 1 for row in of_xmem(rows)] == [False, True, False, True]
     unknown = rows[3] | {"other_range": [480 * MIB, 500 * MIB]}  # its batches may have had another length
     assert [row["holds"] for row in of_xmem([*rows[:3], unknown])] == [True, False, True, True]
 
 
 def test_an_interval_needs_margins_as_wide_as_what_it_misses():
     def times(recorded, **others):
-        return held((80, 160), (100, 120), recorded, **others)["needed_times"]
+        return held((80, 160), (100, 120), recorded, **others)["needed_factor"]
 
     assert [times(recorded) for recorded in (110, 120, 130, 200, 90, 60)] == [0, 0, 0.25, 2, 0.5, 2]
     assert times(230, fixed=(0, 30)) == 2

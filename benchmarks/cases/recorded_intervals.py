@@ -2,7 +2,7 @@
 
 Reads the result files of the cases `recorded_convolutions`, `recorded_transformers`, `recorded_openmmlab` and
 `recorded_timm`. What an allocator reserves has margins in `memkit.predict.estimate`, which grow with its elastic part.
-They are judged in three ways. "times": by how much all would have to grow to hold 95%, and whether a family, or a card,
+They are judged in three ways. "factor": by how much all would have to grow to hold 95%, and whether a family, or a card,
 holds with what the others need. "chosen": what they are where the other families, or cards, choose them from a grid.
 "control": how wide intervals are that hold 95% where runs swap their elastic parts, and with a share of all alone.
 
@@ -104,10 +104,10 @@ def needed(times: Sequence[float]) -> float:
 def held_by_others(rows: list[dict[str, Any]], key: str) -> float:
     """The share of rows that hold with the margins that the rows of all other groups need."""
     chosen = {
-        group: needed([row["needed_times"] for row in rows if row[key] != group])
+        group: needed([row["needed_factor"] for row in rows if row[key] != group])
         for group in {row[key] for row in rows}
     }
-    return statistics.mean(row["needed_times"] <= chosen[row[key]] for row in rows)
+    return statistics.mean(row["needed_factor"] <= chosen[row[key]] for row in rows)
 
 
 def with_margins(
@@ -213,7 +213,7 @@ def main() -> None:
     shown = sorted(family for family, count in sizes.items() if count >= FEWEST)
     figures = {
         "margins": {"less": LESS._asdict(), "more": MORE._asdict()},
-        "times": {"needed": needed([row["needed_times"] for row in intervals])}
+        "factor": {"needed": needed([row["needed_factor"] for row in intervals])}
         | {f"held_by_others_by_{key}": held_by_others(intervals, key) for key in ("family", "gpu")},
         "chosen": {f"by_{key}": chosen_by_others(reserves, key) for key in ("family", "gpu")},
         "control": controls(reserves),
@@ -223,7 +223,7 @@ def main() -> None:
         "intervals_by_family": {family: of_intervals(rows) for family, rows in grouped(intervals, "family").items()},
         "missed": [
             {"source": row["source"], "model": row.get("model", row.get("config")), "batch": row.get("batch")}
-            | {"needed_times": row["needed_times"], "reason": reason_of(row)}
+            | {"needed_factor": row["needed_factor"], "reason": reason_of(row)}
             for row in intervals
             if not row["holds"]
         ],
