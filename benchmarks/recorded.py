@@ -7,13 +7,15 @@ import math
 import statistics
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
 
 
 def read_rows(folder: Path, source: str) -> list[dict[str, Any]]:
@@ -33,30 +35,51 @@ def told_on(card: GPU, total_bytes: int, estimate: MemoryEstimate) -> str:
 
 
 def held(
-    interval: tuple[int, int], recorded: int, *, spread: float, fixed: tuple[int, int] = (0, 0), rounded_by: int = 0
+    interval: tuple[int, int],
+    within: tuple[int, int],
+    recorded: int,
+    *,
+    fixed: tuple[int, int] = (0, 0),
+    rounded_by: int = 0,
 ) -> dict[str, Any]:
-    """Whether an interval covers the record, how wide it is, and the spread that it needs to cover it.
+    """Whether an interval covers the record, how wide it is, and how wide its margins would have to be.
 
     Args:
-        interval: In bytes, with its spread.
+        interval: In bytes, with its margins.
+        within: Without its margins.
         recorded: Bytes that were recorded.
-        spread: The share by which the interval's ends lie apart in addition.
         fixed: Least and most bytes of what was recorded that the interval leaves out: a driver's context.
         rounded_by: How far the recorded figure may be from what was measured.
     """
     low, high = interval
     least, most = recorded - fixed[1] - rounded_by, recorded - fixed[0] + rounded_by
-    needed = max(0.0, 1 - most / (low / (1 - spread)), least / (high / (1 + spread)) - 1)
+    below, above = max(0, within[0] - most), max(0, least - within[1])
     return {
         "recorded_bytes": recorded,
         "interval_bytes": [low + fixed[0], high + fixed[1]],
         "holds": low <= most and least <= high,
         "width": (high + fixed[1] - low - fixed[0]) / recorded,
-        "needed_spread": needed,
+        "needed_factor": max(
+            missing / margin if missing else 0.0
+            for missing, margin in ((below, within[0] - low), (above, high - within[1]))
+        ),
     }
 
 
-def narrowest(values: Iterable[int], share: float = 2 / 3) -> tuple[int, int]:
+def rebuilt(row: Mapping[str, Any]) -> MemoryEstimate:
+    """An estimate with what a row says of the allocator, from which intervals follow."""
+    parts = dict.fromkeys((f"{part}_bytes" for part in PARTS), 0)
+    return MemoryEstimate(
+        **parts,
+        peak_where="",
+        confidence="workspace",
+        reserved_bytes=row["reserved_bytes"],
+        _find_least=lambda: int(row["least_reserved_bytes"]),
+        _find_range=lambda: (row["reserved_range"][0], row["reserved_range"][1]),
+    )
+
+
+def narrowest(values: Iterable[int], share: float = 1 / 2) -> tuple[int, int]:
     """The narrowest interval with this share of the values."""
     ordered = sorted(values)
     count = math.ceil(share * len(ordered))

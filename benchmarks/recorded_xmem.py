@@ -52,7 +52,7 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
         with mk.VirtualGPU(own, **VERSIONS) as gpu:
             train(row)
         estimate = gpu.estimate()
-    reserved, interval = estimate.reserved_bytes, estimate.reserved_interval
+    reserved = estimate.reserved_bytes
     assert reserved is not None
     peak = None if row["oom"] else row["peak_bytes_nvml"]
     survived = [run["cap_bytes"] for run in row["capped_runs"] if run["survived"]]
@@ -65,8 +65,7 @@ def figures_of(row: dict[str, Any], train: Train) -> dict[str, Any]:
         "ran_out": row["oom"],
         "recorded_bytes": peak,
         "reserved_bytes": reserved,
-        "reserved_interval": interval,
-        "spread": estimate.spread,
+        "reserved_range": estimate.reserved_range,
         "first_sample_bytes": before,
         "predicted_bytes": reserved - before,
         "least_reserved_bytes": least,

@@ -277,10 +277,13 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "recorded | runs | within the interval | median width | with another run's interval",
         "{source} | {num_rows} | {held:.1%} | {median_width:.1%} | {held_shuffled:.0%}",
     ),
-    "recorded_intervals.spread": Table(
+    "recorded_intervals.margins": Table(
         "",
-        "spread | that would hold 95% of these runs | held with the spread of the other families",
-        "{spread/used:.1%} | {spread/needed:.1%} | {spread/held_with_that_of_other_families:.1%}",
+        "chosen by the other families: within, median width | chosen by the other cards | median width of 95%: these "
+        "margins | with another run's elastic part | a share of all alone",
+        "{chosen/by_family/held:.1%}, {chosen/by_family/median_width:.1%} | "
+        "{chosen/by_gpu/held:.1%}, {chosen/by_gpu/median_width:.1%} | {control/median_width:.1%} | "
+        "{control/median_width_with_elastic_parts_swapped:.1%} | {control/median_width_by_a_share_alone:.1%}",
     ),
     "recorded_intervals.verdicts": Table(
         "verdicts/{group}",

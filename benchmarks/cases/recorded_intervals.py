@@ -1,12 +1,14 @@
 """Intervals and verdicts against all recorded GPU runs together: how often they hold, and how much they leave open.
 
 Reads the result files of the cases `recorded_convolutions`, `recorded_transformers`, `recorded_openmmlab` and
-`recorded_timm`. An estimate's interval has a spread where convolutions run, `memkit.predict.estimate.SPREAD`. "needed"
-is the one with which 95% of the rows would hold, and next to it how many rows of each family hold with what the other
-families need; a control gives each row another row's interval.
+`recorded_timm`. What an allocator reserves has margins in `memkit.predict.estimate`, which grow with its elastic part.
+They are judged in three ways. "factor": by how much all would have to grow to hold 95%, and whether a family, or a card,
+holds with what the others need. "chosen": what they are where the other families, or cards, choose them from a grid.
+"control": how wide intervals are that hold 95% where runs swap their elastic parts, and with a share of all alone.
 
 What the driver of a GPU tells has a part that is not the allocator's: kernels are loaded when they are needed. It is
-the narrowest interval that holds two thirds of what the runs of the other families took beyond what is predicted.
+the narrowest interval that holds half of what the runs of the other families took beyond what is predicted. Where it is
+not known what a run did, its interval spans both that were tried: two lengths of a batch; one step, or more.
 
 Run: python -m benchmarks.cases.recorded_intervals
 """
@@ -16,13 +18,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
-from benchmarks.recorded import held, narrowest
+from benchmarks.recorded import held, narrowest, rebuilt
 from benchmarks.recorded_xmem import NOT_EXPLAINED
 from benchmarks.result import RESULTS, read_result, write_result
-from memkit.predict.estimate import SPREAD
+from memkit.predict.estimate import LESS, MORE, Margin
 
 HELD = 0.95
 REASONS = {  # what differs from the run, by the first part of a model's name
@@ -33,6 +36,12 @@ REASONS = {  # what differs from the run, by the first part of a model's name
 }
 LENGTHS = "the lengths of its batches were not recorded"
 FEWEST = 6  # runs of a family that is shown on its own
+CHOICES = [  # margins on both sides
+    (Margin(share, less), Margin(share, more))
+    for share, less, more in product(
+        (0.005, 0.01, 0.015, 0.02), (0.1, 0.2, 0.25, 0.3), (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    )
+]
 WORDS, ENDS = ("fits", "too close", "does not fit", "not known"), ((True, "ran"), (False, "ran out"))
 
 
@@ -48,14 +57,28 @@ def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     timm = read_result("recorded_timm", RESULTS)["figures"]
     intervals = [
         *of_xmem([row for row in xmem if not row["ran_out"]]),
-        *({**row, "source": "OpenMMLab"} for row in openmmlab),
-        *({**row, "source": "GPUMemNet"} for row in timm["growth"]["totals"]),
+        *({**row, "source": "OpenMMLab", "gpu": "V100 32GB"} for row in openmmlab),
+        *(
+            of_reserve(row, row["context_bytes"]) | {"source": "GPUMemNet", "gpu": "A100 40GB"}
+            for row in timm["growth"]["totals"]
+        ),
     ]
     verdicts = [
         *({**row, "ran": not row["ran_out"]} for row in xmem),
         *({**row, "source": "timm", "gpu": "RTX 3090"} for row in timm["brackets"]["rows"]),
     ]
     return intervals, verdicts
+
+
+def of_reserve(row: dict[str, Any], fixed: Sequence[int]) -> dict[str, Any]:
+    """A row of what an allocator reserved, with whether its interval holds."""
+    ends = [*row["reserved_range"], *row.get("other_range", ())]
+    row = row | {"reserved_range": [min(ends), max(ends)]}
+    estimate = rebuilt(row)
+    interval, within = estimate.reserved_interval, estimate.reserved_range
+    assert interval is not None
+    assert within is not None
+    return row | {"fixed": fixed} | held(interval, within, row["recorded_bytes"], fixed=(fixed[0], fixed[1]))
 
 
 def of_xmem(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -65,9 +88,7 @@ def of_xmem(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             other["recorded_bytes"] - other["predicted_bytes"] for other in rows if other["family"] != row["family"]
         )
         before = row["first_sample_bytes"]
-        fixed = low - before, high - before
-        interval = tuple(row["reserved_interval"])
-        yield row | held(interval, row["recorded_bytes"], spread=row["spread"], fixed=fixed)
+        yield of_reserve(row, (low - before, high - before))
 
 
 def reason_of(row: Mapping[str, Any]) -> str:
@@ -75,17 +96,78 @@ def reason_of(row: Mapping[str, Any]) -> str:
     return row.get("reason") or (LENGTHS if "other_lengths" in row else NOT_EXPLAINED)
 
 
-def needed(rows: Iterable[dict[str, Any]]) -> float:
-    """The spread with which 95% of the rows hold, as split conformal prediction counts them."""
-    spreads = sorted(row["needed_spread"] for row in rows)
-    return spreads[min(len(spreads), math.ceil(HELD * (len(spreads) + 1))) - 1]
+def needed(times: Sequence[float]) -> float:
+    """By how much all margins have to grow for 95% of the rows to hold, as split conformal prediction counts them."""
+    return sorted(times)[min(len(times), math.ceil(HELD * (len(times) + 1))) - 1]
 
 
-def held_by_others(rows: list[dict[str, Any]]) -> float:
-    """The share of rows that hold with the spread that the rows of all other families need."""
-    families = {row["family"] for row in rows}
-    chosen = {family: needed(row for row in rows if row["family"] != family) for family in families}
-    return statistics.mean(row["needed_spread"] <= chosen[row["family"]] for row in rows)
+def held_by_others(rows: list[dict[str, Any]], key: str) -> float:
+    """The share of rows that hold with the margins that the rows of all other groups need."""
+    chosen = {
+        group: needed([row["needed_factor"] for row in rows if row[key] != group])
+        for group in {row[key] for row in rows}
+    }
+    return statistics.mean(row["needed_factor"] <= chosen[row[key]] for row in rows)
+
+
+def with_margins(
+    row: Mapping[str, Any], less: Margin, more: Margin, elastic_bytes: int | None = None
+) -> tuple[float, float, float]:
+    """How many times these margins a row needs, and its width without them and by them, as shares of the record."""
+    (low, high), fixed, recorded = row["reserved_range"], row["fixed"], row["recorded_bytes"]
+    if elastic_bytes is None:
+        elastic_bytes = elastic_of(row)
+    below, above = less.bytes_of(low, elastic_bytes), more.bytes_of(high, elastic_bytes)
+    missing = max((low + fixed[0] - recorded) / below, (recorded - high - fixed[1]) / above, 0.0)
+    return missing, (high + fixed[1] - low - fixed[0]) / recorded, (below + above) / recorded
+
+
+def elastic_of(row: Mapping[str, Any]) -> int:
+    """What the allocator reserved beyond what it needs."""
+    return max(0, int(row["reserved_bytes"]) - int(row["least_reserved_bytes"]))
+
+
+def chosen_by_others(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
+    """The share of rows that hold, and the median width, where the rows of all other groups choose the margins.
+
+    They choose the narrowest that hold 95% of them, or that come next to it.
+    """
+    tried = [[with_margins(row, *choice) for row in rows] for choice in CHOICES]
+    holds, widths = [], []
+    for group in {row[key] for row in rows}:
+        others = [number for number, row in enumerate(rows) if row[key] != group]
+        best = min(
+            tried,
+            key=lambda each: (
+                max(1.0, needed([each[number][0] for number in others])),
+                statistics.median(sum(each[number][1:]) for number in others),
+            ),
+        )
+        mine = [best[number] for number, row in enumerate(rows) if row[key] == group]
+        holds += [times <= 1 for times, *_ in mine]
+        widths += [sum(parts) for _, *parts in mine]
+    return {"held": statistics.mean(holds), "median_width": statistics.median(widths)}
+
+
+def width_needed(rows: list[dict[str, Any]], elastic_shares: Sequence[float]) -> float:
+    """The median width with which 95% of the rows hold, if these were the elastic parts, as shares of the reserves."""
+    found = [
+        with_margins(row, LESS, MORE, int(share * row["reserved_bytes"]))
+        for row, share in zip(rows, elastic_shares, strict=True)
+    ]
+    times = needed([each for each, *_ in found])
+    return statistics.median(certain + times * margins for _, certain, margins in found)
+
+
+def controls(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How wide intervals have to be for 95% of the rows to hold, with elastic parts of their own and without."""
+    own = [elastic_of(row) / row["reserved_bytes"] for row in rows]
+    half = len(rows) // 2
+    return {
+        "median_width": width_needed(rows, own),
+        "median_width_with_elastic_parts_swapped": width_needed(rows, [*own[half:], *own[:half]]),
+        "median_width_by_a_share_alone": width_needed(rows, [0.0] * len(rows)),
+    }
 
 
 def held_shuffled(rows: list[dict[str, Any]]) -> float:
@@ -95,6 +177,10 @@ def held_shuffled(rows: list[dict[str, Any]]) -> float:
         other["interval_bytes"][0] <= row["recorded_bytes"] <= other["interval_bytes"][1]
         for row, other in zip(rows, rotated, strict=True)
     )
+
+
+def grouped(rows: list[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
+    return {name: [row for row in rows if row[key] == name] for name in sorted({row[key] for row in rows})}
 
 
 def of_intervals(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,21 +206,24 @@ def of_verdicts(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     intervals, verdicts = recorded()
+    reserves = [row for row in intervals if "reserved_range" in row]
     sources = dict.fromkeys(row["source"] for row in intervals)
     cards = sorted({row["gpu"] for row in verdicts})
     sizes = Counter(row["family"] for row in verdicts)
     shown = sorted(family for family, count in sizes.items() if count >= FEWEST)
     figures = {
-        "spread": {
-            "used": SPREAD,
-            "needed": needed(intervals),
-            "held_with_that_of_other_families": held_by_others(intervals),
-        },
+        "margins": {"less": LESS._asdict(), "more": MORE._asdict()},
+        "factor": {"needed": needed([row["needed_factor"] for row in intervals])}
+        | {f"held_by_others_by_{key}": held_by_others(intervals, key) for key in ("family", "gpu")},
+        "chosen": {f"by_{key}": chosen_by_others(reserves, key) for key in ("family", "gpu")},
+        "control": controls(reserves),
         "intervals": {"all": of_intervals(intervals)}
         | {source: of_intervals([row for row in intervals if row["source"] == source]) for source in sources},
+        "intervals_by_card": {gpu: of_intervals(rows) for gpu, rows in grouped(intervals, "gpu").items()},
+        "intervals_by_family": {family: of_intervals(rows) for family, rows in grouped(intervals, "family").items()},
         "missed": [
             {"source": row["source"], "model": row.get("model", row.get("config")), "batch": row.get("batch")}
-            | {"needed_spread": row["needed_spread"], "reason": reason_of(row)}
+            | {"needed_factor": row["needed_factor"], "reason": reason_of(row)}
             for row in intervals
             if not row["holds"]
         ],

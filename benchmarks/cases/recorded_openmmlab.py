@@ -296,8 +296,8 @@ def main(arguments: list[str] | None = None) -> None:
             "error_without_workspaces": without.peak_bytes / (recorded * unit) - 1,
             **held(
                 estimate.peak_interval,
+                (estimate.peak_bytes, estimate.peak_bytes),
                 int(recorded * unit),
-                spread=estimate.spread,
                 rounded_by=0 if is_exact else int(last_digit * unit / 2),
             ),
         }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import warn_user
@@ -20,10 +21,37 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 
 _NUM_HOLDERS = 8
 SPREAD = 0.02
-"""How far a GPU's figures may lie from the estimate's where convolutions run, as a share of them.
+"""How far a GPU's peak and least may lie from the estimate's where convolutions run, as a share of them."""
 
-`benchmarks/results/recorded_intervals.json` has the number of recorded runs that it covers, and the spread that would
-cover 95% of them.
+
+class Margin(NamedTuple):
+    """How far a GPU's reserve may lie from the estimate, on one side.
+
+    The elastic part of a reserve, beyond what the allocator needs, depends on where each block lies: a block of scratch
+    memory inside a kernel, a few MiB of a library or another order of two threads moves all later ones. So the same
+    share of a reserve is nearly certain in one step and a matter of luck in the next. The other source is memory that
+    the rules of kernels leave out, a share of everything. The two are independent: their squares add up.
+
+    Attributes:
+        share: Of the estimate.
+        elastic: Of the elastic part.
+    """
+
+    share: float
+    elastic: float
+
+    def bytes_of(self, num_bytes: int, elastic_bytes: int) -> int:
+        """Return the margin of a figure of ``num_bytes``."""
+        return int(math.hypot(self.share * num_bytes, self.elastic * elastic_bytes))
+
+
+# The narrowest that hold 95% of the recorded runs, in round numbers. `benchmarks/results/recorded_intervals.json` has the
+# margins that other families of models would choose, and those that are needed when runs swap their elastic parts.
+LESS, MORE = Margin(share=0.01, elastic=0.25), Margin(share=0.01, elastic=0.8)
+MORE_AT_LEAST = 0.4
+"""The share of the elastic part that a step may need after all, because blocks in use lie between those to be freed.
+
+With it, fewer than half as many recorded runs that ran out are said to fit, and 8% of all are too close to say.
 """
 Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
 _SENTENCES = {
@@ -146,8 +174,8 @@ class MemoryEstimate(Overviewed):
             went where it could not be followed; no gradient was seen. If there are any, `fits` is False.
         assumptions: Conditions assumed to hold, each with its line: checks that raise an error unless they pass.
         holders: The largest blocks at the peak, largest first.
-        spread: Share by which a GPU's figures may differ from these in both directions: `SPREAD` where convolutions
-            run, whose scratch memory is not fully known; otherwise 0.
+        spread: Share by which a GPU's peak, and the least that it needs, may differ from these in both directions:
+            `SPREAD` where convolutions run, whose scratch memory is not fully known; otherwise 0.
         target: Name of the GPU that the step was run on; ``"cpu"``; or, for a preset, the size on the box.
         target_bytes: Memory of that GPU; None for the CPU, and for a preset without a size.
         reads_values: Whether the step reads values of its batch, such as lengths: batches of equal shapes may then
@@ -226,10 +254,8 @@ class MemoryEstimate(Overviewed):
     @property
     def peak_interval(self) -> tuple[int, int]:
         """Lowest and highest peak: `peak_bytes` without and with `workspace_bytes`, and no less than `spread` apart."""
-        return self._around(self.peak_bytes, self.peak_bytes)
-
-    def _around(self, least: int, most: int) -> tuple[int, int]:
-        return int(least * (1 - self.spread)), max(most + (self.workspace_bytes or 0), int(most * (1 + self.spread)))
+        highest = max(self.peak_bytes + (self.workspace_bytes or 0), int(self.peak_bytes * (1 + self.spread)))
+        return int(self.peak_bytes * (1 - self.spread)), highest
 
     @property
     def total_bytes(self) -> int | None:
@@ -242,18 +268,30 @@ class MemoryEstimate(Overviewed):
     def reserved_interval(self) -> tuple[int, int] | None:
         """Lowest and highest bytes that the allocator may hold if memory is plentiful; None on a CPU.
 
-        These are the ends of `reserved_range`, moved apart by `workspace_bytes` and `spread`: a temporary block of
-        scratch memory decides where all later blocks lie.
+        The ends of `reserved_range`, moved apart by the margins `LESS` and `MORE`: 1% of them, and 25% and 80% of what
+        the allocator reserves beyond `least_reserved_bytes`. 95% of recorded runs lie between them. If the least is
+        unknown, as with a formula's estimate, there are no margins.
         """
-        return None if self.reserved_range is None else self._around(*self.reserved_range)
+        if self.reserved_range is None or self._elastic_bytes is None:
+            return self.reserved_range
+        lowest, highest = self.reserved_range
+        less, more = LESS.bytes_of(lowest, self._elastic_bytes), MORE.bytes_of(highest, self._elastic_bytes)
+        return lowest - less, highest + more
+
+    @property
+    def _elastic_bytes(self) -> int | None:
+        """What the allocator reserves beyond what it needs; None where that is unknown."""
+        reserved, least = self.reserved_bytes, self.least_reserved_bytes
+        return None if reserved is None or least is None else max(0, reserved - least)
 
     @property
     def least_required_interval(self) -> tuple[int, int]:
         """Bytes without which the step cannot run, and bytes with which it runs, slowly.
 
-        The allocator can give up its cache beyond `least_reserved_bytes`, known to within `spread`; a step also runs in
-        the lower end of `reserved_range`. Convolutions have slower kernels without `workspace_bytes`. The context is
-        that of the driver that takes the least, and of the one that takes the most.
+        The allocator can give up its cache beyond `least_reserved_bytes`, known to within `spread`; up to
+        `MORE_AT_LEAST` of it cannot be freed if blocks in use lie between. A step also runs in the lower end of
+        `reserved_range`. Convolutions have slower kernels without `workspace_bytes`. The context is that of the driver
+        that takes the least, and of the one that takes the most.
         """
         least = self.least_reserved_bytes
         if least is None:
@@ -261,17 +299,20 @@ class MemoryEstimate(Overviewed):
         most_context = self.context_bytes or 0
         least_context = most_context if self.least_context_bytes is None else self.least_context_bytes
         lowest = min((least, *(self.reserved_range or ())))
-        return int(lowest * (1 - self.spread)) + least_context, int(least * (1 + self.spread)) + most_context
+        enough = least + Margin(self.spread, MORE_AT_LEAST).bytes_of(least, self._elastic_bytes or 0) + most_context
+        return int(lowest * (1 - self.spread)) + least_context, min(enough, self.required_bytes)
 
     @property
     def required_bytes(self) -> int:
         """The most bytes that the step takes if memory is plentiful, so that it never waits for the allocator.
 
-        The higher end of `reserved_interval` plus `context_bytes`; on a CPU the higher end of `peak_interval`.
+        `context_bytes` and the higher end of `reserved_interval`, or of `reserved_range` with all of `workspace_bytes`;
+        on a CPU the higher end of `peak_interval`.
         """
-        if self.reserved_interval is None or self.context_bytes is None:
+        interval, within = self.reserved_interval, self.reserved_range
+        if interval is None or within is None or self.context_bytes is None:
             return self.peak_interval[1]
-        return self.reserved_interval[1] + self.context_bytes
+        return max(interval[1], within[1] + (self.workspace_bytes or 0)) + self.context_bytes
 
     def verdict(self, capacity: CapacityLike) -> Verdict:
         """Say whether the step fits into ``capacity``, or why that is unknown.

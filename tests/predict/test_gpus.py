@@ -18,7 +18,7 @@ from memkit._core.records import DeviceMemory
 from memkit._core.units import GIB, MIB
 from memkit.predict import calibration
 from memkit.predict.calibration import calibrate_gpu
-from memkit.predict.estimate import SPREAD
+from memkit.predict.estimate import LESS, MORE, MORE_AT_LEAST, SPREAD, Margin
 from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
 from memkit.predict.usage import estimate_memory_usage
 from tests.helpers import assert_refused, run_python
@@ -135,15 +135,17 @@ def step_of_1200_mib(**others):
 
 
 def words_of(estimate, *sizes):
-    return [str(estimate.verdict(size * MIB)) for size in sizes]
+    return [str(estimate.verdict(int(size * MIB))) for size in sizes]
 
 
 def test_a_step_runs_in_less_than_it_reserves_where_memory_is_plenty():
     estimate = step_of_1200_mib()
-    assert (estimate.required_bytes, estimate.reserved_interval) == (1500 * MIB, (1200 * MIB, 1200 * MIB))
-    assert words_of(estimate, 1299, 1300, 1499, 1500) == ["does not fit", "fits", "fits", "fits"]
-    assert "takes time" in estimate.verdict(1499 * MIB).reason
-    assert "takes time" not in estimate.verdict(1500 * MIB).reason
+    assert estimate.required_bytes == 1200 * MIB + MORE.bytes_of(1200 * MIB, 200 * MIB) + 300 * MIB
+    enough = estimate.least_required_interval[1]
+    assert enough == 1000 * MIB + int(MORE_AT_LEAST * 200 * MIB) + 300 * MIB  # a part of the cache cannot be freed
+    assert words_of(estimate, 1299, 1300, enough / MIB, 1700) == ["does not fit", "too close", "fits", "fits"]
+    assert "takes time" in estimate.verdict(estimate.required_bytes - 1).reason
+    assert "takes time" not in estimate.verdict(estimate.required_bytes).reason
     assert "at least 1.27 GiB" in estimate.verdict(MIB).reason
     unknown = replace(estimate, _find_least=None)
     assert words_of(unknown, 1499, 1500) == ["does not fit", "fits"]
@@ -152,25 +154,44 @@ def test_a_step_runs_in_less_than_it_reserves_where_memory_is_plenty():
 def test_between_the_least_and_the_most_that_may_be_needed_it_is_too_close_to_say():
     with_kernels = step_of_1200_mib(workspace_bytes=50 * MIB, spread=SPREAD)
     low, high = with_kernels.least_required_interval
-    assert (low, high) == (int(1000 * MIB * (1 - SPREAD)) + 300 * MIB, int(1000 * MIB * (1 + SPREAD)) + 300 * MIB)
-    assert with_kernels.reserved_interval == (int(1200 * MIB * (1 - SPREAD)), 1250 * MIB)
-    assert with_kernels.required_bytes == with_kernels.reserved_interval[1] + 300 * MIB
+    beyond = Margin(SPREAD, MORE_AT_LEAST).bytes_of(1000 * MIB, 200 * MIB)
+    assert (low, high) == (int(1000 * MIB * (1 - SPREAD)) + 300 * MIB, 1000 * MIB + beyond + 300 * MIB)
     words = [str(with_kernels.verdict(size)) for size in (low - 1, low, high - 1, high)]
     assert words == ["does not fit", "too close", "too close", "fits"]
     # Drivers take different amounts: what is enough with one may be too little with another.
-    drivers = step_of_1200_mib(least_context_bytes=100 * MIB)
+    drivers = replace(step_of_1200_mib(least_context_bytes=100 * MIB), reserved_bytes=1000 * MIB)
     assert words_of(drivers, 1099, 1100, 1299, 1300) == ["does not fit", "too close", "too close", "fits"]
     assert "at least 1.07 GiB, or up to 1.27 GiB" in drivers.verdict(1200 * MIB).reason
 
 
-def test_an_interval_is_as_wide_as_the_scratch_memory_and_the_spread():
+def test_a_peak_is_as_uncertain_as_the_scratch_memory_and_the_spread():
     estimate = step_of_1200_mib(workspace_bytes=MIB, spread=0.1)
     assert estimate.peak_interval == (810 * MIB, 990 * MIB)
-    assert estimate.reserved_interval == (1080 * MIB, 1320 * MIB)
-    assert replace(estimate, workspace_bytes=200 * MIB).reserved_interval == (1080 * MIB, 1400 * MIB)
+    assert replace(estimate, workspace_bytes=200 * MIB).peak_interval == (810 * MIB, 1100 * MIB)
+    assert replace(estimate, workspace_bytes=0, spread=0.0).peak_interval == (900 * MIB, 900 * MIB)
+    # What is required counts the scratch memory in full, beside all that may be reserved.
+    assert replace(estimate, workspace_bytes=800 * MIB).required_bytes == (1200 + 800 + 300) * MIB
+
+
+def test_a_reserve_is_as_uncertain_as_its_elastic_part():
+    estimate = step_of_1200_mib()
+    low, high = estimate.reserved_interval
+    assert low == 1200 * MIB - LESS.bytes_of(1200 * MIB, 200 * MIB)
+    assert high == 1200 * MIB + MORE.bytes_of(1200 * MIB, 200 * MIB) == estimate.required_bytes - 300 * MIB
+    stiff = replace(estimate, _find_least=lambda: 1200 * MIB)  # nothing that it reserves can be spared
+    assert stiff.reserved_interval == (1188 * MIB, 1212 * MIB)
+    elastic = replace(estimate, _find_least=lambda: 600 * MIB)
+    assert elastic.reserved_interval[0] < low < stiff.reserved_interval[0]
+    assert elastic.reserved_interval[1] > high > stiff.reserved_interval[1]
+    edge = replace(estimate, _find_range=lambda: (1000 * MIB, 1400 * MIB))
+    assert edge.reserved_interval[0] < 1000 * MIB < 1400 * MIB < edge.reserved_interval[1]
     assert replace(estimate, reserved_bytes=None).reserved_interval is None
-    exact = replace(estimate, workspace_bytes=0, spread=0.0)
-    assert exact.peak_interval == (900 * MIB, 900 * MIB)
+    assert replace(estimate, _find_least=None).reserved_interval == (1200 * MIB, 1200 * MIB)  # a formula's estimate
+
+
+def test_independent_margins_add_up_by_their_squares():
+    assert Margin(share=0.03, elastic=0.4).bytes_of(1000, 100) == 50
+    assert Margin(share=0.03, elastic=0.4).bytes_of(1000, 0) == 30
 
 
 @pytest.mark.parametrize(
