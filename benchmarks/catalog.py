@@ -64,6 +64,7 @@ CASES = {
     "chunk_budget": Case(10, (BYTES, "*/chunk_size", "*/num_*"), "10 GB"),
     "chunked_loss": Case(2, (BYTES, "*rows")),
     "clouds": Case(3, (PEAKS,), "8 GB"),
+    "compiler_budget": Case(4, ("*_bytes", "*_flops", "*/is_equal")),
     "deep_stack": Case(0.5, (PEAKS, "*/flops")),
     "density_training": Case(1.5, (PEAKS, "*/num_cells")),
     "dry_run": Case(
@@ -111,7 +112,7 @@ CASES = {
     "step_faults": Case(3, ("faults/*", "memory/*_peak")),
     "step_timeline": Case(0.5, ("*",)),
     "tail_group": Case(0.1, ("*",)),
-    "tensor_plans": Case(9, ("*/summary/*", "*/plain/*_bytes", "*/plain/flops", "*/plain/is_*equal", "*/compiled_*")),
+    "tensor_plans": Case(9, ("*/summary/*", "*/plain/*_bytes", "*/plain/flops", "*/plain/is_*equal")),
     "tiled": Case(0.7, (PEAKS, "*/share_of_equal_labels")),
     "torch_versions": Case(
         100,

@@ -621,11 +621,10 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "high": lambda row: max(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
         },
     ),
-    "tensor_plans.compiler": Table(
-        "{model}/compiler/{budget}",
-        "model | `activation_memory_budget` | it saves | memkit saves | on disk | it recomputes | memkit recomputes",
-        "{model} | {budget} | {compiled_saved_bytes?:.1f MB} | {memkit/saved_bytes?:.1f MB} | "
-        "{memkit/offloaded_bytes?:.1f MB} | {compiler} | {memkits}",
+    "compiler_budget": Table(
+        "{model}/budgets/{budget}",
+        "model | `activation_memory_budget` | it saves | memkit saves | it recomputes | memkit recomputes",
+        "{model} | {budget} | {compiled_saved_bytes?:.2f MB} | {memkit/saved_bytes?:.2f MB} | {compiler} | {memkits}",
         {
             "compiler": lambda row: row.get("error") or recomputed("compiled_recomputed_flops")(row),
             "memkits": recomputed("memkit/recomputed_flops"),

@@ -11,10 +11,6 @@ comes on top. Bits are gradients, parameters and buffers of two steps, compared 
 control one parameter starts one bit off. Time is processor time, all runs of a model in turns: medians, and medians of
 ratios. The best that blocks allow is the fastest of the plan and of half or all blocks recomputed in whole or in part.
 
-Beside it stands the compiler's activation_memory_budget. Its recomputed FLOPs are those of its graphs above those that
-it has without a budget; memkit's are those of the step above the plain one's, of the plan with the fewest that saves no
-more bytes. What the compiler cannot do is written down as its error.
-
 Run: python -m benchmarks.cases.tensor_plans [MODEL ...]   (with names only these, kept beside earlier ones)
 """
 
@@ -28,10 +24,9 @@ import re
 import statistics
 import sys
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -39,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 import memkit as mk
-from benchmarks.compiler_budget import compile_with
 from benchmarks.result import read_result, write_result
 from benchmarks.ten_models import TRAININGS, Training, build
 from benchmarks.timing import in_turns, median_ratio
@@ -52,11 +46,9 @@ from tests.allocations import count_flops, trace_allocations
 
 WAYS: tuple[Treat, ...] = ("blocks", "tensors")
 SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)
-COMPILER_BUDGETS = (0.75, 0.5, 0.25)
 ROUNDS = 5
 DISTINCT = 1.05  # times that differ by less have no order
 ROOMY, LEAST = 2**40, 1
-AIMS, NEAR = 3, 0.97  # plans for as many saved bytes as the compiler's, and what is near enough
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
@@ -109,22 +101,21 @@ def describe(plan: Any) -> str:
     return ", ".join(f"{count} {each}" for each, count in Counter((plan.checkpoint or {}).values()).items()) or "-"
 
 
-def plan_part(training: Training, part: str, budget: int, way: Treat) -> TrainingPlan:
+def plan_part(training: Training, part: str, **settings: Any) -> TrainingPlan:
     with trainable(training.model, part) as trained:
         return mk.plan_training(
             training.model,
             training.batch,
             training.losses[part],
             adamw(trained),
-            budget=f"{budget}B",
             micro_batch_size=len(training.tensors()[0]),
-            treat=way,
+            **settings,
         )
 
 
 def plan_all(training: Training, budget: int, way: Treat) -> Plans:
     start = time.process_time()
-    parts = {part: plan_part(training, part, budget, way) for part in training.losses}
+    parts = {part: plan_part(training, part, budget=f"{budget}B", treat=way) for part in training.losses}
     return Plans(parts, time.process_time() - start)
 
 
@@ -146,7 +137,7 @@ def least_bytes(training: Training, way: Treat) -> int:
     least = 0
     for part in training.losses:
         try:
-            plan_part(training, part, LEAST, way)
+            plan_part(training, part, budget=f"{LEAST}B", treat=way)
         except mk.errors.ConfigError as error:
             least = max(least, int(re.search(r"at least (\d+) bytes", error.fix)[1]))
     return least
@@ -237,7 +228,8 @@ class Run:
         """Live bytes after a forward, without the loss."""
         losses: list[Tensor] = []
         with trainable(self.model, part):
-            return int(trace_allocations(lambda: losses.append(self.loss(part))).live[-1]) - losses[0].nbytes
+            live = trace_allocations(lambda: losses.append(self.loss(part))).live[-1]
+        return int(live) - losses[0].untyped_storage().nbytes()  # a mean may share storage with its terms
 
     def bits(self) -> list[Tensor]:
         """All gradients of two steps, then parameters and buffers."""
@@ -297,14 +289,12 @@ def measure(name: str) -> dict[str, Any]:
     figures["fixed_bytes"] = fixed_bytes(training)
     figures["is_control_equal"] = are_equal(Run(one_bit_off(training)).bits(), wanted)
     figures["time_of_loop_by_hand"] = median_ratio(seconds["plain"], seconds["by hand"])
-    by_tensors = [run for (_, way), run in planned.items() if way == "tensors"]
     return {
         "summary": summary(rows),
         "plain": figures,
         "least_bytes": least,
         "budgets": rows,
         "order": {way: order(rows, way) for way in WAYS},
-        "compiler": against_compiler(training, [plain, *by_tensors]),
     }
 
 
@@ -380,66 +370,6 @@ def order(rows: list[dict[str, Any]], way: Treat) -> dict[str, int]:
     pairs = [sorted(pair, key=lambda each: each["seconds"]) for pair in combinations(times, 2)]
     clear = [(a, b) for a, b in pairs if b["seconds"] > DISTINCT * a["seconds"]]
     return {"pairs": len(clear), "in_order": sum(a["predicted_seconds"] < b["predicted_seconds"] for a, b in clear)}
-
-
-# -------------------------------------------------------------------------------------------------------- the compiler
-
-
-@dataclass(frozen=True)
-class Point:
-    """What one loss's step needs under a plan, what waits for backward here and elsewhere, and what it computes."""
-
-    required_bytes: int
-    saved_bytes: int
-    offloaded_bytes: int
-    flops: int
-
-    @classmethod
-    def of(cls, run: Run, part: str) -> Point:
-        plan = run.plans.parts[part]
-        flops = count_flops(run.steps[part])
-        offloaded = plan.saved_tensors.offloaded_bytes if plan.saved_tensors else 0
-        return cls(plan.required_bytes, run.saved_bytes(part), offloaded, flops)
-
-
-def against_compiler(training: Training, runs: list[Run]) -> dict[str, Any]:
-    """The compiler's graphs of the first loss, and of memkit's plans by tensors the one that saves as much or less."""
-    part, loss_fn = next(iter(training.losses.items()))
-    points = [Point.of(run, part) for run in runs]
-    plain = min(each.flops for each in points)
-    with trainable(training.model, part):
-        forward = functools.partial(loss_fn, training.model, training.batch)
-        compiled = {budget: compile_with(budget, forward) for budget in (1.0, *COMPILER_BUDGETS)}
-    least = compiled.pop(1.0)
-    for found in compiled.values():
-        if "error" in found or "error" in least:
-            continue
-        found["compiled_recomputed_flops"] = found.pop("compiled_flops") - least["compiled_flops"]
-        found["plain_flops"], most = plain, found["compiled_saved_bytes"]
-        points += aimed_at(most, training, part, points)
-        if fitting := [each for each in points if each.saved_bytes <= most]:
-            best = min(fitting, key=lambda each: (each.offloaded_bytes > 0, each.flops, each.saved_bytes))
-            found["memkit"] = asdict(best) | {"recomputed_flops": best.flops - plain}
-    return {str(budget): found for budget, found in compiled.items()}
-
-
-def aimed_at(saved_bytes: int, training: Training, part: str, points: list[Point]) -> list[Point]:
-    """Points of plans that save about as much: with budgets between those of the nearest points."""
-    found: list[Point] = []
-    for _ in range(AIMS):
-        by_bytes = sorted([*points, *found], key=lambda each: each.saved_bytes)
-        number = bisect_right(by_bytes, saved_bytes, key=lambda each: each.saved_bytes)
-        if number in (0, len(by_bytes)) or by_bytes[number - 1].saved_bytes >= NEAR * saved_bytes:
-            return found
-        less, more = by_bytes[number - 1], by_bytes[number]
-        share = (NEAR * saved_bytes - less.saved_bytes) / (more.saved_bytes - less.saved_bytes)
-        budget = less.required_bytes + int(share * (more.required_bytes - less.required_bytes))
-        try:
-            plans = Plans({part: plan_part(training, part, budget, "tensors")})
-        except mk.errors.ConfigError:  # times are measured anew for each plan: the least may be another one
-            return found
-        found.append(Point.of(Run(training, plans), part))
-    return found
 
 
 def main() -> None:

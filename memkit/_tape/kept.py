@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import StateError
-from memkit._tape.tape import changes_arguments, is_plain, written_arguments
+from memkit._tape.tape import changes_arguments, is_plain, is_random, written_arguments
 from memkit._torch.aten import FUSED_ATTENTION
 from memkit._torch.dispatch import LeanDispatchMode, counting_in_views, without_modes
 from memkit._torch.graph import keeps_graph
-from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.storage import storage_use_count
 from memkit._torch.tensors import storage_key, use_count, version_of
@@ -231,12 +230,7 @@ def _references_if_unread() -> tuple[int, int, int] | None:
 
 def is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a result is kept; not with dropout inside, since a skipped operator draws no random numbers."""
-    if func not in KEPT_OPERATORS:
-        return False
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return True
-    place = [argument.name for argument in schema_of(func).arguments].index("dropout_p")
-    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0))
+    return func in KEPT_OPERATORS and not is_random(func, args, kwargs)
 
 
 def _is_result(part: Any) -> bool:

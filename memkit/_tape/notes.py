@@ -42,6 +42,7 @@ class OperatorNote:
     Attributes:
         name: Its name.
         seconds: Its time.
+        flops: Its floating point operations, as torch counts them.
         repeats: Whether it may run again.
         is_random: Whether it draws random numbers.
         sources: The values that it needs.
@@ -51,6 +52,7 @@ class OperatorNote:
 
     name: str
     seconds: float
+    flops: int
     repeats: bool
     is_random: bool
     sources: list[ValueNote] = field(default_factory=list)
@@ -87,6 +89,7 @@ class ForwardNotes(LeanDispatchMode):
     Args:
         clock: Returns the moment, as a number that grows.
         seconds: Returns the time of an operator: ``seconds(func, args, kwargs, out)``.
+        flops: Returns its floating point operations, likewise.
 
     Attributes:
         operators: The operators of the forward.
@@ -95,11 +98,16 @@ class ForwardNotes(LeanDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, clock: Callable[[], int], seconds: Callable[[Any, Any, Any, Any], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], int],
+        seconds: Callable[[Any, Any, Any, Any], float],
+        flops: Callable[[Any, Any, Any, Any], int],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[OperatorNote] = []
         self.values: list[ValueNote] = []
-        self._clock, self._seconds = clock, seconds
+        self._clock, self._seconds, self._flops = clock, seconds, flops
         self._storages: Storages[ValueNote] = Storages()
         self._fresh: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of values that backward has asked for
         self._from_outside: list[tuple[weakref.ref[Tensor], int, OperatorNote]] = []
@@ -121,7 +129,7 @@ class ForwardNotes(LeanDispatchMode):
         kwargs = kwargs or {}
         if self._is_packing or not counts(func) or current_backward() != _NO_BACKWARD:
             return func(*args, **kwargs)
-        note = OperatorNote(str(func), 0.0, repeats(func), is_random(func))
+        note = OperatorNote(str(func), 0.0, 0, repeats(func), is_random(func, args, kwargs))
         self._note_sources(note, without_statistics(func, args), kwargs)
         number = len(self.operators)
         self.operators.append(note)
@@ -133,7 +141,7 @@ class ForwardNotes(LeanDispatchMode):
             value.readers = []
         given = {id(each.untyped_storage()) for each in tensors_in((args, kwargs)) if is_plain(each)}
         out = func(*args, **kwargs)
-        note.seconds = self._seconds(func, args, kwargs, out)
+        note.seconds, note.flops = self._seconds(func, args, kwargs, out), self._flops(func, args, kwargs, out)
         for tensor in tensors_in(out):
             if not is_plain(tensor):
                 note.repeats = False

@@ -27,6 +27,8 @@ class SavedTensorPlan(Overviewed):
             memory.
         recomputed_bytes: Saved bytes that are not kept because they are recomputed.
         offloaded_bytes: Saved bytes that wait elsewhere.
+        held_bytes: Bytes of tensors that autograd does not save, but that wait for operators which run again.
+        recomputed_flops: Floating point operations of the operators that run again, as torch counts them.
         num_random: Operators among the recomputed ones that draw random numbers.
         saved_bytes: All bytes that the forward saves without a plan, apart from parameters and inputs.
         rehearsed: Forwards that it was rehearsed with, one for each kind of batch: how often each operator runs.
@@ -47,6 +49,8 @@ class SavedTensorPlan(Overviewed):
     offloaded: frozenset[int] = frozenset()
     recomputed_bytes: int = 0
     offloaded_bytes: int = 0
+    held_bytes: int = 0
+    recomputed_flops: int = 0
     num_random: int = 0
     saved_bytes: int = 0
     rehearsed: frozenset[OperatorCounts] = field(default=frozenset(), compare=False)
@@ -60,6 +64,8 @@ class SavedTensorPlan(Overviewed):
             "offloaded": sorted(self.offloaded),
             "recomputed_bytes": self.recomputed_bytes,
             "offloaded_bytes": self.offloaded_bytes,
+            "held_bytes": self.held_bytes,
+            "recomputed_flops": self.recomputed_flops,
             "num_random": self.num_random,
             "saved_bytes": self.saved_bytes,
             "rehearsed": sorted(sorted(each) for each in self.rehearsed),
@@ -79,15 +85,22 @@ class SavedTensorPlan(Overviewed):
             offloaded=frozenset(state["offloaded"]),
             recomputed_bytes=state["recomputed_bytes"],
             offloaded_bytes=state["offloaded_bytes"],
+            held_bytes=state["held_bytes"],
+            recomputed_flops=state["recomputed_flops"],
             num_random=state["num_random"],
             saved_bytes=state["saved_bytes"],
             rehearsed=frozenset(frozenset((name, count) for name, count in each) for each in state["rehearsed"]),
         )
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes that the forward leaves for its backward under the plan, apart from parameters and inputs."""
+        return self.saved_bytes + self.held_bytes - self.recomputed_bytes - self.offloaded_bytes
+
+    @property
     def kept_share(self) -> float:
-        """Share of the saved bytes that stay."""
-        return 1 - (self.recomputed_bytes + self.offloaded_bytes) / max(1, self.saved_bytes)
+        """`waiting_bytes` over the bytes that wait without a plan."""
+        return self.waiting_bytes / max(1, self.saved_bytes)
 
     @property
     def summary(self) -> str:
@@ -97,11 +110,11 @@ class SavedTensorPlan(Overviewed):
         return f"{self.kept_share:.0%} of {format_bytes(self.saved_bytes)} kept{others}"
 
     def _overview(self) -> Overview:
-        kept_bytes = self.saved_bytes - self.recomputed_bytes - self.offloaded_bytes
         return Overview(
-            f"keeps {format_bytes(kept_bytes)} of the {format_bytes(self.saved_bytes)} that a forward saves",
+            f"keeps {format_bytes(self.waiting_bytes)} of the {format_bytes(self.saved_bytes)} that a forward saves",
             [
                 ("recomputed", f"{format_bytes(self.recomputed_bytes)}, by {len(self.recomputed)} operators"),
+                ("recomputed FLOPs", f"{self.recomputed_flops:,}"),
                 ("offloaded", f"{format_bytes(self.offloaded_bytes)}, of {len(self.offloaded)} operators"),
                 ("operators", str(len(self.operators))),
             ],

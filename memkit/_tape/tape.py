@@ -75,9 +75,15 @@ def counts(func: Any) -> bool:
     return func is not _DETACH and getattr(func, "namespace", "") not in _NOT_COUNTED
 
 
-def is_random(func: Any) -> bool:
-    """Return whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in schema_of(func).arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0))
 
 
 def changes_arguments(func: Any) -> bool:

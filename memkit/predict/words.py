@@ -28,6 +28,7 @@ ESTIMATE_WORDS = STEP_WORDS | {
 PLAN_WORDS = STEP_WORDS | {
     "budget": f"gpu card {LIMIT}",
     "target": "device",
+    "activation_budget": "activation_memory_budget saved_bytes",
     "precisions=(None, 'bf16-mixed')": f"{HALF_PRECISION} mixed_precision precision dtype",
     "the plan chooses the number of micro-batches; micro_batch_size fixes their rows": ACCUMULATION,
     "micro_batch_size": BATCH_SIZE,

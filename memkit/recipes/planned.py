@@ -23,6 +23,7 @@ from memkit._core.units import format_bytes, parse_bytes
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
+from memkit._machine.devices import host_memory
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
@@ -33,7 +34,7 @@ from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
 from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.plan import TrainingPlan
-from memkit.predict.plan.search import fastest, micro_batch_counts, search
+from memkit.predict.plan.search import fastest, micro_batch_counts, search, search_activations
 from memkit.predict.plan.speeds import OperatorTimes, card_speeds
 from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
@@ -71,6 +72,7 @@ def plan_training(
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     treat: Treat | None = None,
+    activation_budget: int | str | float | None = None,
     curve: bool = False,
     measure: bool = False,
     selected_fraction: float | None = None,
@@ -90,7 +92,7 @@ def plan_training(
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A GPU, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all memory of
-            the GPU that is the ``target``.
+            the GPU that is the ``target``; on the CPU, with ``activation_budget``, all of the machine's memory.
         target: Device for a budget in bytes: a GPU, or ``"cpu"``, where live bytes are counted. None: the model's
             device.
         precisions: The precisions to choose from. None is the model's own; bf16 changes the numbers, so it is used only
@@ -99,6 +101,10 @@ def plan_training(
             ``micro_batch_size=len(batch)`` plans only the blocks. None: the plan chooses.
         treat: ``"tensors"`` decides for each tensor that autograd saves whether it is kept, recomputed or offloaded,
             ``"blocks"`` for whole blocks of the model. None tries both.
+        activation_budget: The most that a forward may leave for its backward, apart from parameters and batch: a size,
+            or a share of what it leaves without a plan, such as 0.5. The plan is then not the fastest step within
+            ``budget``, which may be left out, but the one that runs the fewest FLOPs again, with nothing offloaded;
+            it does not depend on measured times. The batch is taken whole, unless ``micro_batch_size`` is given.
         curve: Whether ``plan.pareto`` shows time against memory for smaller budgets too, down to the least: eight more
             dry runs of the largest micro-batches. Not with ``treat="blocks"``.
         measure: Whether to run real steps, on a copy of the model, of up to five candidates that are expected to be the
@@ -148,6 +154,7 @@ def plan_training(
         precisions=precisions,
         micro_batch_size=micro_batch_size,
         treat=treat,
+        activation_budget=activation_budget,
         curve=curve,
         measure=measure,
         selected_fraction=selected_fraction,
@@ -167,6 +174,7 @@ def _plan(
     precisions: Sequence[PlannedPrecision | None],
     micro_batch_size: int | None,
     treat: Treat | None,
+    activation_budget: int | str | float | None,
     curve: bool,
     measure: bool,
     selected_fraction: float | None,
@@ -175,6 +183,10 @@ def _plan(
     is_loader = isinstance(sample_batch, (DataLoader, ResumableLoader))
     check_model(call, model, None if is_loader else sample_batch, optimizer)
     precisions = _check_precisions(call, precisions)
+    if activation_budget is not None:
+        is_for_one = not is_loader and not isinstance(sample_batch, WorstBatch)
+        _check_tensors_alone(call, treat=treat, curve=curve, is_for_one=is_for_one)
+        budget = _all_memory(model, target) if budget is None else budget
     if treat is not None:
         Checker(f"{call}(...)").choice("treat", treat, get_args(Treat), fix="write treat='tensors'.")
     gpu, budget, budget_bytes = _find_place(call, model, budget, target)
@@ -193,7 +205,8 @@ def _plan(
     worst = sample_batch if isinstance(sample_batch, WorstBatch) else None
     sample_batch = sample_batch if worst is None else worst.batch
     num_rows = _rows_to_plan(call, sample_batch)
-    counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, micro_batch_size)
+    rows = num_rows if micro_batch_size is None and activation_budget is not None else micro_batch_size
+    counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, rows)
     notes += [] if worst is None else _about(worst, gpu, budget_bytes)
     speeds: OperatorTimes = HostTimes(budget_bytes) if gpu is None else card_speeds(gpu)
 
@@ -214,23 +227,23 @@ def _plan(
         )
 
     rehearsal = trials_for(sample_batch)
-    trials = search(
-        rehearsal.run,
-        num_rows,
+    trials = _tried(
+        rehearsal,
         counts,
         precisions,
         budget_bytes,
+        treat=treat,
+        activation_budget=activation_budget,
+        curve=curve,
         slack=_SLACK if measure else 1.0,
-        choices_of=None if treat == "blocks" else rehearsal.tensor_choices,
-        treats_blocks=treat != "tensors",
-        has_curve=curve,
     )
     run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer)
     if measure:
         trials = [_settled(each, budget_bytes, run_for_real) for each in trials]
-    finalists = fastest(trials, budget_bytes)[:_NUM_FINALISTS]
+    allowed = trials if activation_budget is None else [each for each in trials if each.arrangement.tensors]
+    finalists = fastest(allowed, budget_bytes)[:_NUM_FINALISTS]
     if not finalists:
-        _refuse(call, budget, budget_bytes, min(trials, key=lambda each: each.required_bytes), notes)
+        _refuse(call, budget, budget_bytes, min(allowed, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
     if worst is not None:
@@ -251,6 +264,35 @@ def _plan(
     )
     batches = [sample_batch] if worst is None else worst.batches.values()
     return plan, sample_batch, RehearsedBatches(batches, is_loader=worst is not None)
+
+
+def _tried(
+    rehearsal: StepTrials,
+    counts: Sequence[int],
+    precisions: Sequence[PlannedPrecision | None],
+    budget_bytes: int,
+    *,
+    treat: Treat | None,
+    activation_budget: int | str | float | None,
+    curve: bool,
+    slack: float,
+) -> list[Trial]:
+    """Try arrangements as `search` does, or as `search_activations` does where there is a budget for them."""
+    if activation_budget is not None:
+        return search_activations(
+            rehearsal.run, rehearsal.tensor_choices, rehearsal.num_rows, counts[0], precisions, activation_budget
+        )
+    return search(
+        rehearsal.run,
+        rehearsal.num_rows,
+        counts,
+        precisions,
+        budget_bytes,
+        slack=slack,
+        choices_of=None if treat == "blocks" else rehearsal.tensor_choices,
+        treats_blocks=treat != "tensors",
+        has_curve=curve,
+    )
 
 
 class PreparedTrainer(MemoryEfficientTrainingWrapper):
@@ -297,6 +339,7 @@ def prepare(
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     treat: Treat | None = None,
+    activation_budget: int | str | float | None = None,
     curve: bool = False,
     measure: bool = False,
     selected_fraction: float | None = None,
@@ -316,6 +359,7 @@ def prepare(
         precisions: As for `plan_training`.
         micro_batch_size: As for `plan_training`.
         treat: As for `plan_training`.
+        activation_budget: As for `plan_training`.
         curve: As for `plan_training`.
         measure: As for `plan_training`.
         selected_fraction: As for `plan_training`.
@@ -359,6 +403,7 @@ def prepare(
         precisions=precisions,
         micro_batch_size=micro_batch_size,
         treat=treat,
+        activation_budget=activation_budget,
         curve=curve,
         measure=measure,
         selected_fraction=selected_fraction,
@@ -435,6 +480,31 @@ def _find_place(
         budget,
         num_bytes,
     )
+
+
+def _check_tensors_alone(call: str, *, treat: Treat | None, curve: bool, is_for_one: bool) -> None:
+    """Refuse what has no meaning with a budget for activations."""
+    others = {
+        "treat='blocks'": treat == "blocks",
+        "curve=True": curve,
+        "a loader": not is_for_one,
+    }
+    other = next((each for each, is_given in others.items() if is_given), None)
+    if other is not None:
+        raise ConfigError(
+            f"{call}(..., activation_budget=...)",
+            got=f"a budget for what waits for backward, with {other}",
+            expected="one batch and one plan, for each saved tensor",
+            fix="pass memkit.predict.find_worst_batch(loader, model, loss_fn).batch."
+            if other == "a loader"
+            else f"leave {other} out, or write budget= in place of activation_budget=.",
+        )
+
+
+def _all_memory(model: nn.Module, target: str | GPU | None) -> CapacityLike | None:
+    """Return the memory of this machine for a plan on the CPU; None for a card."""
+    place = device_of(model).type if target is None else target
+    return f"{host_memory().total_bytes}B" if place in ("cpu", "meta") else None
 
 
 def _check_measurable(call: str, model: nn.Module, gpu: GPU | None) -> None:

@@ -236,7 +236,7 @@ class _Forward(LeanDispatchMode):
             return func(*args, **kwargs)
         self.num_recomputed += 1
         random = None
-        if is_random(func):
+        if is_random(func, args, kwargs):
             device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
             random = GeneratorState(kwargs.get("generator"), device)
         changed = [each for each in map(self._value_of, written_arguments(func, args, kwargs)) if each]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from memkit._core.errors import ConfigError
+from memkit._core.units import format_bytes, parse_budget
 from memkit.predict.plan.tensors import TensorChoice, TensorChoices
 from memkit.predict.plan.trial import Arrangement, BlockCost, PlannedTreatment, Trial
 
@@ -142,6 +144,48 @@ def fastest(trials: Sequence[Trial], budget_bytes: int) -> list[Trial]:
         if trial.required_bytes <= budget_bytes:
             best.setdefault((trial.arrangement.accumulation_steps, trial.arrangement.precision), trial)
     return list(best.values())
+
+
+def search_activations(
+    run: RunArrangement,
+    choices_of: Callable[[Arrangement], TensorChoices],
+    num_rows: int,
+    count: int,
+    precisions: Sequence[str | None],
+    activation_budget: int | str | float,
+) -> list[Trial]:
+    """Try, in each precision, the choice of saved tensors that runs the fewest FLOPs again within a budget for them.
+
+    Args:
+        run: As for `search`.
+        choices_of: As for `search`.
+        num_rows: Rows of the batch.
+        count: Number of micro-batches.
+        precisions: Precisions to try.
+        activation_budget: The most that a forward may leave for its backward: a size, or a share of what it saves.
+
+    Returns:
+        The trials in each precision, without and with treatment.
+
+    Raises:
+        ConfigError: More has to wait for backward, or the budget is not above zero.
+    """
+    trials: list[Trial] = []
+    for precision in precisions:
+        plain = run(Arrangement(-(-num_rows // count), count, precision), None)
+        choices = choices_of(plain.arrangement)
+        most = parse_budget(activation_budget, choices.saved_bytes, name="activation_budget")
+        choice = choices.fewest_flops(most)
+        if choice is None:
+            least = choices.by_flops.least_bytes
+            raise ConfigError(
+                f"activation_budget={activation_budget!r}",
+                got=f"a forward that leaves at least {format_bytes(least)} for its backward, whatever runs again",
+                expected=f"a plan that leaves at most {format_bytes(most)}",
+                fix=f"pass activation_budget='{least}B', or a smaller micro_batch_size.",
+            )
+        trials += plain, run(replace(plain.arrangement, tensors=choices.plan(choice)), plain)
+    return trials
 
 
 def _spread(choices: Sequence[TensorChoice]) -> list[TensorChoice]:

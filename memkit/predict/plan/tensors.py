@@ -21,6 +21,7 @@ import numpy as np
 from memkit._recorder.recording import IntArray
 from memkit._tape.notes import OperatorNote, ValueNote
 from memkit._tape.plan import SavedTensorPlan
+from memkit.predict.plan.cuts import Recomputations
 
 _CHAINS = (1, 2, 4, 8, 16, 32, 64, 128)  # all saved bytes over those of the longest chain
 _NUM_POINTS = 48  # of each order, for which memory is added up
@@ -87,16 +88,35 @@ class TensorChoices:
         fitting = next((each for each in self.choices if each.peak_bytes <= peak_bytes), None)
         return None if fitting is None else self._refined(fitting, peak_bytes)
 
+    @cached_property
+    def by_flops(self) -> Recomputations:
+        """What runs again by the bytes that wait for backward; of as many FLOPs, by the bytes that operators touch."""
+        touched = [
+            1 + sum({each.number: each.nbytes for each in (*operator.sources, *operator.makes)}.values())
+            for operator in self.operators
+        ]
+        bound = 1 + sum(touched)
+        costs = [bound * each.flops + more for each, more in zip(self.operators, touched, strict=True)]
+        return Recomputations(self.operators, self.values, self.random_state_bytes, costs)
+
+    def fewest_flops(self, waiting_bytes: int) -> TensorChoice | None:
+        """Return the choice that runs the fewest FLOPs again of those that leave at most so many bytes for backward."""
+        recomputed = self.by_flops.within(waiting_bytes)
+        return None if recomputed is None else self._choice(recomputed, frozenset())
+
     def plan(self, choice: TensorChoice) -> SavedTensorPlan:
         """Return a choice as the plan for a forward."""
         dropped = [each for each in self.values if each.is_saved and choice.recomputed.issuperset(each.makers)]
+        dropped_bytes = sum(each.nbytes for each in dropped)
         moved = [self.values[number] for number in choice.offloaded]
         return SavedTensorPlan(
             operators=tuple(each.name for each in self.operators),
             recomputed=choice.recomputed,
             offloaded=frozenset(maker for each in moved for maker in each.makers),
-            recomputed_bytes=sum(each.nbytes for each in dropped),
+            recomputed_bytes=dropped_bytes,
             offloaded_bytes=sum(each.nbytes for each in moved),
+            held_bytes=self.by_flops.waiting_bytes(choice.recomputed) - self.saved_bytes + dropped_bytes,
+            recomputed_flops=sum(self.operators[number].flops for number in choice.recomputed),
             num_random=sum(self.operators[number].is_random for number in choice.recomputed),
             saved_bytes=self.saved_bytes,
         )

@@ -28,7 +28,7 @@ from memkit._tape.notes import ForwardCount, ForwardNotes
 from memkit._tape.plan import OperatorCounts, SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
-from memkit.predict.plan.speeds import OperatorTimes
+from memkit.predict.plan.speeds import OperatorTimes, num_flops
 from memkit.predict.plan.tensors import TensorChoices
 
 PlannedTreatment = Literal["selective", "full", "offload"]
@@ -192,7 +192,7 @@ class StepTrials:
         all_notes: list[ForwardNotes] = []
 
         def noting(watch: Watch) -> AbstractContextManager[None]:
-            all_notes.append(ForwardNotes(watch.recorder.num_events, self.speeds.seconds))
+            all_notes.append(ForwardNotes(watch.recorder.num_events, self.speeds.seconds, num_flops))
             return all_notes[-1].forward()
 
         recorded = self._record(arrangement, noting)
