@@ -44,7 +44,16 @@ CALL = "a step on tensors without data"  # a placeholder for the user's call, wh
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _EMPTY = _aten.empty.memory_format
-_LOOKING = frozenset({aten.local_scalar_dense, _aten.select.int, _aten.slice.Tensor, _aten.unbind.int})
+_LOOKING = frozenset(
+    {
+        aten.local_scalar_dense,
+        _aten.alias.default,
+        _aten.detach.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.unbind.int,
+    }
+)
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memkit._tape.tape import (
     Storages,
     View,
+    are_counts,
     counts,
     is_plain,
     is_random,
@@ -145,6 +146,8 @@ class ForwardNotes(LeanDispatchMode):
         for tensor in tensors_in(out):
             if not is_plain(tensor):
                 note.repeats = False
+            elif are_counts(tensor):
+                continue
             elif id(tensor.untyped_storage()) not in given and self._storages.find(tensor) is None:
                 self._note_value(tensor, number, note)
         return out

@@ -10,7 +10,7 @@ from memkit._charts.overview import Overview, Overviewed
 from memkit._core.settings import check_version
 from memkit._core.units import format_bytes
 
-_VERSION = 2
+_VERSION = 3
 OperatorCounts: TypeAlias = frozenset[tuple[str, int]]  # name and number of each operator of a forward
 
 

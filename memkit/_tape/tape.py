@@ -25,6 +25,7 @@ from memkit._torch.tensors import is_zero_tensor, version_of
 
 T = TypeVar("T")
 _NO_BACKWARD = -1
+_FEW_BYTES = 2**16
 _aten = torch.ops.aten
 # Places of the running mean, the running variance and the flag for training. These kernels update the statistics, and
 # in training they use nothing of them.
@@ -34,7 +35,6 @@ _STATISTICS: Mapping[Any, tuple[int, int, int]] = {
     _aten.miopen_batch_norm.default: (3, 4, 5),
 }
 _NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"})
-_DETACH = _aten.detach.default
 # Their results have no content yet.
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 # These change a storage in a way that cannot be repeated on another one.
@@ -53,6 +53,15 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def are_counts(tensor: Tensor) -> bool:
+    """Return whether these are a few whole numbers in a row, such as a packed sequence's batch sizes.
+
+    They stay: there is nothing to gain, and C++ reads them, so that in a simulation too they have their data.
+    """
+    is_row = tensor.dtype is torch.int64 and tensor.dim() == 1
+    return is_row and tensor.untyped_storage().nbytes() <= _FEW_BYTES
+
+
 def repeats(func: Any) -> bool:
     """Return whether an operator gives the same results when it runs again on the same tensors, and changes no others.
 
@@ -69,10 +78,10 @@ def leaves_unfilled(func: Any) -> bool:
 def counts(func: Any) -> bool:
     """Return whether an operator counts on a tape.
 
-    Not `detach`, which autograd calls where there are no hooks, not the questions that only stand-ins are asked, and
-    not what DistributedDataParallel and profilers do around a forward.
+    Views do not: they make nothing, and autograd makes more of them in some forwards than in others. Nor do questions
+    that only stand-ins are asked, and operators that DistributedDataParallel and profilers run around a forward.
     """
-    return func is not _DETACH and getattr(func, "namespace", "") not in _NOT_COUNTED
+    return not getattr(func, "is_view", False) and getattr(func, "namespace", "") not in _NOT_COUNTED
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from memkit._tape.tape import (
     Storages,
     Unpackable,
     Value,
+    are_counts,
     changes_arguments,
     counts,
     is_plain,
@@ -162,10 +163,10 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 class _Operator:
     """The fate of one operator's results, call by call."""
 
-    __slots__ = ("changes", "count", "fates", "run")
+    __slots__ = ("changes", "count", "counts", "fates", "run")
 
     def __init__(self, func: Any, fates: Mapping[int, Fate]) -> None:
-        self.count, self.fates, self.changes = 0, fates, changes_arguments(func)
+        self.count, self.fates, self.changes, self.counts = 0, fates, changes_arguments(func), counts(func)
         self.run = kernel_of(func) if type(func) is OpOverload else func
 
 
@@ -205,10 +206,10 @@ class _Forward(LeanDispatchMode):
             return func(*args, **kwargs)
         operator = self._operators.get(func)
         if operator is None:
-            if not counts(func):
-                return func(*args, **kwargs)
             fates = self._planned.get(str(func), (0, {}))[1]
             operator = self._operators[func] = _Operator(func, fates)
+        if not operator.counts:
+            return operator.run(*args, **kwargs)
         fate = operator.fates.get(operator.count)
         operator.count += 1
         self._latest = func
@@ -219,7 +220,7 @@ class _Forward(LeanDispatchMode):
         if fate == "offload":
             out = func(*args, **kwargs)
             where: Literal["offload", "unfilled"] = "unfilled" if leaves_unfilled(func) else "offload"
-            for tensor in filter(is_plain, tensors_in(out)):
+            for tensor in filter(_may_leave, tensors_in(out)):
                 self._storages.learn(tensor, where)
             return out
         return self._recorded(func, args, kwargs)
@@ -249,7 +250,7 @@ class _Forward(LeanDispatchMode):
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
             made = None
-            if is_plain(tensor) and id(tensor.untyped_storage()) not in given:
+            if _may_leave(tensor) and id(tensor.untyped_storage()) not in given:
                 made = Value(step)
                 self._storages.learn(tensor, made)
             step.results.append(None if made is None else weakref.ref(made))
@@ -314,6 +315,11 @@ class _Forward(LeanDispatchMode):
         by_name = {name: ran.get(name, 0) - self._planned.get(name, (0, {}))[0] for name in names}
         missing = {name: -count for name, count in by_name.items() if count < 0}
         return missing, {name: count for name, count in by_name.items() if count > 0}
+
+
+def _may_leave(tensor: Tensor) -> bool:
+    """Whether the memory of a result can be given up until the backward needs it."""
+    return is_plain(tensor) and not are_counts(tensor)
 
 
 def _fates(plan: SavedTensorPlan) -> dict[str, tuple[int, dict[int, Fate]]]:
