@@ -1,7 +1,8 @@
 """Everything that memkit offered at commit fcdc795, and its place today, with a test that names it.
 
-``tests/data/inventory.json`` was made at that commit. Removed and renamed entries, and pages that were merged into others,
-are listed with their reason in ``tests/data/inventory_changes.json``. Run ``python -m tests.inventory`` for the whole list.
+``tests/data/inventory.json`` was made at that commit. Removed and renamed entries, and pages that were merged into
+others, are listed with their reason in ``tests/data/inventory_changes.json``. Run ``python -m tests.inventory`` for the
+whole list.
 """
 
 from __future__ import annotations
