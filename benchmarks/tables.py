@@ -188,7 +188,7 @@ def samplers(result: Any) -> Rows:
     for way in next(iter(result["figures"].values()))["times_faster"]:
         if way != "index, cold":
             yield {"way": way, "key": way, "random": "" if way.endswith("pass") else "yes" if way in exact else "no"}
-    yield {"way": "`GridIndex.from_coords`, once", "key": "index, cold", "random": ""}
+    yield {"way": "the index, once", "key": "index, cold", "random": ""}
     yield {"way": "memory of a draw", "key": "", "random": ""}
 
 
