@@ -2,8 +2,8 @@
 
 Reads the result files of the cases `recorded_convolutions`, `recorded_transformers`, `recorded_openmmlab` and
 `recorded_timm`. What an allocator reserves has margins in `memkit.predict.estimate`, which grow with its elastic part.
-They are judged in three ways. "factor": by how much all would have to grow to hold 95%, and whether a family, or a card,
-holds with what the others need. "chosen": what they are where the other families, or cards, choose them from a grid.
+They are judged in three ways. "factor": by how much all would have to grow to hold 95%, and whether families, or cards,
+hold with what the others need. "chosen": what they are where the other families, or cards, choose them from a grid.
 "control": how wide intervals are that hold 95% where runs swap their elastic parts, and with a share of all alone.
 
 What the driver of a GPU tells has a part that is not the allocator's: kernels are loaded when they are needed. It is

@@ -45,8 +45,8 @@ class Margin(NamedTuple):
         return int(math.hypot(self.share * num_bytes, self.elastic * elastic_bytes))
 
 
-# The narrowest that hold 95% of the recorded runs, in round numbers. `benchmarks/results/recorded_intervals.json` has the
-# margins that other families of models would choose, and those that are needed when runs swap their elastic parts.
+# The narrowest that hold 95% of recorded runs, in round numbers. `benchmarks/results/recorded_intervals.json` has the
+# share that holds if other families choose them, and the width that is needed if runs swap their elastic parts.
 LESS, MORE = Margin(share=0.01, elastic=0.25), Margin(share=0.01, elastic=0.8)
 MORE_AT_LEAST = 0.4
 """The share of the elastic part that a step may need after all, because blocks in use lie between those to be freed.
