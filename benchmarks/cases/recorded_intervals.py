@@ -3,8 +3,8 @@
 Reads the result files of the cases `recorded_convolutions`, `recorded_transformers`, `recorded_openmmlab` and
 `recorded_timm`. What an allocator reserves has margins in `memkit.predict.estimate`, which grow with its elastic part.
 They are judged in three ways. "factor": by how much all of them would have to grow to hold 95%, and whether a family,
-or a GPU, holds with the margins that the others need. "chosen": the margins that the other families, or GPUs, choose from a
-grid. "control": the width of intervals that hold 95% if runs swap their elastic parts, and with a share of all alone.
+or a GPU, holds with the margins that the others need. "chosen": the margins that the other families, or GPUs, choose
+from a grid. "control": the width of intervals that hold 95% if runs swap their elastic parts, and with a share alone.
 
 What the driver of a GPU tells has a part that is not the allocator's: kernels are loaded when they are needed. It is
 the narrowest interval that holds half of what the runs of the other families took beyond what is predicted. Where it is
