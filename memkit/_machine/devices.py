@@ -434,3 +434,8 @@ def _resource_limits(root: Path) -> Iterator[tuple[str, int, int]]:
 def _status_bytes(root: Path, field: str) -> int | None:
     status = dict(line.split(":", 1) for line in read_text(root / "proc/self/status").splitlines() if ":" in line)
     return int(status[field].split()[0]) * 1024 if field in status else None
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured; no number can be read from the device meanwhile."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

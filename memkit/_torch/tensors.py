@@ -8,6 +8,9 @@ import torch
 
 from memkit._torch.versions import require
 
+_WITH_DATA = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return autograd's count of in-place changes to a tensor; not for inference tensors."""
@@ -17,6 +20,19 @@ def version_of(tensor: torch.Tensor) -> int:
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the version of each tensor."""
     return [each._version for each in tensors]
+
+
+def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return a sum over the bits of each tensor with data, to tell whether it was written; invisible to modes."""
+    dense = [each for each in tensors if type(each) in _WITH_DATA and each.layout is torch.strided]
+    dense = [each for each in dense if not (each.is_meta or each.is_quantized or each.is_conj() or each.is_neg())]
+    sums = []
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        for each in dense:
+            whole = _WHOLE.get(each.dtype.itemsize)
+            if whole is not None:
+                sums.append(int(each.view(whole).sum(dtype=whole)))  # in its own width: another one takes a copy
+    return sums
 
 
 def live_versions(references: Iterable[Callable[[], torch.Tensor | None]]) -> list[int] | None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._core.errors import StateError
+from memkit._machine import devices
 from memkit._recovery.replay import Replay, ReusableRerun
 from memkit._recovery.snapshot import StateWatch
 from memkit._tape.kept import KeptResults, is_kept
+from memkit._torch.graph import is_transforming
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.script import as_written
-from memkit._torch.tensors import versions_of
+from memkit._torch.tensors import bit_sums, versions_of
 from memkit.train.models import device_of
 from memkit.train.nesting import LookInside, Nesting
 from memkit.train.offload import offload_activations
@@ -30,7 +32,31 @@ class ChangedInputError(StateError):
     """A block changes its input in place, so it cannot be recomputed."""
 
 
+_NUM_COMPARED = 2  # forwards of each block; later ones do the same
 _OWN_SETTINGS = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
+
+
+class _SameInputs:
+    """A block's forward that compares the tensors of its rerun with those of its first run, by sums of their bits.
+
+    No version tells of a write through ``.data`` or NumPy.
+
+    Args:
+        forward: The block's forward.
+        refuse: Raises the error.
+    """
+
+    def __init__(self, forward: Callable[..., Any], refuse: Callable[[], NoReturn]) -> None:
+        self._forward, self._refuse = forward, refuse
+        self._sums: list[int] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sums = bit_sums(_tensors((args, kwargs)))
+        if self._sums is None:
+            self._sums = sums
+        elif self._sums != sums:
+            self._refuse()
+        return self._forward(*args, **kwargs)
 
 
 class TreatedForward:
@@ -56,13 +82,15 @@ class TreatedForward:
         self._watch = StateWatch(block)
         self._offload = offload
         self._nesting, self._is_looked_into = nesting, False
+        self._num_compared = 0
         self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, with the treatment if gradients are enabled.
 
         Raises:
-            StateError: The block is to be recomputed in backward, but has changed its input in place.
+            StateError: The block is to be recomputed in backward, but has changed its input in place. From backward:
+                its input was changed unseen by autograd, which the first two forwards of each block are tested for.
         """
         forward = self._forward or functools.partial(type(self._block).forward, self._block)
         if self.is_suspended or not torch.is_grad_enabled():
@@ -80,6 +108,9 @@ class TreatedForward:
         versions = versions_of(inputs)
         if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
             forward, kwargs = functools.partial(forward, **kwargs), {}
+        if self._num_compared < _NUM_COMPARED and not (is_transforming() or devices.is_capturing()):
+            self._num_compared += 1
+            forward = _SameInputs(forward, self._refuse_unseen_write)
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
         is_changed = versions != versions_of(inputs)
         if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # otherwise it is never recomputed
@@ -91,6 +122,14 @@ class TreatedForward:
                 "in-place operation, or use checkpoint 'offload' for this block.",
             )
         return out
+
+    def _refuse_unseen_write(self) -> NoReturn:
+        raise ChangedInputError(
+            f"backward() through the block {self._name!r} with checkpoint {self.treatment!r}",
+            got="an input with other values than in the forward, written through .data or NumPy, unseen by autograd",
+            expected="inputs that stay as they are until backward, because the block runs on them again",
+            fix="write it out of place, as x = x.masked_fill(mask, 0), or leave this block out of checkpoint=.",
+        )
 
     def _offloaded(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         # Scripted functions keep the plan of their first runs for all blocks, also for those that run again.

@@ -23,6 +23,7 @@ from memkit._simulation.simulation import hold
 from memkit._tape.kept import is_kept
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, BlockOffload
+from tests.allocations import trace_allocations
 from tests.helpers import assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, trainer_of
@@ -284,6 +285,64 @@ def test_the_ways_out_for_a_block_that_changes_its_input():
         found.append(gradients(model))
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
+
+
+class WritesUnseen(nn.Module):
+    """Masks a block's input after the block has run, as public models of speech do to their padding."""
+
+    def __init__(self, dtype=torch.float64, writes=(True,)):
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4, dtype=dtype), nn.Sequential(nn.ReLU(), nn.Linear(4, 4, dtype=dtype))
+        self.writes, self.num_runs = writes, 0
+
+    def forward(self, x):
+        h = self.first(x)
+        y = self.block(h)
+        if self.writes[min(self.num_runs, len(self.writes) - 1)]:
+            h.data[:, 2:] = 1
+        self.num_runs += 1
+        return y + h
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+def test_an_input_that_is_written_unseen_is_refused(treatment, dtype):
+    x = torch.randn(3, 4, dtype=dtype)
+    torch.manual_seed(0)
+    plain = gradients_of(WritesUnseen(dtype), x)
+    torch.manual_seed(0)
+    treated = WritesUnseen(dtype)
+    with Checkpointing(treated, {"block": treatment}):
+        with pytest.raises(mk.errors.StateError, match=r"'block' .*written through .data or NumPy.*masked_fill"):
+            gradients_of(treated, x)
+        treated.num_runs, treated.writes = 0, (False, False, True)  # nobody looks at the third forward
+        for _ in range(2):
+            gradients_of(treated, x)
+        late = gradients_of(treated, x)
+    assert not all(map(torch.equal, late, plain))  # what the error is for
+
+
+def test_looking_for_unseen_writes_takes_nothing_and_is_not_recorded():
+    def recorded(num_before):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8))), torch.randn(64, 8)
+        with Checkpointing(model, {"1": "full"}):
+            for _ in range(num_before):
+                gradients_of(model, x)
+            model.zero_grad()
+            with Recorder() as recorder:
+                hold(recorder, model, x)
+                gradients_of(model, x)
+            peak = trace_allocations(lambda: gradients_of(model, x)).peak
+        return recorder.recording().peak_bytes(), peak
+
+    assert recorded(0) == recorded(3)
+
+
+def gradients_of(model, x):
+    model.zero_grad()
+    mean_square(model, x).backward()
+    return gradients(model)
 
 
 def test_a_frozen_block_that_never_runs_again_may_change_its_input():
