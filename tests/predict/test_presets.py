@@ -121,7 +121,7 @@ def test_presets_are_ordered_from_small_to_large():
 
 
 def test_the_card_in_the_docs_says_what_the_formula_says():
-    card = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
+    card = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text()
     for name, preset in PRESETS.items():
         config = get_preset_config(name)
         estimate = estimate_by_formula(config)

@@ -117,7 +117,9 @@ def test_what_shares_no_segment_moves_nothing():
 def test_the_range_is_part_of_the_estimate():
     estimate = blocks_of(9, 8, 400, 5, 400, keeps=(0, 1, 3)).estimate()
     assert estimate.reserved_bytes == 820 * MIB  # what a run does for which all is known
-    assert estimate.reserved_interval == estimate.reserved_range == (440 * MIB, 820 * MIB)
+    assert estimate.reserved_range == (440 * MIB, 820 * MIB)
+    low, high = estimate.reserved_interval
+    assert low < 440 * MIB < 820 * MIB < high  # where blocks lie is not all that is unknown
     for copied in (pickle.loads(pickle.dumps(estimate)), mk.predict.MemoryEstimate.from_dict(estimate.as_dict())):
         assert copied.reserved_range == estimate.reserved_range
         assert copied.required_bytes == estimate.required_bytes
