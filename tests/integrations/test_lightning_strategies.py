@@ -50,6 +50,20 @@ class Plain(Net, L.LightningModule):
     pass
 
 
+class FailingSplit:
+    """A `SplitLoss` whose operators fail as a mode says."""
+
+    def __init__(self, split, mode):
+        self._split, self._mode = split, mode
+
+    def __call__(self, *args, **options):
+        with self._mode:
+            return self._split(*args, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._split, name)
+
+
 class InParts(Net, MemoryEfficientModule):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -57,13 +71,7 @@ class InParts(Net, MemoryEfficientModule):
 
     def on_train_start(self):
         if self.faults and self.global_rank == 0:
-            call, mode = self.split_loss, FailingOperator(*self.faults)
-
-            def run(*args, **options):
-                with mode:
-                    return call(*args, **options)
-
-            self._split_loss = run
+            self._split_loss = FailingSplit(self.split_loss, FailingOperator(*self.faults))
 
 
 def fit(module, **options):
