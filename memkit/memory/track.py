@@ -283,7 +283,10 @@ class Tracker(Uncopied, Overviewed):
         for title, split in splits.items():
             lines += ["", f"{title:<14} at the peak", *_rows(split, self.peak_bytes)]
         if not self._workspace:
-            lines += ["", "Not counted: memory that operators allocate and free internally; track(workspace=True) counts it."]
+            lines += [
+                "",
+                "Not counted: memory that operators allocate and free internally; track(workspace=True) counts it.",
+            ]
         lines += [f"Not seen: {name}" for name in self.recording.untracked]
         return "\n".join(lines)
 

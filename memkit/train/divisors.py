@@ -323,22 +323,30 @@ class WeightCheck:
 def _are_sums(group: Sequence[Note]) -> bool:
     """Return whether the losses are sums over as many numbers as their weights, and not divided by them.
 
-    A sum with a constant factor counts if the weights differ; if they are equal, the factor may be their divisor.
+    A sum with a constant factor counts if the weights differ; if they are equal, the factor may be their divisor. Without
+    counts, all weights are 1: then a sum counts if it is over different numbers with the same factor.
     """
     group = [(weight, terms) for weight, terms in group if weight != 0]
     weights = [weight for weight, _ in group if not isinstance(weight, Tensor) and weight >= 1]
-    if len(weights) < max(2, len(group)) or max(weights) == 1:
+    if len(weights) < max(2, len(group)):
         return False
+    if max(weights) == 1:
+        return any(len({each.num_summed for each in column}) > 1 and _is_sum(column) for column in _in_step(group))
     is_ragged = len(set(weights)) > 1
     if not is_ragged and any(each.factors or not each.num_summed for _, terms in group for each in terms):
         return False
-    return any(_is_sum(column, weights) for column in _in_step(group))
+    return any(_is_sum(column) and _are_proportional(column, weights) for column in _in_step(group))
 
 
-def _is_sum(column: Sequence[Term], weights: Sequence[float]) -> bool:
-    numbers = [each.num_summed / weight for each, weight in zip(column, weights, strict=True)]
-    factors = {each.factors for each in column if not any(isinstance(factor, Tensor) for factor in each.factors)}
-    return len(factors) == 1 == len(set(numbers)) and numbers[0] >= 1 and len(column) == len(weights)
+def _is_sum(column: Sequence[Term]) -> bool:
+    """Return whether a term is a sum with the same constant factor in each micro-batch."""
+    is_constant = not any(isinstance(factor, Tensor) for each in column for factor in each.factors)
+    return is_constant and len({each.factors for each in column}) == 1 and all(each.num_summed for each in column)
+
+
+def _are_proportional(column: Sequence[Term], weights: Sequence[float]) -> bool:
+    numbers = {each.num_summed / weight for each, weight in zip(column, weights, strict=True)}
+    return len(numbers) == 1 and min(numbers) >= 1
 
 
 def _divisor(term: Term, number: int) -> Factor:

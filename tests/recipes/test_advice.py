@@ -268,7 +268,9 @@ def test_chunks_and_fewer_edges_of_a_graph():
     assert not advice["fewer edges"].exact
     assert advice["fewer edges"].difference > 0.01
     assert not any("micro-batches" in name for name in advice)  # nobody said how to cut a graph
-    assert advice["offload activations"].status.startswith("not run: the wrapper cannot determine the rows of this batch")
+    assert advice["offload activations"].status.startswith(
+        "not run: the wrapper cannot determine the rows of this batch"
+    )
 
 
 @pytest.mark.slow

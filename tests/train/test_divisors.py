@@ -236,6 +236,18 @@ def test_a_sum_with_a_count_is_told_in_the_wrappers_words(name, sizes):
             assert not any("is a sum" in each for each in told)
 
 
+@pytest.mark.parametrize("sizes", [(5, 4), (4, 4)])
+def test_a_sum_divided_by_a_constant_without_counts_is_told_if_micro_batches_differ(sizes):
+    model = nn.Linear(4, 2)
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in sizes:
+            accumulator.backward(model(torch.randn(size, 4)).square().mean(1).sum() / 5)
+        accumulator.step()
+    assert ["is a sum over rows" in str(each.message) for each in caught] == [True] * (sizes[0] != sizes[1])
+
+
 @pytest.mark.parametrize("divisor", [1, 2000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 def test_a_sum_over_valid_tokens_with_their_number(dtype, divisor):
