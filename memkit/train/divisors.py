@@ -323,8 +323,8 @@ class WeightCheck:
 def _are_sums(group: Sequence[Note]) -> bool:
     """Return whether the losses are sums over as many numbers as their weights, and not divided by them.
 
-    A sum with a constant factor counts if the weights differ; if they are equal, the factor may be their divisor. Without
-    counts, all weights are 1: then a sum counts if it is over different numbers with the same factor.
+    A sum with a constant factor counts if the weights differ; if they are equal, the factor may be their divisor.
+    Without counts, all weights are 1: then a sum counts if it is over different numbers with the same factor.
     """
     group = [(weight, terms) for weight, terms in group if weight != 0]
     weights = [weight for weight, _ in group if not isinstance(weight, Tensor) and weight >= 1]
