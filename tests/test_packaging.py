@@ -40,7 +40,10 @@ FEATURES = {
     "progress": "import tqdm" + LOOP.format("progress=True"),
     "tensorboard": "from torch.utils.tensorboard import SummaryWriter"
     + LOOP.format('writer=SummaryWriter("runs"), report_every=1'),
-    "metrics": 'import memkit as mk, torch; mk.voxel.nearest_points(torch.rand(9, 3), torch.rand(9, 3), backend="kdtree")',
+    "metrics": """
+import memkit as mk, torch
+mk.voxel.nearest_points(torch.rand(9, 3), torch.rand(9, 3), backend="kdtree")
+""",
     "plots": """
 import memkit as mk, torch
 weight = torch.ones(4, 4, requires_grad=True)
@@ -164,7 +167,7 @@ def test_types_are_those_of_the_installed_wheel(tools, built, tmp_path):
     (tmp_path / "api.py").write_text((next(built.glob("memkit-*/")) / "tests/typing/api.py").read_text())
     check = ["-m", "mypy", "--config-file=", "--strict", "--python-executable", tools.python, "api.py"]
     succeed(*check, cwd=tmp_path)
-    (tmp_path / "api.py").write_text("import memkit as mk\nreveal_type(mk.memory.parse_bytes)\nmk.memory.parse_bytes([1])\n")
+    (tmp_path / "api.py").write_text("from memkit.memory import parse_bytes\nreveal_type(parse_bytes)\nparse_bytes([1])\n")
     code, text = call(*check, cwd=tmp_path)
     assert code == 1
     assert "-> int" in text
