@@ -167,7 +167,9 @@ def test_types_are_those_of_the_installed_wheel(tools, built, tmp_path):
     (tmp_path / "api.py").write_text((next(built.glob("memkit-*/")) / "tests/typing/api.py").read_text())
     check = ["-m", "mypy", "--config-file=", "--strict", "--python-executable", tools.python, "api.py"]
     succeed(*check, cwd=tmp_path)
-    (tmp_path / "api.py").write_text("from memkit.memory import parse_bytes\nreveal_type(parse_bytes)\nparse_bytes([1])\n")
+    (tmp_path / "api.py").write_text(
+        "from memkit.memory import parse_bytes\nreveal_type(parse_bytes)\nparse_bytes([1])\n"
+    )
     code, text = call(*check, cwd=tmp_path)
     assert code == 1
     assert "-> int" in text
