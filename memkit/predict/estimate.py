@@ -280,7 +280,7 @@ class MemoryEstimate(Overviewed):
 
     @property
     def _elastic_bytes(self) -> int | None:
-        """What the allocator reserves beyond what it needs; None where that is unknown."""
+        """Bytes that the allocator reserves beyond its least; None if the least is unknown."""
         reserved, least = self.reserved_bytes, self.least_reserved_bytes
         return None if reserved is None or least is None else max(0, reserved - least)
 

@@ -16,7 +16,7 @@ import memkit as mk  # noqa: E402
 from memkit._torch.compiler import count_graphs  # noqa: E402
 from memkit.integrations.lightning import MemoryCallback, MemoryEfficientModule  # noqa: E402
 from tests.helpers import assert_refused  # noqa: E402
-from tests.integrations.test_lightning import QUIET, pytestmark  # noqa: E402, F401 - the same of Lightning's words
+from tests.integrations.test_lightning import QUIET, WithFaults, pytestmark  # noqa: E402, F401 - the same of Lightning's words
 from tests.train.faults import FailingOperator  # noqa: E402
 
 
@@ -50,20 +50,6 @@ class Plain(Net, L.LightningModule):
     pass
 
 
-class FailingSplit:
-    """A `SplitLoss` whose operators fail as a mode says."""
-
-    def __init__(self, split, mode):
-        self._split, self._mode = split, mode
-
-    def __call__(self, *args, **options):
-        with self._mode:
-            return self._split(*args, **options)
-
-    def __getattr__(self, name):
-        return getattr(self._split, name)
-
-
 class InParts(Net, MemoryEfficientModule):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -71,7 +57,7 @@ class InParts(Net, MemoryEfficientModule):
 
     def on_train_start(self):
         if self.faults and self.global_rank == 0:
-            self._split_loss = FailingSplit(self.split_loss, FailingOperator(*self.faults))
+            self._split_loss = WithFaults(self.split_loss, FailingOperator(*self.faults))
 
 
 def fit(module, **options):

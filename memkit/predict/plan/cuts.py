@@ -39,11 +39,11 @@ class _Between(NamedTuple):
 
 @dataclass(frozen=True)
 class Recomputations:
-    """What the operators of a forward leave for its backward, and what running them again costs.
+    """The bytes that the operators of a forward leave for its backward, and the cost of running them again.
 
     Attributes:
         operators: The operators of the forward.
-        values: What they made.
+        values: The values that they made.
         random_state_bytes: Bytes that wait for an operator which draws random numbers and runs again.
         costs: Cost of running each operator again.
     """

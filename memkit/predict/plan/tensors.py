@@ -31,7 +31,7 @@ _MOST_REFINEMENTS = 200
 
 @dataclass(frozen=True, slots=True)
 class TensorChoice:
-    """What to do with the saved tensors, and what that takes.
+    """A treatment of the saved tensors, with its time and memory.
 
     Attributes:
         recomputed: Numbers of the operators that run again.
@@ -90,7 +90,7 @@ class TensorChoices:
 
     @cached_property
     def by_flops(self) -> Recomputations:
-        """What runs again by the bytes that wait for backward; of as many FLOPs, by the bytes that operators touch."""
+        """Recomputations by the bytes that wait for backward: the fewest FLOPs, then the fewest bytes touched."""
         touched = [
             1 + sum({each.number: each.nbytes for each in (*operator.sources, *operator.makes)}.values())
             for operator in self.operators
