@@ -7,7 +7,6 @@ their place in backward. So it is seen when the forward itself lets go of a tens
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memkit._tape.plan import OperatorCounts
 from memkit._tape.tape import (
+    ForwardTape,
     Storages,
     View,
     are_counts,
@@ -29,7 +30,7 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import LeanDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode, current_modes
 from memkit._torch.graph import current_backward
 from memkit._torch.tensors import version_of
 
@@ -197,25 +198,13 @@ class ForwardNotes(LeanDispatchMode):
         return packed.view.on(storage)
 
 
-class ForwardCount(LeanDispatchMode):
-    """Counts the operators of a forward within a ``with`` block, as a tape counts them.
-
-    Attributes:
-        numbers: How often each operator has run, by name.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if counts(func) and current_backward() == _NO_BACKWARD:
-            self.numbers[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def noting_calls(noted: list[OperatorCounts]) -> Iterator[None]:
+    """Note how often each operator runs in the forward under a plan that ends with the block."""
+    yield
+    tape = next((each for each in current_modes() if isinstance(each, ForwardTape)), None)
+    if tape is not None:
+        noted.append(frozenset(tape.num_calls().items()))
 
 
 class _Dropped(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import StateError
-from memkit._torch.dispatch import OpOverload, below_autograd, below_modes, counting_in_views
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload, below_autograd, below_modes, counting_in_views
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_backward, current_node, keeps_graph
 from memkit._torch.operators import schema_of
@@ -118,6 +118,14 @@ def without_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if places is None or not args[places[2]]:
         return args
     return tuple(None if place in places[:2] else each for place, each in enumerate(args))
+
+
+class ForwardTape(LeanDispatchMode):
+    """A forward whose operators are counted, and some of them written down."""
+
+    def num_calls(self) -> dict[str, int]:
+        """Return how often each operator has run, by name."""
+        raise NotImplementedError
 
 
 class Value:

@@ -15,6 +15,7 @@ from memkit._core.errors import InputTypeError, StateError, warn_user
 from memkit._core.printable import counted
 from memkit._tape.plan import SavedTensorPlan
 from memkit._tape.tape import (
+    ForwardTape,
     GeneratorState,
     Leaf,
     OperatorInput,
@@ -37,7 +38,7 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
+from memkit._torch.dispatch import OpOverload, fake_mode
 from memkit._torch.graph import current_backward, saving_hooks
 from memkit._torch.operators import kernel_of
 from memkit._torch.script import as_written
@@ -170,7 +171,7 @@ class _Operator:
         self.run = kernel_of(func) if type(func) is OpOverload else func
 
 
-class _Forward(LeanDispatchMode):
+class _Forward(ForwardTape):
     """One forward under a plan.
 
     Operators are counted by name, so one that is not in the plan does not shift the others.

@@ -66,7 +66,7 @@ def gradient(model, batch, **settings):
     ("budget", "micro_batch_size", "treat", "treatments"),
     [
         ("2500KiB", None, None, set()),
-        ("4800KiB", 6, "blocks", {"selective", "full"}),
+        ("4800KiB", 6, "blocks", {"selective", "full", "offload"}),
         ("4800KiB", 6, "tensors", set()),
         ("3800KiB", 6, None, set()),
         pytest.param("3800KiB", 6, "blocks", {"offload"}, marks=pytest.mark.slow),

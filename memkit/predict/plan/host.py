@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._machine import random_state
+from memkit._machine.devices import host_memory
 from memkit._torch.dispatch import TorchDispatchMode, without_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import tree_leaves, tree_map_only
@@ -30,7 +32,7 @@ _CACHE_BYTES = 2**25
 # them. Training steps soon are in that state, and so is measuring: before a call is timed, a block as large as its
 # largest tensor is freed. That holds for the rest of the process and cannot be undone, so nothing larger is freed here.
 _MOST_KEPT_BYTES, _PAGE_BYTES = 2**25 - 2**16, 2**12
-_DISK_BANDWIDTH = 2e8  # a plain disk: the page cache in front of it takes memory too
+_DISK_BANDWIDTH = 2e8  # a plain disk, without the page cache in front of it
 _PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES = 256, 16, 2**24, 8, 9
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -50,13 +52,13 @@ class HostTimes:
         most_bytes: Most bytes of operands and results of a call that is run.
         most_seconds: Total processor time of measuring, after which the roofline counts.
 
+    What is offloaded goes to a temporary file. Its speed is measured, too, if the memory that is free beside the budget
+    is enough for the system to keep the file there; otherwise it is that of a plain disk.
+
     Attributes:
-        link_bandwidth: Bytes per second to the disk.
         operator_seconds: Time of a small operator in forward, with what Python and autograd add, in a hot cache.
         measuring_seconds: Processor time spent on measuring.
     """
-
-    link_bandwidth = _DISK_BANDWIDTH
 
     def __init__(self, most_bytes: int, most_seconds: float = _MOST_SECONDS) -> None:
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
@@ -70,6 +72,7 @@ class HostTimes:
             self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
             self._roofline = self._measure_roofline()
             self.operator_seconds, self._added_seconds = self._measure_python()
+            self._moving_seconds = self._measure_file()
 
     @property
     def about(self) -> str:
@@ -100,6 +103,10 @@ class HostTimes:
         hot, cold = self._added_seconds[torch.is_grad_enabled()]
         size = num_bytes((args, tuple(kwargs.values()), out))
         return seconds + hot + (cold - hot) * min(1.0, size / _COLD_BYTES)
+
+    def moving_seconds(self, num_bytes: int) -> float:
+        """Return the time to write so many bytes to a temporary file and to read them back."""
+        return num_bytes * self._moving_seconds
 
     def _measured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
         size = num_bytes((args, tuple(kwargs.values()), out))
@@ -172,6 +179,24 @@ class HostTimes:
             view_seconds=launch,
             about="speeds measured on this machine",
         )
+
+    def _measure_file(self) -> float:
+        """Measure how long a byte takes to a temporary file and back."""
+        if host_memory().available_bytes < 2 * self._most_bytes:
+            return 2 / _DISK_BANDWIDTH
+        data = memoryview(bytearray(_PROBE_BYTES))
+
+        def move() -> None:
+            file.seek(0)
+            file.write(data)
+            file.seek(0)
+            file.readinto(data)
+
+        try:
+            with tempfile.TemporaryFile(buffering=0, prefix="memkit-probe-") as file:
+                return self._shortest(move) / _PROBE_BYTES
+        except OSError:  # no folder for it, or no space
+            return 2 / _DISK_BANDWIDTH
 
     def _shortest(self, call: Callable[[], object]) -> float:
         return min(self._time(call) for _ in range(_NUM_PROBES))

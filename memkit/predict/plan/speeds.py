@@ -23,10 +23,6 @@ class OperatorTimes(Protocol):
     """Times of a device's operators."""
 
     @property
-    def link_bandwidth(self) -> float:
-        """Bytes per second to the place where activations can be offloaded."""
-
-    @property
     def operator_seconds(self) -> float:
         """Time of an operator that computes next to nothing."""
 
@@ -36,6 +32,9 @@ class OperatorTimes(Protocol):
 
     def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         """Return the time of an operator call in a step, from its arguments and result on tensors without data."""
+
+    def moving_seconds(self, num_bytes: int) -> float:
+        """Return the time to move so many bytes to the place where activations can be offloaded, and back."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,10 @@ class Speeds:
         rate = self.flops.get(tensors[0].dtype if tensors else torch.float32, self.flops[torch.float32])
         computing, moving = num_flops(func, args, kwargs, out) / rate, num_bytes(tensors) / self.bandwidth
         return max(computing, moving) + self.operator_seconds
+
+    def moving_seconds(self, num_bytes: int) -> float:
+        """Return the time to move so many bytes over the link and back."""
+        return 2 * num_bytes / self.link_bandwidth
 
 
 def num_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

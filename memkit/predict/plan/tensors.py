@@ -11,7 +11,7 @@ fits is then found by a dry run of it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class TensorChoices:
         values: What they made.
         base: int64, shape ``(num_moments,)``: live bytes of the step if nothing that is saved were kept.
         random_state_bytes: Bytes of a generator's state.
-        moving_seconds: Time to move a byte elsewhere and back.
+        moving_seconds: Time to move a tensor of so many bytes elsewhere and back.
         operator_seconds: Python's time for an operator that runs again.
     """
 
@@ -63,7 +63,7 @@ class TensorChoices:
     values: Sequence[ValueNote]
     base: IntArray
     random_state_bytes: int
-    moving_seconds: float
+    moving_seconds: Callable[[int], float]
     operator_seconds: float
 
     @cached_property
@@ -182,12 +182,11 @@ class TensorChoices:
             np.subtract.at(changes, np.minimum(table[:, 1], len(self.base)), table[:, 2])
         peak_bytes = int((self.base + np.cumsum(changes)[:-1]).max(initial=0))
         num_random = sum(self.operators[number].is_random for number in recomputed)
-        moved_bytes = sum(self.values[number].nbytes for number in offloaded)
         return TensorChoice(
             recomputed,
             offloaded,
             peak_bytes + num_random * self.random_state_bytes,
-            self._seconds_of(recomputed) + moved_bytes * self.moving_seconds,
+            self._seconds_of(recomputed) + sum(self.moving_seconds(self.values[number].nbytes) for number in offloaded),
         )
 
     def _moments(self, recomputed: frozenset[int]) -> dict[int, int]:
@@ -285,7 +284,8 @@ class _Descent:
             return None
         moves = [self._recomputing(value, holds=holds) for holds in (True, False)]
         if value.is_saved:
-            moves.append(_Move(value.number, frozenset(), frozenset(), 1 / self.choices.moving_seconds))
+            rate = value.nbytes / self.choices.moving_seconds(value.nbytes)
+            moves.append(_Move(value.number, frozenset(), frozenset(), rate))
         return max((each for each in moves if each is not None), key=lambda each: each.rate, default=None)
 
     def _is_gone(self, value: ValueNote) -> bool:

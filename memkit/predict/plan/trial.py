@@ -24,7 +24,7 @@ from memkit._simulation.simulation import (
     optimizer_maker,
     simulate,
 )
-from memkit._tape.notes import ForwardCount, ForwardNotes
+from memkit._tape.notes import ForwardNotes, noting_calls
 from memkit._tape.plan import OperatorCounts, SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
@@ -39,8 +39,8 @@ _PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
     "full": (280, 2),
     "offload": (0, 5),
 }
-# The same for a tape: of each operator of a forward under it, and of each that runs again.
-_TAPE_LAUNCHES, _RERUN_LAUNCHES = 1, 6
+# The same for a tape: for each operator under it, each that runs again, and each tensor that is moved.
+_TAPE_LAUNCHES, _RERUN_LAUNCHES, _MOVE_LAUNCHES = 1, 6, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +160,9 @@ class StepTrials:
             arrangement: The arrangement.
             plain: The trial of the same micro-batches without treatments; None if the arrangement has none.
         """
-        counted: list[ForwardCount] = []
-
-        def counting(_: Watch) -> ForwardCount:
-            counted.append(ForwardCount())
-            return counted[-1]
-
-        is_counted = arrangement.tensors is not None
-        record, trace, left_bytes, device_type, _ = self._record(arrangement, counting if is_counted else None)
-        forwards = frozenset(frozenset(each.numbers.items()) for each in counted)
+        forwards: list[OperatorCounts] = []
+        counting = None if arrangement.tensors is None else lambda _: noting_calls(forwards)
+        record, trace, left_bytes, device_type, _ = self._record(arrangement, counting)
         estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
@@ -179,13 +173,14 @@ class StepTrials:
         seconds = self._seconds(trace.parts, arrangement)
         if plain is None:
             costs = self._block_costs(trace, record.recording, arrangement)
-            return Trial(arrangement, estimate, required_bytes, seconds, costs, forwards)
+            return Trial(arrangement, estimate, required_bytes, seconds, costs, frozenset(forwards))
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         if tensors is not None:
-            python = _TAPE_LAUNCHES * len(tensors.operators) + _RERUN_LAUNCHES * len(tensors.recomputed)
-            unseen = tensors.offloaded_bytes * self._moving_seconds + python * self.speeds.operator_seconds
+            launches = _TAPE_LAUNCHES * len(tensors.operators) + _RERUN_LAUNCHES * len(tensors.recomputed)
+            launches += _MOVE_LAUNCHES * len(tensors.offloaded)
+            unseen = self.speeds.moving_seconds(tensors.offloaded_bytes) + launches * self.speeds.operator_seconds
             seconds += arrangement.accumulation_steps * unseen
-        return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs, forwards)
+        return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs, frozenset(forwards))
 
     def tensor_choices(self, arrangement: Arrangement) -> TensorChoices:
         """Return what can be done with the tensors that a micro-batch of an arrangement saves."""
@@ -206,9 +201,9 @@ class StepTrials:
             operator_seconds=_RERUN_LAUNCHES * self.speeds.operator_seconds,
         )
 
-    @property
-    def _moving_seconds(self) -> float:
-        return 2 / self.speeds.link_bandwidth
+    def _moving_seconds(self, num_bytes: int) -> float:
+        """Return the time to move a saved tensor of so many bytes elsewhere and back."""
+        return self.speeds.moving_seconds(num_bytes) + _MOVE_LAUNCHES * self.speeds.operator_seconds
 
     def _record(
         self, arrangement: Arrangement, around: Callable[[Watch], AbstractContextManager[Any]] | None = None
@@ -249,7 +244,7 @@ class StepTrials:
         for name, (saved_bytes, kept_bytes) in self._saved_bytes(recording).items():
             forward = trace.forwards[name]
             seen = {"selective": forward.light_seconds, "full": forward.seconds, "offload": 0.0}
-            moving = {"selective": 0.0, "full": 0.0, "offload": 2 * saved_bytes / self.speeds.link_bandwidth}
+            moving = {"selective": 0.0, "full": 0.0, "offload": self.speeds.moving_seconds(saved_bytes)}
             saved = {  # a block that runs again needs its inputs
                 "selective": saved_bytes - kept_bytes,
                 "full": max(0, saved_bytes - forward.input_bytes),

@@ -1,6 +1,7 @@
 """Measured times of operators: which calls are run, on which tensors, and what is left as it was."""
 
 import ctypes
+import tempfile
 
 import pytest
 import torch
@@ -118,6 +119,15 @@ def test_a_call_that_is_too_large_is_estimated_from_measured_ones_of_its_operato
     too_large = seconds_of(times, aten.relu.default, torch.ones(2**20))
     _, extra = times._added_seconds[True]
     assert too_large - extra == pytest.approx((measured - extra) / roofline(2**17) * roofline(2**20))
+
+
+def test_measures_a_file_only_where_memory_is_free(monkeypatch):
+    slow = HostTimes(2**50)  # nothing is free beside such a budget: the system would write to the disk at once
+    assert slow.moving_seconds(2**20) == 2**21 / 2e8
+    fast = HostTimes(2**20)
+    assert 0 < fast.moving_seconds(2**21) == 2 * fast.moving_seconds(2**20) < slow.moving_seconds(2**21)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert HostTimes(2**20).moving_seconds(2**20) == slow.moving_seconds(2**20)
 
 
 _CHILD = """

@@ -23,6 +23,7 @@ def test_an_operator_takes_the_longer_of_computing_and_moving():
     assert seconds_of(aten.mm.default, square.long(), square.long()) == 16e6 / 1e9 + 1e-6
     assert seconds_of(aten.relu.default, square) == 2 * 16e4 / 1e8 + 1e-6
     assert seconds_of(aten.t.default, square) == 0.0
+    assert SPEEDS.moving_seconds(1000) == 2 * 1000 / 1e7
 
 
 def test_each_listed_card_is_a_card_of_the_table_with_plausible_speeds():

@@ -11,6 +11,7 @@ import memkit as mk
 from memkit._core.errors import ConfigError, MemkitWarning
 from memkit._recorder.recorder import Recorder
 from memkit.predict.plan import trial
+from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.tensors import TensorChoices
 from memkit.train.saved_tensors import treat_saved_tensors
 from tests.helpers import assert_same
@@ -40,8 +41,9 @@ MODELS = {
 
 @pytest.fixture
 def choices_of(monkeypatch):
-    """Plans, and returns the choices that the plan was made from."""
+    """Plans for a machine with a slow disk, and returns the choices that the plan was made from."""
     found = []
+    monkeypatch.setattr(HostTimes, "moving_seconds", lambda _, num_bytes: num_bytes / 1e8)
     make = trial.StepTrials.tensor_choices
     monkeypatch.setattr(
         trial.StepTrials, "tensor_choices", lambda self, arrangement: found.append(make(self, arrangement)) or found[-1]
