@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from memkit._tape.tape import (
     is_plain,
     is_random,
     repeats,
+    shape_only_argument,
     tensors_in,
     without_statistics,
     written_arguments,
@@ -47,6 +48,7 @@ class OperatorNote:
         flops: Its floating point operations, as torch counts them.
         repeats: Whether it may run again.
         is_random: Whether it draws random numbers.
+        is_shape_only: Whether it saves an argument of which backward reads the shape alone.
         sources: The values that it needs.
         makes: The values whose storages it makes.
         changes: The values that it changes in place.
@@ -57,6 +59,7 @@ class OperatorNote:
     flops: int
     repeats: bool
     is_random: bool
+    is_shape_only: bool = False
     sources: list[ValueNote] = field(default_factory=list)
     makes: list[ValueNote] = field(default_factory=list)
     changes: list[ValueNote] = field(default_factory=list)
@@ -71,7 +74,8 @@ class ValueNote:
         nbytes: Bytes of the storage.
         makers: Numbers of the operators that made and changed it.
         death: Moment at which the forward has let go of it.
-        is_saved: Whether autograd saves it.
+        is_saved: Whether autograd saves it for more than its shape.
+        is_saved_for_shape: Whether autograd saves it where backward reads the shape alone.
         first_use: Moment at which backward first needs it.
         readers: Operators that have read it since it last changed.
     """
@@ -81,6 +85,7 @@ class ValueNote:
     makers: list[int]
     death: int | None = None
     is_saved: bool = False
+    is_saved_for_shape: bool = False
     first_use: int | None = None
     readers: list[OperatorNote] = field(default_factory=list)
 
@@ -114,6 +119,9 @@ class ForwardNotes(LeanDispatchMode):
         self._fresh: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of values that backward has asked for
         self._from_outside: list[tuple[weakref.ref[Tensor], int, OperatorNote]] = []
         self._is_packing = False
+        self._latest: list[
+            tuple[_Dropped, bool]
+        ] = []  # what was packed since the last operator; if it was saved before
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -132,6 +140,7 @@ class ForwardNotes(LeanDispatchMode):
         if self._is_packing or not counts(func) or current_backward() != _NO_BACKWARD:
             return func(*args, **kwargs)
         note = OperatorNote(str(func), 0.0, 0, repeats(func), is_random(func, args, kwargs))
+        self._note_shape_only(note, shape_only_argument(func, args))
         self._note_sources(note, without_statistics(func, args), kwargs)
         number = len(self.operators)
         self.operators.append(note)
@@ -164,6 +173,16 @@ class ForwardNotes(LeanDispatchMode):
             else:
                 note.repeats = False
 
+    def _note_shape_only(self, note: OperatorNote, tensor: Tensor | None) -> None:
+        """Note that a tensor, packed right before, is needed for its shape alone."""
+        value = None if tensor is None else self._storages.find(tensor)
+        for packed, was_saved in reversed(self._latest):
+            if packed.value is value:
+                packed.is_shape_only = note.is_shape_only = packed.value.is_saved_for_shape = True
+                packed.value.is_saved = was_saved
+                break
+        self._latest.clear()
+
     def _note_value(self, tensor: Tensor, number: int, note: OperatorNote) -> None:
         value = ValueNote(len(self.values), tensor.untyped_storage().nbytes(), [number])
         self.values.append(value)
@@ -181,12 +200,16 @@ class ForwardNotes(LeanDispatchMode):
                 return tensor.detach()
             finally:
                 self._is_packing = False
+        packed = _Dropped(value, View.of(tensor))
+        self._latest.append((packed, value.is_saved))
         value.is_saved = True
-        return _Dropped(value, View.of(tensor))
+        return packed
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Dropped):
             return packed  # type: ignore[no-any-return]  # a tensor from outside
+        if packed.is_shape_only:
+            return packed.view.stand_in()
         value = packed.value
         if value.first_use is None:
             value.first_use = self._clock()
@@ -207,8 +230,10 @@ def noting_calls(noted: list[OperatorCounts]) -> Iterator[None]:
         noted.append(frozenset(tape.num_calls().items()))
 
 
-class _Dropped(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Dropped:
     """Placeholder for a saved tensor until backward needs it."""
 
     value: ValueNote
     view: View
+    is_shape_only: bool = False

@@ -10,7 +10,7 @@ from memkit._charts.overview import Overview, Overviewed
 from memkit._core.settings import check_version
 from memkit._core.units import format_bytes
 
-_VERSION = 3
+_VERSION = 4
 OperatorCounts: TypeAlias = frozenset[tuple[str, int]]  # name and number of each operator of a forward
 
 
@@ -25,8 +25,11 @@ class SavedTensorPlan(Overviewed):
         recomputed: Numbers of the operators that run again in backward: their results are not kept.
         offloaded: Numbers of the operators whose results wait elsewhere: on disk, or, with an accelerator, in host
             memory.
+        shape_only: Numbers of the operators that save an argument of which backward reads the shape alone
+            (`index_add`): for them it is not kept.
         recomputed_bytes: Saved bytes that are not kept because they are recomputed.
         offloaded_bytes: Saved bytes that wait elsewhere.
+        shape_only_bytes: Saved bytes that are not kept because backward reads their shape alone.
         held_bytes: Bytes of tensors that autograd does not save, but that wait for operators which run again.
         recomputed_flops: Floating point operations of the operators that run again, as torch counts them.
         num_random: Operators among the recomputed ones that draw random numbers.
@@ -47,8 +50,10 @@ class SavedTensorPlan(Overviewed):
     operators: tuple[str, ...]
     recomputed: frozenset[int] = frozenset()
     offloaded: frozenset[int] = frozenset()
+    shape_only: frozenset[int] = frozenset()
     recomputed_bytes: int = 0
     offloaded_bytes: int = 0
+    shape_only_bytes: int = 0
     held_bytes: int = 0
     recomputed_flops: int = 0
     num_random: int = 0
@@ -62,8 +67,10 @@ class SavedTensorPlan(Overviewed):
             "operators": list(self.operators),
             "recomputed": sorted(self.recomputed),
             "offloaded": sorted(self.offloaded),
+            "shape_only": sorted(self.shape_only),
             "recomputed_bytes": self.recomputed_bytes,
             "offloaded_bytes": self.offloaded_bytes,
+            "shape_only_bytes": self.shape_only_bytes,
             "held_bytes": self.held_bytes,
             "recomputed_flops": self.recomputed_flops,
             "num_random": self.num_random,
@@ -83,8 +90,10 @@ class SavedTensorPlan(Overviewed):
             operators=tuple(state["operators"]),
             recomputed=frozenset(state["recomputed"]),
             offloaded=frozenset(state["offloaded"]),
+            shape_only=frozenset(state["shape_only"]),
             recomputed_bytes=state["recomputed_bytes"],
             offloaded_bytes=state["offloaded_bytes"],
+            shape_only_bytes=state["shape_only_bytes"],
             held_bytes=state["held_bytes"],
             recomputed_flops=state["recomputed_flops"],
             num_random=state["num_random"],
@@ -95,7 +104,8 @@ class SavedTensorPlan(Overviewed):
     @property
     def waiting_bytes(self) -> int:
         """Bytes that the forward leaves for its backward under the plan, apart from parameters and inputs."""
-        return self.saved_bytes + self.held_bytes - self.recomputed_bytes - self.offloaded_bytes
+        gone = self.recomputed_bytes + self.offloaded_bytes + self.shape_only_bytes
+        return self.saved_bytes + self.held_bytes - gone
 
     @property
     def kept_share(self) -> float:
@@ -105,7 +115,11 @@ class SavedTensorPlan(Overviewed):
     @property
     def summary(self) -> str:
         """Readable summary, such as ``"35% kept, 60% recomputed, 5% offloaded"``."""
-        shares = [("recomputed", self.recomputed_bytes), ("offloaded", self.offloaded_bytes)]
+        shares = [
+            ("recomputed", self.recomputed_bytes),
+            ("offloaded", self.offloaded_bytes),
+            ("shapes only", self.shape_only_bytes),
+        ]
         others = "".join(f", {each / max(1, self.saved_bytes):.0%} {name}" for name, each in shares if each)
         return f"{self.kept_share:.0%} of {format_bytes(self.saved_bytes)} kept{others}"
 
@@ -116,6 +130,7 @@ class SavedTensorPlan(Overviewed):
                 ("recomputed", f"{format_bytes(self.recomputed_bytes)}, by {len(self.recomputed)} operators"),
                 ("recomputed FLOPs", f"{self.recomputed_flops:,}"),
                 ("offloaded", f"{format_bytes(self.offloaded_bytes)}, of {len(self.offloaded)} operators"),
+                *[("shapes only", format_bytes(self.shape_only_bytes))] * bool(self.shape_only_bytes),
                 ("operators", str(len(self.operators))),
             ],
         )

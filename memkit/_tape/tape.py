@@ -37,6 +37,9 @@ _STATISTICS: Mapping[Any, tuple[int, int, int]] = {
 _NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"})
 # Their results have no content yet.
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+# Places of arguments that autograd saves, if they take gradients, and of which backward reads the shape alone. They are
+# saved right before the operator runs.
+_SHAPE_ONLY: Mapping[Any, int] = {_aten.index_add.default: 3, _aten.index_add_.default: 3}
 # These change a storage in a way that cannot be repeated on another one.
 _ODD = frozenset({"set_", "resize_", "resize_as_", "resize", "set", "set_data"})
 _REAL = frozenset({Tensor, torch.nn.Parameter})
@@ -110,6 +113,12 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
                 each for each in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(each, Tensor)
             ]
     return written
+
+
+def shape_only_argument(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """Return the argument that autograd has just saved for its shape alone; None if there is none."""
+    place = _SHAPE_ONLY.get(func)
+    return args[place] if place is not None and torch.is_grad_enabled() and args[place].requires_grad else None
 
 
 def without_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -227,6 +236,13 @@ class View(NamedTuple):
         """Return such a view of a storage."""
         view = torch.empty(0, dtype=self.dtype, device=self.device)
         return view.set_(storage, self.offset, self.shape, self.stride)
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor of this shape without data, for an operator's backward that reads nothing else."""
+        node = current_node()
+        if node is None or not node.name().startswith("IndexAdd"):
+            _refuse_shape_only(self.shape, node)
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 class Reading(NamedTuple):
@@ -493,6 +509,16 @@ def _refuse_released(tensor: Tensor) -> NoReturn:
         "gathered parameters",
         expected="parameters and inputs that are there until backward",
         fix="plan a sharded model with treat='blocks'.",
+    )
+
+
+def _refuse_shape_only(shape: tuple[int, ...], node: Any) -> NoReturn:
+    raise StateError(
+        "backward() of what treat_saved_tensors has packed",
+        got=f"a tensor of shape {shape}, of which the plan keeps the shape, asked for by "
+        f"{node.name() if node else 'code outside of a backward'}",
+        expected="`index_add`, whose backward reads the shape alone",
+        fix="plan with treat='blocks'.",
     )
 
 

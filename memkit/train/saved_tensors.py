@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import torch
@@ -26,6 +27,7 @@ from memkit._tape.tape import (
     Storages,
     Unpackable,
     Value,
+    View,
     are_counts,
     changes_arguments,
     counts,
@@ -34,6 +36,7 @@ from memkit._tape.tape import (
     leaves_unfilled,
     mapped,
     repeats,
+    shape_only_argument,
     tensors_in,
     without_statistics,
     written_arguments,
@@ -48,6 +51,21 @@ _CALL = "with treat_saved_tensors(plan): ..."
 _NO_BACKWARD = -1
 _SEED = torch.ops.aten.ones_like.default
 Fate = Literal["recompute", "offload"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fates:
+    """What a plan says of one operator.
+
+    Attributes:
+        num_calls: How often it runs.
+        results: The fate of its results, by the number of the call.
+        shape_only: Numbers of the calls that save an argument for its shape alone.
+    """
+
+    num_calls: int = 0
+    results: dict[int, Fate] = field(default_factory=dict)
+    shape_only: frozenset[int] = frozenset()
 
 
 class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noqa: N801 - used like a function
@@ -164,11 +182,21 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 class _Operator:
     """The fate of one operator's results, call by call."""
 
-    __slots__ = ("changes", "count", "counts", "fates", "run")
+    __slots__ = ("changes", "count", "counts", "fates", "run", "shape_only")
 
-    def __init__(self, func: Any, fates: Mapping[int, Fate]) -> None:
-        self.count, self.fates, self.changes, self.counts = 0, fates, changes_arguments(func), counts(func)
+    def __init__(self, func: Any, fates: _Fates) -> None:
+        self.count, self.fates, self.shape_only = 0, fates.results, fates.shape_only
+        self.changes, self.counts = changes_arguments(func), counts(func)
         self.run = kernel_of(func) if type(func) is OpOverload else func
+
+
+class _Replaceable:
+    """What autograd keeps of a tensor, until it is known that the tensor's shape is enough."""
+
+    __slots__ = ("key", "source")
+
+    def __init__(self, source: OperatorInput, key: tuple[int, View]) -> None:
+        self.source, self.key = source, key
 
 
 class _Forward(ForwardTape):
@@ -179,9 +207,7 @@ class _Forward(ForwardTape):
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, fates: Mapping[str, tuple[int, Mapping[int, Fate]]], offloads: Mapping[Any, offload_activations]
-    ) -> None:
+    def __init__(self, fates: Mapping[str, _Fates], offloads: Mapping[Any, offload_activations]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_recomputed, self._is_packing = 0, False
         self._planned, self._offloads = fates, offloads
@@ -190,6 +216,8 @@ class _Forward(ForwardTape):
         self._storages: Storages[Value | Literal["offload", "unfilled"]] = Storages()
         self._leaves: Storages[list[weakref.ref[Leaf]]] = Storages()  # of operators that run again
         self._rerun = Rerun()
+        self._has_shape_only = any(each.shape_only for each in fates.values())
+        self._packed: list[_Replaceable] = []  # since the last operator, if there are some that need a shape alone
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -200,18 +228,16 @@ class _Forward(ForwardTape):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_packing:
-            return func(*args, **kwargs)
-        if current_backward() != _NO_BACKWARD:  # inside of the block
-            self._leave_out_seed()
+        if self._is_packing or self._is_in_backward():
             return func(*args, **kwargs)
         operator = self._operators.get(func)
         if operator is None:
-            fates = self._planned.get(str(func), (0, {}))[1]
-            operator = self._operators[func] = _Operator(func, fates)
+            operator = self._operators[func] = _Operator(func, self._planned.get(str(func), _Fates()))
         if not operator.counts:
             return operator.run(*args, **kwargs)
         fate = operator.fates.get(operator.count)
+        if self._packed:
+            self._settle_packed(shape_only_argument(func, args) if operator.count in operator.shape_only else None)
         operator.count += 1
         self._latest = func
         if operator.changes:
@@ -226,11 +252,14 @@ class _Forward(ForwardTape):
             return out
         return self._recorded(func, args, kwargs)
 
-    def _leave_out_seed(self) -> None:
-        """Do not count the gradient that `backward` makes for the loss."""
+    def _is_in_backward(self) -> bool:
+        """Return whether a backward runs inside of the block; the gradient it makes for the loss does not count."""
+        if current_backward() == _NO_BACKWARD:
+            return False
         if self._latest is _SEED:
             self._operators[_SEED].count -= 1
         self._latest = None
+        return True
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it."""
@@ -287,8 +316,24 @@ class _Forward(ForwardTape):
             (self._leaves.learn(tensor, []) if leaves is None else leaves).append(weakref.ref(leaf))
         return leaf
 
-    def pack(self, tensor: Tensor) -> OperatorInput:
+    def _settle_packed(self, shape_only: Tensor | None) -> None:
+        """Let go of a tensor that was packed right before, if its shape alone is needed."""
+        if shape_only is not None and is_plain(shape_only):
+            storage, view = id(shape_only.untyped_storage()), View.of(shape_only)
+            packed = next((each for each in reversed(self._packed) if each.key == (storage, view)), None)
+            if packed is not None:
+                packed.source = Unpackable(view.stand_in)
+        self._packed.clear()
+
+    def pack(self, tensor: Tensor) -> OperatorInput | _Replaceable:
         """Keep a tensor that autograd saves, or only the way to recompute or reload it."""
+        source = self._pack(tensor)
+        if not self._has_shape_only or not is_plain(tensor):
+            return source
+        self._packed.append(_Replaceable(source, (id(tensor.untyped_storage()), View.of(tensor))))
+        return self._packed[-1]
+
+    def _pack(self, tensor: Tensor) -> OperatorInput:
         known = self._storages.find(tensor)
         if isinstance(known, Value) and not known.is_lost and known.is_filled:
             return Reading.of(tensor, known)
@@ -298,9 +343,9 @@ class _Forward(ForwardTape):
         finally:
             self._is_packing = False
 
-    def unpack(self, source: OperatorInput) -> Tensor:
+    def unpack(self, source: OperatorInput | _Replaceable) -> Tensor:
         """Return a saved tensor."""
-        return self._rerun.tensor(source)
+        return self._rerun.tensor(source.source if isinstance(source, _Replaceable) else source)
 
     def _offload(self, tensor: Tensor) -> offload_activations:
         return self._offloads["disk" if tensor.device.type == "cpu" else "host"]
@@ -313,7 +358,7 @@ class _Forward(ForwardTape):
         """Return how many operators of the plan did not run, and how many ran besides, by name."""
         ran = self.num_calls()
         names = {*ran, *self._planned}
-        by_name = {name: ran.get(name, 0) - self._planned.get(name, (0, {}))[0] for name in names}
+        by_name = {name: ran.get(name, 0) - self._planned.get(name, _Fates()).num_calls for name in names}
         missing = {name: -count for name, count in by_name.items() if count < 0}
         return missing, {name: count for name, count in by_name.items() if count > 0}
 
@@ -323,17 +368,18 @@ def _may_leave(tensor: Tensor) -> bool:
     return is_plain(tensor) and not are_counts(tensor)
 
 
-def _fates(plan: SavedTensorPlan) -> dict[str, tuple[int, dict[int, Fate]]]:
-    """Return, by operator name, how often it runs, and the fate of its results by the number of the run."""
-    found: dict[str, tuple[int, dict[int, Fate]]] = {}
+def _fates(plan: SavedTensorPlan) -> dict[str, _Fates]:
+    """Return what the plan says of each operator, by its name."""
+    found: dict[str, _Fates] = {}
     for number, name in enumerate(plan.operators):
-        count, fates = found.get(name, (0, {}))
+        known = found.get(name, _Fates())
+        call, results, shape_only = known.num_calls, known.results, known.shape_only
         if number in plan.recomputed:
-            fates[count] = "recompute"
+            results[call] = "recompute"
         elif number in plan.offloaded:
-            fates[count] = "offload"
-        found[name] = count + 1, fates
-    return found if plan.recomputed or plan.offloaded else {}
+            results[call] = "offload"
+        found[name] = _Fates(call + 1, results, shape_only | {call} if number in plan.shape_only else shape_only)
+    return found if plan.recomputed or plan.offloaded or plan.shape_only else {}
 
 
 def _listed(counts: Mapping[str, int], what: str) -> str:

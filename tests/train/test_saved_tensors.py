@@ -46,19 +46,25 @@ def operators_of(forward: Callable[[], object]) -> tuple[str, ...]:
     return tuple(seen.names)
 
 
+def additions(names: tuple[str, ...]) -> frozenset[int]:
+    return frozenset(number for number, name in enumerate(names) if name.startswith("aten.index_add"))
+
+
 def everything(names: tuple[str, ...]) -> SavedTensorPlan:
-    return SavedTensorPlan(operators=names, recomputed=frozenset(range(len(names))))
+    return SavedTensorPlan(operators=names, recomputed=frozenset(range(len(names))), shape_only=additions(names))
 
 
 def elsewhere(names: tuple[str, ...]) -> SavedTensorPlan:
-    return SavedTensorPlan(operators=names, offloaded=frozenset(range(len(names))))
+    return SavedTensorPlan(operators=names, offloaded=frozenset(range(len(names))), shape_only=additions(names))
 
 
 def mixed(names: tuple[str, ...], seed: int) -> SavedTensorPlan:
     draw = random.Random(seed)
     fates = [draw.choice("krro") for _ in names]
     numbers = {fate: frozenset(k for k, each in enumerate(fates) if each == fate) for fate in "ro"}
-    return SavedTensorPlan(operators=names, recomputed=numbers["r"], offloaded=numbers["o"])
+    return SavedTensorPlan(
+        operators=names, recomputed=numbers["r"], offloaded=numbers["o"], shape_only=additions(names)
+    )
 
 
 def trained(name: str, make_plan: Callable[[tuple[str, ...]], SavedTensorPlan] | None) -> list[Tensor]:
@@ -311,6 +317,91 @@ def test_long_chains_need_no_deep_stack():
         loss = forward()
     loss.backward()
     assert torch.equal(x.grad, want)
+
+
+class Remember(torch.autograd.Function):
+    """Saves a tensor right before another operator does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum()
+
+
+class Messages(nn.Module):
+    """Sums messages by nodes in each way that `index_add` has."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.lift, self.weight = how, nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("x", torch.randn(6, 4))
+        self.register_buffer("nodes", torch.tensor([0, 2, 1, 1, 0, 2]))
+
+    def forward(self) -> Tensor:
+        messages = self.lift(self.x).tanh()  # its result is saved, too, for its own backward
+        start = torch.zeros(3, 4) + self.weight
+        match self.how:
+            case "in place":
+                return start.clone().index_add_(0, self.nodes, messages.sin()).cos().sum()
+            case "scaled":
+                return start.index_add(0, self.nodes, messages, alpha=3).cos().sum()
+            case "view":
+                return start.T.index_add(1, self.nodes, messages.T).cos().sum()
+            case "used before and after":
+                early = messages * messages
+                sums = start.index_add(0, self.nodes, messages)
+                return sums.cos().sum() + (messages * early).sum()
+            case "saved by another":  # the last to save it is not `index_add`, for which it is a constant
+                constant = self.x.abs()
+                early = Remember.apply(constant, self.weight)
+                return start.index_add(0, self.nodes, constant).cos().sum() + early.sum() + messages.sum()
+            case "saved by both":
+                early = Remember.apply(messages, self.weight)
+                return start.index_add(0, self.nodes, messages).cos().sum() + early.sum()
+        raise AssertionError(self.how)
+
+
+@pytest.mark.parametrize(
+    "how", ["in place", "scaled", "view", "used before and after", "saved by another", "saved by both"]
+)
+def test_index_add_needs_the_shape_alone_of_what_it_adds(how):
+    torch.manual_seed(0)
+    model = Messages(how)
+    compared(model, model)
+    compared(model, model, lambda loss: loss.backward(retain_graph=True) or loss.backward())
+
+
+def test_index_add_lets_go_of_what_it_adds():
+    x, nodes, storages = torch.randn(6, 4, requires_grad=True), torch.zeros(6, dtype=torch.long), []
+
+    def forward():
+        messages = x * 2
+        storages.append(weakref.ref(messages.untyped_storage()))
+        return torch.zeros(2, 4).index_add(0, nodes, messages).sum()
+
+    names = operators_of(forward)
+    for shape_only, is_held in ((frozenset(), True), (additions(names), False)):
+        with treat_saved_tensors(SavedTensorPlan(operators=names, offloaded=frozenset({1}), shape_only=shape_only)):
+            loss = forward()
+        assert (storages[-1]() is not None) == is_held
+        loss.backward()
+
+
+def test_a_shape_is_no_tensor_for_others():
+    x, nodes = torch.randn(6, 4, requires_grad=True), torch.zeros(6, dtype=torch.long)
+
+    def forward():
+        return torch.zeros(2, 4).index_add(0, nodes, x * 2)
+
+    names = operators_of(forward)
+    with treat_saved_tensors(SavedTensorPlan(operators=names, shape_only=additions(names))):
+        out = forward()
+    assert_refused(lambda: out.grad_fn._saved_source, StateError, "the plan keeps the shape")
 
 
 def test_memory_goes_as_backward_goes_on_and_with_the_graph():

@@ -69,7 +69,12 @@ class TensorChoices:
     @cached_property
     def saved_bytes(self) -> int:
         """All bytes of the operators' results that autograd saves."""
-        return sum(each.nbytes for each in self.values if each.is_saved)
+        return self.shape_only_bytes + sum(each.nbytes for each in self.values if each.is_saved)
+
+    @cached_property
+    def shape_only_bytes(self) -> int:
+        """Those of which backward reads the shape alone; no choice keeps them."""
+        return sum(each.nbytes for each in self.values if each.is_saved_for_shape and not each.is_saved)
 
     @cached_property
     def choices(self) -> list[TensorChoice]:
@@ -109,13 +114,16 @@ class TensorChoices:
         dropped = [each for each in self.values if each.is_saved and choice.recomputed.issuperset(each.makers)]
         dropped_bytes = sum(each.nbytes for each in dropped)
         moved = [self.values[number] for number in choice.offloaded]
+        waiting_bytes = self.by_flops.waiting_bytes(choice.recomputed)
         return SavedTensorPlan(
             operators=tuple(each.name for each in self.operators),
             recomputed=choice.recomputed,
             offloaded=frozenset(maker for each in moved for maker in each.makers),
+            shape_only=frozenset(number for number, each in enumerate(self.operators) if each.is_shape_only),
             recomputed_bytes=dropped_bytes,
+            shape_only_bytes=self.shape_only_bytes,
             offloaded_bytes=sum(each.nbytes for each in moved),
-            held_bytes=self.by_flops.waiting_bytes(choice.recomputed) - self.saved_bytes + dropped_bytes,
+            held_bytes=waiting_bytes - self.saved_bytes + self.shape_only_bytes + dropped_bytes,
             recomputed_flops=sum(self.operators[number].flops for number in choice.recomputed),
             num_random=sum(self.operators[number].is_random for number in choice.recomputed),
             saved_bytes=self.saved_bytes,
