@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any, Literal, NoReturn, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_bytes
@@ -204,10 +205,12 @@ def _plan(
         )
     worst = sample_batch if isinstance(sample_batch, WorstBatch) else None
     sample_batch = sample_batch if worst is None else worst.batch
-    num_rows = _rows_to_plan(call, sample_batch)
+    num_rows, whole = _rows_to_plan(call, sample_batch, micro_batch_size)
     rows = num_rows if micro_batch_size is None and activation_budget is not None else micro_batch_size
     counts, notes, is_exact = _allowed_counts(call, model, sample_batch, loss_fn, num_rows, rows)
     notes += [] if worst is None else _about(worst, gpu, budget_bytes)
+    notes += [f"The batch is kept whole, because it cannot be cut: {whole}."] if whole else []
+    arrange = partial(_wrapped, is_packed=bool(whole))
     speeds: OperatorTimes = HostTimes(budget_bytes) if gpu is None else card_speeds(gpu)
 
     def trials_for(batch: Any) -> StepTrials:
@@ -218,11 +221,11 @@ def _plan(
             optimizer=optimizer,
             selected_fraction=selected_fraction,
             make_place=Host if gpu is None else partial(Gpu, gpu),
-            arrange=partial(_wrapped, most_steps=2),
+            arrange=partial(arrange, most_steps=2),
             speeds=speeds,
             blocks=_blocks(model),
             kept_operators=KEPT_OPERATORS,
-            num_rows=_rows_to_plan(call, batch),
+            num_rows=_rows_to_plan(call, batch)[0],
             call=call,
         )
 
@@ -237,7 +240,7 @@ def _plan(
         curve=curve,
         slack=_SLACK if measure else 1.0,
     )
-    run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer)
+    run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer, arrange)
     if measure:
         trials = [_settled(each, budget_bytes, run_for_real) for each in trials]
     allowed = trials if activation_budget is None else [each for each in trials if each.arrangement.tensors]
@@ -408,12 +411,19 @@ def prepare(
         measure=measure,
         selected_fraction=selected_fraction,
     )
+    _, whole = _rows_to_plan("prepare", batch)
+    if whole:
+        warn_user(
+            f"prepare(...): the batch cannot be cut: {whole}. A step that runs out of memory raises an error. Way out: "
+            "MemoryEfficientTrainingWrapper(model, optimizer, split_fn=..., **trainer.plan.wrapper_settings())."
+        )
     trainer = PreparedTrainer(
         model,
         optimizer,
         max_grad_norm=max_grad_norm,
         scheduler=scheduler,
         probe=probe,
+        on_oom=_on_oom(is_packed=bool(whole)),
         **plan.wrapper_settings(),
     )
     trainer.plan, trainer.rehearsed = plan, rehearsed
@@ -518,21 +528,28 @@ def _check_measurable(call: str, model: nn.Module, gpu: GPU | None) -> None:
         )
 
 
-def _rows_to_plan(call: str, batch: Any) -> int:
-    """Rows of a batch, at least one."""
+def _rows_to_plan(call: str, batch: Any, micro_batch_size: int | None = None) -> tuple[int, str]:
+    """Return the rows of a batch, at least one; and for one that cannot be cut, such as a graph, the reason."""
     try:
         num_rows, got = count_rows(batch), "a batch without rows"
     except InputError as error:
+        if micro_batch_size is None and any(map(_has_data, tree_leaves(batch))):
+            return 1, error.got
         num_rows, got = 0, error.got
     if not num_rows:
         raise InputError(
             f"{call}(..., sample_batch, ...)",
             got=got,
             expected="tensors that all have the rows of one optimizer step in dimension 0",
-            fix="cut a packed batch yourself with MemoryEfficientTrainingWrapper(..., split_fn=...); "
-            "estimate_memory_usage(...) predicts the memory of a part.",
+            fix="leave micro_batch_size out: the batch is then planned as a whole; or cut a packed batch yourself with "
+            "MemoryEfficientTrainingWrapper(..., split_fn=...).",
         )
-    return num_rows
+    return num_rows, ""
+
+
+def _has_data(leaf: object) -> bool:
+    """Whether a part of a batch may have data: a tensor with elements, or an object such as PyG's graphs."""
+    return leaf.numel() > 0 if isinstance(leaf, Tensor) else not isinstance(leaf, (str, int, float, NoneType))
 
 
 def _allowed_counts(
@@ -587,9 +604,9 @@ def _shown(place: object) -> str:
 
 @contextlib.contextmanager
 def _wrapped(
-    model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int
+    model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int, is_packed: bool
 ) -> Iterator[TrainStep]:
-    """The wrapper's own step, with at most ``most_steps`` micro-batches."""
+    """The wrapper's own step, with at most ``most_steps`` micro-batches; one for a packed batch."""
     num_steps = min(most_steps, arrangement.accumulation_steps)
     with MemoryEfficientTrainingWrapper(
         model,
@@ -598,15 +615,23 @@ def _wrapped(
         accumulation_steps=num_steps,
         checkpoint=dict(arrangement.treatments) or None,
         saved_tensors=arrangement.tensors,
+        on_oom=_on_oom(is_packed=is_packed),
         probe=False,
     ) as trainer:
 
         def train_step(batch: Any, loss_fn: LossFn) -> int:
-            rows = min(count_rows(batch), num_steps * arrangement.micro_batch_size)
-            result = trainer.train_step(unmark_samples(take_rows(mark_samples(batch), 0, rows)), loss_fn)
+            if not is_packed:
+                rows = min(count_rows(batch), num_steps * arrangement.micro_batch_size)
+                batch = unmark_samples(take_rows(mark_samples(batch), 0, rows))
+            result = trainer.train_step(batch, loss_fn)
             return int(result.losses[-1].value.untyped_storage().nbytes())  # a mean may share storage with its terms
 
         yield train_step
+
+
+def _on_oom(*, is_packed: bool) -> Literal["exact", "raise"]:
+    """The wrapper recovers by smaller parts, which a packed batch has not."""
+    return "raise" if is_packed else "exact"
 
 
 @contextlib.contextmanager
@@ -615,6 +640,7 @@ def _on_a_copy(
     batch: Any,
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer,
+    arrange: Callable[..., AbstractContextManager[TrainStep]],
     arrangement: Arrangement,
 ) -> Iterator[Callable[[], int]]:
     """The real step on the whole batch, on a copy that has already taken one step."""
@@ -623,7 +649,7 @@ def _on_a_copy(
     else:
         twin = copy.deepcopy(model)
         twins_optimizer = optimizer_maker(optimizer)(twin.parameters())
-    with random_state.preserved(), _wrapped(twin, twins_optimizer, arrangement, most_steps=sys.maxsize) as train_step:
+    with random_state.preserved(), arrange(twin, twins_optimizer, arrangement, most_steps=sys.maxsize) as train_step:
         train_step(batch, loss_fn)
         yield lambda: train_step(batch, loss_fn)
 

@@ -40,7 +40,8 @@ def test_the_demo_for_real_from_a_bare_source_tree(tmp_path):
     assert full_batch[-1] < full_batch[0] - 0.5  # it learns
     assert record["num_ooms"] >= 1
     assert {sum(sizes) for sizes in record["micro_batch_sizes"]} == {64}
-    assert all(len(sizes) > 1 for sizes in record["micro_batch_sizes"])
+    # The first step has no optimizer state yet: with all blocks recomputed, the whole batch may fit.
+    assert all(len(sizes) > 1 for sizes in record["micro_batch_sizes"][1:])
     peaks = record["peaks"]
     assert record["limit_bytes"] == LIMIT_BYTES
     # The kernel holds the limit. Tensors in pieces of the heap that were free before come on top of it.

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -91,6 +91,75 @@ def test_the_plan_fits_for_real_with_the_same_gradient(budget, micro_batch_size,
     plain = gradient(make_model(), batch)
     planned = gradient(make_model(), batch, **plan.wrapper_settings())
     assert (planned - plain).norm() <= 1e-13 * plain.norm()
+
+
+class GraphNet(nn.Module):
+    """(num_nodes, 16) and (2, num_edges) to (num_nodes, 16)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.message, self.update = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.update(torch.zeros_like(x).index_add(0, edges[1], self.message(x[edges[0]]))).tanh()
+        return x
+
+
+def graph_loss(model, graph):
+    return model(*graph).square().mean()
+
+
+def test_a_graph_is_planned_as_a_whole():
+    """Nodes and edges are no rows of one batch; how it can be cut, only its owner knows."""
+    torch.manual_seed(0)
+    graph, model = (torch.randn(200, 16), torch.randint(200, (2, 4000))), GraphNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(MemkitWarning, match="cannot be cut: .*split_fn"):
+        trainer = prepare(model, optimizer, graph, graph_loss, budget="2MiB")
+    plan = trainer.plan
+    assert plan.candidates[0].required_bytes > plan.budget_bytes >= plan.required_bytes
+    assert plan.notes == ("The batch is kept whole, because it cannot be cut: tensors with [2, 200] rows.",)
+    peak = trace_allocations(lambda: trainer.train_step(graph, graph_loss)).peak
+    there = num_bytes(model.parameters(), graph)
+    assert plan.predicted_peak_bytes <= there + peak <= plan.required_bytes
+    trainer.close()
+
+    by_hand, by_wrapper = GraphNet(), GraphNet()
+    graph_loss(by_hand, graph).backward()
+    settings = plan.wrapper_settings() | {"split_fn": lambda batch, num_parts: [batch]}  # the warning's way out
+    got = []
+    optimizer = torch.optim.SGD(by_wrapper.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: got.extend(each.grad.clone() for each in by_wrapper.parameters()))
+    with MemoryEfficientTrainingWrapper(by_wrapper, optimizer, **settings) as trainer:
+        trainer.train_step(graph, lambda model, graph: mk.Loss(mean=graph_loss(model, graph), count=200))
+    assert_same(got, [each.grad for each in by_hand.parameters()])
+    assert_refused(
+        lambda: plan_training(model, graph, graph_loss, budget="2MiB", micro_batch_size=2),
+        InputError,
+        "leave micro_batch_size out",
+    )
+    assert_refused(lambda: plan_training(model, (3, "a"), graph_loss, budget="2MiB"), InputError, "sample_batch")
+
+
+def test_an_object_with_tensors_is_planned_as_a_whole():
+    @dataclass
+    class Graph:
+        x: torch.Tensor
+        edges: torch.Tensor
+
+        def __iter__(self):
+            return iter((self.x, self.edges))
+
+    class Holder:
+        def __init__(self, graph):
+            self.graph = graph
+
+    graph = Holder(Graph(torch.randn(200, 16), torch.randint(200, (2, 4000))))
+    plan = plan_training(GraphNet(), graph, lambda model, batch: graph_loss(model, batch.graph), "sgd", budget="2MiB")
+    assert plan.saved_tensors is not None
+    assert plan.notes == ("The batch is kept whole, because it cannot be cut: a Holder in it.",)
 
 
 def test_a_large_budget_leaves_the_step_alone():
@@ -256,7 +325,7 @@ def test_another_loss_than_the_planned_one_is_checked():
         ({"precisions": ("fp8",)}, ConfigError, "fp8"),
         ({"model": make_model}, InputTypeError, r"plan_training\(function, \.\.\.\).*a torch\.nn\.Module"),
         ({"sample_batch": torch.empty(0, 128, 64), "model": make_model().to("meta")}, InputError, "without rows"),
-        ({"sample_batch": {"x": torch.ones(7, 3), "y": torch.ones(5)}}, InputError, "cut a packed batch yourself"),
+        ({"sample_batch": {"x": 7, "y": "five"}}, InputError, "cut a packed batch yourself"),
         ({"budget": 1.5}, InputTypeError, "budget=1.5"),
         ({"target": 4090}, InputTypeError, "the name of a GPU as a string"),
         ({"selected_fraction": 0}, ConfigError, "selected_fraction=0"),
