@@ -205,6 +205,11 @@ class RandomNumbers:
         pairs = zip(self._states, now._states, strict=True)
         return not _is_same(self._random, now._random) or any(not _is_same(a, b) for (_, a), (_, b) in pairs)
 
+    def host_has_moved(self) -> bool:
+        """Return whether NumPy or Python has drawn a number since the state was saved."""
+        before = self._random.host if isinstance(self._random, random_state.RandomState) else self._random
+        return not _is_same(before, random_state.capture_host())
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Replay the draws from the saved state in the block, then restore the state from before the block."""

@@ -50,6 +50,11 @@ class Circumstances:
         self.kept: list[ReplayedChunk] = []
         self.products: dict[int, KeptResults] = {}
 
+    @property
+    def drew_on_the_host(self) -> bool:
+        """Whether NumPy or Python has drawn random numbers since the start of the forward."""
+        return self._at_start.host_has_moved()
+
     def start_over(self) -> None:
         """Go back to the start of the forward, which runs once more."""
         self._at_start.restore()

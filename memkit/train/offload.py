@@ -29,6 +29,7 @@ from memkit.train.state_offload import moved_state
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
 _OFFLOADS = ("activations", "optimizer")  # the wrapper's choices
 _ALIGNMENT = 16  # bytes of the largest element
+_UNFILLED_NODE = "RreluWithNoise"  # the backward of `rrelu`
 
 
 class offload_activations(contextlib.AbstractContextManager["offload_activations"]):  # noqa: N801 - used like a function
@@ -57,8 +58,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         StateError: From the backward: a saved tensor that stayed was changed in place since, as plain autograd would
             also refuse. A tensor that was moved out keeps the value that it had when it was saved.
 
-    Not supported: ``rrelu`` in training, in forwards with any hooks that copy what is saved. Autograd saves its noise
-    before it is drawn, so that gradients would be wrong; use ``leaky_relu``, or recompute that block.
+    Not supported: ``rrelu`` in training. Autograd saves its noise before it is drawn, so that gradients would be wrong:
+    backward raises. Use ``leaky_relu``, or recompute that block.
 
     Memory:
         The budget, plus the storages that the current backward operator needs.
@@ -240,6 +241,11 @@ class _Record:
     def __del__(self) -> None:
         self._owner._forget(self)  # noqa: SLF001 - one mechanism in two classes
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it was not moved out."""
+        return self.original is not None
+
     def covers(self, storage: torch.UntypedStorage, version: int, first: int, size: int) -> bool:
         """Return whether it holds these bytes of this storage, in this version."""
         inside = self.first <= first and first + size <= self.first + self.num_bytes
@@ -274,6 +280,9 @@ class _Packed:
         if self._record is None:
             _check_version(self._tensor, self._saved_version)
             return self._tensor
+        node = current_node()
+        if node is not None and node.name().startswith(_UNFILLED_NODE) and not self._record.is_kept:
+            _refuse_unfilled()
         storage, first = self._record.load()
         dtype, device, offset, shape, stride = self._layout
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset - first // dtype.itemsize, shape, stride)
@@ -319,6 +328,15 @@ def _view_bytes(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
 def _check_version(tensor: torch.Tensor, version: int) -> None:
     if version_of(tensor) != version:
         _refuse_changed(f", which has the shape {tuple(tensor.shape)}")
+
+
+def _refuse_unfilled() -> NoReturn:
+    raise StateError(
+        "backward() through tensors that offload_activations saved",
+        got="the noise of rrelu, which autograd saved before it was drawn",
+        expected="tensors that have their values when they are saved",
+        fix="use leaky_relu in place of rrelu, or recompute its block: checkpoint={'...': 'full'}.",
+    )
 
 
 def _refuse_changed(shape: str = "") -> NoReturn:

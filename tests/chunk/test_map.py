@@ -1,6 +1,8 @@
 """A map in chunks equals the function: outputs and gradients, for all kinds of rows."""
 
 import contextlib
+import random
+import warnings
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, MemkitWarning
 from memkit._recovery.snapshot import RandomNumbers
 from memkit.chunk.map import chunked_map
 from memkit.chunk.tiled import tiled_apply
@@ -206,3 +208,19 @@ def test_tiles_draw_the_same_again():
     rows = lambda module, x: torch.cat([module(part) for part in x.split(4, 2)], 2)  # noqa: E731
     tiled = lambda module, x: tiled_apply(module, x, (4, 8))  # noqa: E731
     torch.testing.assert_close(gradient(tiled), gradient(rows))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["python", "numpy"])
+def test_warns_of_random_numbers_that_belong_to_all_rows(draw):
+    """A layer that is skipped by chance would be skipped in some chunks only."""
+    x = torch.randn(8, 4, requires_grad=True)
+
+    def sometimes(x):
+        return x * 2 if draw() < 0.5 else x
+
+    with pytest.warns(MemkitWarning, match="each chunk drew its own.*Way out"):
+        chunked_map(sometimes, x, chunk_size=2)
+    with warnings.catch_warnings(record=True) as seen:
+        chunked_map(sometimes, x, chunk_size=8)  # one chunk draws once, as the plain call does
+        chunked_map(lambda x: torch.dropout(x, 0.5, train=True), x, chunk_size=2)
+    assert not seen

@@ -13,8 +13,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 import memkit as mk
+from memkit._core.errors import StateError
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.tensors import Tensors
 from memkit.train.offload import offload_activations
@@ -391,3 +393,22 @@ def test_zeros_of_forward_mode_have_no_memory_to_move():
 
     assert_same(found(offload), found(contextlib.nullcontext()))
     assert offload.pack(torch._efficientzerotensor(64, 64)).unpack()._is_zerotensor()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_refuses_noise_that_was_moved_before_it_was_drawn(inplace):
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload_activations(to="disk", min_bytes=0):
+        loss = F.rrelu(x * 1, training=True, inplace=inplace).sum()
+    assert_refused(loss.backward, StateError, "the noise of rrelu.*leaky_relu")
+
+
+def test_noise_within_the_budget_is_right():
+    x = torch.randn(64, 64, requires_grad=True)
+    found = []
+    for offload in (offload_activations(to="disk", budget="1MiB", min_bytes=0), contextlib.nullcontext()):
+        torch.manual_seed(0)
+        with offload:
+            loss = F.rrelu(x * 1, training=True).sum()
+        found += torch.autograd.grad(loss, x)
+    assert torch.equal(*found)
