@@ -218,7 +218,7 @@ def test_warns_of_random_numbers_that_belong_to_all_rows(draw):
     def sometimes(x):
         return x * 2 if draw() < 0.5 else x
 
-    with pytest.warns(MemkitWarning, match="each chunk drew its own.*Way out"):
+    with pytest.warns(MemkitWarning, match="anew for each chunk.*Way out"):
         chunked_map(sometimes, x, chunk_size=2)
     with warnings.catch_warnings(record=True) as seen:
         chunked_map(sometimes, x, chunk_size=8)  # one chunk draws once, as the plain call does
