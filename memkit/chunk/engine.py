@@ -202,8 +202,8 @@ class ChunkedCall:
         collected = self._collect(tensors, replay)
         if self._num_rows > self.chunk_size and replay.drew_on_the_host:
             warn_user(
-                f"{self.name}: the function drew random numbers from Python's random or NumPy, anew for each chunk, where "
-                "one call with all rows draws once. Way out: draw before the call what belongs to all rows, such "
+                f"{self.name}: the function drew random numbers from Python's random or NumPy, anew for each chunk, "
+                "where one call with all rows draws once. Way out: draw before the call what belongs to all rows, such "
                 "as whether a layer is skipped; draw what belongs to each row with torch."
             )
         return collected
