@@ -133,9 +133,12 @@ def by_tensors(row: Row) -> list[dict[str, Any]]:
     return [budget | figures for budget, figures in found if "error" not in figures]
 
 
-def over_blocks(row: Row) -> str:
-    ratios = [each["time_of_best_by_blocks"] for each in by_tensors(row) if "time_of_best_by_blocks" in each]
-    return ", ".join(f"{each:.2f}" for each in ratios[1:])  # of the first budget nothing is treated
+def over_blocks(key: str) -> Callable[[Row], str]:
+    def shown(row: Row) -> str:
+        ratios = [each[key] for each in by_tensors(row) if key in each]
+        return ", ".join(f"{each:.2f}" for each in ratios[1:])  # of the first budget nothing is treated
+
+    return shown
 
 
 def share_of_plain(way: str) -> Callable[[Row], float]:
@@ -605,10 +608,10 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "tensor_plans": Table(
         "{model}",
         "model | plain step | budgets that held | bits equal | least: by blocks, by tensors | "
-        "time over the best by blocks, at equal peaks | predicted bytes off by | predicted time over measured | "
-        "in order",
+        "time over the best by blocks, at equal peaks | the same without `treat` | predicted bytes off by | "
+        "predicted time over measured | in order",
         "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num} | {summary/are_bits_equal:yes|no} | "
-        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {summary/largest_off_bytes:,} | {low:.2f} to {high:.2f} | "
+        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {chosen} | {summary/largest_off_bytes:,} | {low:.2f} to {high:.2f} | "
         "{order/tensors/in_order} of {order/tensors/pairs}",
         {
             "ms": lambda row: 1000 * row["plain/seconds"],
@@ -616,7 +619,8 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "held": lambda row: sum(each["peak_bytes"] <= each["budget_bytes"] for each in by_tensors(row)),
             "by_blocks": share_of_plain("blocks"),
             "by_tensors": share_of_plain("tensors"),
-            "ratios": over_blocks,
+            "ratios": over_blocks("time_of_best_by_blocks"),
+            "chosen": over_blocks("chosen_time_of_best_by_blocks"),
             "low": lambda row: min(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
             "high": lambda row: max(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
         },

@@ -10,6 +10,7 @@ state; "off" is how far the recorded live tensors of a warm step are from the pr
 comes on top. Bits are gradients, parameters and buffers of two steps, compared with those of a loop by hand; in the
 control one parameter starts one bit off. Time is processor time, all runs of a model in turns: medians, and medians of
 ratios. The best that blocks allow is the fastest of the plan and of half or all blocks recomputed in whole or in part.
+"Chosen" is the way that takes less time by prediction, as `plan_training` chooses without ``treat``.
 
 Run: python -m benchmarks.cases.tensor_plans [MODEL ...]   (with names only these, kept beside earlier ones)
 """
@@ -352,6 +353,8 @@ def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse_peaks: 
         row["best_by_blocks_of_plain"] = median_ratio(best, seconds["plain"])
         if "tensors" in taken:
             row["time_of_best_by_blocks"] = median_ratio(taken["tensors"], best)
+            row["chosen"] = min(ran, key=lambda way: ran[way]["predicted_seconds"])
+            row["chosen_time_of_best_by_blocks"] = median_ratio(taken[row["chosen"]], best)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
