@@ -611,8 +611,8 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "time over the best by blocks, at equal peaks | the same without `treat` | predicted bytes off by | "
         "predicted time over measured | in order",
         "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num} | {summary/are_bits_equal:yes|no} | "
-        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {chosen} | {summary/largest_off_bytes:,} | {low:.2f} to {high:.2f} | "
-        "{order/tensors/in_order} of {order/tensors/pairs}",
+        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {chosen} | {summary/largest_off_bytes:,} | "
+        "{low:.2f} to {high:.2f} | {order/tensors/in_order} of {order/tensors/pairs}",
         {
             "ms": lambda row: 1000 * row["plain/seconds"],
             "plans": by_tensors,
