@@ -294,6 +294,29 @@ def test_a_view_of_whole_numbers_that_are_known_takes_nothing_and_stays_known(ca
     assert card.allocated_bytes == allocated + 64 * 63 * 8
 
 
+@pytest.mark.parametrize(
+    ("parts_of", "are_views"),
+    [
+        (lambda edges: edges.unbind(0), True),
+        (lambda edges: edges.split(1), True),
+        (lambda edges: edges.t().chunk(2), True),
+        (lambda edges: (lambda sources, targets: (sources, targets))(*edges), True),
+        (lambda edges: tuple(edges.sort(1)), False),
+        (lambda edges: tuple(edges.max(1)), False),
+    ],
+    ids=["unbind", "split", "chunk", "unpacked", "sort", "max"],
+)
+def test_parts_of_whole_numbers_stay_on_the_card(card, parts_of, are_views):
+    """`sources, targets = edges` is how graphs are taken apart."""
+    edges = torch.tensor([[0, 1, 1], [2, 0, 1]])
+    on_card = edges.to("cuda")
+    allocated = card.allocated_bytes
+    parts = parts_of(on_card)
+    assert {part.device for part in parts} == {torch.device("cuda", 0)}
+    assert (card.allocated_bytes == allocated) == are_views
+    assert [part.tolist() for part in parts] == [part.tolist() for part in parts_of(edges)]
+
+
 @pytest.mark.usefixtures("card")
 def test_recurrent_layers_run_without_a_warning():
     layer = nn.LSTM(8, 16, num_layers=2, batch_first=True).cuda()

@@ -104,8 +104,9 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         elif device.type == "cuda" and args and isinstance(args[0], Tensor):
             return self._transferred(func, args, kwargs)
         out = self._without_data(func, types, args, kwargs, args if names_card else ())
-        is_known = isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
-        return self._placed(func, types, args, kwargs, out) if is_known and device is None else out
+        if device is not None or not any(map(_is_known_on_host, _as_sequence(out))):
+            return out
+        return self._placed(func, types, args, kwargs, out)
 
     def without_data(self, tensor: Tensor) -> Tensor:
         """Make a stand-in on the GPU."""
@@ -140,12 +141,20 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
             for tensor, constant in known:
                 tensor.constant = constant
 
-    def _placed(self, func: Any, types: Any, args: Any, kwargs: Any, out: FakeTensor) -> Tensor:
-        """Place a result that was computed from known values, which PyTorch puts on the CPU."""
+    def _placed(self, func: Any, types: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Place results that were computed from known values, which PyTorch puts on the CPU."""
         on_card = [arg for arg in args if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
-        if _is_view(func, out, on_card):
-            return self._known(self._without_data(func, types, args, kwargs, on_card), cast("Tensor", out.constant))
-        return self._on_card(cast("Tensor", out.constant), on_card[0].fake_device) if on_card else out
+        if not on_card:
+            return out
+        results = _as_sequence(out)
+        are_views = all(_is_known_on_host(each) and _is_view(func, each, on_card) for each in results)
+        if are_views:
+            views = _as_sequence(self._without_data(func, types, args, kwargs, on_card))
+            placed = [self._known(view, each.constant) for view, each in zip(views, results, strict=True)]
+        else:
+            device = on_card[0].fake_device
+            placed = [self._on_card(each.constant, device) if _is_known_on_host(each) else each for each in results]
+        return type(out)(placed) if isinstance(out, (list, tuple)) else placed[0]
 
     def _scaled(self, func: Any, args: Any) -> Any:
         if func is _SCALING:
@@ -196,6 +205,15 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         fake.constant = constant
         self.converter.add_constant_storage_mapping(fake)
         return cast("Tensor", fake)
+
+
+def _as_sequence(out: Any) -> Sequence[Any]:
+    """Return the results of an operator as a sequence, if there is only one, too."""
+    return out if isinstance(out, (list, tuple)) else (out,)
+
+
+def _is_known_on_host(out: Any) -> bool:
+    return isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
 
 
 def _is_view(func: Any, out: FakeTensor, args: Sequence[FakeTensor]) -> bool:
