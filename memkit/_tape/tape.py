@@ -42,6 +42,7 @@ _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new
 _SHAPE_ONLY: Mapping[Any, int] = {_aten.index_add.default: 3, _aten.index_add_.default: 3}
 # These change a storage in a way that cannot be repeated on another one.
 _ODD = frozenset({"set_", "resize_", "resize_as_", "resize", "set", "set_data"})
+_MASKS = frozenset({torch.bool, torch.uint8})
 _REAL = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
@@ -71,6 +72,13 @@ def repeats(func: Any) -> bool:
     Only torch's own operators are known to; of others, what they do besides is unknown.
     """
     return getattr(func, "namespace", "") == "aten" and func.overloadpacket.__name__ not in _ODD
+
+
+def selects_by_values(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the size of an operator's result depends on values, which a simulated rerun does not have."""
+    if func is _aten.index.Tensor:
+        return any(each.dtype in _MASKS for each in args[1] if each is not None)
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
 
 
 def leaves_unfilled(func: Any) -> bool:

@@ -20,7 +20,7 @@ pytest.importorskip("torch_geometric", reason="an extra: pip install memkit[pyg]
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import GraphConv, global_mean_pool
+from torch_geometric.nn import GATConv, GCNConv, GraphConv, SAGEConv, global_mean_pool
 from torch_geometric.utils import add_self_loops
 
 from memkit.integrations.torch_geometric import split_graphs
@@ -415,3 +415,37 @@ def test_an_estimate_has_the_batch_on_its_target(target):
     unread = sum(-(-data[name].nbytes // 512) * 512 for name in names)  # in the card's blocks
     assert of_tensors.peak_bytes <= of_graphs.peak_bytes <= of_tensors.peak_bytes + unread
     assert data.x is x
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.first, self.second, self.head = layer(16, 32), layer(32, 32), nn.Linear(32, 4)
+
+    def forward(self, data):
+        x = self.first(data.x, data.edge_index).relu()
+        return self.head(global_mean_pool(self.second(x, data.edge_index).relu(), data.batch))
+
+
+@pytest.mark.parametrize("layer", [GCNConv, SAGEConv, GATConv])
+def test_saved_tensors_of_a_batch_are_planned(layer):
+    """Some of the layers select edges by masks, whose values a dry run of a recomputation would not have."""
+
+    def graph(n):
+        return Data(x=torch.randn(n, 16), edge_index=torch.randint(n, (2, 8 * n)), y=torch.randint(4, (1,)))
+
+    def loss_fn(model, data):
+        return F.cross_entropy(model(data), data.y)
+
+    torch.manual_seed(0)
+    data, model, found = Batch.from_data_list([graph(n) for n in (30, 50, 20, 44)]), TwoLayers(layer), []
+    plan = mk.plan_training(model, data, loss_fn, "adamw", activation_budget=0.5).saved_tensors
+    assert plan.recomputed
+    assert plan.kept_share <= 0.5
+    for treatment in (None, plan):
+        model.zero_grad()
+        with mk.train.treat_saved_tensors(treatment):
+            loss = loss_fn(model, data)
+        loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
