@@ -419,7 +419,7 @@ def test_it_loads_no_torch_for_tests_without_it(pytester):
 
 
 def test_the_page_is_true(run):
-    page = (ROOT / "docs/pytest-plugin.md").read_text()
+    page = (ROOT / "docs/track.md").read_text().partition("\n## Limits in tests\n")[2].partition("\n## ")[0]
     blocks = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     run(blocks).assert_outcomes(passed=3)
     result = run(blocks.replace('"12 MiB"', '"4 MiB"').replace("loss.item()", "loss"))
