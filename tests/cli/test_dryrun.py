@@ -109,7 +109,7 @@ def test_the_line_that_does_not_fit(capfd):
 @pytest.mark.slow
 def test_the_pages_show_what_the_command_prints(capfd, tmp_path, monkeypatch):
     pages = Path(__file__).parents[2]
-    shown = (pages / "docs/dryrun.md").read_text()
+    shown = (pages / "docs/virtual-gpu.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(re.search(r"```py\n(.*?)```", shown, re.DOTALL)[1])
     code, out, _ = dryrun(capfd, "train.py", "--gpu", "RTX 3060 12GB")
