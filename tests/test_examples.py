@@ -90,7 +90,7 @@ def test_the_ladder_trains_as_plain_pytorch_does(printed):
 
 
 @pytest.mark.slow
-def test_exact_accumulation_shows_what_its_page_says():
+def test_exact_accumulation_matches_its_page():
     """The table of its page: an error near 1e-16 for memkit, large for the usual loop, 0.75 in the last group."""
     done = run_module("examples.exact_accumulation")
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}

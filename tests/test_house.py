@@ -132,7 +132,7 @@ def test_the_law_of_names_sees_two_meanings():
 
 
 @pytest.mark.parametrize("name", sorted(GRAPH))
-def test_nobody_imports_from_a_package_what_is_loaded_later(name):
+def test_no_import_of_lazily_loaded_names(name):
     """Inside the house a name is imported from the file that defines it: the way is then seen, and short."""
     assert not imported_by(name, TREES[name]) & (PUBLIC - set(GRAPH))
 

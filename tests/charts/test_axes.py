@@ -92,5 +92,5 @@ def test_few_points_are_their_own_ticks():
         ((Curve("a", (-3, 2), (1, 0)),), "log-x", "got -3 in 'a'"),
     ],
 )
-def test_a_chart_that_cannot_be_drawn_is_refused(curves, scale, message):
+def test_rejects_undrawable_chart(curves, scale, message):
     assert_refused(lambda: Lines(curves, "n", "peaks", scale=scale), InputError, f"^the chart 'peaks'.*{message}")

@@ -76,7 +76,7 @@ def test_the_png_is_the_svg_at_twice_its_size(chart):
         )
 
 
-def test_a_sweep_that_failed_from_the_start_has_an_empty_picture():
+def test_failed_sweep_has_empty_picture():
     pytest.importorskip("matplotlib")
     figure = Figure("title", [], ["all failed"])
     assert "all failed" in to_svg(figure)

@@ -189,7 +189,7 @@ def test_wrong_calls_are_refused():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300_000), st.integers(1, 8192), st.sampled_from([4, 8]))
-def test_chosen_chunks_are_bounded_by_what_exists_anyway(num_rows, num_classes, width, itemsize):
+def test_chunk_size_is_bounded_by_existing_tensors(num_rows, num_classes, width, itemsize):
     rows = choose_chunk_size(num_rows, num_classes, width, itemsize=itemsize)
     gradients = (num_rows + num_classes) * width * itemsize
     assert 1 <= rows <= max(num_rows, 1)

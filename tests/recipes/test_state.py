@@ -237,7 +237,7 @@ def test_the_wrapper_in_the_middle_of_a_batch(tmp_path):
     assert_same_states(resumed.state_dict(), model.state_dict())
 
 
-def test_values_go_into_the_tensors_that_are_there(tmp_path):
+def test_restores_into_existing_tensors(tmp_path):
     training, manager = Training(), TrainingStateManager(tmp_path)
     next(training.run())
     manager.save(1, **training.objects())

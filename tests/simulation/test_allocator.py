@@ -40,7 +40,7 @@ def test_every_decision_of_a_real_gpu(name):
     )
 
 
-def test_the_model_runs_out_of_memory_where_the_gpus_did():
+def test_runs_out_of_memory_at_the_recorded_requests():
     offload = replay("llama_offload_10_streams")
     assert (offload.num_retries, offload.num_ooms, offload.num_flushes) == (39, 0, 0)
     error = replay("expandable_card1_oom")
@@ -94,7 +94,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_model_is_told_apart(wrong, monkeypatch):
+def test_detects_wrong_models(wrong, monkeypatch):
     name, change = WRONG[wrong]
     if isinstance(change, tuple):
         monkeypatch.setattr(*change)
@@ -103,7 +103,7 @@ def test_a_wrong_model_is_told_apart(wrong, monkeypatch):
         assert not is_faithful(name, change)
 
 
-def test_a_replay_that_missed_one_decision_is_not_faithful():
+def test_one_missed_decision_is_unfaithful():
     name = "gpt_small_clean_start"
     found = replay(name)
     assert found.is_faithful(name)
@@ -204,7 +204,7 @@ def test_garbage_collection_gives_back_the_older_half(limit, given_back):
     assert gpu.num_retries == 0
 
 
-def test_expandable_segments_fit_where_fixed_ones_run_out():
+def test_expandable_segments_avoid_fragmentation():
     def batches(gpu):
         for _ in range(3):
             for block in [gpu.allocate(size * MIB) for size in (40, 60)]:

@@ -29,7 +29,7 @@ def build(request):
     return TASKS[request.param]
 
 
-def test_nothing_on_takes_no_memory(build):
+def test_default_settings_take_no_memory(build):
     plain, wrapped = measure_peaks(Run(build(), None)), measure_peaks(Run(build(), {}))
     assert 0 <= wrapped["peak_bytes"] - plain["peak_bytes"] < 8192  # torch's random state, 5056 bytes
 

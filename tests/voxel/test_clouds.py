@@ -91,7 +91,7 @@ def test_hausdorff_of_more_values_than_torch_quantile_takes():
         torch.quantile(values.flatten(), 0.5)
 
 
-def test_precision_and_recall_count_what_is_closer_than_the_threshold():
+def test_precision_and_recall_count_points_below_threshold():
     a, b = two_clouds(400, 150)
     table = all_distances(a, b)
     limits = [1.0, 3.0, 8.0]
@@ -104,7 +104,7 @@ def test_precision_and_recall_count_what_is_closer_than_the_threshold():
     torch.testing.assert_close(f_score(a, b, threshold=3.0), score[1])
 
 
-def test_recall_is_of_the_target_alone_whatever_the_prediction_holds():
+def test_recall_counts_target_points_only():
     """Kaolin divides by found and missed together: a dense half of the scene scores better there than here."""
     target = two_clouds(1000, 1)[0]
     half = target[target[:, 0] > target[:, 0].median()]

@@ -22,7 +22,7 @@ def batch():
     return torch.stack([cortex(), cortex().flip(1), cortex().roll(5, 2), torch.zeros_like(cortex())])
 
 
-def test_mixup_unites_occupancy_and_weighs_what_both_have():
+def test_mixup_unites_occupancy_and_averages_overlap():
     x = torch.zeros(2, 2, 2, 2, 2)
     x[0, :, 0, 0, 0] = torch.tensor([1.0, 4.0])  # the first sample alone
     x[1, :, 1, 1, 1] = torch.tensor([1.0, 2.0])  # the second alone
@@ -147,7 +147,7 @@ def test_peaks_are_the_result_and_little_beside_it():
         assert trace_allocations(lambda aug=aug, params=params: aug.apply(x, params)).peak <= 1.5 * x.nbytes
 
 
-def test_a_partner_that_is_oneself():
+def test_sample_paired_with_itself():
     x = torch.rand(1, 1, 4, 4, 4)
     for seed in range(5):
         torch.testing.assert_close(MixupAugmentation().apply(x, MixupAugmentation().sample(x.shape, seed=seed)), x)

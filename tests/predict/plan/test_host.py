@@ -56,7 +56,7 @@ def test_an_operator_with_larger_operands_takes_longer(times):
     assert seconds_of(times, aten.mm.default, small, small) < seconds_of(times, aten.mm.default, large, large)
 
 
-def test_nothing_of_the_caller_is_changed(times):
+def test_leaves_the_caller_unchanged(times):
     x, state = torch.zeros(4, 4), torch.get_rng_state()
     with torch.device("meta"):
         assert times.seconds(aten.bernoulli_.float, (x, 0.5), {}, x) > 0
@@ -90,7 +90,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("it may do anything, so it is not run")
 
 
-def test_what_cannot_be_run_is_counted(times):
+def test_counts_operators_it_cannot_run(times):
     x, large = torch.ones(8), torch.ones(2**18)
     calls = (
         (torch.ops.memkit_test_host.twice.default, (x,), {}),
@@ -111,7 +111,7 @@ def test_no_call_is_run_after_the_time_limit():
     assert times.num_measured == 0
 
 
-def test_a_call_that_is_too_large_is_estimated_from_measured_ones_of_its_operator(times):
+def test_estimates_oversized_call_from_measured_ones(times):
     def roofline(size):
         return times._roofline.seconds(aten.relu.default, (torch.ones(size),), {}, torch.ones(size))
 
