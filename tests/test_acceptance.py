@@ -67,7 +67,7 @@ def commit_script(root, script):
 
 
 @pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.diff")), ids=lambda path: path.stem)
-def test_patches_add_ten_lines_at_most_and_hold_no_other_line_of_the_project(patch):
+def test_patches_add_ten_lines_without_context(patch):
     text = patch.read_text()
     assert 0 < count_lines(text)[0] <= 10
     assert all(re.match(r"--- a/|\+\+\+ b/|@@ -\S+ \+\S+ @@$|[+-]", line) for line in text.splitlines())
@@ -87,7 +87,7 @@ def test_lines_are_counted_without_the_headers():
     assert count_lines(first + second) == (3, 2)
 
 
-def test_all_projects_are_on_file_with_equal_curves_and_ten_with_a_smaller_peak():
+def test_projects_have_equal_curves_and_ten_smaller_peaks():
     assert RESULTS.keys() == PROJECTS.keys()
     smaller = {name for name, entry in RESULTS.items() if entry["peak_bytes"]["memkit"] < entry["peak_bytes"]["plain"]}
     assert len(smaller) >= 10

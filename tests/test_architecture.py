@@ -40,7 +40,7 @@ JUDGES = {"is_out_of_memory", "classify_oom", "OomVerdict", "under_memory_pressu
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_no_handler_outside_the_kernel_judges_whether_memory_ran_out(path):
+def test_only_the_kernel_recognizes_out_of_memory(path):
     """`memkit._recovery` alone catches such errors, so that no second way to recover can drift away from it."""
     if KERNEL in path.parents or path in {
         PACKAGE / each for each in ("__init__.py", "train/__init__.py", "_machine/devices.py")

@@ -45,7 +45,7 @@ def test_the_svg_has_every_mark_inside_its_axes(chart):
     assert marks[0][1] > marks[1][1]
 
 
-def test_a_long_legend_has_several_rows_and_the_area_begins_below_it():
+def test_long_legend_wraps_above_the_area():
     def tops(num):
         curves = [Curve(f"a curve with a long name, {n}", (1, 2), (1, 2)) for n in range(num)]
         root = ET.fromstring(to_svg(Figure("", [Lines(curves, "", "")])))

@@ -12,7 +12,7 @@ def test_bars_are_as_long_as_their_share():
     assert none == f"b     {'░' * 28}          0 B   0.0%"
 
 
-def test_curves_are_rows_and_each_cell_has_the_largest_of_its_values():
+def test_curves_are_rows_of_cell_maxima():
     rising = Curve("rising", tuple(range(600)), tuple(n * GIB // 100 for n in range(600)))
     low = Curve("low", (0, 300, 301, 599), (0, 6 * GIB, 0, 0))
     name, first, _, second, below, level = chart_lines(Lines((rising, low), "step", "", levels=[("limit", GIB)]))

@@ -30,7 +30,7 @@ def test_a_comment_takes_a_finding_out(comment):
     assert rules_of(f"import torch\n{HABIT}  {comment}\n") == []
 
 
-def test_a_comment_on_any_line_of_the_call_counts_and_on_another_does_not():
+def test_comment_counts_on_lines_of_the_call_only():
     call = "import torch\ntorch.set_default_device(\n    'cuda',  # memkit: ignore[global-cuda-default]\n)\n"
     assert rules_of(call) == []
     assert rules_of(f"# memkit: ignore\n{SCRIPT}") == ["anomaly-left-on"]

@@ -90,7 +90,7 @@ def test_a_mean_of_chunk_means_would_be_wrong():
     assert abs(float((sum(parts) / len(parts) - loss).detach())) > 1e-2
 
 
-def test_when_all_is_ignored_the_mean_is_nan_and_gradients_zero_as_in_torch():
+def test_all_ignored_gives_nan_mean_and_zero_gradients():
     x, weight, _, targets = make()
     for loss_of in (chunked_linear_cross_entropy, whole):
         loss = loss_of(x, weight, torch.full_like(targets, -100))

@@ -137,7 +137,7 @@ def test_methods_and_partials_bring_their_parameters():
 # ---- the same numbers, the same casts
 
 
-def test_dropout_is_drawn_again_and_the_callers_state_is_left_alone():
+def test_dropout_repeats_without_touching_caller_state():
     module = nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 4)).double()
     x = torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(3)

@@ -133,7 +133,7 @@ def test_kept_graphs_are_not_run_again(mlp, edges):
     )
 
 
-def test_two_processors_cut_alike_and_a_third_call_measures_nothing(mlp, edges):
+def test_two_processors_cut_alike_and_reuse_measurements(mlp, edges):
     rows = edges[0]
     first, second = (mk.ChunkedProcessor(mlp, memory_budget="8MiB") for _ in range(2))
     assert first.plan(rows) == second.plan(rows)

@@ -134,7 +134,7 @@ def test_measurements_are_reused_for_other_row_counts_only():
     assert other.tried
 
 
-def test_ever_other_small_numbers_of_rows_are_soon_not_measured_any_more():
+def test_stops_measuring_ever_new_small_row_counts():
     sizer = Sizer(8 * MIB)
     problems = [Problem(num_rows) for num_rows in range(3000, 3500, 7)]
     for problem in problems:

@@ -29,7 +29,7 @@ def test_a_checkpoint_around_everything_saves_nothing():
     assert ours < 0.25 * plain
 
 
-def test_index_add_saves_the_messages_of_all_edges_though_each_chunk_is_checkpointed():
+def test_index_add_saves_all_messages_despite_checkpoints():
     module, num_edges = mlp(6, 32, 32), 32_768
     rows, index = torch.randn(num_edges, 6), torch.randint(500, (num_edges,))
     params = list(module.parameters())
@@ -49,7 +49,7 @@ def test_index_add_saves_the_messages_of_all_edges_though_each_chunk_is_checkpoi
     assert warm_peak_bytes(ours, *params) < messages / 4
 
 
-def test_a_gather_in_the_graph_makes_a_gradient_of_all_nodes_for_each_chunk():
+def test_gather_in_the_graph_makes_full_gradient_per_chunk():
     num = 16_384
     x, pick = torch.randn(num, 32, requires_grad=True), torch.randperm(num)
 
@@ -112,7 +112,7 @@ def test_a_gradient_of_many_parameters_does_not_make_chunks_short(width, budget_
     assert budget_mib is None or found <= budget_mib * MIB  # nor do the trials take more
 
 
-def test_a_gradient_of_many_parameters_does_not_make_chunks_of_a_loss_short():
+def test_parameter_gradients_do_not_shorten_loss_chunks():
     module, x = mlp(64, 4096, 1024), torch.randn(400, 64)
     proc = mk.ChunkedProcessor(module)
     proc.loss(x)

@@ -164,7 +164,7 @@ def test_guess_deciding_a_law_is_not_known():
 
 
 @pytest.mark.parametrize("function", ["crash", "crash_in_step", "reads_a_file"])
-def test_the_traceback_begins_at_the_users_file_and_leaves_memkit_out(folder, function, capsys):
+def test_traceback_begins_at_user_file_without_memkit(folder, function, capsys):
     assert main(["estimate", f"{folder}/steps.py:{function}"]) == 4
     said = capsys.readouterr().err.splitlines()
     lines = [line for line in said if not re.match(r"[EW]\d{4} ", line)]  # newer versions of torch log the operator

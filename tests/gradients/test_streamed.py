@@ -56,7 +56,7 @@ def test_gradcheck(x):
     )
 
 
-def test_a_retained_graph_gives_the_same_gradient_again_and_another_backward_is_torchs_error(model, x):
+def test_retained_graph_repeats_gradient(model, x):
     value = 2 * streamed(squares(model), x, params=model.parameters())
     first = torch.autograd.grad(value, x, retain_graph=True)
     same(torch.autograd.grad(value, x), first)  # multiplying the buffer in place would have doubled it
@@ -153,7 +153,7 @@ def test_captured_tensors_are_refused_with_their_shape(model, x):
         streamed(lambda rows: (rows @ forgotten).sum(), x)
 
 
-def test_a_captured_result_of_other_layers_is_refused_by_its_own_shape(model, x):
+def test_rejects_captured_result_by_its_shape(model, x):
     context = model(x).mean(0)  # its leaves are among the params, but its graph is another's
     with pytest.raises(mk.errors.InputError, match=r"shape \(2,\)"):
         streamed(lambda rows: (model(rows) * context).sum(), x, params=model.parameters())

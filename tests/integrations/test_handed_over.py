@@ -91,7 +91,7 @@ def test_accepts_prepared_model_but_no_accelerator():
     assert trainer.train_step(torch.ones(6, 4), mean_square).stepped
 
 
-def test_a_lightning_module_works_in_a_loop_of_ones_own_with_a_word():
+def test_lightning_module_works_in_own_loop_with_a_warning():
     found = pytest.importorskip("lightning")
 
     class Net(found.LightningModule):

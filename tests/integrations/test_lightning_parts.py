@@ -132,7 +132,7 @@ def test_step_runs_whole_in_validation_and_in_parent():
     assert seen[1:3] == [4, 4]
 
 
-def test_exact_accumulation_gives_a_short_last_group_its_full_weight():
+def test_short_last_group_has_full_weight():
     for is_exact in (False, True):
         module = Linear(mean_square)
         twin = nn.Linear(2, 1)

@@ -70,7 +70,7 @@ def peaks(result):
     return {call.nodeid.partition("::")[2]: dict(call.user_properties).get("memkit_peak_bytes") for call in calls}
 
 
-def test_the_limit_is_exact_to_the_byte_and_fixtures_count_when_used(run):
+def test_limit_is_exact_and_counts_used_fixtures(run):
     result = run(
         """
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_unmarked(): torch.ones(10**6)
     assert peaks(result)["test_unmarked"] is None
 
 
-def test_the_closest_marker_wins_and_every_kind_of_test_is_measured(run):
+def test_closest_marker_wins_for_every_kind_of_test(run):
     result = run(
         """
 @limit(100)

@@ -47,7 +47,7 @@ def test_cpu_counts_are_none_not_zero():
     assert devices.device_memory(torch.device("cpu")) == DeviceMemory()
 
 
-def test_cgroup_v2_takes_the_tightest_level_and_gives_back_the_page_cache(tmp_path):
+def test_cgroup_v2_takes_tightest_level_without_page_cache(tmp_path):
     root = write(
         tmp_path,
         {

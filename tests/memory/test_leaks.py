@@ -149,7 +149,7 @@ def test_growth_in_the_last_two_intervals_is_a_leak():
     assert check_and_append([1, 1, 0, 1, 1]) == [[], [], [("`kept`", 3)], [], [], [("`kept`", 5)]]
 
 
-def test_at_the_second_check_two_new_tensors_in_an_old_container_are_a_leak():
+def test_second_check_reports_two_tensors_in_old_container():
     assert check_and_append([2]) == [[], [("`kept`", 3)]]
 
     def build_anew():

@@ -68,7 +68,7 @@ def test_another_card_is_another_matter(directory):
         process.end()
 
 
-def test_two_claims_of_one_process_count_once_and_until_the_last_is_closed(directory):
+def test_claims_of_one_process_count_once_until_closed(directory):
     process = Process(directory)
     try:
         one, two = DeviceClaim("GPU-1", directory=directory), DeviceClaim("GPU-1", directory=directory)

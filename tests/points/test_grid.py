@@ -143,7 +143,7 @@ def test_the_partition_of_pointcept():
     assert shifted.num_cells != index.num_cells  # other borders
 
 
-def test_far_from_the_origin_float64_is_used_and_float32_storage_warns():
+def test_far_coordinates_use_float64_and_float32_warns():
     points = (torch.rand(2000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e4).float()
     index = GridIndex.from_coords(points, 0.12)
     assert (index.cells[index.cell_of_point()] == np.floor(points.double().numpy() / 0.12)).all()

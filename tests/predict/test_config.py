@@ -67,7 +67,7 @@ def test_reports_all_faults_at_once():
     assert_refused(lambda: TrainingConfig(batch_size=0, resolution="big"), ConfigError, words)
 
 
-def test_pydantics_own_entry_points_raise_pydantics_error_with_our_text():
+def test_pydantic_entry_points_raise_pydantic_error_with_our_text():
     for build in (TrainingConfig.model_validate, lambda data: TrainingConfig.model_validate_json(json.dumps(data))):
         with pytest.raises(
             ValidationError, match=r"TrainingConfig\(batch_size='2'\): got .* Way out: write batch_size=2"

@@ -164,7 +164,7 @@ def test_verdict_is_too_close_within_interval():
     assert "at least 1.07 GiB, or up to 1.27 GiB" in drivers.verdict(1200 * MIB).reason
 
 
-def test_a_peak_is_as_uncertain_as_the_scratch_memory_and_the_spread():
+def test_peak_uncertainty_covers_workspace_and_spread():
     estimate = step_of_1200_mib(workspace_bytes=MIB, spread=0.1)
     assert estimate.peak_interval == (810 * MIB, 990 * MIB)
     assert replace(estimate, workspace_bytes=200 * MIB).peak_interval == (810 * MIB, 1100 * MIB)
@@ -314,9 +314,7 @@ def test_the_table_is_part_of_the_package(tmp_path):
         ("mps", "arm64", None, 11_453_000_000, "Apple 16GB"),
     ],
 )
-def test_a_live_reading_keeps_total_and_name_and_takes_the_rest_from_the_table(
-    monkeypatch, device, own_name, architecture, total_bytes, row
-):
+def test_live_reading_keeps_total_and_name(monkeypatch, device, own_name, architecture, total_bytes, row):
     """The device's answers are put in: no test machine has these cards."""
     monkeypatch.setattr("memkit._machine.devices.resolve_device", torch.device)
     monkeypatch.setattr("memkit._machine.devices.device_name", lambda device: own_name)

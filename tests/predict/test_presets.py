@@ -28,7 +28,7 @@ def test_the_table(name, batch_size, steps, channels):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_fits_every_card_of_its_range_and_leaves_11_percent_of_it(name):
+def test_presets_fit_their_cards_with_11_percent_free(name):
     lowest, highest = PRESETS[name].range_gb
     estimate = estimate_by_formula(get_preset_config(name))
     cards = [card for card in all_gpus() if card.vendor == "NVIDIA" and lowest <= card.box_bytes / GIB <= highest]

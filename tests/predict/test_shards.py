@@ -79,7 +79,7 @@ def test_equals_a_real_replicated_step(name, real):
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_gathered_parameters_are_needed_for_that(name, real):
+def test_negative_control_without_gathered_parameters(name, real):
     """Negative control: without them no case is equal."""
     recording = rank_run(name).recording
     gathered = [storage.id for storage in recording.storages() if storage.operator == "fsdp.unshard"]

@@ -136,7 +136,7 @@ def test_trains_like_the_plain_loop_and_leaves_no_trace(kind):
     assert loop.figures["loss"] > 0
 
 
-def test_an_own_run_step_on_the_object_is_put_back_also_after_an_error():
+def test_restores_own_run_step_after_an_error():
     base = TrainLoop(5)
 
     def broken(batch, cond):

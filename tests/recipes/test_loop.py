@@ -194,7 +194,7 @@ def test_epoch_dependent_data_set_gets_the_epoch(kind):
     assert sum(seen[-2:]) == pytest.approx(sum(dataset[i]["x"].sum().item() for i in range(4)), rel=1e-6)
 
 
-def test_a_sigterm_inside_a_validation_is_obeyed_and_the_validation_made_up_for(tmp_path):
+def test_sigterm_in_validation_is_obeyed_and_validation_repeated(tmp_path):
     whole, expected = make(val_loader=loader_of(50), monitor=ValidationMonitor())
     result = whole.run(num_epochs=2)
     with TrainingStateManager(tmp_path) as state:

@@ -138,7 +138,7 @@ def test_an_invalid_count_is_refused(count):
         run(trainer_of(nn.Linear(3, 1)), [torch.ones(2, 3)], rows_of_loss(loss_fn))
 
 
-def test_losses_of_batches_without_rows_are_weighed_by_their_counts():
+def test_losses_without_rows_are_weighted_by_counts():
     """A batch of 3 graphs must not weigh as much as one of 100; nothing but the loss says how many there are."""
 
     def losses(model, graphs):

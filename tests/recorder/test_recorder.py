@@ -267,7 +267,7 @@ def test_names_module_operator_and_line_in_forward_and_backward():
     assert weight_gradient.category == "gradient"
 
 
-def test_two_roots_have_names_apart_and_parameters_belong_to_their_module():
+def test_two_roots_have_distinct_names():
     first, second = nn.Sequential(nn.Linear(2, 30)), nn.Sequential(nn.Linear(30, 40))
     with Recorder() as recorder:
         second(first(torch.zeros(5, 2)))

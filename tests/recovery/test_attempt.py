@@ -223,7 +223,7 @@ FAILURES = [fail_plainly, fail_in_a_cycle, fail_with_a_ring, fail_with_a_cause, 
 
 
 @pytest.mark.parametrize("fail", FAILURES)
-def test_no_tensor_of_a_failed_attempt_is_alive_when_the_next_starts(fail):
+def test_failed_attempt_is_freed_before_the_next(fail):
     probe = Probe(largest=20, fail=fail)
     gc.disable()  # so that only the recovery's own collection can free a cycle
     try:

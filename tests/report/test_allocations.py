@@ -116,7 +116,7 @@ def with_odd_actions():
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_any_form_of_action_and_any_protocol_is_read_as_pickle_reads_it(protocol):
+def test_reader_matches_pickle_for_all_forms_and_protocols(protocol):
     value = with_odd_actions()
     expected = plain(value["device_traces"][0])
     assert trace_of(pickle.dumps(value, protocol=protocol)) == expected
@@ -380,7 +380,7 @@ def test_page_is_small_self_contained_and_has_the_peak(long_file, tmp_path):
     assert f"{data['numBlocks'] - data['numShown']:,}" in page
 
 
-def test_a_hundred_thousand_actions_become_few_events_with_the_peak_and_the_shortage(tmp_path):
+def test_many_actions_become_few_events_with_peak(tmp_path):
     chance, trace, live = random.Random(0), [], []
     for number in range(100_000):
         if live and chance.random() < 0.5:

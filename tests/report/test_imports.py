@@ -93,7 +93,7 @@ def test_blocks_before_the_history_can_be_the_peak(tmp_path):
     assert read_figures(log, None).peak.num_bytes == 1000 * MIB
 
 
-def test_two_cards_are_two_runs_and_a_list_of_segments_is_a_snapshot(tmp_path):
+def test_two_cards_are_two_runs_and_segments_a_snapshot(tmp_path):
     two = snapshot()
     two["segments"].append({**two["segments"][0], "device": 1})
     log = read_memory_events(save(tmp_path, two))

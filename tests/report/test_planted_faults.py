@@ -111,7 +111,7 @@ def test_no_false_alarm(name, device, tmp_path):
     assert report.severity == "good", report.headline
 
 
-def test_two_faults_at_once_give_the_worse_first_and_list_the_other(tmp_path):
+def test_two_faults_list_the_worse_first(tmp_path):
     report = make_report(log_of("leak_and_evaluation", "cpu", tmp_path / "log.jsonl"))
     assert [finding["kind"] for finding in report.figures()["findings"]] == ["leak", "evaluation_graph"]
     also = next(section for section in report.sections if section.title.startswith("Findings")).nodes

@@ -141,7 +141,7 @@ def test_message_sizes_and_limit():
     assert_refused(lambda: gpu.set_memory_fraction(1.5), InputError, "fraction")
 
 
-def test_a_retry_gives_the_whole_cache_back_and_a_split_segment_stays():
+def test_retry_frees_the_cache_except_split_segments():
     gpu = new(capacity=100 * MIB)
     whole, first, second = gpu.allocate(40 * MIB), gpu.allocate(8 * MIB), gpu.allocate(8 * MIB)
     gpu.free(whole)

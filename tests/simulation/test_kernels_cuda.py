@@ -153,7 +153,7 @@ def convolved(memory_format, dtype=torch.float32, groups=1, of_weight=None, dims
 
 
 @pytest.mark.parametrize("groups", [1, 64])
-def test_a_convolution_works_in_the_order_of_its_input_or_its_weight(groups):
+def test_convolution_uses_format_of_input_or_weight(groups):
     """Without CUDA torch says that every order is the plain one, also for tensors that are said to be on a GPU."""
     last, plain = torch.channels_last, torch.contiguous_format
     with mk.VirtualGPU("RTX 4090"):

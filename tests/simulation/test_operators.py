@@ -170,7 +170,7 @@ def test_a_layer_of_inference_shows_its_operators(card):
         (torch.float32, None, 4 * 2**20),
     ],
 )
-def test_softmax_widens_float16_inside_its_kernel_and_converts_bfloat16_before(card, dtype, asked, num_bytes):
+def test_softmax_widens_float16_inside_and_bfloat16_before(card, dtype, asked, num_bytes):
     x = torch.ones(1024, 1024, device="cuda", dtype=dtype)
     before = card.allocated_bytes
     torch.cuda.reset_peak_memory_stats()

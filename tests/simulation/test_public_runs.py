@@ -22,7 +22,7 @@ def test_autocast_training_step_matches_gpu_blocks():
     assert recorded - alike <= _ONE_EARLIER
 
 
-def test_attention_from_an_empty_allocator_is_the_gpus_in_every_block():
+def test_attention_matches_gpu_in_every_block():
     run = _BY_NAME["attention in parts, forward and backward"]
     played = run.play()
     assert num_alike(run, played) == (36, 36)

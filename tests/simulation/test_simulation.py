@@ -111,7 +111,7 @@ def test_unrecorded_block_raises():
 # ------------------------------------------------------------------------------------------------- patches
 
 
-def test_patches_are_undone_by_an_error_and_the_last_of_several_blocks_undoes():
+def test_patches_are_undone_after_error_and_last_block():
     from memkit._simulation.leftovers import Patches
 
     class Owner:

@@ -50,7 +50,7 @@ X, W, Y = 2 * 8 * 32 * 32, 16 * 8 * 3 * 3, 2 * 16 * 32 * 32
         ("V100 32GB", {"groups": 8}, 0),
     ],
 )
-def test_cudnn_benchmark_takes_the_workspace_of_the_fastest_algorithm(gpu, options, numbers):
+def test_cudnn_benchmark_takes_workspace_of_fastest_algorithm(gpu, options, numbers):
     taken = peak_of_convolution(gpu, benchmark=True, **options) - peak_of_convolution(gpu, benchmark=False, **options)
     size = options.get("dtype", torch.float32).itemsize
     assert taken == math.ceil(numbers * size / 512) * 512  # blocks are multiples of 512 bytes

@@ -259,7 +259,7 @@ def test_step_completes_in_a_limit_that_tears_plain_step(foreach):
 
 @pytest.mark.parametrize("kind", [*MUST, "radam", "nadam"])
 @pytest.mark.parametrize("sizes", [(64,) * 8, (512, 8), (1000,)])
-def test_the_peak_is_at_most_a_tenth_above_parameters_gradients_and_state(kind, sizes):
+def test_peak_is_a_tenth_above_model_and_state_at_most(kind, sizes):
     parameters = [nn.Parameter(torch.randn(size, 16_000)) for size in sizes]  # 33 to 64 MB
     optimizer = KINDS[kind](parameters, foreach=True)
     materialize_state(optimizer)

@@ -21,7 +21,7 @@ def forward(model, part):
     return {"scores": model(part), "is_high": model.whole(part)[:, 0] > 0}
 
 
-def test_results_are_the_whole_batchs_and_only_failed_parts_run_again(rows):
+def test_results_equal_whole_batch_and_only_failed_parts_rerun(rows):
     model, trainer = make(room=40)
     with trainer.evaluation() as evaluate:
         found = evaluate(rows, forward)

@@ -84,7 +84,7 @@ def test_forward_keeps_nearly_the_whole_budget(share):
     assert budget - largest <= live[-1] <= budget + 64
 
 
-def test_several_views_of_a_storage_are_written_once_and_keep_their_strides():
+def test_views_of_a_storage_are_written_once_with_strides():
     x = torch.randn(64, 3, 128, requires_grad=True)
     offload = offload_activations(to="disk", min_bytes=64)
     seen = []

@@ -137,7 +137,7 @@ def compares_rows(model, x):
     return (out[:, None] - out[None]).pow(2).mean()
 
 
-def test_a_loss_that_compares_rows_is_refused_or_split_with_a_warning():
+def test_loss_comparing_rows_is_rejected_or_split_with_warning():
     caught = assert_refused(lambda: step(compares_rows), mk.MemkitOutOfMemoryError, "compares or mixes the rows")
     assert isinstance(caught.__cause__, torch.OutOfMemoryError)
     _, result, _, told = step(compares_rows, on_oom="inexact")

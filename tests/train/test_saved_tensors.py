@@ -161,7 +161,7 @@ def test_a_second_derivative():
     compared(model, lambda: model(x).square().mean(), penalized)
 
 
-def test_a_backward_inside_of_the_block_and_another_forward_after_it():
+def test_backward_inside_the_block_and_forward_after_it():
     model, x = block(), torch.randn(8, 32)
     names = operators_of(lambda: model(x).sum())
     plain = outcome(lambda: model(x).sum(), model)
@@ -369,14 +369,14 @@ class Messages(nn.Module):
 @pytest.mark.parametrize(
     "how", ["in place", "scaled", "view", "used before and after", "saved by another", "saved by both"]
 )
-def test_index_add_needs_the_shape_alone_of_what_it_adds(how):
+def test_index_add_saves_only_the_shape_of_its_source(how):
     torch.manual_seed(0)
     model = Messages(how)
     compared(model, model)
     compared(model, model, lambda loss: loss.backward(retain_graph=True) or loss.backward())
 
 
-def test_index_add_lets_go_of_what_it_adds():
+def test_index_add_releases_its_source():
     x, nodes, storages = torch.randn(6, 4, requires_grad=True), torch.zeros(6, dtype=torch.long), []
 
     def forward():

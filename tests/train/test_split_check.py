@@ -533,7 +533,7 @@ def test_displayed_values_raise_no_alarm(what):
     assert check_split(Counting(), torch.randn(ROWS, 6), loss_fn).exact is True
 
 
-def test_a_parameter_with_a_tiny_gradient_counts_as_much_as_a_huge_one():
+def test_tiny_gradients_count_like_huge_ones():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()

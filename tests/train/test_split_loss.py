@@ -342,7 +342,7 @@ def test_hooks_see_the_batchs_gradient_once():
     assert len(seen) == len(stepped) == 2
 
 
-def test_an_optimizer_in_backward_steps_once_with_the_batchs_gradient():
+def test_optimizer_in_backward_steps_once_with_batch_gradient():
     plain, model = make().eval(), make().eval()
     split = mk.SplitLoss(model, num_microbatches=4)
     for each, run in ((plain, lambda: square_error(plain, rows())), (model, lambda: split(rows(), square_error))):

@@ -80,7 +80,7 @@ def test_sparse_equals_dense_bit_for_bit(dtype):
         assert torch.equal(back.features, again.features)
 
 
-def test_the_inverse_undoes_the_moves_and_leaves_the_noise_in_place():
+def test_inverse_undoes_moves_but_not_noise():
     aug = VoxelAugmentation()
     params = one(brain().shape[1:], flips="XZ", turns=2, noise_std=0.1, dropout_prob=0.2, seed=7)
     still = one(brain().shape[1:], noise_std=0.1, dropout_prob=0.2, seed=7)
@@ -219,7 +219,7 @@ def test_points_move_with_their_voxels():
     assert 100 < len(dropped.coords) == len(dropped.features) < 200
 
 
-def test_labels_are_moved_and_never_changed_and_a_target_can_go_without_noise():
+def test_labels_move_unchanged_and_targets_may_skip_noise():
     x = {"radar": cortex(), "surface": cortex()[:1], "labels": cortex()[:1].to(torch.int32)}
     aug = VoxelAugmentation(layout=CORTEX)
     params = one((48, 48, 48), flips="X", turns=1, noise_std=0.1, dropout_prob=0.5, seed=1)

@@ -378,7 +378,7 @@ class TestForeignCallables:
         assert random.getstate() == state[1]
         assert np.random.get_state()[1].tolist() == state[2]
 
-    def test_those_with_a_state_are_found_inside_of_another_librarys_compose(self):
+    def test_finds_stateful_transforms_inside_foreign_compose(self):
         class Seeded:
             def set_random_state(self, seed):
                 self.chance = np.random.default_rng(seed)

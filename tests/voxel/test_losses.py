@@ -89,7 +89,7 @@ def test_an_offset_is_no_structure_and_an_axis_of_one_voxel_none():
     assert (value, gradient.abs().sum()) == (0, 0)
 
 
-def test_logits_are_safe_under_autocast_and_the_empty_grid_is_finite():
+def test_logits_are_autocast_safe_and_finite_on_empty_grid():
     target = (crops(2, 12)[:, :1] > 0).float()
     logits = 30 * torch.randn(target.shape)
     loss = OccupancyAwareLoss(5.0, kind="bce")

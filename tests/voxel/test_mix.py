@@ -77,7 +77,7 @@ def test_labels_come_in_pairs_with_a_weight_for_each_sample():
     assert_refused(partial(aug.labels, torch.arange(3), params), InputError, "4 samples")
 
 
-def test_targets_are_mixed_with_their_inputs_and_labels_are_not_blended():
+def test_mixes_targets_with_inputs_without_blending_labels():
     mix = MixupAugmentation()
     params = mix.sample((2, 1, 8, 8, 8), seed=0)
     x, target = torch.rand(2, 1, 8, 8, 8), torch.rand(2, 1, 8, 8, 8)
@@ -90,7 +90,7 @@ def test_targets_are_mixed_with_their_inputs_and_labels_are_not_blended():
     assert_refused(lambda: MixupAugmentation(alpha=0), ConfigError, "alpha")
 
 
-def test_holes_are_filled_with_empty_values_and_a_target_keeps_its_voxels():
+def test_fills_holes_with_empty_values_and_keeps_target():
     layout = VoxelLayout(("occupancy", "scalar"), empty_value=(-1, 7))
     x = torch.ones(2, 16, 16, 16)
     cut = CutoutAugmentation(prob=1.0, size=0.5, layout=layout)

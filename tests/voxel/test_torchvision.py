@@ -52,7 +52,7 @@ def test_random_containers(wrap):
     assert torch.equal(wrap([FLIP], **options)(VOLUME), FLIPPED)
 
 
-def test_transforms_of_torchvision_in_a_composed_augmentation_repeat():
+def test_torchvision_transforms_repeat_in_composition():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # they draw from torch's generator
         chain = mk.ComposedAugmentation(

@@ -121,7 +121,7 @@ def test_estimates_oversized_call_from_measured_ones(times):
     assert too_large - extra == pytest.approx((measured - extra) / roofline(2**17) * roofline(2**20))
 
 
-def test_measures_a_file_only_where_memory_is_free(monkeypatch):
+def test_measures_a_file_only_with_free_memory(monkeypatch):
     slow = HostTimes(2**50)  # nothing is free beside such a budget: the system would write to the disk at once
     assert slow.moving_seconds(2**20) == 2**21 / 2e8
     fast = HostTimes(2**20)
@@ -149,6 +149,6 @@ print(is_given_back(2**19), is_given_back(24 * 2**20), is_given_back(30 * 2**20)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-def test_the_allocator_keeps_blocks_as_large_as_those_of_the_step_and_no_larger():
+def test_allocator_keeps_blocks_up_to_step_size():
     """A block of 32 MiB, freed to begin with, changes what the process keeps for good."""
     assert run_python(_CHILD).stdout.split() == ["False", "True", "True"]

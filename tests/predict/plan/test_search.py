@@ -114,7 +114,7 @@ def test_equal_blocks_are_treated_from_the_first_on():
 
 
 @given(st.integers(1, 5000))
-def test_numbers_of_micro_batches_have_different_sizes_and_cover_the_rows(num_rows):
+def test_micro_batch_counts_differ_in_size_and_cover_rows(num_rows):
     counts = micro_batch_counts(num_rows)
     sizes = [-(-num_rows // count) for count in counts]
     assert sizes == sorted(set(sizes), reverse=True)

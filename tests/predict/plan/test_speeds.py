@@ -26,7 +26,7 @@ def test_an_operator_takes_the_longer_of_computing_and_moving():
     assert SPEEDS.moving_seconds(1000) == 2 * 1000 / 1e7
 
 
-def test_each_listed_card_is_a_card_of_the_table_with_plausible_speeds():
+def test_listed_cards_are_known_with_plausible_speeds():
     for gpu in all_gpus():
         if gpu.vendor == "NVIDIA":
             speeds = card_speeds(gpu)

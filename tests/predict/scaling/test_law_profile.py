@@ -75,7 +75,7 @@ def test_build_step_receives_the_mode(result):
     assert own.peaks("inference") == result.peaks("inference")
 
 
-def test_inference_of_a_training_step_has_no_graph_no_gradients_and_no_state():
+def test_inference_mode_has_no_graph_gradients_or_state():
     trace = trace_step(build_step, 1000, "inference")
     assert {place.phase for place in trace.places} <= {"forward", "other"}
     assert trace.live[0] == 1000 * 16 * 4 + 4 * (16 * 64 + 64 + 64 + 1)
@@ -265,7 +265,7 @@ def test_plot_marks_out_of_memory_and_draws_laws_only(result):
     assert "Crosses: out of memory." in without_law.plot()
 
 
-def test_a_step_without_tensors_and_points_without_peaks_have_text_and_plot():
+def test_empty_results_have_text_and_plot():
     empty = profile_scaling(lambda n: lambda: None, [10, 20], ["train"])
     assert (empty.peaks("train"), empty.scaling_factor("train")) == ({10: 0, 20: 0}, None)
     failed = ScalingResult((ScalingPoint(10, "train", "error", None, "ValueError", "measured"),), {})

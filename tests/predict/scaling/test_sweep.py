@@ -90,7 +90,7 @@ def test_a_config_goes_through_a_file(tmp_path):
 # ---------------------------------------------------------------------------------------------------- reference
 
 
-def test_the_integral_transform_is_the_mean_of_kernel_times_feature():
+def test_integral_transform_averages_kernel_times_feature():
     torch.manual_seed(0)
     transform = IntegralTransform((5,), 2, 3).double()
     sources, targets, features = (torch.rand(n, d, dtype=torch.float64) for n, d in ((4, 2), (3, 2), (4, 3)))
