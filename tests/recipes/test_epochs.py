@@ -289,7 +289,7 @@ class TestForgottenEpochs:
         list(loader)
         del loader
 
-    def test_unused_sampler_is_ignored(self):
+    def test_unshuffled_order_needs_no_epoch(self):
         batches = mk.recipes.ResumableBatchSampler(16, 4, shuffle=False)
         assert list(batches) == list(batches)
 
