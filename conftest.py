@@ -12,10 +12,12 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 
 def prepare(namespace: dict[str, Any]) -> None:
-    """Let a page ask for a library, and hide what the test session holds: pages about leaks look at every object.
+    """Give each page the same random numbers in any order, and let it ask for a library.
 
-    For good: shown again, it would be looked at by each of the hundreds of collections that recoveries run.
+    It also hides what the test session holds, because pages about leaks look at every object. That is for good: shown
+    again, it would be looked at by each of the hundreds of collections that recoveries run.
     """
+    torch.manual_seed(0)  # noqa: TID251 - that of the test session, where a page is the program
     namespace["is_missing"] = is_missing  # for comments such as <!-- skip: start if(is_missing("monai")) -->
     gc.collect()  # what is garbage now would never be found again
     gc.freeze()

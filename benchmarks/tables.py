@@ -502,7 +502,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "split_check": Table(
         "{step}",
-        "step | peak of a look, of a plain step | operations, in plain steps | time, in plain steps",
+        "step | peak of a check, of a plain step | operations, in plain steps | time, in plain steps",
         "{step} | {look_bytes:,.0f in MiB} of {plain_bytes:,.0f MiB} | {operations:.2f} | {time_ratio:.2f}",
         {"operations": lambda row: row["look_flops"] / row["plain_flops"]},
     ),

@@ -67,7 +67,7 @@ def commit_script(root, script):
 
 
 @pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.diff")), ids=lambda path: path.stem)
-def test_patches_add_ten_lines_at_most_and_hold_no_other_line_of_the_project(patch):
+def test_patches_add_ten_lines_without_context(patch):
     text = patch.read_text()
     assert 0 < count_lines(text)[0] <= 10
     assert all(re.match(r"--- a/|\+\+\+ b/|@@ -\S+ \+\S+ @@$|[+-]", line) for line in text.splitlines())
@@ -75,7 +75,7 @@ def test_patches_add_ten_lines_at_most_and_hold_no_other_line_of_the_project(pat
 
 
 @pytest.mark.parametrize("path", sorted((PATCHES.parent / "projects").glob("*.py")), ids=lambda path: path.stem)
-def test_the_list_of_projects_needs_none_of_their_packages(path):
+def test_listing_projects_needs_no_packages(path):
     imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"benchmarks", "numpy", "torch"}
@@ -87,7 +87,7 @@ def test_lines_are_counted_without_the_headers():
     assert count_lines(first + second) == (3, 2)
 
 
-def test_all_projects_are_on_file_with_equal_curves_and_ten_with_a_smaller_peak():
+def test_projects_have_equal_curves_and_ten_smaller_peaks():
     assert RESULTS.keys() == PROJECTS.keys()
     smaller = {name for name, entry in RESULTS.items() if entry["peak_bytes"]["memkit"] < entry["peak_bytes"]["plain"]}
     assert len(smaller) >= 10
@@ -105,7 +105,7 @@ def test_all_projects_are_on_file_with_equal_curves_and_ten_with_a_smaller_peak(
         assert entry["time_ratio"] > 0
 
 
-def test_a_difference_is_seen_in_losses_parameters_and_statistics(tmp_path):
+def test_detects_differences_in_losses_parameters_and_statistics(tmp_path):
     project = make_project()
     plain = run(project, write_script(tmp_path / "plain", SCRIPT), "state", "float64")
     assert len(plain.losses) == 4  # the run was ended after the fourth step, and its loss was printed
@@ -126,14 +126,14 @@ def test_a_difference_is_seen_in_losses_parameters_and_statistics(tmp_path):
     assert not judge(project, plain, shorter)["is_equal"]
 
 
-def test_peak_is_that_of_the_allocator_from_the_start(tmp_path):
+def test_peak_is_the_allocators_from_the_start(tmp_path):
     kept = "import torch\nkept = torch.zeros(10_000_000)\n" + SCRIPT
     figures = run(make_project(), write_script(tmp_path / "kept", kept), "peak", "float32").figures
     assert 40_000_000 < figures["warm_peak_bytes"] <= figures["peak_bytes"] < 40_200_000
     assert figures["num_steps"] == 4
 
 
-def test_a_copy_is_made_from_the_commit_and_patched_before_it_is_prepared(tmp_path):
+def test_copies_commit_and_patches_before_preparing(tmp_path):
     source = commit_script(tmp_path / "ours", "x = 1\ny = 2\n")
     (source / "train.py").write_text("an edit that is not committed")
     patch = tmp_path / "ours.diff"

@@ -40,7 +40,7 @@ JUDGES = {"is_out_of_memory", "classify_oom", "OomVerdict", "under_memory_pressu
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_no_handler_outside_the_kernel_judges_whether_memory_ran_out(path):
+def test_only_the_kernel_recognizes_out_of_memory(path):
     """`memkit._recovery` alone catches such errors, so that no second way to recover can drift away from it."""
     if KERNEL in path.parents or path in {
         PACKAGE / each for each in ("__init__.py", "train/__init__.py", "_machine/devices.py")
@@ -78,7 +78,7 @@ def private_parts(tree):
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_private_parts_of_torch_are_named_in_the_seam_only(path):
+def test_private_torch_names_stay_in_the_seam(path):
     if SEAM not in path.parents:
         assert list(private_parts(ast.parse(path.read_text("utf-8")))) == []
 
@@ -98,7 +98,7 @@ PRIVATE_NAMES = {name for path in SEAM_FILES for name in private_names(ast.parse
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_private_parts_of_torch_are_not_reached_by_name_either(path):
+def test_private_torch_names_are_not_reached_by_string(path):
     """`getattr(module, "_buffers")` needs the seam as well."""
     if SEAM not in path.parents:
         texts = {node.value for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Constant)}
@@ -126,7 +126,7 @@ def test_no_file_outside_the_seam_may_name_private_attributes():
     }  # fmt: skip
 
 
-def test_the_law_sees_what_it_forbids():
+def test_law_detects_violations():
     text = "from torch.utils import _pytree\nimport torch._dynamo\nfrom torch._C import DispatchKey\ntorch._C._nn.x()"
     assert len(set(private_parts(ast.parse(text)))) >= 4
     assert list(private_parts(ast.parse("import torch\ntorch.__version__\nfrom torch import nn"))) == []

@@ -44,7 +44,7 @@ def test_counters_of_every_quick_case_are_the_committed_ones(name, tmp_path):
     assert compare(name, tmp_path, RESULTS) == []
 
 
-def test_a_counter_that_differs_is_named_with_both_values(today, tmp_path):
+def test_differing_counter_is_shown_with_both_values(today, tmp_path):
     result = read_result(FAST)
     kind, figures = next(iter(result["figures"].items()))
     right = figures["largest_error_bytes"]
@@ -53,7 +53,7 @@ def test_a_counter_that_differs_is_named_with_both_values(today, tmp_path):
     assert compare(FAST, today, tmp_path) == [f"{kind}/largest_error_bytes: committed {right + 1}, now {right}"]
 
 
-def test_counters_that_went_or_came_are_named():
+def test_names_removed_and_added_counters():
     assert differences({"a": 1, "b": 2}, {"b": 2, "c": True}) == [
         "a: committed 1, now absent",
         "c: committed absent, now True",
@@ -65,7 +65,7 @@ def test_only_fractions_may_differ_in_their_last_digits():
     assert len(differences({"a": 10**12}, {"a": 10**12 + 1})) == 1
 
 
-def test_figures_are_named_by_their_place_and_chosen_by_patterns():
+def test_figures_are_selected_by_path_patterns():
     figures = {"rows": [{"peak_bytes": 3, "seconds": 0.1}, {"peak_bytes": 4}], "name": "a.b, c"}
     assert dict(named_figures(figures)) == {
         "rows/0/peak_bytes": 3,
@@ -83,7 +83,7 @@ def test_every_case_is_declared_and_every_declaration_has_a_case():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_pattern_names_a_figure_and_none_that_changes(name):
+def test_patterns_match_only_stable_figures(name):
     figures = read_result(name)["figures"]
     for pattern in CASES[name].counters:
         found = counters_of(figures, (pattern,))
@@ -92,7 +92,7 @@ def test_every_pattern_names_a_figure_and_none_that_changes(name):
         assert not [place for place in found if changing.search(place)]
 
 
-def test_check_ends_with_1_where_a_case_cannot_run(capsys):
+def test_check_exits_with_1_if_a_case_cannot_run(capsys):
     assert main(["check", "check_scripts"]) == 1
     assert "--sources FOLDER" in capsys.readouterr().out
 

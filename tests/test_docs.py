@@ -13,7 +13,7 @@ from benchmarks.tables import DOCS, TABLES, render, render_tables
 RESULT = {"figures": {"cases": [{"rows": 1024, "ways": {"plain": {"bytes": 3 * 2**20}, "memkit": {"bytes": 0}}}]}}
 
 
-def test_tables_are_what_the_result_files_say():
+def test_tables_match_result_files():
     assert {path.name for path in DOCS} >= {"README.md", "gradient-accumulation.md"}
     for path in DOCS:
         assert render(path.read_text()) == path.read_text(), f"run python -m benchmarks.tables to renew {path.name}"
@@ -51,7 +51,7 @@ def test_a_table_is_filled_from_a_result_file():
 
 
 @pytest.mark.parametrize(("cells", "problem"), [("{way} | {byte}", KeyError), ("{way}", ValueError)])
-def test_a_template_that_does_not_fit_is_refused(cells, problem):
+def test_rejects_mismatched_template(cells, problem):
     with pytest.raises(problem):
         Table("cases/{case}/ways/{way}", "way | peak", cells).render(RESULT)
 
@@ -63,7 +63,7 @@ def test_every_result_has_environment_and_commit():
         assert environment["versions"]["torch"], path.name
 
 
-def test_a_page_asks_for_the_library_that_the_tests_do_not_bring():
+def test_pages_skip_blocks_of_missing_libraries():
     """Its blocks run where the library is installed, and are skipped elsewhere."""
     asked = {}
     for path in (Path(__file__).parents[1] / "docs").rglob("*.md"):

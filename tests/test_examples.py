@@ -90,13 +90,13 @@ def test_the_ladder_trains_as_plain_pytorch_does(printed):
 
 
 @pytest.mark.slow
-def test_exact_accumulation_shows_what_its_page_says():
+def test_exact_accumulation_matches_its_page():
     """The table of its page: an error near 1e-16 for memkit, large for the usual loop, 0.75 in the last group."""
     done = run_module("examples.exact_accumulation")
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
     usual, exact = rows["usual: loss / steps"], rows["memkit"]
     # The text is a source file of this Python: another patch release has another argparse.py.
-    page = (ROOT / "docs" / "split-check.md").read_text()
+    page = (ROOT / "docs" / "gradient-accumulation.md").read_text()
     (said,) = re.findall(r"usual: `\(loss / steps\).backward\(\)` \| (\S+) \| (\S+) \| (\S+) \|", page)
     assert list(map(float, usual[:3])) == pytest.approx(list(map(float, said)), rel=0.5)
     assert float(usual[2]) == pytest.approx(0.75, abs=0.01)

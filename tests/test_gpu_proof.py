@@ -31,7 +31,7 @@ def ran(tmp_path_factory):
     return work
 
 
-def test_without_a_gpu_nothing_runs(tmp_path, capsys):
+def test_runs_no_case_without_gpu(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert main(["gpu", "--work", str(tmp_path / "work")]) == command.REFUSED
@@ -54,7 +54,7 @@ def test_a_virtual_card_is_predicted_to_the_byte(ran):
     assert found.card.is_virtual
 
 
-def test_what_is_done_is_not_run_again(ran, capsys):
+def test_skips_finished_cases(ran, capsys):
     before = (ran / "measured-gan.json").stat().st_mtime_ns
     assert command.Run(ran, CARD).cases(FEW, is_again=False) == command.DONE
     assert (ran / "measured-gan.json").stat().st_mtime_ns == before
@@ -92,7 +92,7 @@ def test_another_measurement_is_found_and_traced_to_its_operators(ran):
     assert (row["kept_bytes"], row["inside_bytes"]) == (0, 8 * MIB)
 
 
-def test_the_ledger_enters_what_an_operator_takes_for_itself():
+def test_ledger_records_operator_workspace():
     with mk.VirtualGPU(CARD), Ledger() as ledger:
         x = torch.zeros(4, 64, 32, 32, device="cuda", requires_grad=True)
         F.conv2d(x, torch.zeros(64, 64, 3, 3, device="cuda")).sum().backward()
@@ -103,7 +103,7 @@ def test_the_ledger_enters_what_an_operator_takes_for_itself():
     assert conv.kept == conv.most == 4 * 64 * 30 * 30 * 4
 
 
-def test_operators_of_one_side_count_with_what_they_keep():
+def test_one_sided_operators_count_saved_tensors():
     plain = [Operator("mm", 0, 100, 100), Operator("add", 100, 50, 50)]
     more = [plain[0], Operator("copy", 100, 30, 40), plain[1]]
     assert differing_operators(plain, plain) == []
@@ -145,13 +145,13 @@ def test_a_failed_case_says_its_reason_without_folders(tmp_path, monkeypatch):
     assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: no file train.py")
 
 
-def test_a_case_that_hangs_is_killed(tmp_path, monkeypatch):
+def test_kills_hanging_case(tmp_path, monkeypatch):
     outcome = run_one(tmp_path, monkeypatch, Case(predicted, limit_s=1), script(tmp_path, "sleep 60"))
     assert (outcome.status, outcome.reason) == ("timed out", "over 1 s")
     assert outcome.seconds < 30
 
 
-def test_what_needs_more_than_there_is_is_skipped(tmp_path):
+def test_skips_cases_exceeding_the_card(tmp_path):
     run = command.Run(tmp_path, CARD)
     assert run.one("ranks", CASES["ranks"]).reason == "needs 2 GPUs"
     assert run.one("sampler", CASES["sampler"]).reason == "needs a GPU with data"
@@ -179,7 +179,7 @@ def small_evidence(**changes):
 
 
 @given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_a_file_with_one_wrong_bit_is_refused_or_the_same(place, bit, tmp_path_factory):
+def test_flipped_bit_is_rejected_or_harmless(place, bit, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "bit.json"
     expected = small_evidence()
     expected.write(path)
@@ -248,7 +248,7 @@ def test_a_virtual_file_is_not_added(ran, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "gpu").exists()
 
 
-def test_the_page_is_that_of_the_committed_files():
+def test_page_matches_committed_files():
     before = page.PAGE.read_text()
     page.main()
     after = page.PAGE.read_text()

@@ -72,7 +72,7 @@ def rooms():
     return graph
 
 
-def test_no_file_imports_itself_in_a_circle_not_even_for_type_checkers():
+def test_no_import_cycles_even_for_type_checkers():
     assert cycle_in(GRAPH) == []
 
 
@@ -132,7 +132,7 @@ def test_the_law_of_names_sees_two_meanings():
 
 
 @pytest.mark.parametrize("name", sorted(GRAPH))
-def test_nobody_imports_from_a_package_what_is_loaded_later(name):
+def test_no_import_of_lazily_loaded_names(name):
     """Inside the house a name is imported from the file that defines it: the way is then seen, and short."""
     assert not imported_by(name, TREES[name]) & (PUBLIC - set(GRAPH))
 
@@ -144,7 +144,7 @@ def changes():
     return {change: re.findall(r"`(memkit/[\w./]*)`", files) for change, files in rows}
 
 
-def test_ten_changes_need_at_most_three_files_each_and_these_are_there():
+def test_ten_changes_need_three_existing_files_at_most():
     assert len(changes()) == 10
     for change, files in changes().items():
         assert 1 <= len(files) <= 3, change

@@ -39,7 +39,7 @@ def run(second, *, first="", cwd=ROOT):
     return json.loads(done.stdout)
 
 
-def test_import_costs_nothing_and_changes_nothing():
+def test_import_has_no_side_effects():
     seconds = []
     for _ in range(3):  # the least of three: another process may have taken the core
         result = run("import memkit")
@@ -68,7 +68,7 @@ def test_a_public_package_costs_nothing():
         assert min(each[name] for each in runs) <= 0.050
 
 
-def test_every_public_name_loads_nothing_heavy():
+def test_public_names_import_no_heavy_modules():
     result = run(
         "import memkit\n"
         "for module in (memkit, *(getattr(memkit, name) for name in memkit._PACKAGES)):\n"
@@ -80,7 +80,7 @@ def test_every_public_name_loads_nothing_heavy():
     assert result["same"]
 
 
-def test_names_that_need_no_torch_do_not_load_it():
+def test_torch_free_names_import_no_torch():
     script = (
         "import sys, memkit as mk\n"
         "config = mk.get_preset_config('medium', 24); mk.estimate_memory_usage(config); mk.memory.parse_bytes('1GiB')\n"
@@ -90,7 +90,7 @@ def test_names_that_need_no_torch_do_not_load_it():
     run_python(script)  # which asserts that it ends well
 
 
-def test_it_works_from_a_bare_source_tree(tmp_path):
+def test_works_from_a_bare_source_tree(tmp_path):
     """Without installation, without the current directory being the checkout, without site-packages' memkit."""
     import shutil
 

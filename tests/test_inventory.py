@@ -30,20 +30,20 @@ def test_reasons_are_of_entries():
         assert inventory.test_of(entry) is None, f"{entry} needs no note: {inventory.test_of(entry)} names it"
 
 
-def test_merged_pages_are_gone_and_their_new_page_is_there():
+def test_merged_pages_exist_only_at_their_new_place():
     for old, new in inventory.CHANGES["merged"].items():
         assert not (inventory.ROOT / old).exists(), old
         assert (inventory.ROOT / new).exists(), new
 
 
-def test_the_page_on_upgrading_has_each_name_that_moved_or_went():
+def test_upgrade_page_lists_moved_and_removed_names():
     words = set(inventory.WORD.findall((inventory.ROOT / "docs/upgrade.md").read_text("utf-8")))
     left = [name for name in inventory.THEN["names"] if inventory.place(name) != f"memkit.{name}"]
     assert len(left) > 80
     assert [name for name in left if name not in words] == []
 
 
-def test_it_sees_what_is_missing():
+def test_detects_missing_entries():
     assert inventory.place("MemoryManager.phase(name)") == "memkit.MemoryManager.phase(name)"
     assert inventory.place("GridSample") == "memkit.points.GridSample"
     for entry in ("NoSuchName", "MemoryManager.no_such", "MemoryManager.phase(other)", "memkit estimate --no-such"):

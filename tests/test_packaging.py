@@ -153,7 +153,7 @@ def test_wheel_and_sdist_hold_the_package_and_its_data(built, wheel):
     assert files | {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml"} <= inside
 
 
-def test_it_works_where_only_its_dependencies_are(plain, tmp_path):
+def test_works_with_core_dependencies_only(plain, tmp_path):
     script = LOOP.format("") + "print(mk.__file__, mk.__version__, loop.run(num_epochs=1))\n"
     script += "import importlib.metadata; assert importlib.metadata.version('memkit') == mk.__version__\n"
     script += "for name in mk.__all__: getattr(mk, name)\n"
@@ -191,7 +191,7 @@ def test_every_extra_is_tried(wheel):
 
 
 @pytest.mark.parametrize("extra", FEATURES)
-def test_an_extra_alone_does_what_it_is_for(extra, plain, fresh, wheel, tmp_path):
+def test_each_extra_works_alone(extra, plain, fresh, wheel, tmp_path):
     (tmp_path / "use.py").write_text(FEATURES[extra])
     assert call("-I", "use.py", python=plain.python, cwd=tmp_path)[0] != 0
     fresh.install(f"memkit[{extra}] @ {Path(wheel).as_uri()}")

@@ -30,7 +30,7 @@ def test_type_checkers_see_the_same_names_from_the_same_modules(module):
     assert set(module.__all__) <= set(dir(module))
 
 
-def test_the_top_has_what_one_needs_in_the_first_hour():
+def test_top_level_names():
     assert len(mk.__all__) <= 46
     rooms = {name: module._HOMES[name] for module in LAZY.values() for name in module._HOMES if module is not mk}
     for name, home in mk._HOMES.items():  # the same, also in the package of its topic
@@ -53,7 +53,7 @@ def test_no_name_is_hidden_by_a_module_of_its_package():
         assert not files & set(module.__all__), room
 
 
-def test_a_name_that_is_elsewhere_says_where():
+def test_moved_name_error_names_its_place():
     for module, name, text in (
         (
             mk,
@@ -72,7 +72,7 @@ def test_a_name_that_is_elsewhere_says_where():
             getattr(module, name)
 
 
-def test_an_import_of_such_a_name_says_so_too():
+def test_import_of_moved_name_names_its_place():
     with pytest.raises(ImportError, match=r"it is memkit\.points\.sample_edges"):
         exec("from memkit import sample_edges")
     with pytest.raises(ImportError, match="did you mean 'GridIndex'"):
@@ -81,7 +81,7 @@ def test_an_import_of_such_a_name_says_so_too():
     assert getattr(mk, "GridIdx", None) is None
 
 
-def test_help_begins_with_six_names_and_what_each_does():
+def test_help_begins_with_six_described_names():
     lines = [line.strip() for line in pydoc.plain(pydoc.render_doc(mk)).splitlines()]
     entries = [number for number, line in enumerate(lines) if line.startswith("- `")]
     assert entries[0] < 10
@@ -91,6 +91,6 @@ def test_help_begins_with_six_names_and_what_each_does():
     assert all(lines[entries[0] : entries[-1] + 1])  # one list, without an empty line
 
 
-def test_errors_have_the_name_that_people_import():
+def test_errors_have_their_public_name():
     for name in mk.errors.__all__:
         assert getattr(mk.errors, name).__module__ == "memkit.errors"

@@ -50,7 +50,7 @@ def one_after_another(_):
     return 0
 
 
-def test_what_the_first_sample_held_is_not_in_the_record():
+def test_record_excludes_first_sample():
     figures = figures_of(row_of(100 * MIB), model_then_batch)
     assert (figures["reserved_bytes"], figures["predicted_bytes"]) == (130 * MIB, 100 * MIB)
     assert figures["error"] == 0
@@ -60,7 +60,7 @@ def test_what_the_first_sample_held_is_not_in_the_record():
     assert figures["verdict"] == "fits"
 
 
-def test_a_card_with_less_room_reserves_what_fits():
+def test_smaller_card_reserves_what_fits():
     total = CARD.context_interval[0] + 120 * MIB
     figures = figures_of(row_of(100 * MIB, total=total), one_after_another)
     assert figures["reserved_bytes"] == 100 * MIB  # 60 MiB in the cache were freed for them
@@ -77,7 +77,7 @@ def test_a_verdict_holds_for_every_known_size_of_the_context():
         assert figures_of(row_of(100 * MIB, total=total, ran_out=True), one_after_another)["verdict"] == verdict
 
 
-def test_larger_misses_are_named_with_their_reason_or_as_not_explained():
+def test_large_misses_are_listed_with_reasons():
     rows = {name: figures_of(row_of(peak), model_then_batch) for name, peak in (("a", 100 * MIB), ("b", 110 * MIB))}
     rows["c"] = rows["b"] | {"family": "other"}
     found = scores(rows, {"b": "explained: a toy"})
@@ -88,13 +88,13 @@ def test_larger_misses_are_named_with_their_reason_or_as_not_explained():
     assert found["predictors"]["memkit"]["within_5_percent"] == pytest.approx(1 / 3)
 
 
-def test_the_least_as_an_interval_is_held_against_what_ran_and_what_ran_out():
+def test_least_interval_agrees_with_recorded_outcomes():
     row = {"ran_in_bytes": 100 * MIB, "ran_out_in_bytes": 90 * MIB}
     for low, high, holds in ((80, 120, True), (95, 95, True), (110, 120, False), (80, 85, False)):
         assert respects(row | {"least_interval": [low * MIB, high * MIB]}) is holds
 
 
-def test_the_narrowest_interval_leaves_out_what_lies_apart():
+def test_narrowest_interval_excludes_outliers():
     assert narrowest([7, 1, 2, 3, 90, 4], 2 / 3) == (1, 4)
     assert narrowest([5]) == (5, 5)
 
@@ -110,7 +110,7 @@ def reserve(family, recorded, *, elastic=0, reserved=1000, **others):
     }
 
 
-def test_what_the_driver_holds_beside_the_allocator_is_told_by_other_families():
+def test_driver_memory_is_estimated_from_other_families():
     rows = [
         reserve(
             family,
@@ -128,7 +128,7 @@ def test_what_the_driver_holds_beside_the_allocator_is_told_by_other_families():
     assert [row["holds"] for row in of_xmem([*rows[:3], unknown])] == [True, False, True, True]
 
 
-def test_an_interval_needs_margins_as_wide_as_what_it_misses():
+def test_interval_margins_cover_misses():
     def times(recorded, **others):
         return held((80, 160), (100, 120), recorded, **others)["needed_factor"]
 
@@ -153,7 +153,7 @@ def test_margins_follow_the_elastic_part_and_not_the_rows():
     assert chosen["median_width"] < 0.13  # half of the parts are 85 and more
 
 
-def test_runs_that_cannot_have_trained_are_left_out():
+def test_excludes_runs_that_cannot_have_trained():
     def run(batch, recorded_mib):
         estimate = SimpleNamespace(parameters_bytes=300 * MIB, peak_bytes=900 * MIB)
         return {
@@ -173,7 +173,7 @@ def test_runs_that_cannot_have_trained_are_left_out():
     recorded_timm.check_input([row | {"faketensor_bytes": 500 * MIB} for row in runs])
 
 
-def test_a_model_that_grew_otherwise_when_it_was_recorded_is_left_out():
+def test_excludes_models_that_changed_since_recording():
     def run(faketensor_mib, peak_mib, parameters_mib=100):
         estimate = SimpleNamespace(parameters_bytes=parameters_mib * MIB, peak_bytes=peak_mib * MIB)
         return {"faketensor_bytes": faketensor_mib * MIB, "estimate": estimate}
@@ -184,7 +184,7 @@ def test_a_model_that_grew_otherwise_when_it_was_recorded_is_left_out():
     recorded_timm.check_input([run(900, 1000, 300), run(2000, 2000, 300)])  # not all of it is activations
 
 
-def test_a_run_that_failed_with_room_puts_the_others_of_its_model_in_doubt():
+def test_failure_with_free_memory_casts_doubt_on_its_model():
     row = {"gpu_mib": [2603, 3295, 4449], "faketensor_mib": [769, 1388, 2628]}
     failed = {"gpu_mib": [2603, 3295, 2015]}
     assert not recorded_timm.has_failed(row, 147 * MIB)
@@ -197,7 +197,7 @@ def test_a_run_that_failed_with_room_puts_the_others_of_its_model_in_doubt():
     assert not of_reserve(row, (0, 0))["holds"]
 
 
-def test_nets_that_only_cut_patches_are_a_kind_of_their_own():
+def test_patch_only_nets_form_their_own_kind():
     patches = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 16, stride=16), torch.nn.Conv2d(8, 8, 1))
     assert not recorded_timm.any_overlaps(patches)
     assert recorded_timm.any_overlaps(torch.nn.Sequential(patches, torch.nn.Conv2d(8, 8, 3, padding=1)))

@@ -38,7 +38,7 @@ def test_nav_has_each_page_once():
     assert sorted(named) == sorted(written - {"architecture.md", "explanation-recorder.md", "releasing.md"})
 
 
-def test_reference_has_each_name_once_six_of_them_first_and_nav_each_of_its_pages():
+def test_reference_lists_each_name_once():
     pytest.importorskip("mkdocs", reason="Requires: [docs]")
     pages = load(DOCS / "_reference.py").pages()
     names = re.findall(r"^::: memkit\.(\w+)\.(\w+)$", "\n".join(pages.values()), re.MULTILINE)
@@ -49,7 +49,7 @@ def test_reference_has_each_name_once_six_of_them_first_and_nav_each_of_its_page
     assert {f"reference/{name}.md" for name in pages} == {each for each in pages_in_nav() if each.startswith("ref")}
 
 
-def test_figures_are_what_their_script_makes_of_the_result_files():
+def test_figures_match_their_script():
     figures = load(DOCS / "figures" / "make.py").FIGURES
     committed = {path.stem: path.read_text("utf-8") for path in (DOCS / "figures").glob("*.svg")}
     assert {figure.__name__: figure() for figure in figures} == committed, "run python docs/figures/make.py"
@@ -93,7 +93,7 @@ def test_figures_in_the_prose_are_those_of_the_result_files():
         assert words in " ".join((DOCS / page).read_text().split()), f"{page}: {words}"
 
 
-def test_files_that_the_pages_name_exist():
+def test_files_named_on_pages_exist():
     # The site links pages only; a file of the repository is named by its path.
     named = {
         (path.name, file)
@@ -105,11 +105,11 @@ def test_files_that_the_pages_name_exist():
 
 
 def test_the_chinese_tutorial_has_the_same_code():
-    english, chinese = (CODE.findall((DOCS / page).read_text()) for page in ("tutorial.md", "zh/tutorial.md"))
+    english, chinese = (CODE.findall((DOCS / page).read_text()) for page in ("tutorial.md", "zh/index.md"))
     assert english == chinese
 
 
-def test_tables_that_are_too_wide_for_a_phone_name_the_column_in_each_cell():
+def test_wide_tables_label_cells_for_phones():
     pytest.importorskip("mkdocs", reason="Requires: [docs]")
     row = "<tr><td>{}</td><td><code>b</code></td></tr>"
     table = "<table><tr><th>way</th><th>peak of <em>tensors</em></th></tr>" + row + "</table>"

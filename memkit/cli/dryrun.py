@@ -250,7 +250,7 @@ def render(report: dict[str, Any]) -> str:
     """Format a report as readable text, with the verdict in the first line.
 
     Args:
-        report: As printed by `--json`; see `docs/dryrun.md` for its contents.
+        report: As printed by `--json`; see `docs/virtual-gpu.md` for its contents.
     """
     report = _shown(report)
     estimate = MemoryEstimate.from_dict(report["estimate"])

@@ -1,6 +1,6 @@
 """The pytest plugin: the marker `memory_limit`, the fixture `assert_no_leak`, the option ``--memkit-peaks``.
 
-pytest loads this file at every start, so nothing here imports torch until a test needs it: `docs/pytest-plugin.md`.
+pytest loads this file at every start, so nothing here imports torch until a test needs it: `docs/track.md`.
 """
 
 from __future__ import annotations

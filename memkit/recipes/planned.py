@@ -128,7 +128,7 @@ def plan_training(
     Memory cost:
         No tensor of the model or of the step. On the CPU the operands of one operator at a time, inside the budget, and
         32 MiB; with ``measure`` a copy of the model and a step inside the budget. A small model with data is also
-        copied to check that its batch may be split (`docs/split-check.md`).
+        copied to check that its batch may be split (`docs/gradient-accumulation.md`).
 
     Source:
         ``docs/plan.md``; checked against exhaustive searches in ``benchmarks/cases/planner.py``.

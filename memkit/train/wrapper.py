@@ -155,10 +155,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             raises the error. Each remedy is reported once, as a warning.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Each micro-batch must
             then come with its weight.
-        probe: Check on a few rows whether splitting a batch keeps its gradient (``docs/split-check.md``): on the first
-            split batch, whenever something is new, and from time to time. Warns about BatchNorm and about anything
-            that could not be checked; refuses a loss that compares rows. ``"require"`` also refuses what could not be
-            checked.
+        probe: Check on a few rows whether splitting a batch keeps its gradient (``docs/gradient-accumulation.md``): on
+            the first split batch, whenever something is new, and from time to time. Warns about BatchNorm and about
+            anything that could not be checked; refuses a loss that compares rows. ``"require"`` also refuses what
+            could not be checked.
 
     Raises:
         ConfigError: A setting is invalid; the message names it and says what would work.

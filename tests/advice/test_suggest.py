@@ -79,7 +79,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("facts", "expected"), CASES)
-def test_what_facts_call_for(facts, expected):
+def test_facts_trigger_advice(facts, expected):
     tips = suggest(facts)
     assert [(tip.topic, tip.remedy, tip.saves_bytes) for tip in tips] == expected
     for tip in tips:
@@ -99,7 +99,7 @@ def test_chinese_has_the_same_figures(facts):
         assert replace(chinese, evidence=english.evidence, action=english.action) == english
 
 
-def test_what_to_write_is_in_the_advice():
+def test_advice_contains_the_code_to_write():
     checkpoint, chunks = suggest(Facts(peak_bytes=8 * GIB, loaded_bytes=GIB))
     assert "mk.MemoryEfficientTrainingWrapper(model, optimizer, checkpoint='auto')" in checkpoint.action
     assert "mk.ChunkedProcessor(module, chunk_size='auto')(x) in place of module(x)" in chunks.action
@@ -145,7 +145,7 @@ def test_every_text_is_in_both_languages_with_the_same_places():
         assert english == chinese, pair
 
 
-def test_every_entry_is_named_somewhere_and_every_name_is_there():
+def test_entries_and_references_match():
     named = {"suggest": set(), "remedies": set()}
     for path in (PACKAGE / "_advice/suggest.py", PACKAGE / "recipes/advice/remedies.py"):
         tree = ast.parse(path.read_text("utf-8"))

@@ -23,7 +23,7 @@ def test_ticks_of_a_logarithmic_axis_are_round_and_within(low, ratio):
 
 
 @given(st.floats(-1e9, 0), st.floats(1e-6, 1e9))
-def test_ticks_of_a_linear_axis_are_even_and_few_and_enclose_the_values(low, high):
+def test_linear_ticks_are_even_few_and_enclose_the_values(low, high):
     places = linear_ticks(low, high)
     assert 5 <= len(places) <= 9
     assert 0 in places
@@ -92,5 +92,5 @@ def test_few_points_are_their_own_ticks():
         ((Curve("a", (-3, 2), (1, 0)),), "log-x", "got -3 in 'a'"),
     ],
 )
-def test_a_chart_that_cannot_be_drawn_is_refused(curves, scale, message):
+def test_rejects_undrawable_chart(curves, scale, message):
     assert_refused(lambda: Lines(curves, "n", "peaks", scale=scale), InputError, f"^the chart 'peaks'.*{message}")

@@ -126,7 +126,7 @@ def test_a_picture_is_shown_by_a_notebook_and_is_still_text():
     assert "budget 1.00 MiB" in picture
 
 
-def test_the_front_has_no_candidate_that_another_one_beats():
+def test_front_has_no_dominated_candidate():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in "123"))
     plan = mk.plan_training(model, torch.ones(512, 64), loss_fn, budget="1MiB")
     for each in plan.candidates:

@@ -45,7 +45,7 @@ def test_the_svg_has_every_mark_inside_its_axes(chart):
     assert marks[0][1] > marks[1][1]
 
 
-def test_a_long_legend_has_several_rows_and_the_area_begins_below_it():
+def test_long_legend_wraps_above_the_area():
     def tops(num):
         curves = [Curve(f"a curve with a long name, {n}", (1, 2), (1, 2)) for n in range(num)]
         root = ET.fromstring(to_svg(Figure("", [Lines(curves, "", "")])))
@@ -76,7 +76,7 @@ def test_the_png_is_the_svg_at_twice_its_size(chart):
         )
 
 
-def test_a_sweep_that_failed_from_the_start_has_an_empty_picture():
+def test_failed_sweep_has_empty_picture():
     pytest.importorskip("matplotlib")
     figure = Figure("title", [], ["all failed"])
     assert "all failed" in to_svg(figure)

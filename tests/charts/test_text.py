@@ -12,7 +12,7 @@ def test_bars_are_as_long_as_their_share():
     assert none == f"b     {'░' * 28}          0 B   0.0%"
 
 
-def test_curves_are_rows_and_each_cell_has_the_largest_of_its_values():
+def test_curves_are_rows_of_cell_maxima():
     rising = Curve("rising", tuple(range(600)), tuple(n * GIB // 100 for n in range(600)))
     low = Curve("low", (0, 300, 301, 599), (0, 6 * GIB, 0, 0))
     name, first, _, second, below, level = chart_lines(Lines((rising, low), "step", "", levels=[("limit", GIB)]))
@@ -24,7 +24,7 @@ def test_curves_are_rows_and_each_cell_has_the_largest_of_its_values():
     assert level == "- limit"
 
 
-def test_curves_of_one_name_are_told_apart():
+def test_distinguishes_curves_with_equal_names():
     law, dots = Curve("a", (1, 2), (1, 2)), Curve("a", (1, 2), (1, 2), style="points")
     assert chart_lines(Lines((law, dots), "", ""))[:4:2] == ["a, line: 1 B .. 2 B", "a, points: 1 B .. 2 B"]
 
@@ -58,7 +58,7 @@ def test_texts_are_broken_at_a_width_and_figures_stay_whole():
     assert wrap("") == [""]
 
 
-def test_columns_give_way_where_they_hold_text():
+def test_text_columns_shrink():
     rows = [("what to do", "saves"), ("a long advice " * 4, "12.50 MiB"), ("x" * 50, "1 B")]
     lines = in_columns(rows, [False, True], 40)
     assert max(map(len, lines)) <= 40

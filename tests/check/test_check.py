@@ -30,21 +30,21 @@ def test_a_comment_takes_a_finding_out(comment):
     assert rules_of(f"import torch\n{HABIT}  {comment}\n") == []
 
 
-def test_a_comment_on_any_line_of_the_call_counts_and_on_another_does_not():
+def test_comment_counts_on_lines_of_the_call_only():
     call = "import torch\ntorch.set_default_device(\n    'cuda',  # memkit: ignore[global-cuda-default]\n)\n"
     assert rules_of(call) == []
     assert rules_of(f"# memkit: ignore\n{SCRIPT}") == ["anomaly-left-on"]
     assert rules_of("import torch\nx = 1  # memkit: ignore[anomaly-left-on]\n" + HABIT) == ["anomaly-left-on"]
 
 
-def test_a_comment_for_another_rule_leaves_it_and_an_unknown_id_is_a_finding():
+def test_comment_ignores_only_its_rule_and_reports_unknown_ids():
     assert rules_of(SCRIPT.replace("\n", "  # memkit: ignore[graph-kept]\n")) == ["anomaly-left-on"]
     other, finding = check_source(f"import torch\n{HABIT}  # memkit: ignore[anomaly]\n")
     assert (other.rule, finding.rule) == ("anomaly-left-on", "unknown-ignore")
     assert "'anomaly'" in finding.message
 
 
-def test_a_string_that_speaks_of_a_comment_is_none():
+def test_string_is_not_a_comment():
     assert rules_of(f'import torch\n"# memkit: ignore[nothing]"; {HABIT}\n') == ["anomaly-left-on"]
 
 
@@ -57,7 +57,7 @@ def test_a_comment_in_a_shell_script():
 # ------------------------------------------------------------------------------------------------- files
 
 
-def test_folders_files_and_what_is_left_out(tmp_path):
+def test_selects_folders_and_files(tmp_path):
     for name in ("a.py", "sub/b.py", ".hidden/c.py", "venv/d.py", "e.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(SCRIPT)
@@ -78,7 +78,7 @@ def test_encodings(tmp_path):
     }  # fmt: skip
 
 
-def test_what_cannot_be_read_is_one_line_each_and_the_rest_is_checked(tmp_path):
+def test_reports_unreadable_files_and_checks_the_rest(tmp_path):
     bad = {
         "bytes.py": b"import torch \xff\xfe",
         "null.py": b"import torch\n\0",
@@ -98,7 +98,7 @@ def test_what_cannot_be_read_is_one_line_each_and_the_rest_is_checked(tmp_path):
     assert [finding.rule for finding in result.findings] == ["anomaly-left-on"]
 
 
-def test_text_that_is_not_python():
+def test_reports_invalid_python():
     with pytest.raises(FileFormatError, match=r"check mine\.py.*line 2"):
         check_source("import torch\nprint 'x'\n", path="mine.py")
 

@@ -20,7 +20,7 @@ def rules_of(text, path="train.py"):
         "CUDA_VISIBLE_DEVICES='1' python a.py & \n\nCUDA_VISIBLE_DEVICES=1 python b.py",
     ],
 )
-def test_a_card_that_is_still_busy(text):
+def test_busy_card(text):
     (finding,) = check_source(text, path="run.sh")
     assert finding.rule == "two-processes-one-gpu"
     assert text.split("\n")[finding.line - 1].startswith("CUDA_VISIBLE_DEVICES")
@@ -39,11 +39,11 @@ def test_a_card_that_is_still_busy(text):
         "#CUDA_VISIBLE_DEVICES=0 python a.py &\nCUDA_VISIBLE_DEVICES=0 python b.py &",
     ],
 )
-def test_a_card_that_is_free_or_not_known(text):
+def test_free_or_unknown_card(text):
     assert not check_source(text, path="run.sh")
 
 
-def test_processes_for_the_cards_that_were_exported():
+def test_processes_for_exported_cards():
     launch = "torchrun --nproc-per-node 4 train.py"
     assert rules_of(f"export CUDA_VISIBLE_DEVICES=0,1\n{launch}", path="run.sh") == ["more-processes-than-gpus"]
     assert not check_source(f"export CUDA_VISIBLE_DEVICES=0,1,2,3\n{launch}", path="run.sh")
@@ -72,7 +72,7 @@ def test_processes_for_the_cards_that_were_exported():
         "param.grad += update\noptimizer.zero_grad(set_to_none=False)",
     ],
 )
-def test_settings_that_are_right_or_not_known(text):
+def test_valid_or_unknown_settings(text):
     assert rules_of(text) == []
 
 
@@ -89,7 +89,7 @@ def test_ways_to_copy_a_checkpoint(load):
     assert rules_of(f"model.to(device)\n{load}") == ["load-without-map-location"]
 
 
-def test_names_under_which_torch_is_imported():
+def test_import_aliases_of_torch():
     assert rules_of("import torch as t\nt.autograd.set_detect_anomaly(True)") == ["anomaly-left-on"]
     assert rules_of("from torch.autograd import set_detect_anomaly as f\nf(mode=True)") == ["anomaly-left-on"]
     assert rules_of("if __name__ == '__main__':\n    torch.autograd.set_detect_anomaly(True)") == ["anomaly-left-on"]
@@ -109,11 +109,11 @@ SCALED = "scaler = torch.amp.GradScaler()\nfor x, y in loader:\n    scaler.scale
         "scaler_d.step(optimizer_d); scaler_d.update(); scaler_g.step(optimizer_g); scaler_g.update()",
     ],
 )
-def test_orders_that_are_right(steps):
+def test_valid_orders(steps):
     assert rules_of(f"{SCALED}    {steps}\n") == []
 
 
-def test_a_schedule_that_is_stepped_in_the_branch_without_a_scaler():
+def test_schedule_stepped_in_branch_without_scaler():
     text = (
         "    if amp:\n        scaler.step(optimizer)\n    else:\n        optimizer.step()\n        scheduler.step()\n"
     )
@@ -123,13 +123,13 @@ def test_a_schedule_that_is_stepped_in_the_branch_without_a_scaler():
 @pytest.mark.parametrize(
     "revive", ["large.requires_grad_()", "large.requires_grad_(True)", "large.requires_grad = True"]
 )
-def test_ways_to_revive_what_is_cut(revive):
+def test_ways_to_revive_a_detached_tensor(revive):
     cut = "images = generator(z)\nwith torch.no_grad():\n    large = upscaler(images)\n"
     assert rules_of(f"{cut}{revive}\n") == ["gradient-cut"]
     assert rules_of(cut) == []
 
 
-def test_a_graph_that_is_kept_for_a_second_use():
+def test_graph_retained_for_second_use():
     step = "for x in loader:\n    out = net(x).sum()\n    out.backward(retain_graph=True)\n{}    optimizer.step()\n"
     assert rules_of(step.format("")) == ["retain-graph"]
     assert rules_of(step.format("    g = torch.autograd.grad(out, x)\n")) == []
@@ -146,7 +146,7 @@ def test_accumulation_under_ddp():
     assert rules_of(text.format("with net.no_sync() if i % 4 < 3 else plain(): ")) == []
 
 
-def test_a_tail_that_is_stepped_after_the_loop():
+def test_tail_stepped_after_the_loop():
     text = "for i, x in enumerate(loader):\n    net(x).sum().backward()\n    if (i + 1) % 4 == 0: optimizer.step()\n"
     assert rules_of(text) == ["accumulation-tail"]
     assert rules_of(f"{text}optimizer.step()\n") == []

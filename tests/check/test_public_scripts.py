@@ -8,7 +8,7 @@ from memkit.check.check import RULES
 FIGURES = read_result("check_scripts")["figures"]
 
 
-def test_the_page_is_what_the_rules_and_the_result_say():
+def test_page_matches_rules_and_results():
     assert render(PAGE.read_text()) == PAGE.read_text(), "run python -m benchmarks.check_page to renew it"
     assert f"{len(RULES)} habits" in PAGE.read_text()
 

@@ -48,7 +48,7 @@ def test_a_setting_does_not_make_a_habit_rare(setting):
 @pytest.mark.parametrize(
     "guard", ["i % 10 == 0", "i", "due", "i == last", "len(x) > 3", "i > 5 and verbose", "ready()"]
 )
-def test_what_changes_from_step_to_step_does(guard):
+def test_values_that_change_between_steps_count(guard):
     assert rules_in_step(f"if {guard}: print(loss)") == []
 
 
@@ -82,7 +82,7 @@ def test_ways_to_keep_none(line):
     assert rules_in_step(line) == []
 
 
-def test_a_network_that_is_built_for_a_trial_of_its_own_and_one_built_in_every_step():
+def test_distinguishes_trial_network_from_one_built_every_step():
     trial = "for width in widths:\n    net = nn.Linear(width, 1)\n    optimizer = torch.optim.SGD(net.parameters())\n"
     steps = "    net(x).sum().backward()\n    optimizer.step()\n"
     assert not check_source(f"import torch\nfrom torch import nn\n{trial}{steps}")
@@ -93,12 +93,12 @@ def test_a_network_that_is_built_for_a_trial_of_its_own_and_one_built_in_every_s
     ("wrapper", "num_found"),
     [("", 1), ("@torch.no_grad()\n", 0), ("@torch.inference_mode()\n", 0), ("@nograd\n", 0), ("@cache\n", 1)],
 )
-def test_decorators_that_turn_gradients_off(wrapper, num_found):
+def test_decorators_disabling_gradients(wrapper, num_found):
     text = "def validate():\n    model.eval()\n    for x in loader:\n        y = model(x)\n"
     assert len(check_source(f"import torch\n{wrapper}{text}")) == num_found
 
 
-def test_gradients_that_the_caller_turns_off_and_a_forward_of_which_nothing_is_kept():
+def test_gradients_disabled_by_caller_and_discarded_forward():
     text = "import torch\ndef validate():\n    model.eval()\n    for x in loader:\n        {}model(x)\n"
     assert check_source(text.format("y = "))
     assert not check_source(text.format(""))

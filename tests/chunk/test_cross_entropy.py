@@ -90,7 +90,7 @@ def test_a_mean_of_chunk_means_would_be_wrong():
     assert abs(float((sum(parts) / len(parts) - loss).detach())) > 1e-2
 
 
-def test_when_all_is_ignored_the_mean_is_nan_and_gradients_zero_as_in_torch():
+def test_all_ignored_gives_nan_mean_and_zero_gradients():
     x, weight, _, targets = make()
     for loss_of in (chunked_linear_cross_entropy, whole):
         loss = loss_of(x, weight, torch.full_like(targets, -100))
@@ -189,7 +189,7 @@ def test_wrong_calls_are_refused():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300_000), st.integers(1, 8192), st.sampled_from([4, 8]))
-def test_chosen_chunks_are_bounded_by_what_exists_anyway(num_rows, num_classes, width, itemsize):
+def test_chunk_size_is_bounded_by_existing_tensors(num_rows, num_classes, width, itemsize):
     rows = choose_chunk_size(num_rows, num_classes, width, itemsize=itemsize)
     gradients = (num_rows + num_classes) * width * itemsize
     assert 1 <= rows <= max(num_rows, 1)

@@ -137,7 +137,7 @@ def test_methods_and_partials_bring_their_parameters():
 # ---- the same numbers, the same casts
 
 
-def test_dropout_is_drawn_again_and_the_callers_state_is_left_alone():
+def test_dropout_repeats_without_touching_caller_state():
     module = nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 4)).double()
     x = torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(3)
@@ -239,7 +239,7 @@ def test_a_kept_last_product_takes_no_memory_and_the_others_do():
 
 
 @pytest.mark.parametrize("name", ["use_count", "storage_use_count", "getrefcount"])
-def test_where_references_are_counted_otherwise_nothing_read_is_taken_for_unread(name, monkeypatch):
+def test_foreign_reference_counts_hide_no_reads(name, monkeypatch):
     """Other versions of Python or torch may count one less; by constants, what is read would then be NaN."""
     target = kept_results.sys if name == "getrefcount" else kept_results
     real = getattr(target, name)
@@ -271,7 +271,7 @@ def test_other_operators_in_the_backward_are_refused():
     assert_refused(out.sum().backward, StateError, "the same operators each time", "chunk_size=4096")
 
 
-def test_products_that_a_gru_changes_in_parts_are_computed_again():
+def test_recomputes_products_modified_by_gru():
     """Its gates are parts from `unsafe_chunk`; changes to them do not raise the product's version."""
     layer, x = nn.GRU(3, 4, batch_first=True).double(), torch.randn(40, 5, 3, dtype=torch.float64)
     layer(x)[0].sin().sum().backward()
@@ -330,7 +330,7 @@ def test_autocast_of_the_forward_is_the_one_of_the_backward():
     assert_same(found, gradients(module, x))
 
 
-def test_backward_inside_a_block_that_casts():
+def test_backward_inside_autocast_block():
     module, x = mlp(3, 16, 4), torch.randn(40, 3)
     out = chunked_map(module, x, chunk_size=8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -357,7 +357,7 @@ def test_half_precision_gradients_are_added_up_in_float32():
 # ---- graphs
 
 
-def test_nothing_that_autograd_returns_is_written_into():
+def test_never_writes_into_autograd_results():
     """The gradient of a bias of the output's shape is the upstream gradient itself."""
     bias, x = torch.zeros(4, 3, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     upstream = torch.randn(8, 3)
@@ -458,7 +458,7 @@ def test_peak_without_the_outputs_does_not_grow_with_the_rows(way):
     assert (above[1] < 2 * MIB) == (way == "rows")
 
 
-def test_kept_graphs_cost_what_they_keep():
+def test_kept_graphs_cost_their_saved_tensors():
     module, x = mlp(8, 128, 1), torch.randn(8192, 8)
     peaks = [warm_peak_bytes(lambda k=k: run(module, x, k, chunk_size=512).sum().backward()) for k in (0, 1, 5)]
     graph = 512 * (2 * 128 + 1) * 4  # what GELU and the last layer save, and the result

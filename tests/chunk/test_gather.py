@@ -18,7 +18,7 @@ def edges(num_nodes=40, num_edges=300, width=5, dtype=torch.float64):
 
 @pytest.mark.parametrize("form", ["map", "call", "method"])
 @pytest.mark.parametrize("settings", [{"chunk_size": 7}, {"chunk_size": 1000}, {"memory_budget": "200kB"}])
-def test_it_is_indexing_first(form, settings):
+def test_equals_indexing_first(form, settings):
     x, e, src, dst = edges()
     module = mlp(15, 16, 5).double()
 

@@ -54,7 +54,7 @@ def test_dead_layers_hide_nothing():
     assert find_reach(net, torch.zeros(1, 1, 20, 20), (-1,))[-1] == Reach(2, 2)
 
 
-def test_a_stride_that_a_wider_layer_hides():
+def test_stride_hidden_by_wider_layer():
     found = find_reach(HiddenStride(), torch.zeros(1, 1, 64), (-1,))[-1]
     assert (found.period, found.step) == (4, 4)
 
@@ -72,13 +72,13 @@ def test_refusal_names_the_culprit(name):
     assert re.search(r"eval\(\)|sliding_window_inference|move that part out", str(caught))
 
 
-def test_a_module_that_does_not_take_the_input():
+def test_module_rejecting_the_input():
     with pytest.raises(InputError, match="does not accept an input of shape"):
         find_reach(nn.Conv2d(3, 1, 3), torch.zeros(1, 1, 20, 20), (-1,))
 
 
 @pytest.mark.parametrize("num_calls", range(1, 11))
-def test_out_of_memory_is_said_as_such(num_calls):
+def test_reports_out_of_memory(num_calls):
     """Wherever in the search memory runs out, it does not count against the module."""
     net, calls = nn.Conv1d(1, 1, 3, padding=1), []
 
@@ -121,7 +121,7 @@ def test_found_once_until_the_module_changes():
     assert find_reach(net, x, (-1,))[-1] == Reach(2, 2)
 
 
-def test_memory_that_was_used_before_does_not_show():
+def test_ignores_memory_used_before():
     """Dropout allocates uninitialized memory: a NaN left in it is not a dependency."""
     net = nn.Sequential(nn.Conv3d(2, 4, 1), nn.Dropout(0.5))
     x = torch.zeros(1, 2, 16, 16, 16)
@@ -159,7 +159,7 @@ class FarSeeing(nn.Module):
         return x
 
 
-def test_a_search_that_leads_to_the_whole_volume_ends_early(monkeypatch):
+def test_search_stops_early_at_whole_volume(monkeypatch):
     net, sizes = FarSeeing(), []
     net.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
     small, large = torch.rand(1, 1, 48, 48), torch.rand(1, 1, 560, 560)

@@ -31,7 +31,7 @@ def mlp(*middle):
         (lambda x: {"y": x, "norm": x / x.norm()}, "its own code"),
     ],
 )
-def test_what_mixes_rows_is_refused_by_name(fn, name):
+def test_names_modules_that_mix_rows(fn, name):
     with pytest.raises(
         mk.errors.InputError, match=rf"first in ({name}).*computes each row from that row alone.*eval mode"
     ):
@@ -61,7 +61,7 @@ def test_one_row_and_integers_prove_nothing():
     check(nn.Embedding(10, 3), torch.arange(10))
 
 
-def test_a_nan_that_was_there_is_no_sign():
+def test_ignores_existing_nan():
     rows = torch.randn(6, 2)
     rows[0, 0] = float("nan")
     check(lambda x: x * 2, rows)
@@ -69,7 +69,7 @@ def test_a_nan_that_was_there_is_no_sign():
     assert_refused(lambda: check(lambda x: x - x[1:].mean(0), rows), mk.errors.InputError, "its own code")
 
 
-def test_nothing_is_left_behind():
+def test_leaves_no_trace():
     model = mlp(nn.BatchNorm1d(8), nn.Dropout())
     before, x = copy.deepcopy(model.state_dict()), torch.randn(20, 4, requires_grad=True)
     state = torch.get_rng_state()
@@ -90,7 +90,7 @@ def test_a_module_is_tried_once_in_each_mode():
     assert_refused(lambda: check(model.train(), torch.randn(20, 4)), mk.errors.InputError, "BatchNorm1d")
 
 
-def test_chunked_calls_refuse_what_mixes_rows_unless_told_not_to_look():
+def test_chunked_calls_reject_mixed_rows_unless_check_is_off():
     x, index = torch.randn(20, 4), torch.arange(20) // 5
     for call in (
         lambda **more: mk.chunked_map(mlp(nn.BatchNorm1d(8)), x, chunk_size=8, **more),

@@ -88,7 +88,7 @@ def test_in_a_loss_and_over_segments(function, net, rows):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS[:3])
-def test_nothing_needs_a_gradient_outside(function, net, rows):
+def test_no_outer_gradient_needed(function, net, rows):
     fn = functools.partial(function, net.requires_grad_(False))
     x = rows if function is force else rows.detach()
     if function is in_between:
@@ -153,7 +153,7 @@ class TestCaptured:
             lambda: mk.chunked_map(lambda each: each * next(left), rows, chunk_size=7), mk.errors.InputError, r"\(4,\)"
         )
 
-    def test_a_leaf_that_the_function_keeps(self, net, rows):
+    def test_leaf_kept_by_the_function(self, net, rows):
         kept = []
 
         def fn(each):
@@ -181,7 +181,7 @@ def test_in_a_checkpoint_around_the_call(net, rows):
     assert_close(ours, theirs, **EXACT)
 
 
-def test_a_row_that_mixes_inside_torch_func_is_found(net, rows):
+def test_detects_row_mixing_inside_torch_func(net, rows):
     def mixing(each):
         return gradient(net, each) - gradient(net, each).mean(0)
 

@@ -31,7 +31,7 @@ def same(actual, expected):
 
 @given(num_rows=st.integers(1, 40), chunk_size=st.integers(1, 50), width=st.sampled_from([None, 1, 3]))
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_it_is_the_whole_loss(reduction, num_rows, chunk_size, width):
+def test_equals_whole_loss(reduction, num_rows, chunk_size, width):
     weight = torch.linspace(-1, 1, 4 * (width or 1), dtype=torch.float64).reshape(4, -1).requires_grad_()
     x = torch.linspace(-2, 2, num_rows * 4, dtype=torch.float64).reshape(-1, 4).requires_grad_()
 
@@ -45,14 +45,14 @@ def test_it_is_the_whole_loss(reduction, num_rows, chunk_size, width):
     same(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(whole, (x, weight)))
 
 
-def test_a_module_brings_its_parameters_also_through_method_and_partial(model, rows):
+def test_finds_parameters_through_method_and_partial(model, rows):
     x, _ = rows
     expected = torch.autograd.grad(model(x).mean(), [*model.parameters()])
     for fn in (model, model.forward, functools.partial(model)):
         same(torch.autograd.grad(chunked_loss(fn, x, chunk_size=8), [*model.parameters()]), expected)
 
 
-def test_uneven_ignored_targets_are_exact_and_a_mean_of_means_is_not(model, rows):
+def test_uneven_ignored_targets_are_exact(model, rows):
     x, y = rows
     y[3:17] = -100
 
@@ -92,7 +92,7 @@ def test_counts_in_half_precision_do_not_stall():
     assert float(loss) == 1
 
 
-def test_a_mean_in_half_precision_times_its_count_does_not_overflow():
+def test_half_precision_mean_does_not_overflow():
     x = torch.full((8, 1), 1000.0, dtype=torch.float16)
     loss = chunked_loss(lambda x: mk.Loss(mean=x.mean(), count=100), x, chunk_size=4)
     assert loss.dtype == torch.float16
@@ -119,7 +119,7 @@ def test_other_results_are_refused(returned, got, rows):
     assert_refused(lambda: chunked_loss(lambda x: returned, rows[0], chunk_size=8), mk.MemkitError, got)
 
 
-def test_no_reduction_is_refused_because_weights_per_row_come_too_late(model, rows):
+def test_rejects_reduction_none(model, rows):
     """Summed gradients cannot be weighted per row afterwards: a wrapper that tries is silently wrong."""
     x, _ = rows
     with pytest.raises(mk.errors.ConfigError, match=r"reduction='none'.*too late.*Way out"):
@@ -170,7 +170,7 @@ def test_containers_are_cut_too_as_chunked_map_cuts_them(model, rows):
         chunked_loss(fn, {"x": x, "y": y}, [scale[:3]], chunk_size=8, params=model.parameters())
 
 
-def test_params_that_are_no_list_of_tensors_are_refused(model, rows):
+def test_rejects_params_of_wrong_type(model, rows):
     for wrong in (model[0].weight, model, [model], [*model.named_parameters()], torch.zeros(())):
         for call in (chunked_loss, mk.chunked_map):
             with pytest.raises(mk.errors.InputTypeError, match=r"got params as .*params=\[tensor\]"):
@@ -195,7 +195,7 @@ def test_validation_keeps_no_graph(model, rows):
     same(loss, model(rows[0]).mean())
 
 
-def test_training_by_it_is_training(rows):
+def test_training_matches_plain_training(rows):
     """Ten steps of Adam with both, from the same start."""
     x, y = rows[0].detach(), rows[1]
 
@@ -218,7 +218,7 @@ def test_training_by_it_is_training(rows):
     torch.testing.assert_close(train(in_chunks), train(lambda m: F.cross_entropy(m(x), y)), rtol=1e-9, atol=1e-11)
 
 
-def test_it_takes_eighteen_times_less_memory_where_a_loop_takes_as_much():
+def test_takes_eighteen_times_less_memory_than_a_loop():
     model = nn.Sequential(
         nn.Linear(6, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 64)
     )

@@ -120,7 +120,7 @@ def test_any_number_of_rows(num_rows, chunk_size, kept):
         assert torch.equal(chunked_map(module, x, chunk_size=chunk_size), out)
 
 
-def test_result_needs_no_gradient_where_the_functions_does_not():
+def test_result_needs_no_gradient_without_gradient_inputs():
     x = torch.randn(10, 3)
     assert not chunked_map(torch.sin, x, chunk_size=4).requires_grad
     with torch.inference_mode():
@@ -179,7 +179,7 @@ def drawn(run):
     return module.lin.weight.grad, torch.rand(1, generator=module.noise), module.numpy.random()
 
 
-def test_generators_that_a_module_holds_draw_the_same_again(monkeypatch):
+def test_module_generators_repeat_their_draws(monkeypatch):
     want = drawn(lambda module, x: torch.cat([module(part) for part in x.split(2)]))
     found = drawn(lambda module, x: chunked_map(module, x, chunk_size=2, check=False))
     torch.testing.assert_close(found, want)

@@ -201,7 +201,7 @@ def test_a_misuse_ends_in_the_line_to_write(call, error, ending):
     assert str(caught.value).endswith(ending), str(caught.value)
 
 
-def test_what_they_lead_to_works():
+def test_suggested_calls_work():
     assert Proc(model, chunk_size=4)(x).shape == (8, 3)
     assert Proc(same).segment_reduce(e, index=edge_index[1], num_segments=3, reduce="add").shape == (3, 4)
     assert cmap(add, e, gather={"x_j": (nodes, edge_index[0])}).shape == (8, 4)
@@ -220,7 +220,7 @@ def test_batches_of_few_rows(num_rows):
         out.sum().backward()
 
 
-def test_a_budget_of_a_few_bytes_says_what_the_number_means():
+def test_tiny_budget_error_explains_the_unit():
     with pytest.raises(ConfigError, match=r"512 means 512 bytes, not '512MiB'; pass a memory_budget of at least"):
         Proc(model, memory_budget=512)(x.clone().requires_grad_())
     with pytest.raises(ConfigError) as caught:
@@ -228,7 +228,7 @@ def test_a_budget_of_a_few_bytes_says_what_the_number_means():
     assert "means" not in str(caught.value)
 
 
-def test_a_volume_that_is_one_row_is_led_to_tiles():
+def test_single_volume_error_suggests_tiles():
     with pytest.warns(MemkitWarning, match=r"1 row, so nothing is cut.*mk\.tiled_apply\(module, x, tile_size=32\)"):
         Proc(conv)(cubes)
     with pytest.raises(

@@ -55,7 +55,7 @@ def test_pygs_edge_convolution(aggr, graph):
 
 @pytest.mark.parametrize("edge_dim", [None, 3])
 def test_pygs_gine_convolution(edge_dim, graph):
-    """The recipe of docs/chunked.md: its message takes the nodes first, so that a partial puts the edges in place."""
+    """The recipe of docs/from/pyg.md: its message takes the nodes first, so that a partial puts the edges in place."""
     layers = pytest.importorskip("torch_geometric.nn")
     x, edges = graph
     x = x.clone().requires_grad_()

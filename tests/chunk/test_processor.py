@@ -133,7 +133,7 @@ def test_kept_graphs_are_not_run_again(mlp, edges):
     )
 
 
-def test_two_processors_cut_alike_and_a_third_call_measures_nothing(mlp, edges):
+def test_two_processors_cut_alike_and_reuse_measurements(mlp, edges):
     rows = edges[0]
     first, second = (mk.ChunkedProcessor(mlp, memory_budget="8MiB") for _ in range(2))
     assert first.plan(rows) == second.plan(rows)
@@ -228,7 +228,7 @@ def test_refusals_name_the_processor(mlp, edges):
         assert refused.value.call.startswith("ChunkedProcessor(Sequential)")
 
 
-def test_what_cannot_be_cut_is_refused_before_anything_is_measured(mlp, edges):
+def test_rejects_uncuttable_input_before_measuring(mlp, edges):
     rows = edges[0]
     with pytest.raises(mk.errors.InputError, match=r"depends on other rows, first in `1` \(BatchNorm1d\)"):
         mk.ChunkedProcessor(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))(rows)
@@ -241,7 +241,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_measured(mlp, edges):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_budget_that_the_refusal_names_is_what_is_needed(grad):
+def test_suggested_budget_is_sufficient_and_necessary(grad):
     fn = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 1, 3, padding=1))
     volume = torch.randn(3, 1, 16, 16, 16, requires_grad=grad)
     with torch.set_grad_enabled(grad):

@@ -86,6 +86,6 @@ def test_ranks_with_other_numbers_of_chunks_equal_one_process(kind, found):
     assert_same(found[kind], gradients(model), 1e-12)
 
 
-def test_a_function_whose_parameters_are_gathered_at_each_call_is_refused(found):
+def test_rejects_function_that_gathers_parameters(found):
     """It would be gathered for each chunk; ranks with different numbers of chunks would deadlock."""
     assert "call fully_shard on the module around it" in found["fsdp kernel"]

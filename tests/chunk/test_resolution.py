@@ -26,7 +26,7 @@ def choice_of(coords, batch=None, **limits):
     return DynamicResolutionProcessor(**{"max_active_voxels": 10**9} | limits).choose(coords, batch=batch)
 
 
-def test_one_sort_counts_what_unique_counts_on_real_points():
+def test_one_sort_matches_unique_on_real_points():
     points = vertices()
     cells = ((points - points.amin(0)) * (1024 / (points.amax(0) - points.amin(0)).max())).long().clamp(max=1023)
     assert choice_of(points).num_active_by_level == by_unique(cells, 10)
@@ -43,7 +43,7 @@ def test_one_sort_counts_what_unique_counts_on_real_points():
 
 @given(st.data(), st.integers(2, 3), st.integers(0, 18))
 @settings(deadline=None)
-def test_one_sort_counts_what_unique_counts(data, num_axes, levels):
+def test_one_sort_matches_unique(data, num_axes, levels):
     far = 2 ** data.draw(st.integers(0, 17))
     cell = st.tuples(*[st.integers(-far, far)] * num_axes)
     coords = torch.tensor(data.draw(st.lists(cell, min_size=1, max_size=30)))
@@ -103,7 +103,7 @@ def test_pooling_is_by_cells(level):
         assert_same(found, torch.stack(cells, 2).view(shape), 1e-12)
 
 
-def test_a_mean_over_what_is_there_keeps_a_thin_surface():
+def test_mean_over_occupied_voxels_keeps_thin_surface():
     """As the page on resolution has it. The naive mean of a surface that fills an eighth of its cells is an eighth."""
     volume = torch.zeros(1, 1, 8, 8, 8)
     volume[0, 0, ::2, ::2, ::2] = 5.0
@@ -113,7 +113,7 @@ def test_a_mean_over_what_is_there_keeps_a_thin_surface():
     assert chosen(1).apply(volume).unique().tolist() == [0.625]
 
 
-def test_pooled_occupancy_is_what_was_counted():
+def test_pooled_occupancy_matches_count():
     mask = brain_mask()
     processor = DynamicResolutionProcessor(1000, downsample="max")
     choice = processor.choose(mask.nonzero())
@@ -137,7 +137,7 @@ def test_there_and_back_for_a_net_with_a_stride(mode):
         torch.testing.assert_close(gradient, torch.ones_like(gradient))  # a mean, copied to all
 
 
-def test_a_result_comes_back_by_the_level_that_it_was_made_at():
+def test_restores_result_from_its_level():
     """A loop may choose for the next volume before it restores the last one."""
     processor = DynamicResolutionProcessor(1000)
     volume = torch.randn(1, 1, 8, 8, 8)
@@ -155,7 +155,7 @@ def test_labels_and_pictures():
         chosen(2).apply(labels)
 
 
-def test_what_is_refused():
+def test_rejects_invalid_arguments():
     processor = DynamicResolutionProcessor(1000)
     for call in (processor.apply, processor.restore):
         with pytest.raises(StateError, match=r"first|before"):

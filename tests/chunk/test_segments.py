@@ -138,7 +138,7 @@ def test_gradient_of_equal_messages_goes_to_the_first_edge(reduce):
     assert torch.autograd.grad(out.sum(), infinite)[0].flatten().tolist() == [1, 1, 0, 0, 0, 0, 0]
 
 
-def test_winners_are_found_where_small_floats_are_zero():
+def test_finds_winners_with_flushed_denormals():
     """Ranks of edges are compared as floats; those of the first edges must not be so small."""
     rows = torch.tensor([[1.0], [2], [3], [2]], requires_grad=True)
     torch.set_flush_denormal(True)
@@ -252,7 +252,7 @@ def test_peak_without_the_outputs_does_not_grow_with_the_edges(reduce):
     assert (above[1] < 1.5 * MIB) == (reduce != "plain")
 
 
-def test_what_is_wrong_is_refused():
+def test_rejects_invalid_arguments():
     rows, index = torch.randn(6, 3), torch.tensor([0, 1, 1, 2, 0, 2])
     ptr = torch.tensor([0, 2, 4, 6])
 

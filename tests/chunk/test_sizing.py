@@ -92,7 +92,7 @@ def test_without_a_budget_a_row_may_take_more():
     assert (plan.chunk_size, plan.num_kept) == (1, 1)
 
 
-def test_a_kernel_that_jumps_is_not_believed_to_grow_in_proportion():
+def test_nonlinear_kernel_is_not_extrapolated():
     """Sizes are measured, not extrapolated: from 4096 rows on another kernel takes 28 times the memory."""
     problem = Problem(10**6, jump_at=4096)
     plan = Sizer(8 * MIB).plan(problem)
@@ -101,7 +101,7 @@ def test_a_kernel_that_jumps_is_not_believed_to_grow_in_proportion():
     assert peak_of(problem, plan) <= 8 * MIB
 
 
-def test_growth_beyond_proportion_is_seen_before_it_hurts():
+def test_detects_superlinear_growth_early():
     """A line through two small trials foresees a third of a quadratic function's peak."""
     problem = Problem(10**6, power=2, kept=0)
     plan = Sizer(64 * MIB).plan(problem)
@@ -111,7 +111,7 @@ def test_growth_beyond_proportion_is_seen_before_it_hurts():
     assert line < problem.take(plan.chunk_size) / 2
 
 
-def test_a_budget_for_not_even_one_row_is_refused():
+def test_rejects_budget_below_one_row():
     with pytest.raises(mk.errors.ConfigError, match=r"leaves 3.76 KiB.*1 row takes 4.88 KiB.*besides 1000 B.*at least"):
         Sizer(5000).plan(Problem(100, backward=5000, held=(0, 1000)))
 
@@ -122,7 +122,7 @@ def test_the_way_out_of_the_refusal_works():
     assert Sizer(str(refused).rsplit("at least ", 1)[1].rstrip(".")).plan(problem).chunk_size >= 1
 
 
-def test_what_was_measured_serves_other_numbers_of_rows_of_the_kind_and_no_other_kind():
+def test_measurements_are_reused_for_other_row_counts_only():
     sizer = Sizer(8 * MIB)
     sizer.plan(Problem(10**6))
     again = [Problem(num_rows) for num_rows in (10**6, 10**6 + 1, 700_001, 31_000)]
@@ -134,7 +134,7 @@ def test_what_was_measured_serves_other_numbers_of_rows_of_the_kind_and_no_other
     assert other.tried
 
 
-def test_ever_other_small_numbers_of_rows_are_soon_not_measured_any_more():
+def test_stops_measuring_ever_new_small_row_counts():
     sizer = Sizer(8 * MIB)
     problems = [Problem(num_rows) for num_rows in range(3000, 3500, 7)]
     for problem in problems:
@@ -158,9 +158,7 @@ def test_ever_other_small_numbers_of_rows_are_soon_not_measured_any_more():
 @example(
     budget=16 * MIB, num_rows=21_564, forward=3300, more=1300, share=1.0, base=200_000, held=(0, 200_000), products=0.3
 )  # EdgeConv
-def test_a_budget_is_never_exceeded_and_used_where_time_can_be_bought(
-    budget, num_rows, forward, more, share, base, held, products
-):
+def test_budget_is_never_exceeded_and_spent_on_time(budget, num_rows, forward, more, share, base, held, products):
     kept = int(forward * share) or 1
     problem = Problem(
         num_rows,
@@ -194,7 +192,7 @@ def test_sizes_of_numpy_are_sizes():
 @pytest.mark.parametrize(
     ("budget", "error"), [(0.5, mk.errors.InputTypeError), (0, mk.errors.ConfigError), ("0B", mk.errors.ConfigError)]
 )
-def test_a_budget_that_is_none_is_named_with_its_call(budget, error):
+def test_invalid_budget_error_names_the_call(budget, error):
     """There is no share of a device here."""
     with pytest.raises(error, match=r"ChunkedProcessor\(abs\).*memory_budget=") as refused:
         mk.ChunkedProcessor(abs, memory_budget=budget)

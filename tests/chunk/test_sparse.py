@@ -78,7 +78,7 @@ def test_pointwise_equals_the_whole():
     assert plan.why.startswith("it computes")
 
 
-def test_zeros_for_what_is_empty_are_wrong():
+def test_filling_empty_space_with_zeros_is_wrong():
     """The naive way: the network of zero is not zero, and empty voxels have a share in the parameters' gradient."""
     net, volume = pointwise_net().double(), brain()
     voxels = SparseVoxels.from_dense(volume)
@@ -112,7 +112,7 @@ def test_a_box_without_margin_is_wrong():
     mode=st.sampled_from(["blocks", "bbox"]),
 )
 @settings(max_examples=25, deadline=None)
-def test_wherever_voxels_are(sizes, block_size, places, name, mode):
+def test_any_position_of_voxels(sizes, block_size, places, name, mode):
     """At borders, in corners, one in each sample, or none."""
     volume = torch.zeros(2, 2, *sizes, dtype=torch.float64)
     for number, place in enumerate(places):
@@ -147,7 +147,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks", "bbox", "dense"])
-def test_nothing_at_all(mode):
+def test_empty_volume(mode):
     net, volume = NETS["stack"], torch.zeros(2, 2, 16, 16, 16, dtype=torch.float64)
     processor = SparsityAwareProcessor(net, mode=mode)
     assert processor(SparseVoxels.from_dense(volume)).features.shape == (0, 2)
@@ -182,7 +182,7 @@ class DropoutByHand(nn.Module):
         return nn.functional.dropout(x)
 
 
-def test_noise_of_a_generator_that_a_module_holds_is_noticed():
+def test_detects_noise_from_module_generator():
     net = nn.Sequential(same(2, 4), OwnNoise())
     processor = SparsityAwareProcessor(net)
     processor(brain().float())
@@ -194,7 +194,7 @@ def test_noise_of_a_generator_that_a_module_holds_is_noticed():
     assert torch.equal(net[1].generator.get_state(), state)  # and nothing else
 
 
-def test_what_would_run_over_most_of_the_volume_runs_over_all_of_it():
+def test_mostly_full_volume_runs_dense():
     net, volume = NETS["stack"], brain()
     auto = SparsityAwareProcessor(net)
     auto(volume)
@@ -212,7 +212,7 @@ def test_what_would_run_over_most_of_the_volume_runs_over_all_of_it():
     ],
     ids=["GroupNorm", "BatchNorm", "Dropout", "dropout by hand"],
 )
-def test_what_parts_cannot_give_runs_whole_or_is_refused(net, reason):
+def test_unsplittable_network_runs_whole_or_is_rejected(net, reason):
     volume = brain().float()
     processor = SparsityAwareProcessor(net)
     state = torch.get_rng_state()
@@ -247,7 +247,7 @@ class Choosy(nn.Module):
     ],
     ids=["InstanceNorm", "an assertion", "a size"],
 )
-def test_a_net_that_takes_no_small_volume_runs_whole(net, reason):
+def test_net_rejecting_small_volumes_runs_whole(net, reason):
     volume = torch.zeros(2, 2, 32, 32, 32, dtype=torch.float64)
     volume[:, :, :3, :3, :3] = 1
     processor = SparsityAwareProcessor(net)
@@ -266,7 +266,7 @@ class Starved(Choosy):
 
 
 @pytest.mark.parametrize("length", [16, 8, 10], ids=["where it is run", "where it is looked at", "of a part"])
-def test_a_net_without_memory_is_no_net_that_cannot(length):
+def test_out_of_memory_does_not_mark_net_unsplittable(length):
     volume = torch.zeros(1, 2, 32, 32, 32, dtype=torch.float64)
     volume[:, :, :3, :3, :3] = 1
     processor = SparsityAwareProcessor(net := Starved(refused=length).double(), mode="blocks")
@@ -276,7 +276,7 @@ def test_a_net_without_memory_is_no_net_that_cannot(length):
     torch.testing.assert_close(processor(volume), net(volume))
 
 
-def test_a_layer_that_is_put_in_later_is_looked_at():
+def test_checks_layer_added_later():
     net = nn.Sequential(conv(2, 2, 3)).double()
     processor = SparsityAwareProcessor(net, mode="bbox")
     volume = brain()
@@ -285,7 +285,7 @@ def test_a_layer_that_is_put_in_later_is_looked_at():
     torch.testing.assert_close(processor(volume), net(volume))
 
 
-def test_a_volume_that_requires_a_gradient():
+def test_rejects_volume_requiring_gradient():
     """Empty voxels have a gradient too: parts would lose it."""
     net, volume = NETS["stack"], brain().requires_grad_()
     processor = SparsityAwareProcessor(net)
@@ -300,7 +300,7 @@ def test_a_volume_that_requires_a_gradient():
         SparsityAwareProcessor(net, mode="bbox")(volume)
 
 
-def test_auto_goes_by_what_is_run():
+def test_auto_chooses_least_computed_volume():
     net = NETS["stack"]
     processor = SparsityAwareProcessor(net)
     corners = torch.zeros(1, 2, 40, 40, 40, dtype=torch.float64)
@@ -351,7 +351,7 @@ def test_other_refusals():
             SparsityAwareProcessor(net, **settings_)
 
 
-def test_memory_and_flops_follow_what_is_run():
+def test_memory_and_flops_follow_computed_volume():
     torch.manual_seed(0)
     net = nn.Sequential(conv(4, 64, 1), nn.GELU(), conv(64, 4, 1))
     voxels = SparseVoxels.from_coords(cortex(48), torch.randn(len(cortex(48)), 4), shape=(48, 48, 48))

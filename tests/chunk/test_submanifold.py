@@ -78,7 +78,7 @@ def test_no_voxels():
     assert not gradient.any()
 
 
-def test_only_what_needs_a_gradient_gets_one():
+def test_only_required_gradients_are_computed():
     features = torch.randn(len(cortex(32)), 2)
     voxels = SparseVoxels.from_coords(cortex(32), features, shape=(32, 32, 32))
     weight = torch.randn(2, 2, 3, 3, 3)
@@ -131,7 +131,7 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(y.features.sum(), voxels.features, create_graph=True)
 
 
-def test_what_is_refused():
+def test_rejects_invalid_arguments():
     voxels = SparseVoxels.from_coords(torch.tensor([[0, 0, 0]]), torch.ones(1, 4), shape=(2, 2, 2))
     with pytest.raises(ConfigError, match=r"\(1, 4, 2, 2, 2\).*odd kernel sizes"):
         submanifold_conv3d(voxels, torch.ones(1, 4, 2, 2, 2))

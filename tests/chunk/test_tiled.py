@@ -175,7 +175,7 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(tiled_apply(net, x, 9).sum(), x, create_graph=True)
 
 
-def test_memory_is_that_of_a_tile():
+def test_takes_memory_of_one_tile():
     net = nn.Sequential(same(1, 16), nn.GELU(), same(16, 16), nn.GELU(), same(16, 2))
     x = torch.randn(1, 1, 256, 256, requires_grad=True)
     find_reach(net, x, (-2, -1))
@@ -247,7 +247,7 @@ def test_forms():
         tiled_apply(nn.Sequential(same(1, 1), nn.Flatten()), x[..., :12, :12], 8)
 
 
-def test_a_tensor_that_would_silently_get_no_gradient():
+def test_rejects_tensor_without_gradient_path():
     net = nn.Sequential(same(1, 2))
     net.scale = torch.ones(1, requires_grad=True)
     with pytest.raises(InputError, match="attribute `scale` requires grad"):

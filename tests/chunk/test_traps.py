@@ -29,7 +29,7 @@ def test_a_checkpoint_around_everything_saves_nothing():
     assert ours < 0.25 * plain
 
 
-def test_index_add_saves_the_messages_of_all_edges_though_each_chunk_is_checkpointed():
+def test_index_add_saves_all_messages_despite_checkpoints():
     module, num_edges = mlp(6, 32, 32), 32_768
     rows, index = torch.randn(num_edges, 6), torch.randint(500, (num_edges,))
     params = list(module.parameters())
@@ -49,7 +49,7 @@ def test_index_add_saves_the_messages_of_all_edges_though_each_chunk_is_checkpoi
     assert warm_peak_bytes(ours, *params) < messages / 4
 
 
-def test_a_gather_in_the_graph_makes_a_gradient_of_all_nodes_for_each_chunk():
+def test_gather_in_the_graph_makes_full_gradient_per_chunk():
     num = 16_384
     x, pick = torch.randn(num, 32, requires_grad=True), torch.randperm(num)
 
@@ -91,7 +91,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
 @pytest.mark.parametrize("name", ["complex", "recurrent"])
-def test_a_trial_sees_what_the_backward_takes(name):
+def test_trial_includes_backward(name):
     """Complex results have a gradient too. A GRU's peak is in its forward, which the backward runs again."""
     if name == "complex":
         module, x = mlp(8, 64, 8)[::2].to(torch.complex64), torch.randn(16_000, 8, dtype=torch.complex64)
@@ -112,7 +112,7 @@ def test_a_gradient_of_many_parameters_does_not_make_chunks_short(width, budget_
     assert budget_mib is None or found <= budget_mib * MIB  # nor do the trials take more
 
 
-def test_a_gradient_of_many_parameters_does_not_make_chunks_of_a_loss_short():
+def test_parameter_gradients_do_not_shorten_loss_chunks():
     module, x = mlp(64, 4096, 1024), torch.randn(400, 64)
     proc = mk.ChunkedProcessor(module)
     proc.loss(x)
@@ -131,7 +131,7 @@ def test_autocast_keeps_a_converted_copy_of_each_weight():
 # ---- rows that depend on each other
 
 
-def test_integers_cannot_be_nan_but_what_an_embedding_makes_of_them_can():
+def test_probes_embeddings_of_integers_with_nan():
     module, ids = nn.Sequential(nn.Embedding(10, 4), nn.BatchNorm1d(4)), torch.randint(10, (64,))
     pieces = torch.cat([module(part) for part in ids.split(8)])
     assert not torch.allclose(pieces, module(ids), atol=1e-2)
@@ -146,7 +146,7 @@ def test_complex_rows_are_looked_at():
     mk.chunked_map(lambda rows: rows / rows.norm(dim=1, keepdim=True), x, chunk_size=8)
 
 
-def test_one_method_that_passed_does_not_vouch_for_another():
+def test_checks_each_method_separately():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -167,7 +167,7 @@ def test_one_method_that_passed_does_not_vouch_for_another():
 
 
 @pytest.mark.parametrize("form", ["closure", "partial", "object", "helper"])
-def test_a_refused_batch_norm_is_named_and_no_nan_stays_in_its_statistics(form):
+def test_names_batch_norm_and_keeps_its_statistics_clean(form):
     layer, norm, x = nn.Linear(4, 4), nn.BatchNorm1d(4), torch.randn(32, 4)
 
     def both(layer, norm, x):
@@ -195,7 +195,7 @@ def test_a_refused_batch_norm_is_named_and_no_nan_stays_in_its_statistics(form):
     assert norm.num_batches_tracked == 0
 
 
-def test_a_buffer_that_changes_with_each_call():
+def test_rejects_buffer_changing_with_each_call():
     """Each chunk would find another one, and the backward others again."""
     torch.manual_seed(0)
     module = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)).double()
@@ -216,7 +216,7 @@ def test_a_buffer_that_changes_with_each_call():
     assert_close(out[0], out[1])
 
 
-def test_a_weight_that_was_cached_before_is_refused():
+def test_rejects_weight_cached_before():
     """The trial of independence ran without gradients: it left a weight without a graph, and nobody got a gradient."""
     module, x = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), torch.randn(32, 6)
     with nn.utils.parametrize.cached(), pytest.raises(mk.errors.InputError, match=r"a tensor of shape \(4, 6\)"):
@@ -285,7 +285,7 @@ class Decaying(nn.Linear):
         return super().forward(x)
 
 
-def test_a_function_that_changes_its_parameters_is_refused():
+def test_rejects_function_changing_its_parameters():
     """Each chunk, and its repetition in the backward, would change them once more."""
     module = nn.Sequential(Decaying(3, 3), nn.Tanh())
     with pytest.raises(mk.errors.InputError, match=r"changes its parameter `0\.weight` each time"):
@@ -293,7 +293,7 @@ def test_a_function_that_changes_its_parameters_is_refused():
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Embedding(9, 3, max_norm=0.5), lambda: nn.LazyLinear(3)])
-def test_a_function_that_changes_its_parameters_once_is_not(make):
+def test_accepts_function_changing_parameters_once(make):
     first = make()
     rows = torch.arange(8) if isinstance(first, nn.Embedding) else torch.randn(8, 3)
     module = nn.Sequential(first, nn.Tanh())

@@ -80,7 +80,7 @@ def test_a_table_for_people():
         replace(GOOD, plain_unlimited=DIED),
     ],
 )
-def test_what_does_not_convince_says_so(bad, monkeypatch, capsys):
+def test_reports_unconvincing_result(bad, monkeypatch, capsys):
     assert GOOD.succeeded
     assert not bad.succeeded
     monkeypatch.setattr(demo, "run_demo", lambda _: bad)
@@ -105,7 +105,7 @@ def test_the_first_line_is_there_before_the_first_run(monkeypatch, capsys):
     assert err == ""
 
 
-def test_a_run_that_is_killed():
+def test_killed_run():
     script = (
         "import os, signal\n"
         """print('{"loss": 3.0, "sizes": [2, 2], "num_ooms": 1}', flush=True)\n"""
@@ -117,7 +117,7 @@ def test_a_run_that_is_killed():
     assert run == DemoRun((3.0,), ((2, 2),), 1, "killed by signal 9 (Killed)", False, None, None, {})
 
 
-def test_a_run_that_cannot_start():
+def test_run_failing_to_start():
     run = run_worker(["-m", "memkit.no_such_module"], lambda _: None)
     assert run.error.startswith("exit code 1: ")
     assert run.error.endswith("No module named memkit.no_such_module")

@@ -94,7 +94,7 @@ def test_a_training_script(capfd):
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_line_that_does_not_fit(capfd):
+def test_names_the_line_that_runs_out(capfd):
     code, out, _ = dryrun(capfd, "too_large.py", "--gpu", "T4")
     assert code == 1
     assert "DOES NOT FIT: T4 runs out of memory" in out
@@ -107,9 +107,9 @@ def test_the_line_that_does_not_fit(capfd):
 
 
 @pytest.mark.slow
-def test_the_pages_show_what_the_command_prints(capfd, tmp_path, monkeypatch):
+def test_pages_match_command_output(capfd, tmp_path, monkeypatch):
     pages = Path(__file__).parents[2]
-    shown = (pages / "docs/dryrun.md").read_text()
+    shown = (pages / "docs/virtual-gpu.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(re.search(r"```py\n(.*?)```", shown, re.DOTALL)[1])
     code, out, _ = dryrun(capfd, "train.py", "--gpu", "RTX 3060 12GB")
@@ -125,7 +125,7 @@ def test_the_pages_show_what_the_command_prints(capfd, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_script_that_recovers_fits_and_its_resets_hide_no_peak(capfd):
+def test_recovering_script_fits_and_resets_hide_no_peak(capfd):
     code, out, _ = dryrun(capfd, "too_large.py", "--recover", "--gpu", "T4", "--json")
     assert code == 0
     report = json.loads(out)
@@ -138,7 +138,7 @@ def test_a_script_that_recovers_fits_and_its_resets_hide_no_peak(capfd):
 
 
 @pytest.mark.usefixtures("forked")
-def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd, tmp_path_factory):
+def test_writes_are_visible_to_the_script_only(capfd, tmp_path_factory):
     cards = tmp_path_factory.mktemp("cards") / "own.json"
     write_gpus(cards, [replace(find_gpu("T4"), name="own card")])
     code, out, err = dryrun(capfd, "writes.py", "--gpu", "own card", "--calibrated", str(cards))
@@ -161,7 +161,7 @@ def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd, tmp_path_factor
     ],
 )
 @pytest.mark.usefixtures("forked")
-def test_a_script_that_fails(capfd, ending, code, expected):
+def test_failing_script(capfd, ending, code, expected):
     found, out, _ = dryrun(capfd, "ends.py", ending, "--gpu", "T4")
     assert found == code
     assert out.splitlines()[0].startswith("NOT KNOWN: the script failed")
@@ -179,7 +179,7 @@ def test_without_an_optimizer_a_step_is_a_backward_pass(capfd):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory_does_not_matter(capfd, monkeypatch):
+def test_guess_becoming_a_size_is_not_known(capfd, monkeypatch):
     runs = []
     monkeypatch.setattr("memkit.cli.dryrun.subprocess.run", lambda *a, **kw: runs.append(a) or run(*a, **kw))
     code, out, err = dryrun(capfd, "guesses.py", "size", "--gpu", "T4", "--json")
@@ -198,7 +198,7 @@ def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_script_that_only_logs_and_keeps_the_best_fits(capfd):
+def test_script_that_only_logs_values_fits(capfd):
     code, out, _ = dryrun(capfd, "guesses.py", "--gpu", "T4")
     assert code == 0
     assert "fits T4, assuming that 1 check of values passes" in out
@@ -212,7 +212,7 @@ def test_steps_without_a_gradient_are_not_known(capfd):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_training_that_puts_nothing_on_the_card_is_not_known(capfd):
+def test_training_without_the_card_is_not_known(capfd):
     code, out, _ = dryrun(capfd, "on_the_cpu.py", "--gpu", "T4")
     assert code == 3
     assert "the script trained on the CPU and put nothing on the card" in unfolded(out)
@@ -227,7 +227,7 @@ def test_a_training_that_puts_nothing_on_the_card_is_not_known(capfd):
     ],
 )
 @pytest.mark.usefixtures("forked")
-def test_wrong_use_is_said_without_a_traceback(capfd, arguments, text):
+def test_wrong_use_prints_no_traceback(capfd, arguments, text):
     assert_error(capfd, ["dryrun", *arguments], text)
 
 
@@ -246,7 +246,7 @@ def test_missing_options_are_wrong_usage(capsys, arguments, text):
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_process_that_dies_is_said_so(capfd):
+def test_reports_dead_process(capfd):
     code, _, err = dryrun(capfd, "dies.py", "--gpu", "T4")
     assert code == 3
     assert "got killed by SIGKILL; expected a script that runs to its end" in unfolded(err)
@@ -256,7 +256,7 @@ def test_the_command_itself_does_not_import_torch():
     assert_not_imported({"torch"}, "import memkit.cli.dryrun")
 
 
-def test_what_convolutions_may_take_inside_and_the_first_guesses_are_said():
+def test_reports_convolution_workspace_and_first_guesses():
     model, image = torch.nn.Conv2d(16, 16, 3), torch.ones(4, 16, 64, 64)
     estimate = estimate_memory_usage(model, image, lambda model, x: model(x).sum(), target="T4")
     assert estimate.workspace_bytes
@@ -299,7 +299,7 @@ def test_a_script_for_torchrun_says_so_and_runs_as_the_first_rank(capfd):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_script_that_shards_holds_its_share(capfd):
+def test_sharding_script_holds_its_share(capfd):
     code, out, _ = dryrun(capfd, "--nproc-per-node", "8", "ranks.py", "fsdp", "--gpu", "RTX 4090", "--json")
     assert code == 0
     parameters_bytes = json.loads(out)["estimate"]["parameters_bytes"]
@@ -307,7 +307,7 @@ def test_a_script_that_shards_holds_its_share(capfd):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_script_that_starts_its_processes_runs_as_the_first_of_them(capfd):
+def test_spawning_script_runs_as_first_process(capfd):
     code, out, _ = dryrun(capfd, "spawns.py", "--gpu", "RTX 4090", "--json")
     assert code == 0
     assert json.loads(out)["num_steps"] == 3
@@ -322,7 +322,7 @@ def test_a_script_that_starts_its_processes_runs_as_the_first_of_them(capfd):
     ],
 )
 @pytest.mark.usefixtures("forked")
-def test_a_missing_module_is_named_as_its_package(capfd, module, way):
+def test_missing_module_error_names_the_package(capfd, module, way):
     if module == "skimage" and importlib.util.find_spec(module):
         pytest.skip("scikit-image is installed")
     code, out, _ = dryrun(capfd, "imports.py", module, "--gpu", "RTX 4090")
@@ -331,7 +331,7 @@ def test_a_missing_module_is_named_as_its_package(capfd, module, way):
 
 
 @pytest.mark.usefixtures("forked")
-def test_workers_that_are_started_anew_find_the_script(capfd):
+def test_spawned_workers_find_the_script(capfd):
     code, out, _ = dryrun(capfd, "spawned_workers.py", "--gpu", "T4", "--json")
     assert code == 0
     assert json.loads(out)["num_steps"] == 3

@@ -102,7 +102,7 @@ def test_a_step_as_a_dict_on_the_cpu(script, capsys):
     assert "fits" not in out
 
 
-def test_what_does_not_fit_has_exit_code_1(script, capsys):
+def test_oversized_step_exits_with_1(script, capsys):
     assert main(["estimate", f"{script}:build", "--budget", "1kB"]) == 1
     assert capsys.readouterr().out.startswith("does not fit into 1kB: it needs at least ")
 

@@ -156,7 +156,7 @@ def test_a_command_and_its_code(command, code, capsys):
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_guess_that_decides_a_law_is_not_known():
+def test_guess_deciding_a_law_is_not_known():
     command = "profile steps.py:build_guess --sizes 1k,2k --modes train --output-dir out"
     with pytest.warns(mk.MemkitWarning, match=r"may be wrong: .*steps.py:\d+ in <lambda>"):
         code = main(command.split())
@@ -164,7 +164,7 @@ def test_a_guess_that_decides_a_law_is_not_known():
 
 
 @pytest.mark.parametrize("function", ["crash", "crash_in_step", "reads_a_file"])
-def test_the_traceback_begins_at_the_users_file_and_leaves_memkit_out(folder, function, capsys):
+def test_traceback_begins_at_user_file_without_memkit(folder, function, capsys):
     assert main(["estimate", f"{folder}/steps.py:{function}"]) == 4
     said = capsys.readouterr().err.splitlines()
     lines = [line for line in said if not re.match(r"[EW]\d{4} ", line)]  # newer versions of torch log the operator
@@ -176,7 +176,7 @@ def test_the_traceback_begins_at_the_users_file_and_leaves_memkit_out(folder, fu
     assert lines[-1].startswith(("KeyError: 'of mine'", "RuntimeError", "FileNotFoundError"))
 
 
-def test_what_is_not_known_names_the_line(folder, capsys):
+def test_unknown_verdict_names_the_line(folder, capsys):
     assert main(["estimate", "steps.py:guessed", "--budget", "1GiB"]) == 3
     out = capsys.readouterr().out
     assert out.startswith("NOT KNOWN whether it fits into 1GiB\n")
@@ -222,7 +222,7 @@ def assert_harmless(text):
     ],
     ids=lambda command: command[0],
 )
-def test_names_do_nothing_to_the_terminal(folder, command, capsys):
+def test_escapes_control_characters_in_names(folder, command, capsys):
     (folder / EVIL).write_text(STEPS + "\ndef habit():\n    torch.autograd.set_detect_anomaly(True)\n")
     main(command)
     out, err = capsys.readouterr()
@@ -230,13 +230,13 @@ def test_names_do_nothing_to_the_terminal(folder, command, capsys):
     assert out or err
 
 
-def test_arguments_do_nothing_to_the_terminal_either(capsys):
+def test_escapes_control_characters_in_arguments(capsys):
     with pytest.raises(SystemExit):
         main(["presets", "medium", "--\x1b[31m\u202e"])
     assert_harmless(capsys.readouterr().err)
 
 
-def test_a_traceback_does_nothing_to_the_terminal(folder, capsys):
+def test_escapes_control_characters_in_tracebacks(folder, capsys):
     (folder / "evil.py").write_text("def build():\n    raise KeyError('\\x1b[31m' + chr(0x202e))\n")
     assert main(["estimate", "evil.py:build"]) == 4
     assert_harmless(capsys.readouterr().err)
@@ -264,7 +264,7 @@ def test_pipes_and_devices_are_not_read(folder, capsys):
     capsys.readouterr()
 
 
-def test_a_link_to_nothing_is_not_followed(folder, capsys):
+def test_does_not_follow_dangling_link(folder, capsys):
     for name in ("page.md", "gpus.json"):
         (folder / name).symlink_to(folder / "elsewhere")
     assert main(["report", "small.json", "--output", "page.md"]) == 2
@@ -296,7 +296,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "memkit: interrupted\n"
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_closed_pipe_is_no_error():
     command = f"{sys.executable} -m memkit gpus --json | head -c 100 >/dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("0\n", "")

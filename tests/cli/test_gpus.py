@@ -51,7 +51,7 @@ def test_one_card(capsys):
     assert json.loads(capsys.readouterr().out)["usable"] == find_gpu("4090").usable_bytes
 
 
-def test_the_cards_that_hold_a_size_smallest_first(capsys):
+def test_lists_sufficient_cards_smallest_first(capsys):
     assert main(["gpus", "--need", "23.1GiB", "--json"]) == 0
     usable = [record["usable"] for record in json.loads(capsys.readouterr().out)]
     assert usable == sorted(usable)
@@ -62,7 +62,7 @@ def test_the_cards_that_hold_a_size_smallest_first(capsys):
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_the_first_that_hold_a_size_and_how_to_see_the_others(capsys):
+def test_lists_first_sufficient_cards_and_mentions_the_rest(capsys):
     num = sum(gpu.usable_bytes >= 14 * 2**30 for gpu in all_gpus())
     for arguments, num_shown in (([], 12), (["--all"], num)):
         assert main(["gpus", "--need", "14GiB", *arguments]) == 0
@@ -92,7 +92,7 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
         (["RTX 4090", "--need", "14GiB"], "omit the name"),
     ],
 )
-def test_what_does_not_go_together_is_wrong_usage(capsys, arguments, text):
+def test_conflicting_options_are_wrong_usage(capsys, arguments, text):
     assert_wrong_usage(capsys, ["gpus", *arguments], text)
 
 

@@ -75,7 +75,7 @@ def test_max_edges_and_modes(config, tmp_path, capsys):
     assert result["analysis"] == "core"
 
 
-def test_a_step_of_ones_own_and_a_card_that_does_not_hold_it(script, tmp_path, capsys):
+def test_own_step_exceeding_the_card(script, tmp_path, capsys):
     """x, its product with the weight, and what is kept of the square: 3 KiB a row; 24 GiB end at 8 million rows."""
     arguments = ["profile", script, "--output-dir", str(tmp_path), "--gpu", "RTX 4090", "--json"]
     assert main([*arguments, "--sizes", "1k,4k"]) == 0
@@ -131,7 +131,7 @@ def test_options_without_effect_are_refused(capsys, arguments, message):
 
 
 @pytest.mark.slow
-def test_a_measured_sweep_finds_what_was_predicted(script, tmp_path, capsys):
+def test_measured_sweep_matches_prediction(script, tmp_path, capsys):
     arguments = ["profile", script, "--sizes", "10,20", "--modes", "train", "--measured", "--device", "cpu", "--json"]
     arguments += ["--output-dir", str(tmp_path / "out")]
     assert main(arguments) == 0

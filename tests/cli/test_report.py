@@ -12,7 +12,7 @@ from tests.report.foreign import save, snapshot
 from tests.report.pages import S1, markdown_rows
 
 
-def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
+def test_report_keeps_its_default_path(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--log", str(S1)]) == 0
     *lines, path = capsys.readouterr().out.splitlines()
@@ -50,7 +50,7 @@ def test_baseline_card_and_language(capsys, tmp_path):
     assert "张量峰值" in capsys.readouterr().out
 
 
-def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
+def test_compare_reports_changes_and_fails_on_request(capsys, tmp_path):
     larger = tmp_path / "larger.json"
     larger.write_text(S1.read_text().replace("24860109824", "26103115315"))
     assert main(["compare", str(S1), str(larger), "--max-growth", "5.1"]) == 0
@@ -81,7 +81,7 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arg
     assert not list(tmp_path.iterdir())
 
 
-def test_snapshots_go_wherever_logs_go(capsys, tmp_path):
+def test_snapshots_are_accepted_like_logs(capsys, tmp_path):
     log = save(tmp_path, snapshot())
     larger = snapshot()
     for index in (2, 3):
@@ -94,7 +94,7 @@ def test_snapshots_go_wherever_logs_go(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_a_snapshots_page_says_what_only_snapshots_know(tmp_path, language):
+def test_snapshot_page_has_snapshot_details(tmp_path, language):
     page = tmp_path / "page.md"
     log = save(tmp_path, snapshot())
     assert main(["report", "--log", str(log), "--output", str(page), "--language", language]) == 0

@@ -120,7 +120,7 @@ def test_only_a_single_word_is_wider(width):
         assert display_width(part) <= width or len(re.findall(r"[一-鿿]|\S+", part.strip())) <= 1
 
 
-def test_json_and_tracebacks_are_left_as_they_are(capsys):
+def test_json_and_tracebacks_are_not_folded(capsys):
     say_json({"reason": "word " * 40})
     assert max(map(len, capsys.readouterr().out.splitlines())) > 80
 
@@ -148,7 +148,7 @@ def test_a_verdict_has_its_color_on_a_terminal(terminal):
         ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
     ],
 )
-def test_what_decides_about_colors(terminal, monkeypatch, variables, has_colors):
+def test_color_settings(terminal, monkeypatch, variables, has_colors):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     say("fits", tone="good")
@@ -216,7 +216,7 @@ def test_progress_on_a_terminal_is_redrawn_and_erased(terminal, monkeypatch):
     assert terminal[1].getvalue() == text  # nothing draws any more
 
 
-def test_what_is_done_within_a_second_draws_no_line(terminal):
+def test_fast_work_draws_no_progress_line(terminal):
     with ProgressLine("working"):
         pass
     assert ESCAPE.sub("", terminal[1].getvalue()) == ""
@@ -242,7 +242,7 @@ def test_no_progress_on_a_dumb_terminal(terminal, monkeypatch):
     assert terminal[1].getvalue() == ""
 
 
-def test_an_error_erases_the_progress_before_it_is_said(terminal):
+def test_error_erases_progress_line_first(terminal):
     with pytest.raises(KeyError), ProgressLine("working") as progress:
         progress.show("a part")
         raise KeyError
@@ -252,7 +252,7 @@ def test_an_error_erases_the_progress_before_it_is_said(terminal):
 # ------------------------------------------------------------------------------------------- quick
 
 
-def test_help_loads_nothing_heavy():
+def test_help_imports_no_heavy_modules():
     """`memkit --help` imports little: it takes far less than a second of processor time."""
     code = "import sys\nfrom memkit.cli import main\ntry:\n main(['--help'])\nexcept SystemExit:\n pass\n"
     code += "print(sorted({'torch', 'numpy', 'matplotlib', 'pandas', 'tqdm'} & set(sys.modules)), len(sys.modules))"

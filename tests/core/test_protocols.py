@@ -38,7 +38,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_copy_is_refused_and_says_what_to_do(tmp_path, name):
+def test_rejects_copy_with_way_out(tmp_path, name):
     value = MAKERS[name](tmp_path)
     for way in WAYS.values():
         with pytest.raises(mk.errors.InputTypeError, match=f"a pickle or a copy of a {name}") as raised:
@@ -51,7 +51,7 @@ def test_a_copy_is_refused_and_says_what_to_do(tmp_path, name):
         value.close()
 
 
-def test_what_holds_one_says_which():
+def test_pickling_a_loop_names_the_wrapper_inside():
     trainer = mk.MemoryEfficientTrainingWrapper(*make())
     loop = mk.MemoryEfficientTrainLoop(trainer, [torch.ones(2, 3)], lambda model, batch: model(batch).mean())
     with pytest.raises(mk.errors.InputTypeError, match="a pickle or a copy of a MemoryEfficientTrainingWrapper"):

@@ -23,7 +23,7 @@ def test_there_and_back_on_a_real_mask():
     assert torch.equal(same.to_dense(), volume)
 
 
-def test_a_mask_keeps_voxels_that_are_zero_and_drops_others():
+def test_mask_keeps_zero_voxels_and_drops_others():
     volume = torch.ones(1, 2, 4, 4, 4)
     mask = torch.zeros(1, 4, 4, 4, dtype=torch.bool)
     mask[0, 1, 2, 3] = True
@@ -57,7 +57,7 @@ def test_no_voxels():
     assert torch.equal(voxels.to_dense(), torch.zeros(1, 2, 3, 3, 3))
 
 
-def test_coordinates_and_features_that_are_refused():
+def test_rejects_invalid_coordinates_and_features():
     right, ones = torch.tensor([[0, 1, 2], [3, 3, 3]]), torch.ones(2, 1)
 
     def refused(*words, coords=right, features=ones, error=InputError, **options):
@@ -78,7 +78,7 @@ def test_coordinates_and_features_that_are_refused():
     refused("a volume of shape (4, 4)", shape=(4, 4))
 
 
-def test_volumes_and_masks_that_are_refused():
+def test_rejects_invalid_volumes_and_masks():
     volume, mask = torch.zeros(1, 1, 2, 2, 2), torch.ones(1, 2, 2, 2)
     no_volume, no_mask = "expected a floating point volume (B, C, D, H, W)", "expected a bool mask (1, 2, 2, 2)"
     assert_refused(lambda: SparseVoxels.from_dense(volume[0, 0]), InputTypeError, no_volume)

@@ -41,7 +41,7 @@ def test_whole_sizes_are_exact(number, unit, space):
         ("0.7B", 0),
     ],
 )
-def test_what_is_read(value, num_bytes):
+def test_parses_sizes(value, num_bytes):
     assert mk.memory.parse_bytes(value) == num_bytes
 
 
@@ -52,7 +52,7 @@ def test_gigabyte_is_not_gibibyte():
 @pytest.mark.parametrize(
     "value", ["24", "24 gigs", "GiB", "", "1e3MB", "-1GB", "nanGB", "24GiB free", "٣GB", "1.MB", ".5GB", -1]
 )
-def test_what_is_no_size(value):
+def test_rejects_invalid_sizes(value):
     with pytest.raises(mk.errors.InputError, match=r"budget=.*expected (a number and a unit|zero bytes or more)"):
         mk.memory.parse_bytes(value, name="budget")
 
@@ -80,7 +80,7 @@ def test_small_sizes_of_devices_have_a_unit():
 
 
 @pytest.mark.parametrize("value", [True, 1.5, float("nan"), None, b"24GB", [24]])
-def test_what_is_no_size_by_type(value):
+def test_rejects_sizes_of_wrong_type(value):
     with pytest.raises(mk.errors.InputTypeError, match=f"a {type(value).__name__}; expected bytes as an int"):
         mk.memory.parse_bytes(value)
 
@@ -102,11 +102,11 @@ def test_any_text_is_a_size_or_a_typed_error(text):
         (-3 * 2**39, "-1.50 TiB"),
     ],
 )
-def test_what_people_see(num_bytes, text):
+def test_formats_bytes(num_bytes, text):
     assert mk.memory.format_bytes(num_bytes) == text
 
 
 @given(st.integers(2**10, 2**60))
-def test_what_people_see_is_within_half_a_percent(num_bytes):
+def test_formatted_bytes_are_within_half_a_percent(num_bytes):
     number, unit = mk.memory.format_bytes(num_bytes).split()
     assert float(number) * FACTORS[unit] == pytest.approx(num_bytes, rel=0.0051)

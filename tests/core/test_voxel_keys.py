@@ -84,7 +84,7 @@ def test_no_points():
     assert morton_encode(empty).shape == (0,)
 
 
-def test_what_cannot_be_numbered_is_refused():
+def test_rejects_coordinates_without_key():
     too_many = "extent of 2097152 x 2097152 x 1048577 cells; expected at most 2^62"
     assert_refused(lambda: LinearKeys((0, 0, 0), (2**21, 2**21, 2**20 + 1)), InputError, too_many)
     assert_refused(lambda: LinearKeys((0, 0), (2**31, 2**31), (0, 1)), InputError, "extent of")

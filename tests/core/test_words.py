@@ -115,7 +115,7 @@ class Loop:
         ),
     ],
 )
-def test_words_of_an_idea_are_known_to_whoever_has_a_parameter_of_it(call, corrected):
+def test_every_owner_of_a_parameter_knows_its_synonyms(call, corrected):
     with pytest.raises(mk.errors.InputTypeError) as caught:
         call()
     assert caught.value.fix == corrected
@@ -135,7 +135,7 @@ def test_the_corrected_calls_work():
     assert Trainer("net", steps=4).step([1, 2]) == ([1, 2], None)
 
 
-def test_an_error_inside_stays_what_it_is():
+def test_inner_error_passes_unchanged():
     with pytest.raises(TypeError, match="the user's own"):
         Trainer("net").fails_inside()
 
@@ -160,7 +160,7 @@ def test_absent_attributes_name_their_counterpart():
     assert getattr(trainer, "eval", None) is None
 
 
-def test_a_property_that_fails_is_not_called_absent():
+def test_failing_property_is_not_reported_missing():
     with pytest.raises(AttributeError) as caught:
         _ = Trainer("net").broken
     assert not isinstance(caught.value, mk.errors.AbsentError)
@@ -215,7 +215,7 @@ def test_series_of_arguments_words_of_a_method_and_whole_calls(call, corrected):
     assert caught.value.fix == corrected
 
 
-def test_a_class_without_public_names_says_that_it_is_called():
+def test_class_without_public_names_suggests_calling():
     @guided(absent={"runner(x)": "fit"})
     class Only:
         def __call__(self): ...

@@ -35,7 +35,7 @@ START = b'{"schema":"memkit.events/1","run_id":"r","wall_s":1.0}\n'
         (lambda folder: "a\0b", LogNotFoundError, "no file at this path"),
     ],
 )
-def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
+def test_rejects_path_without_log(tmp_path, make, error, text):
     (tmp_path / "empty").mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(START)
@@ -71,7 +71,7 @@ def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
         ("[1," * 300, "invalid JSON at character"),
     ],
 )
-def test_a_wrong_array_is_one_error_that_says_where(tmp_path, content, text):
+def test_invalid_array_error_names_the_place(tmp_path, content, text):
     path = tmp_path / "memory_events.json"
     path.write_text(content)
     assert_refused_briefly(path, text)
@@ -115,7 +115,7 @@ AFTER = b'{"event":"z"}\n'
         (START.strip()[:-1] + b',"device":{"total_bytes":-1}}', "the run's header: total_bytes=-1"),
     ],
 )
-def test_a_wrong_line_is_one_error_that_says_where(tmp_path, line, text):
+def test_invalid_line_error_names_the_place(tmp_path, line, text):
     path = tmp_path / "log.jsonl"
     path.write_bytes(START + line)
     if text.startswith(("line 2: invalid JSON", "line 2: text that is not UTF-8")):
@@ -136,13 +136,13 @@ def assert_refused_briefly(path, text):
 @pytest.mark.parametrize(
     "content", [b"GIF89a\x00", b"event,peak\n", b"{}\n", b'"a"\n', AFTER, b"{\n", b"\xff\xfe[\0]\0"]
 )
-def test_a_file_of_another_kind_is_refused(tmp_path, content):
+def test_rejects_foreign_file(tmp_path, content):
     path = tmp_path / "log.jsonl"
     path.write_bytes(content)
     assert_refused(lambda: read_memory_events(path), FileFormatError, r"got line 1: .*; expected (the|a) header line")
 
 
-def test_an_endless_line_is_refused_without_holding_it(tmp_path, monkeypatch):
+def test_rejects_endless_line_without_buffering(tmp_path, monkeypatch):
     monkeypatch.setattr(file, "LONGEST_LINE_BYTES", 200)
     path = tmp_path / "log.jsonl"
     path.write_bytes(START + b'{"event":"' + b"x" * 1000 + b'"}\n')

@@ -52,7 +52,7 @@ def test_values_are_those_of_json():
         assert (read_array if isinstance(value, list) else read_object)(source) == value
 
 
-def test_what_json_refuses_is_refused():
+def test_rejects_invalid_json():
     """Cut, changed and lengthened at each place."""
     text = json.dumps([{"a": [1, 2.5, "x\\u00e9", None]}, True, "😀", []], ensure_ascii=False).encode()
     chance, num_refused = random.Random(1), 0
@@ -125,7 +125,7 @@ def test_a_large_value_is_not_parsed_again_with_each_piece():
     assert decoder.num_calls < 20
 
 
-def test_halves_of_characters_are_seen():
+def test_detects_lone_surrogates():
     source = stream(b'["a", "\\ud83d\\ude00"]')
     assert (read_array(source), source.may_have_halves) == (["a", "😀"], True)
     source = stream(b'["a", "\\u00e9"]')

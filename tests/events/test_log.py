@@ -59,7 +59,7 @@ def test_a_wrong_value_makes_no_event(values, error, text):
     assert_refused(lambda: Event(**{"event": "e", **values}), error, text)
 
 
-def test_a_note_that_holds_itself_ends():
+def test_self_containing_note_terminates():
     note = {}
     note["again"] = note
     assert_refused(lambda: Event("e", note=note), InputError, "at most 32 levels")
@@ -101,7 +101,7 @@ def test_a_header_does_not_tell_the_command_line_unasked(monkeypatch, tmp_path):
 # ---- the file
 
 
-def test_what_a_line_looks_like(tmp_path):
+def test_line_format(tmp_path):
     path = tmp_path / "log.jsonl"
     header = LogHeader(
         run_id="r1",
@@ -149,7 +149,7 @@ with EventWriter(sys.argv[1], LogHeader.new()) as writer:
 """
 
 
-def test_kill_in_the_middle_of_writing_loses_nothing_that_was_written(tmp_path):
+def test_kill_while_writing_loses_no_written_line(tmp_path):
     """Eight processes append to one log, each killed at a random instant: every acknowledged event is there."""
     path = tmp_path / "log.jsonl"
     chance = random.Random(3)
@@ -212,7 +212,7 @@ def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path):
     assert log.problems[0].startswith(f"{path}: line 5: invalid JSON at character")
 
 
-def test_a_disk_that_is_full_from_the_start_stops_no_run(tmp_path):
+def test_full_disk_stops_no_run(tmp_path):
     path = tmp_path / "log.jsonl"
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
@@ -252,7 +252,7 @@ def test_a_closed_writer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"[]", b"{}", b'{"event":"a"}\n', b"results\n", b'{"schema":"other/1"}\n', b"\n\n", b"\x00" * 40]
 )
-def test_a_file_that_is_not_a_log_is_left_alone(tmp_path, content):
+def test_leaves_foreign_files_alone(tmp_path, content):
     path = tmp_path / "log.jsonl"
     path.write_bytes(content)
     words = "a new file, or an event log to continue", "nothing was changed"
@@ -260,7 +260,7 @@ def test_a_file_that_is_not_a_log_is_left_alone(tmp_path, content):
     assert path.read_bytes() == content
 
 
-def test_a_line_that_no_reader_takes_is_not_written(tmp_path):
+def test_never_writes_unreadable_line(tmp_path):
     path = tmp_path / "log.jsonl"
     with EventWriter(path, LogHeader.new()) as writer:
         assert_refused(lambda: writer.write(Event("x" * 2**24)), InputError, r"a line of \d{8} bytes")
@@ -291,7 +291,7 @@ def test_rank_path(path, rank, world_size, expected):
     assert rank_path(path, rank, world_size) == Path(expected)
 
 
-def test_rank_path_refuses_a_rank_that_is_not_there():
+def test_rank_path_rejects_missing_rank():
     assert_refused(lambda: rank_path("log", 4, 4), InputError, "rank_path('log', rank=4, world_size=4): got rank=4")
 
 

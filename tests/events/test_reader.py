@@ -148,7 +148,7 @@ def test_round_trip(tmp_path_factory, header, events):
 
 
 @pytest.mark.parametrize("key", ["traceEvents", "schemaVersion"])
-def test_a_log_whose_config_has_a_key_of_traces_is_a_log(tmp_path, key):
+def test_config_with_trace_keys_is_still_a_log(tmp_path, key):
     path = tmp_path / "log.jsonl"
     save_events(path, LogHeader.new(config={key: 1}), [Event("step")])
     assert [event.event for event in read_memory_events(path).events] == ["step"]
@@ -176,7 +176,7 @@ def test_origin_of_a_number(tmp_path):
         log.origin(log.events[0], "step")
 
 
-def test_newer_minor_version_is_read_and_what_it_adds_is_named(tmp_path):
+def test_reads_newer_minor_version_and_names_additions(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(
         '{"schema":"memkit.events/1.2","run_id":"r","wall_s":1,"cloud":"x","device":{"name":"X","power":3},'
@@ -202,7 +202,7 @@ def test_windows_endings_and_a_byte_order_mark_do_no_harm(tmp_path):
     assert log.problems == (f"{path}: a byte order mark at its start was ignored",)
 
 
-def test_repeated_lines_and_repeated_runs_are_named(tmp_path):
+def test_reports_repeated_lines_and_runs(tmp_path):
     path = tmp_path / "log.jsonl"
     one_run(path, ["init"])
     data = path.read_bytes()
@@ -240,7 +240,7 @@ def test_ranks_are_merged_by_wall_time_and_each_keeps_its_order(tmp_path, form):
     assert log.problems == ()
 
 
-def test_ranks_above_nine_come_in_order_and_missing_ones_are_named(tmp_path):
+def test_orders_ranks_numerically_and_reports_missing_ones(tmp_path):
     base = tmp_path / "log.jsonl"
     for rank in (0, 2, 10, 11):
         write_rank(base, rank, 12, [])
@@ -252,7 +252,7 @@ def test_ranks_above_nine_come_in_order_and_missing_ones_are_named(tmp_path):
     )
 
 
-def test_leftovers_of_an_older_run_are_named(tmp_path):
+def test_reports_leftovers_of_older_run(tmp_path):
     base = tmp_path / "log.jsonl"
     for rank, world_size in ((0, 2), (1, 2), (2, 3)):
         write_rank(base, rank, world_size, [])
@@ -285,7 +285,7 @@ def test_the_older_form_with_its_real_values(tmp_path):
     assert log.origin(log.events[1], "peak_total_bytes") == Origin()
 
 
-def test_two_runs_in_an_array_are_named(tmp_path):
+def test_reports_two_runs_in_an_array(tmp_path):
     path = tmp_path / "memory_events.json"
     path.write_text(json.dumps(log_fuzz.LEGACY * 2, indent=2))
     assert read_memory_events(path).problems == (
@@ -297,7 +297,7 @@ def test_two_runs_in_an_array_are_named(tmp_path):
 # ---- the rest
 
 
-def test_neither_writing_nor_reading_loads_torch(tmp_path):
+def test_logs_need_no_torch(tmp_path):
     code = (
         "import sys\n"
         "from memkit._events.log import Event, LogHeader\n"

@@ -66,7 +66,7 @@ class TestForms:
             (mk.Loss(sum=SCALAR * 0, count=torch.tensor(0)), 0, "sum", 0, 0, math.nan),
         ],
     )
-    def test_what_is_valid(self, loss, value, reduction, weight, total, average):
+    def test_accepts_valid_losses(self, loss, value, reduction, weight, total, average):
         assert loss.reduction == reduction
         found = [float(each) for each in (loss.value, loss.weight, loss.total(), loss.average())]
         assert found == pytest.approx([value, weight, total, average], nan_ok=True)
@@ -94,10 +94,10 @@ class TestForms:
             ({"sum": SCALAR, "count": True}, mk.errors.InputTypeError, "got a bool"),
         ],
     )
-    def test_what_is_refused(self, wrong, error, text):
+    def test_rejects_invalid_arguments(self, wrong, error, text):
         assert_refused(lambda: mk.Loss(**wrong), error, text)
 
-    def test_arguments_are_named(self):
+    def test_error_names_the_arguments(self):
         """A second positional argument would be a count or a metric: that is what tuples were."""
         with pytest.raises(TypeError):
             mk.Loss(SCALAR, 3)
@@ -206,7 +206,7 @@ OF_A_PLAN = {
     ("where", "name"),
     [*itertools.product(OF_ONE_LOSS, RETURNS), *itertools.product(OF_A_PLAN, ("loss and accuracy", "loss and count"))],
 )
-def test_other_return_values_are_refused_with_the_line_to_write_wherever_a_loss_is_called(where, name):
+def test_every_caller_of_a_loss_rejects_other_returns_with_way_out(where, name):
     call, words = (OF_ONE_LOSS | OF_A_PLAN)[where]
     loss_fn, error, text = returning(name)
     assert_refused(lambda: call(loss_fn), error, words + text)
@@ -274,7 +274,7 @@ class TestOutputs:
         self.check(result.outputs, result.sizes)
         assert (result.num_ooms > 0) == (capacity * steps < 10)
 
-    def test_of_a_step_whose_errors_are_let_through(self):
+    def test_of_a_step_with_on_oom_raise(self):
         model = make_model()
         trainer = trainer_of(model, accumulation_steps=3, on_oom="raise")
         result = trainer.train_step(make_batch(), self.step_of(10))
@@ -317,7 +317,7 @@ class TestOutputs:
             assert (steps - 1) * logits_bytes <= more <= steps * logits_bytes
 
 
-def test_what_is_there_already_is_passed_on():
+def test_passes_existing_values_on():
     loss = mk.Loss(sum=SCALAR, count=2)
     assert read_loss(loss, call="loss_fn") is loss
     assert read_loss(SCALAR, call="loss_fn").mean is SCALAR

@@ -56,7 +56,7 @@ def test_gradcheck(x):
     )
 
 
-def test_a_retained_graph_gives_the_same_gradient_again_and_another_backward_is_torchs_error(model, x):
+def test_retained_graph_repeats_gradient(model, x):
     value = 2 * streamed(squares(model), x, params=model.parameters())
     first = torch.autograd.grad(value, x, retain_graph=True)
     same(torch.autograd.grad(value, x), first)  # multiplying the buffer in place would have doubled it
@@ -78,7 +78,7 @@ def test_without_a_retained_graph_no_second_gradient_is_allocated():
     torch.testing.assert_close(x.grad, 4 * x)
 
 
-def test_unused_inputs_get_none_and_rows_used_in_one_chunk_get_zeros_elsewhere(x):
+def test_unused_inputs_get_none_and_partly_used_ones_zeros(x):
     used, unused = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     other, never = (torch.ones(23, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
@@ -114,7 +114,7 @@ class Counted(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("why", ["no_grad", "inference_mode", "nothing requires grad", "training"])
-def test_no_gradient_work_where_none_is_wanted(why, x):
+def test_no_gradients_computed_under_no_grad(why, x):
     Counted.num_backwards = 0
     seen = []
 
@@ -153,7 +153,7 @@ def test_captured_tensors_are_refused_with_their_shape(model, x):
         streamed(lambda rows: (rows @ forgotten).sum(), x)
 
 
-def test_a_captured_result_of_other_layers_is_refused_by_its_own_shape(model, x):
+def test_rejects_captured_result_by_its_shape(model, x):
     context = model(x).mean(0)  # its leaves are among the params, but its graph is another's
     with pytest.raises(mk.errors.InputError, match=r"shape \(2,\)"):
         streamed(lambda rows: (model(rows) * context).sum(), x, params=model.parameters())
@@ -276,7 +276,7 @@ def test_one_gradient_of_the_parameters_besides_their_accumulator():
     assert peak < 2.1 * weight.nbytes
 
 
-def test_rows_that_disagree_are_refused(x):
+def test_rejects_unequal_row_counts(x):
     for rows, got in (((x, x[:3]), r"\[3, 23\] rows"), ((1, None, torch.tensor(1.0)), "no tensor with rows")):
         with pytest.raises(mk.errors.InputError, match=got):
             streamed(lambda *chunk: chunk[0].sum(), *rows)

@@ -133,7 +133,7 @@ def test_out_of_memory_changes_nothing(plain, ours, monkeypatch):
         assert fault.num_failures == 1
 
 
-def test_autocast_that_prepare_put_into_the_forward_stays():
+def test_keeps_autocast_installed_by_prepare():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(torch.nn.Linear(4, 4))
     dtypes = []

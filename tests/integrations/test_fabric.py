@@ -126,7 +126,7 @@ class Net(MemoryEfficientModule):
         return self.layer(batch).square().mean()
 
 
-def test_a_lightning_module_splits_under_fabric_too():
+def test_lightning_module_splits_under_fabric():
     gradients, x = [], torch.arange(15.0).reshape(5, 3)
     for num_parts in (1, 2):
         fabric, logged = L.Fabric(accelerator="cpu", devices=1), []

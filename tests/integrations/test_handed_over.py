@@ -55,7 +55,7 @@ def test_a_trainer_is_led_to_its_adapter(make, take, tmp_path):
     assert isinstance(getattr(importlib.import_module(module), name), type)
 
 
-def test_the_way_out_of_a_hugging_face_trainer_runs_as_it_is_written(tmp_path):
+def test_suggested_hugging_face_code_runs(tmp_path):
     theirs = hugging_face(tmp_path)
     with pytest.raises(mk.errors.InputTypeError) as caught:
         mk.MemoryEfficientTrainingWrapper(theirs, OPTIMIZER)
@@ -64,7 +64,7 @@ def test_the_way_out_of_a_hugging_face_trainer_runs_as_it_is_written(tmp_path):
     assert isinstance(names["trainer"], type(theirs))
 
 
-def test_the_way_out_of_a_fabric_runs_as_it_is_written(tmp_path):
+def test_suggested_fabric_code_runs(tmp_path):
     theirs = fabric(tmp_path)
     with pytest.raises(mk.errors.InputTypeError) as caught:
         mk.MemoryEfficientTrainingWrapper(theirs, OPTIMIZER)
@@ -81,7 +81,7 @@ def test_the_way_out_of_a_fabric_runs_as_it_is_written(tmp_path):
     assert model.weight.grad is not None
 
 
-def test_an_accelerator_is_no_model_but_what_it_prepares_is_one():
+def test_accepts_prepared_model_but_no_accelerator():
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -91,7 +91,7 @@ def test_an_accelerator_is_no_model_but_what_it_prepares_is_one():
     assert trainer.train_step(torch.ones(6, 4), mean_square).stepped
 
 
-def test_a_lightning_module_works_in_a_loop_of_ones_own_with_a_word():
+def test_lightning_module_works_in_own_loop_with_a_warning():
     found = pytest.importorskip("lightning")
 
     class Net(found.LightningModule):

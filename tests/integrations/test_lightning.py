@@ -171,7 +171,7 @@ SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in [(3,), (14,), (25
 
 
 @pytest.mark.parametrize("faults", [(40, 41), (160, 700), *SLOW])
-def test_it_survives_out_of_memory_anywhere(plain, faults):
+def test_survives_out_of_memory_anywhere(plain, faults):
     recorder = Recorder(faults, {"num_microbatches": 2})
     trainer, model = run(memkit_script(), recorder)
     assert recorder.mode.num_failures == len(faults)
@@ -191,7 +191,7 @@ def test_parts_with_wrong_weights_would_be_noticed(plain):
         assert_same(plain, trainer, model, recorder, tolerance=1e-6)
 
 
-def test_a_resumed_run_knows_the_size_that_fits_and_ends_as_the_plain_one(tmp_path):
+def test_resumed_run_keeps_size_and_matches_plain_run(tmp_path):
     runs = []
     for script, faults in ((PLAIN, ()), (memkit_script(), (9, 30))):
         first, resumed = (Recorder(each, {"probe": False}) for each in (faults, ()))

@@ -52,7 +52,7 @@ def mean_square(module, x):
     return module.net(x).square().mean()
 
 
-def test_every_kind_of_logged_value_is_that_of_the_whole_batch():
+def test_logged_values_are_those_of_the_whole_batch():
     def step(module, x):
         module.count.update(x.sum())
         module.log("mean", x.mean(), True, on_epoch=True)  # the third is prog_bar
@@ -93,12 +93,12 @@ def test_outputs_beside_the_loss_are_put_together():
         (lambda x: {"pairs": x @ x.T}, "got Tensor (3, 3), Tensor (2, 2) in 'pairs'"),
     ],
 )
-def test_outputs_that_do_not_go_together_are_refused(beside, got):
+def test_rejects_incompatible_outputs(beside, got):
     module = Linear(lambda module, x: {"loss": mean_square(module, x), **beside(x)})
     assert_refused(lambda: fit(module), mk.errors.InputError, re.escape(got) + r".*self\.log")
 
 
-def test_a_count_weighs_the_loss_and_none_skips_the_batch():
+def test_count_weighs_the_loss_and_none_skips_the_batch():
     def counted(module, x):
         kept = x[x[:, 0] > 0.3]  # none in the first part, two rows in the second
         loss_sum = module.net(kept).square().sum()
@@ -119,7 +119,7 @@ def test_a_count_weighs_the_loss_and_none_skips_the_batch():
     assert torch.equal(skipping.net.weight, before)
 
 
-def test_a_step_is_whole_where_nobody_trains_and_in_a_parents_step():
+def test_step_runs_whole_in_validation_and_in_parent():
     class Child(Linear):
         def training_step(self, batch, batch_idx):
             return 2 * super().training_step(batch, batch_idx)
@@ -132,7 +132,7 @@ def test_a_step_is_whole_where_nobody_trains_and_in_a_parents_step():
     assert seen[1:3] == [4, 4]
 
 
-def test_exact_accumulation_gives_a_short_last_group_its_full_weight():
+def test_short_last_group_has_full_weight():
     for is_exact in (False, True):
         module = Linear(mean_square)
         twin = nn.Linear(2, 1)
@@ -158,7 +158,7 @@ def test_exact_accumulation_weighs_a_short_batch_by_its_rows():
     torch.testing.assert_close(module.net.weight, weight)
 
 
-def test_a_batch_without_common_rows_is_whole_where_none_may_be_cut():
+def test_batch_without_common_rows_runs_whole():
     def step(module, x):
         loss = mean_square(module, x)
         module.log("loss", loss)
@@ -180,7 +180,7 @@ def test_a_batch_without_common_rows_is_whole_where_none_may_be_cut():
         fit(module, callback, loader=loader, accumulate_grad_batches=2)
 
 
-def test_a_batch_that_fails_leaves_no_phase_open():
+def test_failing_batch_leaves_no_open_phase():
     def step(module, x):
         raise ZeroDivisionError
 
@@ -200,7 +200,7 @@ def test_a_sum_over_one_rank_does_not_wait_for_the_device():
     fit(Linear(mean_square), NoReduction(), MemoryCallback(exact_accumulation=True), accumulate_grad_batches=2)
 
 
-def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
+def test_callback_notes_survived_and_fatal_errors(tmp_path):
     def step(module, x):
         if len(x) > module.most_rows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")

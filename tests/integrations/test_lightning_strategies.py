@@ -148,7 +148,7 @@ def test_manual_steps_take_a_split_loss_for_each_network():
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")  # Lightning calls it experimental
-def test_what_cannot_run_in_parts_is_refused_with_a_way_out():
+def test_rejects_unsplittable_step_with_way_out():
     class FromIterator(InParts):
         def training_step(self, dataloader_iter):
             return None
@@ -171,7 +171,7 @@ def ranks(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_strategy_that_shards_is_refused(ranks):
+def test_rejects_sharding_strategy(ranks):
     class Sharded(InParts):
         def configure_model(self):
             fully_shard(self.net, mesh=init_device_mesh("cpu", (1,)))
@@ -181,7 +181,7 @@ def test_a_strategy_that_shards_is_refused(ranks):
 
 
 @pytest.mark.slow
-def test_the_batch_size_finder_sees_out_of_memory_where_it_is_let_through():
+def test_batch_size_finder_sees_out_of_memory():
     from lightning.pytorch.tuner import Tuner
 
     class Limited(InParts):

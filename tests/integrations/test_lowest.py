@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = ("hf", "lightning", "pyg")
 
 
-def test_the_extras_ask_for_what_was_tested():
+def test_extras_require_tested_versions():
     tested = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "tests/integrations/lowest.txt").read_text(), re.MULTILINE))
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = dict(each.split(">=") for extra in EXTRAS for each in optional[extra])

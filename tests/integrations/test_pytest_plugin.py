@@ -70,7 +70,7 @@ def peaks(result):
     return {call.nodeid.partition("::")[2]: dict(call.user_properties).get("memkit_peak_bytes") for call in calls}
 
 
-def test_the_limit_is_exact_to_the_byte_and_fixtures_count_when_used(run):
+def test_limit_is_exact_and_counts_used_fixtures(run):
     result = run(
         """
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_small(number): KEPT.append(torch.zeros(100_000))
     assert set(peaks(result).values()) == {400_000}
 
 
-def test_the_failure_names_the_place_and_what_holds_the_bytes(run):
+def test_failure_names_the_place_and_the_holders(run):
     result = run(
         """
 @limit("4 MiB")
@@ -150,7 +150,7 @@ def test_sort_inside(): torch.zeros(2**16, dtype=torch.int64).unique()
     assert found["test_sort_inside"] >= found["test_sort"] + 2**19
 
 
-def test_fake_tensors_take_no_memory_and_leave_fixtures_as_they_were(run):
+def test_fake_tensors_take_no_memory_and_keep_fixtures(run):
     result = run(
         """
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_half_is_selected():
 
 
 @pytest.mark.parametrize("where", ['mode="fake"', 'mode="fake", gpu="T4"'])
-def test_a_test_that_looks_at_values_is_no_test_without_them(run, where):
+def test_fake_mode_rejects_tests_of_values(run, where):
     result = run(
         f"""
 @limit("1 GiB", {where})
@@ -246,7 +246,7 @@ def test_unmarked(): torch.ones(10**6)
     assert peaks(result)["test_unmarked"] is None
 
 
-def test_the_closest_marker_wins_and_every_kind_of_test_is_measured(run):
+def test_closest_marker_wins_for_every_kind_of_test(run):
     result = run(
         """
 @limit(100)
@@ -291,7 +291,7 @@ def test_sizes(size): torch.ones(size)
         ('1, mode="fake", device="cuda"', "expected no device with mode='fake'"),
     ],
 )
-def test_wrong_arguments_are_one_error_that_names_the_test(run, arguments, message):
+def test_invalid_arguments_error_names_the_test(run, arguments, message):
     result = run(f"@limit({arguments})\ndef test_wrong(model): pass\ndef test_other(): pass\n", "-q")
     result.assert_outcomes(errors=1, passed=1)
     lines = [line for line in result.outlines if message in line]
@@ -407,19 +407,19 @@ def test_installed_and_spread_over_workers(pytester):
     assert "memory_limit(" not in ran(pytester, "--markers", "-p", "no:memkit")
 
 
-def test_the_marker_is_explained(run):
+def test_markers_option_explains_the_marker(run):
     text = run("", "--markers").stdout.str()
     assert re.search(r"@pytest\.mark\.memory_limit\(limit, \*, mode='tensors', .*\): fail the ", text)
 
 
-def test_it_loads_no_torch_for_tests_without_it(pytester):
+def test_plugin_imports_no_torch_for_other_tests(pytester):
     pytester.makepyfile("import sys\ndef test_without(): assert not {'torch', 'numpy'} & set(sys.modules)")
     text = ran(pytester, "-p", PLUGIN, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert "1 passed" in text, text
 
 
-def test_the_page_is_true(run):
-    page = (ROOT / "docs/pytest-plugin.md").read_text()
+def test_page_matches_behavior(run):
+    page = (ROOT / "docs/track.md").read_text().partition("\n## Limits in tests\n")[2].partition("\n## ")[0]
     blocks = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     run(blocks).assert_outcomes(passed=3)
     result = run(blocks.replace('"12 MiB"', '"4 MiB"').replace("loss.item()", "loss"))

@@ -139,7 +139,7 @@ def check_parts(batch, graphs, n, follow):
 
 @pytest.mark.parametrize("n", [2, 3, 9])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_are_what_pyg_would_have_batched(kind, n):
+def test_parts_match_pyg_batches(kind, n):
     make, follow = KINDS[kind]
     graphs = [make(size) for size in SIZES]
     batch, untouched = (Batch.from_data_list(graphs, follow_batch=follow) for _ in range(2))
@@ -169,7 +169,7 @@ def test_parts_are_balanced_by_nodes_and_edges():
     ],
 )
 @pytest.mark.parametrize("probe", [True, False])
-def test_a_split_fn_that_drops_graphs_is_refused(drops, expected, probe):
+def test_rejects_split_fn_that_drops_graphs(drops, expected, probe):
     """All other rules see nothing: each part has two rows of edges, and as many tensors as it likes."""
     model, batch = nn.Linear(3, 1), Batch.from_data_list([homogeneous(n) for n in SIZES])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -219,23 +219,23 @@ class TestRefusals:
         typed["paper"].batch_size = 2
         self.refused(typed, "a HeteroData sampled around 2 seed nodes", error=mk.errors.InputTypeError)
 
-    def test_what_is_no_batch_of_pyg(self):
+    def test_rejects_non_pyg_batches(self):
         self.refused({"x": torch.rand(3, 1)}, "a dict; expected a Batch", error=mk.errors.InputTypeError)
         by_hand, made = Batch(x=torch.rand(3, 1), batch=torch.tensor([0, 0, 1])), "made by Batch.from_data_list"
         self.refused(by_hand, "a DataBatch; expected a Batch ", made, error=mk.errors.InputTypeError)
 
-    def test_an_attribute_that_came_later(self):
+    def test_rejects_attribute_set_after_batching(self):
         batch = self.batch()
         batch.edge_weight = torch.ones(batch.num_edges)
         self.refused(batch, "'edge_weight': an attribute that was added after batching")
 
-    def test_rows_that_came_later(self):
+    def test_rejects_rows_added_after_batching(self):
         batch = self.batch()
         batch.edge_index, batch.edge_attr = add_self_loops(batch.edge_index, batch.edge_attr)
         self.refused(batch, "'edge_index': 63 rows; expected the 42 rows that the graphs had", "transform=")
 
     @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-    def test_kinds_of_tensors_that_are_not_plain(self):
+    def test_rejects_special_tensor_types(self):
         batch = Batch.from_data_list([Data(x=torch.rand(n, 1), edge_index=EdgeIndex(edges(n))) for n in (3, 4)])
         self.refused(batch, "'edge_index': a EdgeIndex; expected tensors")
         batch = Batch.from_data_list([Data(x=torch.rand(n, 1), adj=torch.eye(n).to_sparse_coo()) for n in (3, 4)])
@@ -344,7 +344,7 @@ def num_operators():
 
 
 @pytest.mark.parametrize("share", [0.05, 0.33, 0.52, 0.8])
-def test_it_survives_an_out_of_memory(share):
+def test_survives_an_out_of_memory(share):
     with FailingOperator(int(share * num_operators())) as planted:
         found = run(train_with_memkit)
     assert planted.num_failures == 1
@@ -364,7 +364,7 @@ class LimitedNet(Net):
         return super().forward(x, edge_index, edge_weight, batch)
 
 
-def test_it_survives_a_limit_and_remembers_what_fits():
+def test_survives_a_limit_and_remembers_the_size():
     assert max(graph.num_edges for graph in meshes()) < LimitedNet.limit
     assert sum(batch.num_edges > LimitedNet.limit for batch in batches()) == 7
     found = run(train_with_memkit, LimitedNet)
@@ -387,7 +387,7 @@ def test_the_mean_over_parts_is_another_training():
         assert_plain(run(unweighted))
 
 
-def test_a_graph_that_never_fits_is_named_with_the_way_out():
+def test_oversized_graph_error_has_way_out():
     model, optimizer = make()
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, split_fn=split_graphs)
 

@@ -172,7 +172,7 @@ def test_out_of_memory_changes_nothing(places, monkeypatch, tmp_path):
     assert 1 <= events.count("oom") <= num_ooms
 
 
-def test_a_checkpoint_keeps_the_sizes_that_fit(monkeypatch, tmp_path):
+def test_checkpoint_keeps_fitting_sizes(monkeypatch, tmp_path):
     saving = with_memkit(PLAIN).replace('"no"', '"steps", save_steps=2')
     with monkeypatch.context() as patch:
         failing(patch, 200)
@@ -294,7 +294,7 @@ SLOW_CASES = {"smoothed", "loss function", "another trainer's", "checkpointed"}
     "case",
     [pytest.param(case, marks=pytest.mark.slow) if case in SLOW_CASES else case for case in CASES],
 )
-def test_parts_weigh_what_they_weigh_in_the_models_own_loss(case, tmp_path):
+def test_parts_have_the_weights_of_the_models_loss(case, tmp_path):
     make, args, settings, plain, ours = CASES[case]
     want = one_step(plain, make, tmp_path, args, **settings)
     got = one_step(ours, make, tmp_path, args, num_microbatches=4, **settings)
@@ -344,7 +344,7 @@ class Hidden(OwnModule):
 @pytest.mark.parametrize(
     ("model", "match"), [(WithAuxiliary, "twice the num_items_in_batch"), (Hidden, "ignored .-100..*compute_loss_func")]
 )
-def test_what_cannot_be_weighed_is_refused_and_runs_whole(model, match, tmp_path):
+def test_unweighable_loss_is_rejected_or_runs_whole(model, match, tmp_path):
     with pytest.raises(mk.errors.InputError, match=match):
         one_step(MemoryEfficientTrainer, lambda: (model(), tokens()), tmp_path, num_microbatches=2)
     trainer = one_step(MemoryEfficientTrainer, lambda: (model(), tokens()), tmp_path)
@@ -356,12 +356,12 @@ class Compared(OwnModule):
         return {"loss": self.head(self.embed(input_ids).mean(1)).var()}
 
 
-def test_a_loss_that_compares_rows_is_refused(tmp_path):
+def test_rejects_loss_comparing_rows(tmp_path):
     with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows"):
         one_step(MemoryEfficientTrainer, lambda: (Compared(), own()[1]), tmp_path, num_microbatches=2)
 
 
-def test_settings_that_spread_a_model_are_refused(monkeypatch, tmp_path):
+def test_rejects_model_parallel_settings(monkeypatch, tmp_path):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     monkeypatch.setattr(Trainer, "_wrap_model", lambda self, model, *_, **__: model)
     with pytest.raises(mk.errors.ConfigError, match=r"DataParallel over 2 GPUs.*torchrun"):
@@ -376,7 +376,7 @@ class Reporter(TrainerCallback):
         self.logged.append(dict(logs))
 
 
-def test_a_callback_of_the_users_own_reaches_those_that_report(tmp_path):
+def test_user_callback_reaches_reporting_callbacks(tmp_path):
     reporter, memory = Reporter(), mk.MemoryManager("cpu")
     callbacks = [reporter, MemoryCallback(memory)]
     one_step(MemoryEfficientTrainer, own, tmp_path, {"logging_steps": 1}, callbacks=callbacks)

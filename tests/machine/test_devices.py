@@ -24,12 +24,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 @requires_cpu_only
-def test_auto_is_the_cpu_where_there_is_no_accelerator():
+def test_auto_falls_back_to_cpu():
     assert devices.resolve_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:banana", "", "xla"])
-def test_a_device_that_is_not_there_lists_those_that_are(device):
+def test_missing_device_error_lists_available_ones(device):
     with pytest.raises(mk.errors.ConfigError, match=r"expected 'auto' or a device of this machine: .*cpu.*meta"):
         devices.resolve_device(device)
 
@@ -43,11 +43,11 @@ def test_an_index_beyond_the_last_card_is_refused(monkeypatch):
         devices.resolve_device("cuda:2")
 
 
-def test_the_cpu_keeps_no_count_and_none_is_not_zero():
+def test_cpu_counts_are_none_not_zero():
     assert devices.device_memory(torch.device("cpu")) == DeviceMemory()
 
 
-def test_cgroup_v2_takes_the_tightest_level_and_gives_back_the_page_cache(tmp_path):
+def test_cgroup_v2_takes_tightest_level_without_page_cache(tmp_path):
     root = write(
         tmp_path,
         {
@@ -64,7 +64,7 @@ def test_cgroup_v2_takes_the_tightest_level_and_gives_back_the_page_cache(tmp_pa
     assert (host.available_bytes, host.total_bytes, host.limited_by) == (3_500_000, 5_000_000, "cgroup")
 
 
-def test_cgroup_v1_inside_a_container_that_sees_only_its_own_mount(tmp_path):
+def test_cgroup_v1_with_container_mount_only(tmp_path):
     root = write(
         tmp_path,
         {
@@ -107,7 +107,7 @@ print(devices.under_memory_pressure("cpu"), devices.under_memory_pressure("cuda"
 
 
 @pytest.mark.parametrize(("held", "pressure"), [(1, False), (88, True)])
-def test_a_real_resource_limit_decides_what_is_available(held, pressure):
+def test_resource_limit_bounds_available_memory(held, pressure):
     if resource.getrlimit(resource.RLIMIT_DATA)[1] != resource.RLIM_INFINITY:
         pytest.skip("Requires: [no hard RLIMIT_DATA]")
     done = run_python(CHILD.format(name="RLIMIT_DATA", held=held))
@@ -150,7 +150,7 @@ def test_a_memory_limit_is_real():
     assert out == "True\n"
 
 
-def test_a_limit_that_no_system_has():
+def test_ignores_absurd_limit():
     with pytest.raises(
         mk.errors.ConfigError, match=r"limit_memory\(meta\): got meta on .*; expected CUDA, or the CPU on Linux"
     ):
@@ -207,7 +207,7 @@ def test_the_peak_is_this_programs_own_and_can_start_again():
     assert out.split() == ["True"] * 5
 
 
-def test_trim_heap_gives_back_what_lies_between_small_blocks():
+def test_trim_heap_returns_gaps_between_small_blocks():
     held = [torch.ones(2000) for _ in range(8000)]
     few = held[::100]
     before = devices.resident_bytes()
@@ -234,7 +234,7 @@ def test_the_rank_is_the_launchers(environment, expected, monkeypatch):
     assert str(devices.process_rank()) == expected
 
 
-def test_the_rank_is_torchs_where_it_runs_distributed():
+def test_rank_comes_from_torch_distributed():
     out = run_python(
         """
         import torch.distributed as dist

@@ -112,7 +112,7 @@ def test_the_longest_file_name_works(tmp_path):
     assert path.read_text() == "x"
 
 
-def test_a_link_to_nowhere_and_what_is_no_file_are_refused(tmp_path):
+def test_rejects_dangling_links_and_special_files(tmp_path):
     """Else a link that somebody has laid chooses where a file appears, and a device becomes a file."""
     elsewhere = tmp_path / "elsewhere"
     for name, leads_to in {"link": elsewhere, "loop": "loop", "chain": "link"}.items():

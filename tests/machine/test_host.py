@@ -38,6 +38,6 @@ def test_usable_cores(tmp_path, files, limit):
     assert host.usable_cores(write(tmp_path, files)) == min(there, limit or there)
 
 
-def test_shared_memory_that_is_not_there_is_not_zero(tmp_path):
+def test_missing_shared_memory_is_not_zero(tmp_path):
     assert host.shared_memory_free_bytes(tmp_path / "none") is None
     assert host.shared_memory_free_bytes(tmp_path) > 0

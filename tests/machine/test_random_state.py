@@ -76,7 +76,7 @@ class Cards:
         self.states[self.current if index is None else index] = state.clone()
 
 
-def test_a_card_that_is_not_the_current_one_comes_back_too(monkeypatch, tmp_path):
+def test_restores_state_of_other_cards(monkeypatch, tmp_path):
     """A model on cuda:1, without torch.cuda.set_device."""
     cards = Cards()
     monkeypatch.setattr(random_state, "_accelerator_module", lambda: cards)
@@ -103,7 +103,7 @@ def test_a_card_that_is_not_the_current_one_comes_back_too(monkeypatch, tmp_path
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(["uniform", "normal", "pair", "integer", "seed", "other", "nothing"]), max_size=25))
-def test_a_cached_state_is_that_of_a_copy(draws):
+def test_cached_state_equals_a_copy(draws):
     """Also where the second number of a pair was kept, and where NumPy's global generator is another one."""
     before, own, pythons = np.random.get_state(), np.random.get_bit_generator(), random.getstate()
     calls = {
@@ -133,7 +133,7 @@ def test_a_cached_state_is_that_of_a_copy(draws):
 
 @pytest.mark.parametrize("num_draws", [1, 624, 625, 1248])
 @pytest.mark.parametrize("draw", [lambda: np.random.randint(2**31), lambda: random.getrandbits(32)])
-def test_as_many_draws_as_the_twister_has_words_are_seen(draw, num_draws):
+def test_detects_a_full_cycle_of_twister_draws(draw, num_draws):
     """Its position is then the same as before."""
     known = random_state.HostState()
     known.get()
@@ -144,7 +144,7 @@ def test_as_many_draws_as_the_twister_has_words_are_seen(draw, num_draws):
     np.testing.assert_array_equal(found.numpy[1], np.random.get_state()[1])
 
 
-def test_a_state_that_has_not_moved_is_not_copied_again():
+def test_unchanged_state_is_not_copied_again():
     np.random.seed(0)
     random.seed(0)
     known = random_state.HostState()
@@ -183,7 +183,7 @@ def test_an_interrupted_copy_leaves_no_state_under_old_marks():
     assert known.get().python == copy()
 
 
-def test_pythons_state_is_copied_where_its_words_do_not_lie_as_expected(monkeypatch):
+def test_copies_python_state_with_unexpected_layout(monkeypatch):
     monkeypatch.setattr(sys, "implementation", types.SimpleNamespace(name="another"))
     known = random_state.HostState()
     first = known.get()

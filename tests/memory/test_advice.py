@@ -27,13 +27,13 @@ def card(allocated, reserved, *, split=0):
     )
 
 
-def test_nothing_to_say_on_the_cpu_and_where_the_cache_is_used_again():
+def test_no_advice_on_cpu_or_for_reused_cache():
     assert find_tips(DeviceMemory(), ROOMY, {}, ()) == []
     assert find_tips(card(18 * GIB, 20 * GIB), ROOMY, {}, ()) == []  # 2 GiB now, but 18 in each step
     assert find_tips(card(100 * MIB, 900 * MIB), ROOMY, {}, ()) == []  # not worth a change
 
 
-def test_fragmentation_says_how_much_and_what_to_set():
+def test_fragmentation_advice_has_amount_and_setting():
     (advice,) = find_tips(card(12 * GIB, 20 * GIB, split=3 * GIB), ROOMY, {}, ())
     assert str(advice) == (
         "fragmentation: at most 12.00 GiB were in tensors at once, and 20.00 GiB were reserved; 3.00 GiB are free now "
@@ -44,13 +44,13 @@ def test_fragmentation_says_how_much_and_what_to_set():
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments_that_are_on_are_not_advised_again(name):
+def test_does_not_advise_active_expandable_segments(name):
     settings = {name: "garbage_collection_threshold:0.8,expandable_segments:True"}
     (advice,) = find_tips(card(12 * GIB, 20 * GIB), ROOMY, settings, ())
     assert "already on" in advice.action
 
 
-def test_settings_that_contradict_each_other():
+def test_contradictory_settings():
     settings = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128",
@@ -61,7 +61,7 @@ def test_settings_that_contradict_each_other():
     assert find_tips(DeviceMemory(), ROOMY, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, ()) == []
 
 
-def test_a_host_that_is_nearly_full_is_named_by_its_limit():
+def test_nearly_full_host_names_its_limit():
     host = HostMemory(rss_bytes=14 * GIB, available_bytes=GIB, total_bytes=16 * GIB, limited_by="cgroup")
     (advice,) = find_tips(DeviceMemory(), host, {}, ())
     assert advice.evidence == "1.00 GiB of 16.00 GiB are left, limited by the cgroup"
@@ -84,7 +84,7 @@ def test_budget_forms(budget, expected):
 
 
 @pytest.mark.parametrize("budget", [0, 0.0, 1.5, -0.1, math.nan, math.inf, "0GiB"])
-def test_budgets_that_are_none(budget):
+def test_rejects_nonpositive_budgets(budget):
     words = "expected a size above zero, or a fraction in (0, 1]"
     assert_refused(lambda: mk.MemoryManager("cpu", budget=budget), ConfigError, words)
 
@@ -93,7 +93,7 @@ def test_budgets_that_are_none(budget):
     ("budget", "error"),
     [(True, InputTypeError), ([1], InputTypeError), (-5, InputError), ("half", InputError), ("22", InputError)],
 )
-def test_budgets_that_are_no_sizes(budget, error):
+def test_rejects_budgets_that_are_not_sizes(budget, error):
     assert_refused(lambda: mk.MemoryManager("cpu", budget=budget), error, "budget=")
 
 
@@ -105,7 +105,7 @@ def test_a_fraction_of_an_unknown_capacity():
 # ---- text
 
 
-def test_the_summary_as_it_is_read():
+def test_summary_text():
     snapshot = MemorySnapshot(
         allocated_bytes=2 * GIB,
         reserved_bytes=20 * GIB,

@@ -68,7 +68,7 @@ def train_and_look():
     return trainer, take_census(CPU, 5).largest
 
 
-def test_holders_are_named_as_in_the_code():
+def test_names_holders_as_in_code():
     _, largest = train_and_look()
     holders = [(each.category, each.nbytes, each.holder) for each in largest]
     owner = "local `trainer` of function train_and_look"
@@ -79,7 +79,7 @@ def test_holders_are_named_as_in_the_code():
     assert rest["optimizer"] in [f"state['{key}'] of Adam for {rest['parameter']}" for key in ("exp_avg", "exp_avg_sq")]
 
 
-def test_what_only_a_graph_holds_says_so():
+def test_names_graph_as_only_holder():
     x = torch.ones(4 * MIB, requires_grad=True)
     before = take_census(CPU, 0)
     loss = x.exp().sum()

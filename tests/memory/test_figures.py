@@ -11,7 +11,7 @@ from memkit._core.records import DeviceMemory
 from memkit.memory import summary
 
 
-def test_what_the_device_does_not_count_is_left_out():
+def test_omits_figures_the_device_does_not_count():
     assert list(mk.MemoryManager("cpu").figures()) == ["memory/host_resident_bytes"]
 
 

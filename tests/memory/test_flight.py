@@ -63,7 +63,7 @@ def test_the_shapes_of_a_batch(batch, shapes):
     assert batch_shapes(batch) == shapes
 
 
-def test_a_step_that_fails_otherwise_is_no_step_and_leaves_no_file(tmp_path):
+def test_other_failures_count_no_step_and_leave_no_file(tmp_path):
     memory = mk.MemoryManager("cpu")
     with pytest.raises(ValueError, match="mine"), memory.recorded_step(tmp_path, torch.ones(1)):
         raise ValueError("mine")
@@ -71,7 +71,7 @@ def test_a_step_that_fails_otherwise_is_no_step_and_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_people_call_it_leads_to_it():
+def test_synonyms_lead_to_recorded_step():
     with pytest.raises(AttributeError, match=r"with memory\.recorded_step\('evidence', batch\)"):
         mk.MemoryManager("cpu").flight_recorder("evidence")
 
@@ -79,7 +79,7 @@ def test_what_people_call_it_leads_to_it():
 # ------------------------------------------------------------------------------------------- the evidence
 
 
-def test_the_evidence_is_a_log_with_the_batch_that_was_too_large(tmp_path, capsys):
+def test_evidence_log_has_the_oversized_batch(tmp_path, capsys):
     memory = mk.MemoryManager("cpu")
     for rows in (8, 9000):
         with memory.recorded_step(tmp_path / "new", torch.ones(rows, 4)), memory.phase("forward"):
@@ -111,7 +111,7 @@ def test_the_evidence_is_a_log_with_the_batch_that_was_too_large(tmp_path, capsy
     capsys.readouterr()
 
 
-def test_the_ring_is_bounded_and_says_what_it_dropped(tmp_path):
+def test_ring_is_bounded_and_counts_dropped_events(tmp_path):
     memory = mk.MemoryManager("cpu", max_events=10)
     for _ in range(100):
         with memory.recorded_step(tmp_path, torch.ones(2)):
@@ -141,13 +141,13 @@ def test_each_rank_has_its_own(tmp_path, monkeypatch):
     assert [(event.rank, event.note["batch"]) for event in log.events] == [(0, ["float32[1]"]), (1, ["float32[2]"])]
 
 
-def test_a_real_one_under_a_real_limit_leaves_the_log_even_where_next_to_nothing_is_left(tmp_path):
+def test_real_out_of_memory_under_limit_leaves_the_log(tmp_path):
     passed = json.loads(run_module(CHILD, tmp_path, "tightest").stdout)
     assert passed["is_oom"]
     assert read_memory_events(tmp_path / "out-of-memory.jsonl").events[-1].event == "out_of_memory"
 
 
-def test_a_log_that_cannot_be_written_hides_no_error(tmp_path):
+def test_unwritable_log_hides_no_error(tmp_path):
     (tmp_path / "out-of-memory.jsonl").mkdir()
     memory = mk.MemoryManager("cpu")
     with (
@@ -183,7 +183,7 @@ def test_on_a_card_the_allocators_history_is_recorded_and_stopped(tmp_path, monk
     assert any("oom" in (event.note or {}) for event in actions)
 
 
-def test_without_it_torchs_own_setting_is_left_alone(monkeypatch):
+def test_keeps_torchs_history_setting_by_default(monkeypatch):
     with mk.VirtualGPU("T4"):
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **kw: pytest.fail("called"))
         mk.MemoryManager("cuda").close()

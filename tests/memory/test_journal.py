@@ -51,7 +51,7 @@ def test_no_events_at_all():
         mk.MemoryManager("cpu", max_events=-1)
 
 
-def test_what_the_file_holds_is_what_the_memory_holds(tmp_path):
+def test_file_matches_events_in_memory(tmp_path):
     path = tmp_path / "memory_events.jsonl"
     with mk.MemoryManager("cpu", log=path) as memory:
         memory.mark("loaded", component="vae", note={"layers": [1, 2]})
@@ -114,7 +114,7 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_phase(tmp_path):
     assert names(path) == ["first", "now", "inner"]
 
 
-def test_what_waits_is_written_at_the_end_of_the_program_and_after_an_error(tmp_path):
+def test_flushes_at_exit_and_after_errors(tmp_path):
     path = tmp_path / "memory_events.jsonl"
     script = (
         "import memkit as mk\n"
@@ -177,7 +177,7 @@ def test_a_killed_managers_log_is_free_at_once(tmp_path):
     assert [event.event for event in mk.report.read_memory_events(path).events] == ["killed", "next"]
 
 
-def test_a_directory_that_is_not_there(tmp_path):
+def test_rejects_missing_directory(tmp_path):
     with pytest.raises(FileNotFoundError):
         mk.MemoryManager("cpu", log=tmp_path / "not there" / "memory_events.jsonl")
 
@@ -194,7 +194,7 @@ def test_after_close_events_stay_in_memory(tmp_path):
     assert names(path) == []
 
 
-def test_a_forked_process_writes_nothing_and_says_so_once(tmp_path):
+def test_forked_process_writes_nothing_and_warns_once(tmp_path):
     path = tmp_path / "memory_events.jsonl"
     memory = mk.MemoryManager("cpu", log=path)
     memory.mark("parent")
@@ -219,7 +219,7 @@ def test_a_forked_process_writes_nothing_and_says_so_once(tmp_path):
 
 
 @pytest.mark.parametrize("note", [{"loss": torch.ones(1)}, {1: 2}, [1]])
-def test_a_mark_refuses_at_once_what_is_no_plain_value(note):
+def test_mark_rejects_non_plain_values(note):
     memory = mk.MemoryManager("cpu")
     assert_refused(lambda: memory.mark("a", note=note), mk.errors.InputTypeError)
     assert_refused(lambda: memory.mark(""), mk.errors.InputError)

@@ -52,7 +52,7 @@ def test_no_growth(source, tmp_path):
         assert found == Growth(None, False, False, False)
 
 
-def test_own_function_or_class_comes_first_then_the_file_then_others(tmp_path):
+def test_looks_in_own_scope_then_file_then_others(tmp_path):
     own, other = tmp_path / "own.py", tmp_path / "other.py"
     own.write_text(
         "def f(kept):\n    kept.append(1)\n\n@cached\ndef g(kept):\n    kept.append(2)\n\nclass C:\n    pass\n"

@@ -54,7 +54,7 @@ def watch_a_leak(keep, num_steps=4):
     return leaks
 
 
-def test_objects_that_misbehave_do_not_stop_the_watch():
+def test_misbehaving_objects_do_not_stop_the_watch():
     hostile, plain_dict = [], HostileDict()
 
     def keep(step, tensor):
@@ -68,7 +68,7 @@ def test_objects_that_misbehave_do_not_stop_the_watch():
     assert found == [(4, 4000), (4, 2000)]
 
 
-def test_list_whose_own_methods_fail():
+def test_list_with_failing_methods():
     kept = HostileList()
     assert [leak.num_tensors for leak in watch_a_leak(lambda step, tensor: list.append(kept, tensor))] == [4]
 
@@ -125,7 +125,7 @@ def test_recomputation_of_a_checkpoint_is_not_run():
     assert len(runs) == 1
 
 
-def test_last_error_is_named():
+def test_names_last_error():
     def fail():
         outputs = [torch.ones(1000)]
         raise ValueError(len(outputs))
@@ -162,7 +162,7 @@ def test_locals_are_read_without_a_trace():
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="f_locals is no dict of the frame's any more")
-def test_dict_that_a_function_got_from_locals_stays_as_it_is():
+def test_keeps_dict_returned_by_locals():
     def configure(width, depth):
         options = locals()
         before = list(options)
@@ -226,7 +226,7 @@ def test_no_suspects_no_search(monkeypatch):
             monkeypatch.setattr(gc, "get_referrers", boom)
 
 
-def test_work_of_a_check_does_not_grow_with_objects_that_hold_no_tensor():
+def test_check_cost_ignores_objects_without_tensors():
     def num_calls(num_objects):
         junk = [[{"a": [number]}] for number in range(num_objects)]
         watch, calls = LeakWatch(), []

@@ -90,7 +90,7 @@ def test_views_of_one_storage_count_once():
     assert leak.num_graph_nodes == leak.growth_graph_nodes == 0
 
 
-def test_graph_counts_what_it_saved_for_backward_but_not_the_parameters():
+def test_graph_counts_saved_tensors_without_parameters():
     weight = nn.Parameter(torch.ones(100, 100))
     kept = []
     (leak,) = grow(lambda: kept.append((torch.ones(8, 100) @ weight).exp().sum()))
@@ -149,7 +149,7 @@ def test_growth_in_the_last_two_intervals_is_a_leak():
     assert check_and_append([1, 1, 0, 1, 1]) == [[], [], [("`kept`", 3)], [], [], [("`kept`", 5)]]
 
 
-def test_at_the_second_check_two_new_tensors_in_an_old_container_are_a_leak():
+def test_second_check_reports_two_tensors_in_old_container():
     assert check_and_append([2]) == [[], [("`kept`", 3)]]
 
     def build_anew():
@@ -173,7 +173,7 @@ def fill_and_clear(num_checks):
     return found
 
 
-def test_what_the_source_empties_is_a_leak_after_thirty_intervals_only():
+def test_emptied_list_is_a_leak_only_after_thirty_intervals():
     found = fill_and_clear(34)
     assert found.index(True) == 30
 
@@ -227,7 +227,7 @@ def test_check_changes_nothing():
     assert gc.isenabled()
 
 
-def test_an_answer_says_how_much_it_means():
+def test_result_states_its_certainty():
     """An empty list after the first call is no "nothing leaks"."""
     memory, kept = mk.MemoryManager("cpu"), []
     first = memory.leaks()

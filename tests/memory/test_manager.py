@@ -39,13 +39,13 @@ def test_a_device_without_memory_or_not_there(device):
 
 
 @requires_cpu_only
-def test_without_an_accelerator_auto_is_the_cpu_and_nobody_shares_it():
+def test_auto_without_accelerator_is_unshared_cpu():
     with mk.MemoryManager() as one, mk.MemoryManager() as two:
         assert one.device == two.device == torch.device("cpu")
         assert two.advice() == []
 
 
-def test_it_is_what_the_wrapper_asks_for():
+def test_provides_what_the_wrapper_needs():
     memory: MemoryWatch = mk.MemoryManager("cpu")
     with memory.phase("a"):
         memory.mark("b", note={"c": 1})
@@ -61,7 +61,7 @@ def test_the_budget_is_for_the_whole_process():
     assert mk.MemoryManager("cpu", budget=0.5).budget_bytes == devices.host_memory().total_bytes // 2
 
 
-def test_a_real_resource_limit_is_the_capacity_and_what_is_left_of_it():
+def test_resource_limit_sets_capacity_and_remainder():
     """A budget may be a fraction of the limit; the bytes reported as available can be allocated, but not much more."""
     out = run_python("""
         import torch, memkit as mk
@@ -81,7 +81,7 @@ def test_a_real_resource_limit_is_the_capacity_and_what_is_left_of_it():
     assert out == "limited by RLIMIT_DATA\n"
 
 
-def test_the_process_that_started_this_one_does_not_count():
+def test_ignores_parent_process():
     """ru_maxrss begins with the size of whoever started the program."""
     out = run_python("""
         import subprocess, sys, torch
@@ -145,7 +145,7 @@ def test_release_collects_cycles_and_holds_its_rate():
 
 
 @pytest.mark.parametrize("kind", ["plain", "cause", "context"])
-def test_release_lets_go_of_what_the_last_error_at_the_prompt_holds(kind, monkeypatch):
+def test_release_clears_last_error_at_prompt(kind, monkeypatch):
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         monkeypatch.setattr(sys, name, None, raising=False)
     held = []
@@ -166,7 +166,7 @@ def test_release_lets_go_of_what_the_last_error_at_the_prompt_holds(kind, monkey
     assert sys.last_value is not None  # the error itself stays, with its traceback's lines
 
 
-def test_release_inside_a_function_that_handles_the_last_error():
+def test_release_inside_error_handler():
     """Frames that still run cannot be cleared: they are left alone."""
     memory = mk.MemoryManager("cpu")
     try:
@@ -236,7 +236,7 @@ def test_leaks_are_those_of_the_leak_watch():
 # ---- what it leaves alone
 
 
-def test_it_starts_no_thread_installs_nothing_and_goes_when_it_is_dropped():
+def test_starts_no_thread_and_is_collected():
     threads = threading.active_count()
     hook, env = sys.excepthook, dict(devices.allocator_settings())
     memory = mk.MemoryManager("cpu")

@@ -27,7 +27,7 @@ def keep_outputs(memory):  # without an assert, for which pytest adds `locals()`
             memory.step()
 
 
-def test_a_tracked_block_says_what_it_keeps_and_who_holds_it():
+def test_tracked_block_names_kept_tensors_and_holders():
     memory = mk.MemoryManager("cpu")
     keep_outputs(memory)
     first, last = notes_of(memory, "kept")[0], notes_of(memory, "track")[0]
@@ -49,7 +49,7 @@ def keep_detached(memory):
             memory.step()
 
 
-def test_a_name_for_the_last_output_is_not_what_keeps_the_others():
+def test_last_output_variable_is_not_the_holder():
     memory = mk.MemoryManager("cpu")
     keep_detached(memory)
     for name in ("kept", "track"):
@@ -57,7 +57,7 @@ def test_a_name_for_the_last_output_is_not_what_keeps_the_others():
         assert (kept["is_graph"], kept["holder"]) == (False, "local `outputs` of function keep_detached")
 
 
-def test_what_is_kept_is_noted_while_its_function_runs():
+def test_notes_kept_tensors_of_running_function():
     memory = mk.MemoryManager("cpu")
 
     def train():
@@ -74,7 +74,7 @@ def test_what_is_kept_is_noted_while_its_function_runs():
     assert "kept" not in notes_of(memory, "track")[0]  # the function has ended
 
 
-def test_what_is_given_back_or_made_once_is_not_kept():
+def test_released_or_one_time_tensors_are_not_kept():
     memory, cache = mk.MemoryManager("cpu"), {}
     layer = nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -90,7 +90,7 @@ def test_what_is_given_back_or_made_once_is_not_kept():
     assert "kept" not in notes_of(memory, "track")[0]
 
 
-def test_batches_that_were_there_before_are_told_apart():
+def test_distinguishes_preexisting_batches():
     memory = mk.MemoryManager("cpu")
     batches, layer = [torch.ones(1, 1024) for _ in range(12)], nn.Linear(1024, 1)
     with memory.track(), torch.no_grad():
@@ -100,7 +100,7 @@ def test_batches_that_were_there_before_are_told_apart():
     assert notes_of(memory, "kept")[0] == {"num_steps": 4, "preloaded_bytes": 4 * 4096}
 
 
-def test_a_block_that_an_error_leaves_looks_for_nothing():
+def test_block_left_by_error_skips_the_search():
     memory = mk.MemoryManager("cpu")
     with pytest.raises(ZeroDivisionError), memory.track():
         kept = [torch.ones(10) for _ in range(20)]
@@ -119,7 +119,7 @@ def test_state_of_two_optimizers_for_the_same_parameters():
     assert twice_bytes([optimizers[0], torch.optim.AdamW(nn.Linear(3, 3).parameters())]) == 0
 
 
-def test_phases_that_build_a_graph_say_so():
+def test_phases_note_built_graphs():
     memory, layer = mk.MemoryManager("cpu"), nn.Linear(8, 8)
     with memory.phase("validation"):
         layer(torch.ones(1, 8))

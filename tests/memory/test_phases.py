@@ -56,7 +56,7 @@ def test_restarted_peaks_are_those_of_the_blocks_themselves(actions):
 
 
 @given(ACTIONS)
-def test_peaks_by_record_are_right_where_known_and_bounded_everywhere(actions):
+def test_peaks_by_record_are_exact_or_bounded(actions):
     counter = Counter()
     open_blocks = []
     for action in actions:
@@ -73,12 +73,12 @@ def test_peaks_by_record_are_right_where_known_and_bounded_everywhere(actions):
             assert true <= at_most
 
 
-def test_a_counter_that_somebody_restarted_says_nothing_about_the_block():
+def test_foreign_counter_reset_voids_the_peak():
     assert peak_by_record(100, 40) == (None, None)  # 40 is no bound: the block may have held 99 before
     assert peak_by_record(None, None) == (None, None)
 
 
-def test_totals_keep_the_largest_known_and_a_bound_that_holds_for_all():
+def test_totals_keep_largest_peak_and_overall_bound():
     totals = PhaseTotals()
     totals.add(5, IntervalPeak(70, 70), IntervalPeak(None, 9))
     totals.add(3, IntervalPeak(None, 90), IntervalPeak(None, 8))
@@ -171,7 +171,7 @@ def test_one_phase_is_one_block():
     assert "next" in memory.phases  # not "forward/next": nothing was left open
 
 
-def test_a_generator_that_is_left_open_spoils_no_other_path():
+def test_open_generator_does_not_affect_other_paths():
     memory = mk.MemoryManager("cpu")
 
     def batches():
@@ -213,7 +213,7 @@ def test_each_thread_has_paths_of_its_own():
     assert {each.num_calls for path, each in memory.phases.items() if path != "main"} == {1000}
 
 
-def test_a_phase_that_ends_in_another_thread_leaves_nothing_open():
+def test_phase_ending_in_other_thread_is_closed():
     memory = mk.MemoryManager("cpu")
     phase = memory.phase("moved")
     phase.__enter__()
@@ -252,7 +252,7 @@ def test_under_a_tracker_a_phase_knows_its_peak_and_the_live_bytes():
     assert memory.snapshot().allocated_bytes is None  # nobody counts any more: unknown, not zero
 
 
-def test_a_phase_that_was_watched_in_part_has_no_peak():
+def test_partly_watched_phase_has_no_peak():
     memory = mk.MemoryManager("cpu")
     with memory.phase("before and in"), memory.track():
         make_tensors()
@@ -302,7 +302,7 @@ def test_with_reset_peaks_each_phase_has_the_processs_own_peak():
     assert memory.snapshot().host_peak_bytes >= large.host_peak_bytes  # the run's peak survives the restarts
 
 
-def test_where_the_count_cannot_be_restarted_peaks_are_by_record(monkeypatch):
+def test_falls_back_to_record_without_counter_reset(monkeypatch):
     monkeypatch.setattr(devices.ResidentPeak, "restart", lambda self: False)
     memory = mk.MemoryManager("cpu", reset_peaks=True)
     with memory.phase("nothing"):

@@ -29,7 +29,7 @@ def read(directory, name="out-of-memory.json"):
     return json.loads((directory / name).read_text())
 
 
-def test_a_training_that_runs_out_of_memory(tmp_path):
+def test_post_mortem_of_a_training(tmp_path):
     directory = tmp_path / "new" / "folder"
     run_child(directory, "plain")
     record = read(directory)
@@ -50,7 +50,7 @@ def test_a_training_that_runs_out_of_memory(tmp_path):
     assert "24.00 MiB  other float32[6291456], held by global `CACHE[0]`" in "\n".join(record["text"])
 
 
-def test_a_tracker_that_watches_the_failing_block_is_in_the_file(tmp_path):
+def test_file_includes_active_tracker(tmp_path):
     run_child(tmp_path, "tracked", RANK="1", WORLD_SIZE="2")
     record = read(tmp_path, "out-of-memory.rank1.json")
     tracked = record["tracked"]
@@ -60,7 +60,7 @@ def test_a_tracker_that_watches_the_failing_block_is_in_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["tight", "tightest"])
-def test_where_next_to_nothing_is_left(tmp_path, where):
+def test_writes_with_almost_no_memory_left(tmp_path, where):
     """Pieces of 4 MiB, or of 64 KiB, are taken until none is left: what fits is written, and the error passes."""
     passed = run_child(tmp_path, where)
     event, phase, note = passed["events"][-1]
@@ -85,7 +85,7 @@ def phase_of(tmp_path, memory, block):
     return read(tmp_path)["phase"]
 
 
-def test_the_phase_is_where_the_error_came_from(tmp_path):
+def test_names_phase_of_the_error(tmp_path):
     memory = mk.MemoryManager("cpu")
 
     def inner():
@@ -142,7 +142,7 @@ def test_other_errors_write_nothing(tmp_path):
     assert list(memory.events) == []
 
 
-def test_the_error_passes_unchanged_and_nothing_is_kept(tmp_path):
+def test_error_passes_unchanged_and_is_not_kept_alive(tmp_path):
     memory = mk.MemoryManager("cpu")
     original = MemoryError("the user's own")
     held = []
@@ -163,7 +163,7 @@ def test_the_error_passes_unchanged_and_nothing_is_kept(tmp_path):
     assert held[0]() is None
 
 
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
+def test_unwritable_file_is_a_warning(tmp_path):
     memory = mk.MemoryManager("cpu")
     (tmp_path / "file").write_text("")
     with (
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
         fail()
 
 
-def test_where_warnings_are_errors_the_first_error_still_passes(tmp_path):
+def test_first_error_passes_when_warnings_are_errors(tmp_path):
     (tmp_path / "file").write_text("")  # the test run's own filter makes errors of warnings
     with pytest.raises(MemoryError), mk.MemoryManager("cpu").post_mortem(tmp_path / "file"):
         fail()

@@ -68,7 +68,7 @@ def test_another_card_is_another_matter(directory):
         process.end()
 
 
-def test_two_claims_of_one_process_count_once_and_until_the_last_is_closed(directory):
+def test_claims_of_one_process_count_once_until_closed(directory):
     process = Process(directory)
     try:
         one, two = DeviceClaim("GPU-1", directory=directory), DeviceClaim("GPU-1", directory=directory)
@@ -83,7 +83,7 @@ def test_two_claims_of_one_process_count_once_and_until_the_last_is_closed(direc
         process.end()
 
 
-def test_a_claim_ends_with_its_process_also_where_a_fork_of_it_closes_its_copy(directory):
+def test_claim_ends_with_its_process_despite_forks(directory):
     process = Process(directory)
     claim = DeviceClaim("GPU-1", directory=directory)
     try:
@@ -119,7 +119,7 @@ def nobody_is_found(directory):
     claim.close()
 
 
-def test_a_directory_that_others_can_write_to_is_not_trusted(directory):
+def test_does_not_trust_world_writable_directory(directory):
     directory.mkdir()
     directory.chmod(0o777)
     process = Process(directory)

@@ -29,7 +29,7 @@ def sort_and_unique(x: torch.Tensor) -> torch.Tensor:
     return x.sort().values.unique()
 
 
-def test_workspace_of_sort_and_unique_counts_only_where_it_is_asked_for():
+def test_counts_workspace_only_on_request():
     numbers = torch.randint(0, 10**9, (MIB,))
     truth = trace_allocations(lambda: sort_and_unique(numbers)).peak + numbers.nbytes
     with Tracker(device="cpu") as without:
@@ -100,7 +100,7 @@ def test_live_bytes_and_peak_can_be_read_inside_the_block():
 
 
 @BOTH
-def test_after_an_error_what_was_live_can_be_read(workspace):
+def test_live_tensors_are_readable_after_error(workspace):
     def step():
         x = torch.zeros(1000)
         del x
@@ -119,7 +119,7 @@ def test_after_an_error_what_was_live_can_be_read(workspace):
 
 
 @BOTH
-def test_nothing_stays_behind(workspace):
+def test_leaves_no_trace(workspace):
     mark = nn.Linear(4, 4)
     with pytest.raises(KeyError), Tracker(device="cpu", workspace=workspace) as tracker:
         x = mark(torch.zeros(2, 4))
@@ -165,7 +165,7 @@ def test_trackers_nest(kinds):
     assert (x.shape, y.shape, z.shape) == ((100,), (100,), (1000,))
 
 
-def test_workspace_says_that_a_profiler_is_running():
+def test_workspace_rejects_active_profiler():
     with profile(activities=[ProfilerActivity.CPU]), pytest.raises(StateError, match="leave that profiler"):
         Tracker(workspace=True).__enter__()
     with Tracker(workspace=True) as outer:
@@ -240,7 +240,7 @@ def test_memory_of_a_gpu_and_of_the_host_rise_apart():
     assert list(allocations._risen(events)) == [(4, "accelerator", 512), (6, "cpu", 50)]
 
 
-def test_summary_adds_up_and_names_what_it_does_not_count():
+def test_summary_adds_up_and_names_omissions():
     model = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
     with Tracker(device="cpu") as tracker:
         x = torch.ones(4, 8)

@@ -95,7 +95,7 @@ def workspaces(recording: Recording):
 
 
 @pytest.mark.parametrize("name", ["mlp", "encoder", "point_net"])
-def test_a_new_models_peak_is_its_weights_and_the_allocations_of_its_steps(name):
+def test_new_model_peak_is_weights_and_step_allocations(name):
     case = fresh(name)
     truth = trace_allocations(lambda: steps(case)).peak
     tensors = [*case.model.parameters(), *case.model.buffers()]

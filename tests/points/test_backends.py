@@ -39,7 +39,7 @@ def test_words_are_those_of_splitmix():
         assert (words.numbers(40_001, seed) == expected.view(np.uint32)[:40_001]).all()
 
 
-def test_bits_that_are_drawn_again_are_no_others():
+def test_redrawn_bits_are_equal():
     key = draw_key((1, 2))
     numbers = redraw_bits(np.arange(1000), key)
     assert 0 <= numbers.min() <= numbers.max() < 2**55
@@ -122,7 +122,7 @@ def test_torch_operators_do_not_wait_for_the_device():
     "dtype",
     ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("float16", "float64", "int64", "uint8"))],
 )  # each is compiled on its own
-def test_numba_makes_the_index_that_numpy_makes(dtype):
+def test_numba_index_matches_numpy(dtype):
     points = (in_cube(20_000) * 2 - 100).clip(0 if dtype == "uint8" else -100).astype(dtype)
     cases = [((points, 7.0), {}), ((points[:, :1], 0.5, [0, 5000, 20_000]), {"origin": 0.25})]
     cases += [((points[:, :2], (3.0, 1e-3)), {"origin": (5.0, -2.0)}), ((points[:0],), {}), ((points[:1], 1.0), {})]
@@ -176,7 +176,7 @@ def test_samplers_travel_and_draw_ahead(backend):
         ("numba", "mps", "got backend='numba'; expected one of 'auto', 'torch', 'triton'"),
     ],
 )
-def test_back_ends_that_do_not_fit_are_named(backend, device, message):
+def test_error_names_unsuitable_back_ends(backend, device, message):
     assert_refused(lambda: GridAwareSampler(backend=backend, device=device), ConfigError, message)
     with pytest.raises(ConfigError, match="got backend='torch'; expected one of 'numpy', 'numba'"):
         GridIndex.from_cells([1], backend="torch")
@@ -193,6 +193,6 @@ def test_a_device_has_its_back_end(monkeypatch):
         resolved("numba", torch.device("cpu"), "call")
 
 
-def test_neither_extra_is_imported_unless_it_is_chosen():
+def test_imports_extras_only_when_chosen():
     code = "import memkit; memkit.GridAwareSampler().sample_half_density(memkit.GridIndex.from_cells([1]))"
     assert_not_imported({"numba", "triton"}, code, PYTHONWARNINGS="error")

@@ -177,7 +177,7 @@ def test_in_a_loader(num_workers):
     assert len(totals) == len(loader)
 
 
-def test_a_sample_above_the_budget_is_named():
+def test_error_names_sample_above_budget():
     with pytest.raises(InputError, match=r"900 edges in sample 2; 1 samples exceed.*max_edges=900 or more"):
         BudgetBatchSampler({"points": [1, 2, 3], "edges": [5, 6, 900]}, max_points=10, max_edges=100)
 

@@ -27,7 +27,7 @@ def test_the_same_scene_is_found_again():
     assert len(sampler.cache) == 2
 
 
-def test_scenes_of_equal_size_are_told_apart():
+def test_distinguishes_scenes_of_equal_size():
     """The source's cache knows a scene by its numbers of points and cells: a permutation has both."""
     sampler, coords = GridAwareSampler(), in_cube(2000)
     for other in (coords[::-1], coords + np.float32(1e-3), coords.astype(np.float64)):
@@ -36,7 +36,7 @@ def test_scenes_of_equal_size_are_told_apart():
         assert is_of(sampler.index(other, 5.0), other, 5.0)
 
 
-def test_one_number_that_changes_in_place_is_seen():
+def test_detects_in_place_change_of_one_number():
     sampler, coords = GridAwareSampler(), torch.from_numpy(in_cube(2000))
     before = sampler.index(coords, 5.0)
     coords[777, 1] += 50
@@ -76,7 +76,7 @@ def test_the_least_recently_used_goes_when_bytes_run_out():
     assert len(GridAwareSampler(cache_bytes=0).cache) == 0
 
 
-def test_an_index_that_is_too_large_is_made_and_not_kept():
+def test_oversized_index_is_not_cached():
     small = np.zeros((3, 3))
     sampler = GridAwareSampler(cache_bytes="1KiB")
     kept = sampler.index(small)
@@ -91,7 +91,7 @@ def test_offsets_are_not_taken_for_a_key():
         GridAwareSampler().index(in_cube(10), 5.0, torch.tensor([4, 10]))
 
 
-def test_threads_that_ask_at_once_get_one_index():
+def test_concurrent_threads_share_one_index():
     cache, barrier, made = IndexCache(10**9), threading.Barrier(4), []
 
     def make():

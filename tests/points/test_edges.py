@@ -37,7 +37,7 @@ def totals(dst, values):
     seed=st.integers(0, 2**63 - 1),
     rounding=st.sampled_from(["nearest", "floor"]),
 )
-def test_at_least_one_edge_of_each_node_and_none_twice(dst, low, high, seed, rounding):
+def test_keeps_at_least_one_edge_per_node_without_repeats(dst, low, high, seed, rounding):
     low, high = min(low, high), max(low, high)
     dst = torch.tensor(dst, dtype=torch.int64)
     keep, weight = sample_edges(dst, (low, high), seed, rounding=rounding, return_weight=True)
@@ -89,7 +89,7 @@ def test_is_the_drawing_of_the_grid_sampler():
     assert not torch.equal(sample_edges(dst, generator=first), sample_edges(dst, seed=1))
 
 
-def test_takes_numpy_and_refuses_what_is_no_node():
+def test_accepts_numpy_and_rejects_invalid_nodes():
     assert sample_edges(np.array([4, 4, 9]), 1.0).tolist() == [0, 1, 2]
     assert sample_edges(torch.zeros(0, dtype=torch.int64)).tolist() == []
     assert_refused(lambda: sample_edges(torch.rand(4)), InputTypeError, "integers")

@@ -143,7 +143,7 @@ def test_the_partition_of_pointcept():
     assert shifted.num_cells != index.num_cells  # other borders
 
 
-def test_far_from_the_origin_float64_is_used_and_float32_storage_warns():
+def test_far_coordinates_use_float64_and_float32_warns():
     points = (torch.rand(2000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e4).float()
     index = GridIndex.from_coords(points, 0.12)
     assert (index.cells[index.cell_of_point()] == np.floor(points.double().numpy() / 0.12)).all()
@@ -153,7 +153,7 @@ def test_far_from_the_origin_float64_is_used_and_float32_storage_warns():
     assert caught[0].filename == __file__
 
 
-def test_extents_that_no_integer_holds():
+def test_rejects_extents_beyond_int64():
     points = np.array([[1e10, -1e10, 3.0], [-1e10, 1e10, 3.0], [1e10, -1e10, 3.0005], [0.0, 0.0, 0.0]])
     index = GridIndex.from_coords(points, 0.001)
     assert index.cell_of_point().tolist() == [2, 0, 2, 1]
@@ -169,11 +169,11 @@ def test_extents_that_no_integer_holds():
         ([0.0, 1.0], "coords of shape (2,); expected (N, A)"),
     ],
 )
-def test_wrong_coordinates_are_named(coords, message):
+def test_error_names_invalid_coordinates(coords, message):
     assert_refused(lambda: GridIndex.from_coords(torch.tensor(coords, dtype=torch.float64)), InputError, message)
 
 
-def test_wrong_parameters_are_named():
+def test_error_names_invalid_parameters():
     def refused(coords, error, *words, **settings):
         assert_refused(lambda: GridIndex.from_coords(coords, **settings), error, *words)
 
@@ -206,7 +206,7 @@ def test_an_index_cannot_be_changed():
     assert index.cells.tolist() == [1, 2]
 
 
-def test_bytes_are_known():
+def test_reports_its_bytes():
     index = GridIndex.from_coords(on_mesh(30_000), 3.0)
     scene = index.scenes[0]
     arrays = [index.cells, index.counts, index.offsets, index.cell_offsets, scene.groups.order, scene.groups.starts]

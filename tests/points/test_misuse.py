@@ -258,7 +258,7 @@ class TestTake:
         expected[sample.indices] = 1
         assert torch.equal(x.grad, expected)
 
-    def test_a_mapping_keeps_what_has_no_points(self):
+    def test_mapping_keeps_entries_without_points(self):
         scene = {"coord": COORDS, "offset": torch.tensor([20, 50]), "name": "hall", "pose": torch.eye(4)}
         sample = sampler().sample_half_density(index(offsets=scene["offset"]))
         cut = sample.take(scene)
@@ -319,7 +319,7 @@ class TestPyGsForms:
         assert (first["ptr"].tolist(), second["ptr"].tolist()) == ([0, 20], [0, 30])
         assert (first["batch"].unique().tolist(), second["batch"].unique().tolist()) == ([0], [0])
 
-    def test_an_empty_first_scene_is_one_where_an_entry_says_so(self):
+    def test_empty_first_scene_is_recognized(self):
         batch = {"coord": COORDS, "offset": torch.tensor([0, 20, 50]), "name": ["empty", "a", "b"]}
         parts = mk.points.split_packed(batch, 2)
         assert [part["offset"].tolist() for part in parts] == [[0, 20], [30]]

@@ -48,7 +48,7 @@ LEVELS = dict.fromkeys(("coord", "array"), "points") | {"name": "scenes", "categ
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 10))
-def test_parts_are_what_their_scenes_alone_would_have_been_collated_into(sizes, n):
+def test_parts_match_collated_scenes(sizes, n):
     scenes = [rows(size, number) for number, size in enumerate(sizes)]
     levels = LEVELS | {"origin_coord": "origin_offset"}
     parts = split_packed(packed(scenes), n, belongs_to=levels)
@@ -95,7 +95,7 @@ def test_tensors_are_views_and_the_batch_stays():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_scene_numbers_do_for_offsets_also_with_scenes_that_are_empty(dtype):
+def test_accepts_scene_numbers_with_empty_scenes(dtype):
     numbers = torch.tensor([0, 0, 2, 2, 2, 3], dtype=dtype)  # scene 1 has no point
     parts = split_packed({"pos": torch.arange(6.0)[:, None], "batch": numbers, "y": torch.arange(4)}, 2)
     assert [part["batch"].tolist() for part in parts] == [[0, 0], [0, 0, 0, 1]] or [
@@ -106,7 +106,7 @@ def test_scene_numbers_do_for_offsets_also_with_scenes_that_are_empty(dtype):
     assert torch.cat([part["pos"] for part in parts]).flatten().tolist() == list(range(6))
 
 
-def test_more_offsets_are_known_beside_scene_numbers():
+def test_accepts_further_offsets_with_scene_numbers():
     batch = {
         "pos": torch.arange(5.0),
         "batch": torch.tensor([0, 0, 0, 1, 1]),
@@ -162,14 +162,14 @@ class TestRefusals:
     def refused(self, batch, *words, error=mk.errors.InputError, **options):
         assert_refused(lambda: split_packed(batch, 2, **options), error, "split_packed(batch, 2): got", *words)
 
-    def test_rows_that_fit_points_and_scenes(self):
+    def test_rejects_ambiguous_rows(self):
         batch = {"coord": torch.rand(2, 3), "category": torch.arange(2), "offset": torch.tensor([2, 2])}
         self.refused(batch, "'coord': 2 rows; expected as many rows as one of: 2 of 'offset', 2 of 'scenes'")
         levels = {"coord": "points", "category": "scenes"}
         parts = split_packed(batch | {"offset": torch.tensor([0, 2])}, 2, belongs_to=levels)
         assert [len(part["category"]) for part in parts] == [2]  # the empty scene stays with the other: nothing to gain
 
-    def test_rows_that_fit_nothing_as_pointcepts_inverse_and_what_mix3d_leaves(self):
+    def test_rejects_unmatched_rows(self):
         batch = base() | {"inverse": torch.arange(11), "name": ["a", "b", "c", "d"]}
         self.refused(batch, "'inverse': 11 rows; ", "6 of 'offset', 2 of 'scenes'", "belongs_to={'inverse'")
         batch["origin_offset"] = torch.tensor([5, 11])
@@ -179,12 +179,12 @@ class TestRefusals:
         assert [part["inverse"].tolist() for part in parts] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
         assert [part["name"] for part in parts] == [["a", "b", "c", "d"]] * 2
 
-    def test_a_wrong_word_and_rows_that_are_not_those(self):
+    def test_rejects_invalid_belongs_to(self):
         self.refused(base(), "'coord': 6 rows for 'scene'", belongs_to={"coord": "scene"})
         self.refused(base(), "'coord': 6 rows for 'scenes'", belongs_to={"coord": "scenes"})
         self.refused(base() | {"n": 3}, "'n': a int for 'points'", belongs_to={"n": "points"})
 
-    def test_what_cannot_be_looked_into(self):
+    def test_rejects_opaque_entries(self):
         self.refused(base() | {"sparse": object()}, "'sparse': a object")
         assert split_packed(base() | {"extra": {"a": 1}}, 2, belongs_to={"extra": "all"})[0]["extra"] == {"a": 1}
 
@@ -199,10 +199,10 @@ class TestRefusals:
             [4, 6],
         ],
     )
-    def test_offsets_that_are_none(self, offset):
+    def test_rejects_invalid_offsets(self, offset):
         self.refused(base() | {"offset": offset}, "offset, a ", "never decrease")
 
-    def test_where_scenes_end_is_not_said_or_cannot_be(self):
+    def test_rejects_missing_or_impossible_offsets(self):
         self.refused(
             base() | {"offset": torch.tensor([4, 5])}, "'coord': 6 rows; expected as many rows as one of: 5 of 'offset'"
         )

@@ -150,7 +150,7 @@ def num_operators():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.11, 0.3, 0.6, 0.8])
-def test_it_survives_an_out_of_memory_anywhere(share):
+def test_survives_an_out_of_memory_anywhere(share):
     place = 1 + int(share * num_operators())
     run = MemkitTrainer(MEMKIT_CONFIG)
     with FailingOperator(place, place + 40) as planted:

@@ -78,7 +78,7 @@ def test_two_calls_differ_and_a_seed_repeats_them():
     assert not same(draws[0], GridAwareSampler(seed=4).sample_half_density(index))
 
 
-def test_a_sample_is_what_it_always_was():
+def test_samples_are_stable_across_versions():
     """If this fails, raise ``_ALGO_VERSION``: states that were saved before would go on with other samples."""
     index = GridIndex.from_cells([5, 5, 5, 5, 5, 5, 9, 9, 9, 9, -1, -1, -1, 2, 2, 7])
     sampler = GridAwareSampler(seed=17)
@@ -100,7 +100,7 @@ def test_a_resumed_run_continues_bit_by_bit(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"algo_version": 2}, {"algo_version": None}])
-def test_a_state_of_another_algorithm_is_refused(change):
+def test_rejects_state_of_other_algorithm(change):
     with pytest.raises(FileFormatError, match="expected version 1 and algo_version 3"):
         GridAwareSampler().load_state_dict(GridAwareSampler().state_dict() | change)
 
@@ -117,7 +117,7 @@ def test_a_generator_takes_the_place_of_seed_and_count():
     assert sampler.state_dict()["num_draws"] == 0
 
 
-def test_scenarios_are_what_their_methods_draw():
+def test_scenarios_match_their_methods():
     index, together, alone = scene(), GridAwareSampler(), GridAwareSampler()
     drawn = together.sample_scenarios(index)
     assert list(drawn) == ["dense", "half", "single"]
@@ -182,7 +182,7 @@ def test_cells_of_all_sizes_keep_their_count(sizes):
         ({"seed": 1.5}, "got seed=1.5"),
     ],
 )
-def test_wrong_settings_are_named(settings, message):
+def test_error_names_invalid_settings(settings, message):
     assert_refused(lambda: GridAwareSampler(**settings), ConfigError, message)
 
 
@@ -283,7 +283,7 @@ def test_a_state_saved_while_draws_wait_continues_with_them():
     assert same(sampler.sample_half_density(index), follower.sample_half_density(index))
 
 
-def test_a_loop_that_is_left_early_gives_back_no_number_that_was_drawn():
+def test_abandoned_loop_does_not_reuse_draws():
     index, sampler = scene(), GridAwareSampler()
     draws = sampler.draw_ahead([index] * 5, ("half",), depth=2)
     next(draws)

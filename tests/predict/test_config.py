@@ -48,7 +48,7 @@ configs = st.builds(
         ("optimizer", None),
     ],
 )
-def test_a_wrong_value_is_a_config_error_that_names_it(field, value):
+def test_config_error_names_invalid_value(field, value):
     error = assert_refused(lambda: TrainingConfig(**{field: value}), ConfigError)
     assert error.call == f"TrainingConfig({field}={value!r})"
     assert error.got == f"{field}={value!r} ({type(value).__name__})"
@@ -62,12 +62,12 @@ def test_an_unknown_field_suggests_the_known_one():
     assert_refused(lambda: TrainingConfig(zzz=2), ConfigError, "Way out: write TrainingConfig(...) without zzz.")
 
 
-def test_all_faults_are_said_at_once():
+def test_reports_all_faults_at_once():
     words = "batch_size=0 (int); resolution='big' (str)"
     assert_refused(lambda: TrainingConfig(batch_size=0, resolution="big"), ConfigError, words)
 
 
-def test_pydantics_own_entry_points_raise_pydantics_error_with_our_text():
+def test_pydantic_entry_points_raise_pydantic_error_with_our_text():
     for build in (TrainingConfig.model_validate, lambda data: TrainingConfig.model_validate_json(json.dumps(data))):
         with pytest.raises(
             ValidationError, match=r"TrainingConfig\(batch_size='2'\): got .* Way out: write batch_size=2"
@@ -75,7 +75,7 @@ def test_pydantics_own_entry_points_raise_pydantics_error_with_our_text():
             build({"batch_size": "2"})
 
 
-def test_it_is_frozen_and_says_how_to_change():
+def test_is_frozen_and_suggests_replace():
     config = TrainingConfig(batch_size=2)
     with pytest.raises(ConfigError, match=r"config\.replace\(batch_size=4\)"):
         config.batch_size = 4
@@ -122,7 +122,7 @@ def test_a_file_may_leave_fields_out(tmp_path):
     "content",
     [b"", b"{", b"[1, 2]", b"\xff\xfe", b"[" * 100_000, b"batch_size = 2"],
 )
-def test_a_file_that_is_not_a_config(tmp_path, content):
+def test_rejects_file_without_config(tmp_path, content):
     path = tmp_path / "a.json"
     path.write_bytes(content)
     error = assert_refused(lambda: TrainingConfig.from_file(path), FileFormatError)

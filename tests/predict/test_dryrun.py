@@ -37,7 +37,7 @@ def test_equals_the_real_step(name):
 
 @pytest.mark.slow  # the profiler prints; the test above reads the same events in another way
 @pytest.mark.parametrize("name", STEPS)
-def test_the_interval_holds_what_the_profiler_saw(name):
+def test_interval_contains_profiler_peak(name):
     step = build(name)
     low, high = estimate_of(step).peak_interval
     assert low <= allocated_peak(real_step(step), step.model, step.batch) <= high + NUMBERS
@@ -86,7 +86,7 @@ class Noted(nn.Module):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_behind(fails):
+def test_leaves_no_trace(fails):
     model = Noted()
     model.layers[2].eval()
     outside = nn.Linear(4, 4)
@@ -204,7 +204,7 @@ def test_a_view_of_whole_numbers_holds_all_of_its_storage(num_rows):
     assert estimate.other_bytes == rows.nbytes
 
 
-def test_accumulation_meets_the_gradients_that_are_there():
+def test_accumulation_counts_existing_gradients():
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     batch = torch.randn(512, 32)
     one, four, eight = (
@@ -215,7 +215,7 @@ def test_accumulation_meets_the_gradients_that_are_there():
     assert four == eight
 
 
-def test_what_depends_on_data_is_counted_with_its_line():
+def test_counts_data_dependent_values_by_line():
     def loss_fn(model, x):
         y = model(x)
         scale = y.abs().max().item()
@@ -241,7 +241,7 @@ def test_numbers_in_the_batch_are_true():
         assert estimate.activations_bytes + estimate.temporaries_bytes >= 2 * longest * 100 * 4
 
 
-def test_sizes_that_depend_on_data_need_a_bound():
+def test_data_dependent_sizes_need_a_bound():
     def loss_fn(model, x):
         y = model(x)
         return y[y > 0].square().sum() + y.masked_select(y < 0).sum()
@@ -352,7 +352,7 @@ def test_the_callers_modes_do_not_matter():
         assert estimate(model) == peak_bytes
 
 
-def test_hooks_run_and_what_they_close_over_is_as_before():
+def test_hooks_run_and_closures_are_restored():
     model = nn.Linear(8, 8)
     average = torch.optim.swa_utils.AveragedModel(model)
     before = [parameter.clone() for parameter in average.parameters()]

@@ -121,7 +121,7 @@ def test_a_preset_runs_on_the_cards_of_its_range(family, name, card):
     assert workspace_bytes == pytest.approx(used.workspace_bytes, rel=0.001)
 
 
-def test_what_does_not_fit_runs_out(family):
+def test_oversized_step_runs_out(family):
     config = PRESET_CONFIGS["high"]
     assert not estimate_by_formula(config).fits("RTX 4080")
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
@@ -163,7 +163,7 @@ def test_more_costs_more_and_savings_save(config):
     assert lean.peak_bytes <= estimate.peak_bytes
 
 
-def test_what_the_source_measured():
+def test_matches_the_source_measurements():
     """Checkpointing saved it 60-70% of the activations, mixed precision 40% of the memory."""
     plain = TrainingConfig(precision="fp32", gradient_accumulation_steps=8)
     mixed = estimate_by_formula(plain.replace(precision="bf16-mixed"))
@@ -195,7 +195,7 @@ def test_fits_and_headroom():
 
 
 @pytest.mark.parametrize("value", [None, "medium", {"batch_size": 2}, torch.nn.Identity()])
-def test_another_first_argument_says_what_is_accepted(value):
+def test_invalid_first_argument_error_lists_accepted_ones(value):
     with pytest.raises(
         InputTypeError, match=r"expected a TrainingConfig, or a model with a sample batch\. Way out: pass get_preset"
     ):

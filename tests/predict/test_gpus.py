@@ -85,7 +85,7 @@ def test_names_as_people_and_drivers_write_them(name, expected):
         ("", "an unknown GPU", "a GPU that `memkit gpus` lists"),
     ],
 )
-def test_a_name_that_is_not_one_card(name, got, names):
+def test_rejects_ambiguous_or_unknown_card(name, got, names):
     error = assert_refused(lambda: find_gpu(name), InputError, f"find_gpu({name!r})")
     assert got in error.got
     assert names in error.expected
@@ -138,7 +138,7 @@ def words_of(estimate, *sizes):
     return [str(estimate.verdict(int(size * MIB))) for size in sizes]
 
 
-def test_a_step_runs_in_less_than_it_reserves_where_memory_is_plenty():
+def test_step_runs_in_less_than_it_reserves():
     estimate = step_of_1200_mib()
     assert estimate.required_bytes == 1200 * MIB + MORE.bytes_of(1200 * MIB, 200 * MIB) + 300 * MIB
     enough = estimate.least_required_interval[1]
@@ -151,7 +151,7 @@ def test_a_step_runs_in_less_than_it_reserves_where_memory_is_plenty():
     assert words_of(unknown, 1499, 1500) == ["does not fit", "fits"]
 
 
-def test_between_the_least_and_the_most_that_may_be_needed_it_is_too_close_to_say():
+def test_verdict_is_too_close_within_interval():
     with_kernels = step_of_1200_mib(workspace_bytes=50 * MIB, spread=SPREAD)
     low, high = with_kernels.least_required_interval
     beyond = Margin(SPREAD, MORE_AT_LEAST).bytes_of(1000 * MIB, 200 * MIB)
@@ -164,7 +164,7 @@ def test_between_the_least_and_the_most_that_may_be_needed_it_is_too_close_to_sa
     assert "at least 1.07 GiB, or up to 1.27 GiB" in drivers.verdict(1200 * MIB).reason
 
 
-def test_a_peak_is_as_uncertain_as_the_scratch_memory_and_the_spread():
+def test_peak_uncertainty_covers_workspace_and_spread():
     estimate = step_of_1200_mib(workspace_bytes=MIB, spread=0.1)
     assert estimate.peak_interval == (810 * MIB, 990 * MIB)
     assert replace(estimate, workspace_bytes=200 * MIB).peak_interval == (810 * MIB, 1100 * MIB)
@@ -252,7 +252,7 @@ def test_a_file_of_own_cards_comes_before_the_table(tmp_path):
         "\0",
     ],
 )
-def test_a_file_that_is_no_file_of_cards(tmp_path, text):
+def test_rejects_invalid_card_file(tmp_path, text):
     path = tmp_path / "cards.json"
     path.write_text(text)
     assert_refused(lambda: all_gpus(path), FileFormatError, f"calibrated={str(path)!r}")
@@ -268,7 +268,7 @@ def test_a_record_is_its_own_card_and_other_things_are_none():
 
 
 @pytest.mark.slow  # it starts a process, which imports torch
-def test_calibration_that_fails_lets_its_second_process_go(monkeypatch):
+def test_failed_calibration_ends_its_process(monkeypatch):
     readings = iter([DeviceMemory(free_bytes=GIB)])  # there is no second one
     monkeypatch.setattr(calibration, "find_gpu", lambda _: find_gpu("RTX 4090"))
     monkeypatch.setattr(calibration, "resolve_device", lambda _: torch.device("cpu"))
@@ -314,9 +314,7 @@ def test_the_table_is_part_of_the_package(tmp_path):
         ("mps", "arm64", None, 11_453_000_000, "Apple 16GB"),
     ],
 )
-def test_a_live_reading_keeps_total_and_name_and_takes_the_rest_from_the_table(
-    monkeypatch, device, own_name, architecture, total_bytes, row
-):
+def test_live_reading_keeps_total_and_name(monkeypatch, device, own_name, architecture, total_bytes, row):
     """The device's answers are put in: no test machine has these cards."""
     monkeypatch.setattr("memkit._machine.devices.resolve_device", torch.device)
     monkeypatch.setattr("memkit._machine.devices.device_name", lambda device: own_name)

@@ -230,7 +230,7 @@ def test_the_budget_may_be_the_target_alone():
 
 
 @pytest.mark.parametrize("call", [estimate, lambda *args, target: plan(*args, budget=target), advise])
-def test_a_shape_mismatch_says_where_and_logs_nothing(call, caplog):
+def test_shape_mismatch_names_the_place_without_logs(call, caplog):
     with caplog.at_level(logging.DEBUG), pytest.raises(RuntimeError, match=r"8.*5") as caught:
         call(MODEL, (torch.randn(8, 5),), loss_fn, target="T4")
     assert not [each for each in caplog.records if each.name.startswith("torch")]
@@ -246,7 +246,7 @@ def test_the_log_of_torch_is_as_before_afterwards():
     assert log.disabled is before
 
 
-def test_numpy_of_a_gpu_tensor_says_what_to_write():
+def test_numpy_of_gpu_tensor_suggests_cpu():
     def loss(model, batch):
         return loss_fn(model, batch) + float(model(batch[0]).detach().numpy().mean())
 

@@ -28,7 +28,7 @@ def test_the_table(name, batch_size, steps, channels):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_fits_every_card_of_its_range_and_leaves_11_percent_of_it(name):
+def test_presets_fit_their_cards_with_11_percent_free(name):
     lowest, highest = PRESETS[name].range_gb
     estimate = estimate_by_formula(get_preset_config(name))
     cards = [card for card in all_gpus() if card.vendor == "NVIDIA" and lowest <= card.box_bytes / GIB <= highest]
@@ -62,7 +62,7 @@ def test_a_matching_card_is_silent(name, gpu_memory_gb):
         ("high", 4, "no preset fits a card of 4 GB"),
     ],
 )
-def test_a_card_that_does_not_match_warns_and_says_what_fits(name, gpu_memory_gb, text):
+def test_mismatched_card_warns_and_names_fitting_preset(name, gpu_memory_gb, text):
     with pytest.warns(MemkitWarning) as caught:
         config = get_preset_config(name, gpu_memory_gb)
     assert config.preset == name
@@ -92,7 +92,7 @@ def test_overrides_are_validated():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 0, "24", "24GB", True, [24]])
-def test_a_card_that_is_no_positive_number(value):
+def test_rejects_nonpositive_card_size(value):
     words = f"get_preset_config('medium', {value!r}): ", "the number on the graphics card's box"
     assert_refused(lambda: get_preset_config("medium", value), ConfigError, *words)
 
@@ -120,7 +120,7 @@ def test_presets_are_ordered_from_small_to_large():
     assert [preset.min_gpu_gb for preset in PRESETS.values()] == [8, 16, 32]
 
 
-def test_the_card_in_the_docs_says_what_the_formula_says():
+def test_docs_table_matches_the_formula():
     card = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text()
     for name, preset in PRESETS.items():
         config = get_preset_config(name)

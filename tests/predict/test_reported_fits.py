@@ -32,7 +32,7 @@ def asked(report):
     return estimate(held(report) + parse_bytes(report["tried"]), context_bytes)
 
 
-def test_there_are_enough_reports_and_none_twice():
+def test_has_enough_distinct_reports():
     failed, fitted = REPORTS["out_of_memory"], REPORTS["fits"]
     assert len({(row["source"], row["tried"]) for row in failed}) == len(failed) >= 50
     assert len({json.dumps(row) for row in fitted}) == len(fitted) >= 50
@@ -40,12 +40,12 @@ def test_there_are_enough_reports_and_none_twice():
 
 
 @pytest.mark.parametrize("report", REPORTS["out_of_memory"], ids=identify)
-def test_what_ran_out_of_memory_does_not_fit(report):
+def test_reported_out_of_memory_does_not_fit(report):
     assert not asked(report).fits(report["card"])
 
 
 @pytest.mark.parametrize("report", REPORTS["fits"], ids=identify)
-def test_what_ran_fits(report):
+def test_reported_fit_fits(report):
     gpu = find_gpu(report["card"])
     if "whole" in report:  # with the context
         assert estimate(parse_bytes(report["whole"]), 0).fits(report["card"])
@@ -54,7 +54,7 @@ def test_what_ran_fits(report):
 
 
 @pytest.mark.parametrize("report", REPORTS["shared"], ids=identify)
-def test_a_card_that_others_use_is_told_by_what_they_hold(report):
+def test_shared_card_counts_other_processes(report):
     """Alone the process would have fitted; with what the message shows outside of it, it does not."""
     assert asked(report).fits(report["card"])
     outside_bytes = parse_bytes(report["total"]) - parse_bytes(report["free"]) - held(report)

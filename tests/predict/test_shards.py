@@ -79,7 +79,7 @@ def test_equals_a_real_replicated_step(name, real):
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_gathered_parameters_are_needed_for_that(name, real):
+def test_negative_control_without_gathered_parameters(name, real):
     """Negative control: without them no case is equal."""
     recording = rank_run(name).recording
     gathered = [storage.id for storage in recording.storages() if storage.operator == "fsdp.unshard"]
@@ -116,7 +116,7 @@ def group_of_two():
 
 @pytest.mark.slow  # the profiler prints
 @pytest.mark.parametrize("name", SHARDED)
-def test_the_interval_holds_what_the_allocator_saw(name, request):
+def test_interval_contains_allocator_peak(name, request):
     """Real fully_shard and real memory, in a group that takes none for itself as gloo does."""
     low, high = rank_estimate(name).peak_interval
     request.getfixturevalue("group_of_two")
@@ -178,7 +178,7 @@ def test_an_optimizer_by_zero_holds_its_share():
     ("kind", "target"),
     [*((kind, "cpu") for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2")), ("zero1", "H100"), ("fsdp2", "H100")],
 )
-def test_leaves_nothing_behind(kind, target, capfd):
+def test_leaves_no_trace(kind, target, capfd):
     model = small()
     before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     resize, excepthook = torch.UntypedStorage.resize_, sys.excepthook
@@ -196,7 +196,7 @@ def test_leaves_nothing_behind(kind, target, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_leaves_nothing_behind_after_an_error():
+def test_leaves_no_trace_after_an_error():
     model = small()
 
     def broken(model, x):
@@ -238,7 +238,7 @@ def test_the_model_can_be_sharded_afterwards(request):
         (("fsdp2", 2, (), None, None, None, True), "belongs to ddp"),
     ],
 )
-def test_refuses_what_a_kind_does_not_know(arguments, message):
+def test_rejects_options_of_other_kinds(arguments, message):
     assert_refused(lambda: Shard(*arguments), ConfigError, message)
 
 
@@ -259,7 +259,7 @@ def test_refuses_an_optimizer_of_the_whole_model():
 
 
 @pytest.mark.parametrize("target", ["cpu", "H100"])
-def test_refuses_a_process_that_has_ranks(target, group_of_two):
+def test_rejects_process_in_a_group(target, group_of_two):
     assert_refused(lambda: estimate(Shard("fsdp2", 2), target=target), StateError, "before init_process_group")
     assert dist.is_initialized()
 

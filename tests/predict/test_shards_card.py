@@ -35,7 +35,7 @@ def slow_but(*quick):
 
 
 @pytest.mark.parametrize("name", slow_but("uneven", "accumulated, bfloat16", "tied", "odd, ddp", "wide, zero1"))
-def test_a_rank_holds_on_a_card_what_it_holds_on_the_cpu(name):
+def test_rank_holds_equal_bytes_on_card_and_cpu(name):
     on_cpu = rank_estimate(name)
     on_h100 = rank_estimate(name, Gpu(find_gpu("H100")))
     assert on_h100.parameters_bytes == on_cpu.parameters_bytes
@@ -66,13 +66,13 @@ def test_freed_parameters_must_reach_the_allocator(monkeypatch):
     assert estimate(Shard("fsdp2", 8, ("*",))).peak_bytes >= right.peak_bytes + 4 * MIB
 
 
-def test_what_is_kept_until_the_backward_is_seen_on_the_card():
+def test_card_counts_tensors_kept_for_backward():
     freed, kept = (estimate(Shard(kind, 8, ("*",)), num_layers=12, width=1024) for kind in ("zero3", "zero2"))
     assert kept.peak_bytes > freed.peak_bytes + 25 * MIB
     assert kept.reserved_bytes > freed.reserved_bytes + 25 * MIB
 
 
-def test_streams_do_not_share_what_the_allocator_keeps():
+def test_streams_share_no_cached_blocks():
     with VirtualGPU("H100") as card:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):

@@ -29,7 +29,7 @@ def test_every_setting_and_every_figure(capsys):
     assert table["card of 24 GB"] == f"fits, {24 - estimate.total_bytes / GIB:.2f} GiB free"
 
 
-def test_a_card_that_is_too_small():
+def test_too_small_card():
     file = io.StringIO()
     config = TrainingConfig(gpu_memory_gb=4)
     print_config_summary(config, file=file)
@@ -46,5 +46,5 @@ def test_unknown_is_left_out_and_sizes_are_gib_with_two_decimals(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_something_else_than_a_config():
+def test_rejects_non_config():
     assert_refused(lambda: print_config_summary({"batch_size": 2}), InputTypeError, "expected a TrainingConfig")

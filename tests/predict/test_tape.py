@@ -20,7 +20,7 @@ def chain(tape, *, checkpointing=False, inside_bytes=0, workspace_bytes=0):
     return tape
 
 
-def test_the_peak_is_where_most_is_kept_and_on_its_way():
+def test_peak_has_most_kept_and_transient_bytes():
     peak = chain(Tape(cast_itemsize=None)).peak(gradients_exist=False)
     # In the backward of "leave": x and h are kept; the gradients of y and h are on their way; y itself is gone.
     assert (peak.activations_bytes, peak.temporaries_bytes) == (200 * KIB, 110 * KIB)
@@ -41,7 +41,7 @@ def test_a_kernel_takes_more_inside():
     assert peak.where == "middle, forward"
 
 
-def test_what_a_kernel_may_take_inside_counts_where_it_rises_above_the_peak():
+def test_workspace_counts_only_above_the_peak():
     def workspace_bytes(**inside):
         return chain(Tape(cast_itemsize=None), **inside).peak(gradients_exist=False).workspace_bytes
 
@@ -113,7 +113,7 @@ def test_blocks_are_rounded_and_gradients_stay_so():
         ([6 * MIB] * 3 + [MIB + 512], 20 * MIB),
     ],
 )
-def test_what_the_allocator_counts(sizes, num_bytes):
+def test_matches_the_allocator(sizes, num_bytes):
     assert allocated_bytes(sizes) == num_bytes
 
 

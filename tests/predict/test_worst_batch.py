@@ -26,7 +26,7 @@ def loss_fn(model, x):
 MODEL = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
 
 
-def test_it_is_the_largest_of_all_estimates():
+def test_is_the_largest_of_all_estimates():
     loader = [torch.ones(rows, 16) for rows in (40, 3, 400, 7, 400, 120)]
     worst = mk.predict.find_worst_batch(loader, MODEL, loss_fn)
     peaks = [mk.estimate_memory_usage(MODEL, batch, loss_fn).peak_bytes for batch in loader]
@@ -95,7 +95,7 @@ def graph(num_nodes: int) -> Batch:
         (lambda rows: torch.eye(max(rows, 16))[:rows, :16].to_sparse(), lambda batch: batch.to_dense()),
     ],
 )
-def test_what_is_no_tensor_has_sizes_too(make, take):
+def test_non_tensors_have_sizes(make, take):
     """A comparison of tensors in containers alone would take both batches for one kind, and the first for the worst."""
     worst = mk.predict.find_worst_batch([make(5), make(500)], MODEL, lambda model, batch: loss_fn(model, take(batch)))
     assert (worst.number, len(worst.estimates)) == (1, 2)
@@ -115,7 +115,7 @@ def packed(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(sum(lengths), 16), torch.tensor(lengths)
 
 
-def test_values_that_the_step_reads_are_part_of_the_kind():
+def test_values_read_by_the_step_define_the_kind():
     """Equal shapes, another longest sample: shapes alone would take the first batch for the worst."""
     loader = [packed(50, 50), packed(99, 1), packed(50, 50), packed(60, 40)]
     worst = mk.predict.find_worst_batch(loader, MODEL, pad_packed)
@@ -124,7 +124,7 @@ def test_values_that_the_step_reads_are_part_of_the_kind():
     assert worst.numbers == {1: [1], 3: [3], 0: [0, 2]}
 
 
-def test_values_that_no_step_reads_are_not():
+def test_unread_values_do_not_define_the_kind():
     tokens = [torch.full((4, 9), number) for number in range(3)]
     model = nn.Sequential(nn.Embedding(10, 16), MODEL)
     worst = mk.predict.find_worst_batch(tokens, model, loss_fn, optimizer="sgd")
@@ -132,14 +132,14 @@ def test_values_that_no_step_reads_are_not():
     assert values_of(tokens[0]) != values_of(tokens[1])
 
 
-def test_an_optimizer_that_reads_its_own_steps_reads_no_batch():
+def test_optimizer_counters_are_not_batch_reads():
     loader = [torch.ones(4, 16)] * 3
     optimizer = torch.optim.AdamW(MODEL.parameters(), foreach=False)
     assert not mk.predict.find_worst_batch(loader, MODEL, loss_fn, optimizer=optimizer).estimate.reads_values
     assert mk.estimate_memory_usage(MODEL, packed(2, 2), pad_packed).reads_values
 
 
-def test_lengths_that_a_card_gives_to_the_host_make_kinds():
+def test_lengths_read_from_card_define_kinds():
     """A copy to the host is real: reading it is no operator on the card."""
 
     def loss_fn(model, batch):
@@ -165,7 +165,7 @@ def test_a_batch_without_data_takes_the_same_memory():
     assert one.parts() == other.parts()
 
 
-def test_a_model_that_reads_its_mask():
+def test_model_reading_its_mask():
     """Each batch with another mask is a kind; with a mask of one form, each shape is, and takes the same memory."""
     config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
     model = BertForSequenceClassification(config)
@@ -227,7 +227,7 @@ def test_the_worst_of_any_order():
     assert found.estimate.peak_bytes <= worst.estimate.peak_bytes
 
 
-def test_values_that_a_batch_lacks_are_not_known():
+def test_missing_batch_values_are_not_known():
     def pad_to_the_longest(model, batch):
         return loss_fn(model, batch[0].new_zeros(2, int(batch[1].max()), 16))
 
@@ -246,7 +246,7 @@ def attend(model, x):
     return (x @ x.mT).softmax(-1).square().sum() * model[0].weight.sum()
 
 
-def test_a_law_chooses_what_to_estimate(monkeypatch):
+def test_law_chooses_estimated_kinds(monkeypatch):
     """Rows times the square of the length decide: neither the most rows nor the longest are the most memory."""
     draw = random.Random(2)
     shapes = [(length, draw.randrange(1, 40_000 // length)) for length in draw.sample(range(20, 400), 120)]
@@ -259,7 +259,7 @@ def test_a_law_chooses_what_to_estimate(monkeypatch):
     assert "108 of 120 kinds of batch were not estimated" in str(found)
 
 
-def test_what_a_law_does_not_rule_out_is_warned_of():
+def test_warns_of_kinds_the_law_does_not_exclude():
     loader = [torch.empty(rows, 16, device="meta") for rows in range(100, 140)]
     with pytest.warns(mk.MemkitWarning, match=r"may be larger.*num_estimates=None"):
         mk.predict.find_worst_batch(loader, MODEL, loss_with_a_jump, num_estimates=3)
@@ -274,7 +274,7 @@ def test_equal_shapes_with_other_values_are_warned_of():
         mk.predict.find_worst_batch([packed(50, 50), packed(99, 1)], MODEL, pad_packed, num_estimates=5)
 
 
-def test_the_search_is_exact_where_the_law_holds():
+def test_search_is_exact_if_the_law_holds():
     sizes = [(3 * k % 17 + 1, 5 * k % 23 + 1) for k in range(60)]
     peaks = [1000 + 40 * rows * length + 7 * rows * length**2 for rows, length in sizes]
     batches = [torch.empty(*each, device="meta") for each in sizes]
@@ -292,7 +292,7 @@ def test_lists_of_other_lengths_are_summed():
 # ----------------------------------------------------------------------------------------------- what it says
 
 
-def test_it_says_which_batches_do_not_fit():
+def test_lists_batches_that_do_not_fit():
     gib = 2**28
     loader = [torch.empty(rows, 16, device="meta") for rows in (1, gib, 2, gib, 3 * gib)]
     worst = mk.predict.find_worst_batch(loader, MODEL, loss_fn, target="RTX 4090")
@@ -305,7 +305,7 @@ def test_it_says_which_batches_do_not_fit():
 # ---------------------------------------------------------------------------------------- the loader stays put
 
 
-def test_a_resumed_sampler_goes_on_where_it_stood():
+def test_resumed_sampler_keeps_its_position():
     """A pass would begin the epoch anew, and the next one would be warned of."""
     order = mk.points.BudgetBatchSampler([len(LENGTHS)] * 40, max_points=200)
     state = order.state_dict(num_done=3)
@@ -329,7 +329,7 @@ def test_a_generator_of_its_own_is_put_back():
     assert [batch[:, 0].tolist() for batch in loader] == expected
 
 
-def test_the_loader_draws_as_it_would_have():
+def test_loader_draws_are_unaffected():
     loader = DataLoader(TensorDataset(torch.arange(40.0)[:, None].expand(40, 16)), batch_size=16, shuffle=True)
     torch.manual_seed(3)
     expected = [batch[0][:, 0].tolist() for batch in loader]

@@ -43,7 +43,7 @@ def table(model, batch):
 
 
 @pytest.mark.parametrize(("expected", "measured", "meets"), [(102, 100, True), (103, 100, False), (None, 100, True)])
-def test_two_percent_are_what_was_expected(expected, measured, meets):
+def test_tolerance_is_two_percent(expected, measured, meets):
     values = {"name": "x", "change": "y", "effect": "z", "exact": True, "status": "verified"}
     for what in ("peak_bytes", "saved_bytes", "flops_ratio"):
         figures = {f"expected_{what}": expected, f"measured_{what}": measured}
@@ -51,7 +51,7 @@ def test_two_percent_are_what_was_expected(expected, measured, meets):
 
 
 class TestOneTable:
-    def test_measured_is_what_was_predicted(self, table):
+    def test_measured_matches_predicted(self, table):
         assert table.measured_peak_bytes == table.peak_bytes
         verified = [each for each in table if each.is_verified]
         assert {each.name.partition(" of ")[0] for each in verified} >= {"checkpoint 2", "2 micro-batches", "bf16"}
@@ -67,7 +67,7 @@ class TestOneTable:
             # A module's first call in chunks tries a few rows more, for independence.
             assert each.measured_flops_ratio == pytest.approx(each.predicted_flops_ratio, rel=0.01)
 
-    def test_reckoning_by_what_blocks_hold_would_be_wrong(self, model, batch, table):
+    def test_subtracting_block_bytes_is_wrong(self, model, batch, table):
         plain = observe_step(Training(model, batch, classify, "adamw", None, None), no_change, Host)
         held = held_by_modules(plain)
         advice = by_name(table)["checkpoint 2 of 2 blocks"]
@@ -80,7 +80,7 @@ class TestOneTable:
         assert advice["2 micro-batches"].measured_flops_ratio == 1
         assert advice["MLPs of half the width"].measured_flops_ratio < 1
 
-    def test_numbers_are_as_exact_as_said(self, table):
+    def test_numbers_are_within_stated_precision(self, table):
         advice = by_name(table)
         assert advice["checkpoint 2 of 2 blocks"].exact
         assert advice["checkpoint 2 of 2 blocks"].difference == 0
@@ -102,7 +102,7 @@ class TestOneTable:
         assert {each.fits for each in table} >= {True, False}
 
     @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
-    def test_what_is_not_installed_is_told_without_figures(self, table):
+    def test_missing_package_is_reported_without_figures(self, table):
         advice = by_name(table)["8-bit optimizer state"]
         assert advice.status == "not run: needs torchao, which is not installed"
         assert advice.predicted_saved_bytes is None
@@ -132,7 +132,7 @@ class TestOneTable:
         assert "plain step" not in section.nodes[0].text
 
 
-def test_what_is_printed_has_the_precision_that_was_run(batch):
+def test_printed_call_has_the_precision_that_ran(batch):
     table = advise(mlp(64, 256, 10), batch, classify, precision="bf16-mixed")
     advice = by_name(table)["2 micro-batches"]
     assert advice.change == (
@@ -141,7 +141,7 @@ def test_what_is_printed_has_the_precision_that_was_run(batch):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_is_a_difference(bad):
+def test_nan_gradient_is_a_difference(bad):
     one = {"a": torch.ones(2), "b": torch.ones(2)}
     other = {"a": torch.ones(2), "b": torch.tensor([1.0, bad])}
     for ours, theirs in ((one, other), (other, one), (other, other)):
@@ -157,7 +157,7 @@ def test_a_model_of_complex_numbers():
     assert by_name(table)["2 micro-batches"].is_verified
 
 
-def test_nothing_is_left_behind(batch):
+def test_leaves_no_trace(batch):
     model = mlp(64, 256, 10)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     classify(model, batch).backward()
@@ -206,7 +206,7 @@ class Contrast(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_changes_the_gradient_is_shown_as_failed(batch):
+def test_change_of_gradient_is_shown_as_failed(batch):
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[0]), torch.arange(len(batch[0])))
 
@@ -227,7 +227,7 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.slow
-def test_chunks_of_what_mixes_rows_are_refused_by_the_real_run():
+def test_real_run_rejects_chunks_that_mix_rows():
     advice = by_name(advise(Mixing(), torch.randn(1024, 8), mean_square))
     (chunks,) = (each for name, each in advice.items() if name.startswith("chunks of inner"))
     assert chunks.status.startswith("failed: a function whose result for one row depends on other rows")
@@ -274,7 +274,7 @@ def test_chunks_and_fewer_edges_of_a_graph():
 
 
 @pytest.mark.slow
-def test_chunks_whose_input_needs_a_gradient():
+def test_chunks_with_input_requiring_gradient():
     model = nn.Sequential(nn.Linear(3, 4), mlp(4, 128, 128, 4))
     points = torch.randn(2048, 3, generator=torch.Generator().manual_seed(0))
     table = advise(model, points, mean_square)
@@ -312,7 +312,7 @@ def test_random_numbers_in_another_order_are_not_compared(batch):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_here_says_so():
+def test_reports_steps_too_large_to_run_here():
     x = torch.zeros(1, 1).expand(2**24, 64)  # no memory; its copy would take 4 GiB, the activations 4 TiB
     table = advise(nn.Sequential(nn.Linear(64, 2**16), nn.Linear(2**16, 1)), x, lambda model, x: model(x).mean())
     assert table.measured_peak_bytes is None

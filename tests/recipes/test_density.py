@@ -286,7 +286,7 @@ def bytes_in_tensors():
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.layout is torch.strided)
 
 
-def test_keeps_nothing_of_the_step_alive():
+def test_keeps_no_step_tensors_alive():
     model, each = model_of(), scene()
     results = [one_step(model, each) for _ in range(2)]  # twice: the first fills caches
     gc.collect()
@@ -393,7 +393,7 @@ def test_refuses_scenes(scenes, text):
         (lambda x: x, lambda x, y: 0.0, "a float from loss_fn"),
     ],
 )
-def test_refuses_what_model_and_loss_return(output, loss_fn, text):
+def test_rejects_invalid_model_and_loss_results(output, loss_fn, text):
     class Wrong(CellNet):
         def forward(self, batch):
             return output(super().forward(batch))
@@ -415,7 +415,7 @@ def unlabeled(each):
 
 
 @pytest.mark.parametrize("mode", ["joint", "cached", "stopgrad"])
-def test_a_scene_without_labels_adds_nothing_to_the_task(mode):
+def test_unlabeled_scene_adds_no_task_loss(mode):
     """Its mean over no label is NaN; the consistency of its densities counts, and the other scene's task."""
     model, scenes = model_of(), [scene(seed=0), unlabeled(scene(seed=1))]
     before = copy.deepcopy(model)
@@ -467,7 +467,7 @@ def test_a_count_of_zero_says_the_same():
         assert density.train_step(blank).loss.isfinite()
 
 
-def test_a_task_that_diverges_stays_visible():
+def test_diverging_task_stays_visible():
     """NaN where points have labels is no missing label."""
     model = model_of()
     with torch.no_grad():

@@ -117,7 +117,7 @@ def assert_same_loops(loop, expected):
 
 
 @KINDS
-def test_it_trains_as_without_and_leaves_no_trace(kind):
+def test_trains_like_the_plain_loop_and_leaves_no_trace(kind):
     plain = kind(20)
     plain.run_loop()
     base = kind(20)
@@ -136,7 +136,7 @@ def test_it_trains_as_without_and_leaves_no_trace(kind):
     assert loop.figures["loss"] > 0
 
 
-def test_an_own_run_step_on_the_object_is_put_back_also_after_an_error():
+def test_restores_own_run_step_after_an_error():
     base = TrainLoop(5)
 
     def broken(batch, cond):
@@ -148,7 +148,7 @@ def test_an_own_run_step_on_the_object_is_put_back_also_after_an_error():
     assert base.run_step is broken
 
 
-def test_validations_draw_the_same_noise_so_that_they_can_be_compared():
+def test_validations_draw_equal_noise():
     base = TrainLoop(6)
     base.run_step = lambda batch, cond: torch.rand(3)  # draws, and changes no weight
     found = []
@@ -161,7 +161,7 @@ def test_validations_draw_the_same_noise_so_that_they_can_be_compared():
 
 
 @KINDS
-def test_early_stopping_leaves_the_loop_and_saves_as_it_would(kind):
+def test_early_stopping_leaves_the_loop_and_saves(kind):
     values = itertools.count(1.0)
     base = kind(1000)
     loop = create_enhanced_train_loop(
@@ -201,7 +201,7 @@ def test_a_killed_loop_goes_on_bit_by_bit(kind, when, tmp_path):
     assert_same_loops(base, plain)
 
 
-def test_a_state_of_a_loop_with_other_averages_is_refused(tmp_path):
+def test_rejects_state_with_other_averages(tmp_path):
     with TrainingStateManager(tmp_path) as state:
         create_enhanced_train_loop(TrainLoop(2), state=state).run_loop()
         other = TrainLoop(2)
@@ -216,7 +216,7 @@ def test_a_state_of_a_loop_with_other_averages_is_refused(tmp_path):
             create_enhanced_train_loop(other, state=state).run_loop()
 
 
-def test_a_state_of_something_else_is_refused():
+def test_rejects_foreign_state():
     with pytest.raises(mk.errors.FileFormatError, match=r"version None, 0 tensors beside"):
         Counters(TrainLoop(1)).load_state_dict({})
 
@@ -277,7 +277,7 @@ def test_the_state_of_the_best_validation_can_be_restored(tmp_path):
         assert state.restore("best", averages=averages) == 4
 
 
-def test_more_than_the_fraction_is_given_back_and_said(caplog):
+def test_releases_memory_above_the_fraction_and_logs_it(caplog):
     loop = create_enhanced_train_loop(TrainLoop(4), VALIDATION, val_interval=2, memory_fraction=1e-9)
     with caplog.at_level(logging.WARNING, logger="memkit"):
         loop.run_loop()
@@ -285,7 +285,7 @@ def test_more_than_the_fraction_is_given_back_and_said(caplog):
     assert "release" in [event.event for event in loop.memory.events]
 
 
-def test_a_validation_that_fails_costs_no_state(tmp_path):
+def test_failing_validation_loses_no_state(tmp_path):
     def val_fn(model, batch):
         raise KeyboardInterrupt
 
@@ -296,12 +296,12 @@ def test_a_validation_that_fails_costs_no_state(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "share"), [("1GiB", None), (1, 1.0), (0.5, 0.5)])
-def test_what_the_process_may_use_is_a_share_or_a_size(given, share):
+def test_memory_fraction_is_a_share_or_a_size(given, share):
     memory = create_enhanced_train_loop(TrainLoop(1), memory_fraction=given).memory
     assert memory.budget_bytes == (2**30 if share is None else mk.MemoryManager("cpu", share).budget_bytes)
 
 
-def test_a_validation_that_does_not_fit_is_cut():
+def test_oversized_validation_is_split():
     base = TrainLoop(2)
     base.model = SmallRoom(64, 64)
     base.run_step = lambda batch, cond: None
@@ -364,7 +364,7 @@ class Slotted:
         (Plain(nn.Linear(1, 1)), {"val_dataloader": VALIDATION}, mk.errors.ConfigError, "pass val_fn"),
     ],
 )
-def test_what_cannot_work_is_said_at_once(base, settings, error, text):
+def test_rejects_impossible_settings_at_once(base, settings, error, text):
     assert_refused(lambda: create_enhanced_train_loop(base, **settings), error, text)
 
 
@@ -405,7 +405,7 @@ def pairs(condition):
 class TestConditions:
     @pytest.mark.parametrize("condition", [lambda classes: classes, lambda classes: {"y": classes}])
     @pytest.mark.parametrize("is_stream", [False, True])
-    def test_a_tensor_goes_where_the_model_takes_it(self, condition, is_stream):
+    def test_tensor_condition_reaches_the_model(self, condition, is_stream):
         figures = []
         for each in (condition, lambda classes: {"y": classes}):
             batches = pairs(each)
@@ -425,7 +425,7 @@ class TestConditions:
             ([[digits(30)[0]]], "a batch that is a list of 1"),
         ],
     )
-    def test_others_are_refused_before_the_first_step(self, batches, match):
+    def test_rejects_other_loops_before_first_step(self, batches, match):
         base = ConditionedLoop(4)
         loop = create_enhanced_train_loop(base, batches, val_interval=2)
         with pytest.raises(mk.errors.InputTypeError, match=match + r".*\(images, \{'y': labels\}\), or pass val_fn"):

@@ -117,7 +117,7 @@ class TestProgressiveTrainer:
         trainer.run(DataLoader(voxels(), batch_size=4))
         assert_same(seen, [epoch_of(1), epoch_of(2)])
 
-    def test_the_estimate_of_batch_statistics_takes_nothing_from_the_epoch(self):
+    def test_estimating_statistics_consumes_no_batches(self):
         model = nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2))
         seen = []
         stages = [mk.recipes.Stage(4, batch_size=4), mk.recipes.Stage(4, batch_size=4)]
@@ -128,7 +128,7 @@ class TestProgressiveTrainer:
         assert_same(seen, [epoch_of(0), epoch_of(1)])
 
 
-class TestWhatIsTold:
+class TestEpochPropagation:
     @pytest.mark.parametrize(
         "wrap",
         [
@@ -149,7 +149,7 @@ class TestWhatIsTold:
         tell_epoch(wrap(dataset), 7)
         assert dataset.epoch == 7
 
-    def test_who_holds_another_has_the_last_word(self):
+    def test_outer_sampler_overrides_inner_epoch(self):
         class Curriculum(Drawing):
             def set_epoch(self, epoch):
                 self.inner.set_epoch(epoch // 2)
@@ -158,7 +158,7 @@ class TestWhatIsTold:
         tell_epoch(DataLoader(Curriculum(inner)), 7)
         assert inner.epoch == 3
 
-    def test_a_loader_that_counts_by_itself(self):
+    def test_loader_counting_its_own_epochs(self):
         """As accelerate's does: at its next epoch it would tell its own number."""
 
         class Loader(DataLoader):
@@ -213,7 +213,7 @@ WORKERS = [
 ]
 
 
-class TestWhoTellsNothing:
+class TestForgottenEpochs:
     @pytest.mark.parametrize("workers", WORKERS)
     def test_a_data_set_warns_in_its_second_pass(self, workers, capfd):
         loader = DataLoader(voxels(), batch_size=2, worker_init_fn=show_warnings, **workers)
@@ -228,7 +228,7 @@ class TestWhoTellsNothing:
         )
 
     @pytest.mark.parametrize("workers", WORKERS)
-    def test_nothing_is_warned_of_who_tells_it(self, workers):
+    def test_no_warning_if_epoch_is_set(self, workers):
         dataset = voxels()
         loader = DataLoader(dataset, batch_size=2, **workers)
         for epoch in (0, 1, 1, 1):
@@ -236,13 +236,13 @@ class TestWhoTellsNothing:
             assert_same(torch.cat(list(loader)), epoch_of(epoch))
         del loader
 
-    def test_it_warns_once_an_epoch(self):
+    def test_warns_once_per_epoch(self):
         dataset = voxels()
         with pytest.warns(mk.MemkitWarning) as found:
             sum(len(list(dataset)) for _ in range(6))
         assert len(found) == 1
 
-    def test_samples_that_are_looked_at_before_are_no_second_pass(self):
+    def test_earlier_reads_are_no_second_pass(self):
         dataset = voxels()
         loader = mk.train.make_dataloader(dataset, 4, device="cpu", num_workers=0)  # looks at the first
         dataset[1]
@@ -259,7 +259,7 @@ class TestWhoTellsNothing:
             assert_same(list(dataset), VOLUMES)
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_a_copy_of_a_data_set_is_told_as_well(self, seed):
+    def test_copied_data_set_gets_the_epoch(self, seed):
         """Its workers live on, and must see the epoch change."""
         dataset = [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))][seed](voxels())
         loader = DataLoader(dataset, batch_size=4, **WORKERS[2])
@@ -289,7 +289,7 @@ class TestWhoTellsNothing:
         list(loader)
         del loader
 
-    def test_an_order_that_is_never_drawn_is_no_matter(self):
+    def test_unshuffled_order_needs_no_epoch(self):
         batches = mk.recipes.ResumableBatchSampler(16, 4, shuffle=False)
         assert list(batches) == list(batches)
 

@@ -37,7 +37,7 @@ def scores_of(model, batch):
     return {"loss": F.cross_entropy(scores, batch[1], reduction="none"), "accuracy": (scores, batch[1])}
 
 
-def test_it_learns_digits_and_says_so(caplog):
+def test_learns_digits_and_reports(caplog):
     loop, model = make(
         loader_of(1500), val_loader=loader_of(300), val_fn=scores_of, reducers={"accuracy": Accuracy()}, report_every=10
     )
@@ -172,7 +172,7 @@ def test_a_memory_manager_learns_of_the_steps():
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "resumable"])
-def test_a_data_set_that_draws_by_the_epoch_is_told_it(kind):
+def test_epoch_dependent_data_set_gets_the_epoch(kind):
     volumes = [{"x": torch.arange(64.0).reshape(1, 4, 4, 4)}] * 4
     dataset = VoxelDataset(volumes, augmentation_config={"flip_prob": 0.5, "rotate_prob": 0.0, "noise_std": 0.1})
     subset, generator = Subset(dataset, range(4)), torch.Generator()
@@ -194,7 +194,7 @@ def test_a_data_set_that_draws_by_the_epoch_is_told_it(kind):
     assert sum(seen[-2:]) == pytest.approx(sum(dataset[i]["x"].sum().item() for i in range(4)), rel=1e-6)
 
 
-def test_a_sigterm_inside_a_validation_is_obeyed_and_the_validation_made_up_for(tmp_path):
+def test_sigterm_in_validation_is_obeyed_and_validation_repeated(tmp_path):
     whole, expected = make(val_loader=loader_of(50), monitor=ValidationMonitor())
     result = whole.run(num_epochs=2)
     with TrainingStateManager(tmp_path) as state:
@@ -224,7 +224,7 @@ def test_early_stopping_ends_the_run_and_stays_ended(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:precision='fp16-mixed' on a CPU")
-def test_the_schedule_waits_for_a_step_that_was_skipped():
+def test_schedule_does_not_count_skipped_steps():
     """An infinite loss in the third batch: float16's scaler skips that step, and the schedule must not move."""
     model = nn.Linear(64, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -247,7 +247,7 @@ class Figures(dict):
         self.setdefault(tag, []).append((step, value))
 
 
-def test_the_writer_gets_what_a_report_says():
+def test_writer_gets_reported_figures():
     writer = Figures()
     loop, _ = make(val_loader=loader_of(50), writer=writer, report_every=5)
     result = loop.run(num_epochs=1)
@@ -384,7 +384,7 @@ def test_a_state_has_the_figure_of_its_own_step(every, expected, tmp_path):
 
 
 @pytest.mark.parametrize("at", [3, 13])  # in the middle of an epoch, and at its last batch
-def test_a_state_that_is_restored_inside_a_run_is_told(tmp_path, at):
+def test_warns_of_restore_inside_a_run(tmp_path, at):
     """The running epoch would go on with its own batches, and count them as the state's."""
     loop, _ = make(report_every=1, writer=(writer := Restoring(at)))
     manager = TrainingStateManager(tmp_path)

@@ -31,7 +31,7 @@ def test_an_epoch_without_a_batch_at_the_start_saves_nothing(tmp_path):
 
 @pytest.mark.parametrize("every", [{"validate_every": 2, "save_every": 2}, {"save_every": 2}, {}])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, mk.errors.ConfigError])
-def test_a_validation_that_fails_costs_no_state(every, error, tmp_path):
+def test_failing_validation_loses_no_state(every, error, tmp_path):
     """It comes before the save of its step. The run that goes on makes up for it, and ends as without the error."""
 
     def val_fn(model, batch):

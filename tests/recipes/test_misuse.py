@@ -168,7 +168,7 @@ def test_dicts_are_stages():
     assert seen[-1] == ((5, 1, 16), 5)
 
 
-def test_should_stop_is_a_bool_wherever_it_is_not_called():
+def test_should_stop_is_a_bool_unless_called():
     watched = monitor(patience=1, mode="max")
     assert watched.should_stop is False
     watched.update(2.0)
@@ -180,7 +180,7 @@ def test_should_stop_is_a_bool_wherever_it_is_not_called():
         holder["monitor"].should_stop()
 
 
-def test_should_stop_is_not_looked_at_in_a_python_that_may_write_calls_in_another_way(monkeypatch):
+def test_should_stop_check_is_skipped_on_unknown_bytecode(monkeypatch):
     """A right use must never be refused, so there a wrong one gets Python's own error."""
     monkeypatch.setattr(sys, "version_info", (3, 15, 0))
     assert monitor().should_stop is False

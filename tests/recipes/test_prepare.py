@@ -169,7 +169,7 @@ def test_a_large_budget_leaves_the_step_alone():
     assert plan.notes == ()
 
 
-def test_planning_leaves_no_trace_and_takes_what_was_fastest():
+def test_planning_leaves_no_trace_and_takes_the_fastest():
     model, batch = make_model(), digits()
     optimizer = torch.optim.AdamW(model.parameters())
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -207,7 +207,7 @@ def normalized() -> nn.Module:
     return nn.Sequential(nn.Flatten(0, 1), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 10))
 
 
-def test_what_normalizes_over_rows_is_kept_whole():
+def test_model_normalizing_over_rows_stays_whole():
     plan = plan_training(normalized(), digits(), loss_fn, budget="8MiB")
     assert [each.accumulation_steps for each in plan.candidates] == [1]
     assert "In training mode 2 would see the statistics of each micro-batch: use GroupNorm" in plan.notes[0]
@@ -215,7 +215,7 @@ def test_what_normalizes_over_rows_is_kept_whole():
         plan_training(normalized().to("meta"), digits(), loss_fn, budget="64KiB")
 
 
-def test_a_loss_that_compares_rows_is_kept_whole():
+def test_loss_comparing_rows_stays_whole():
     def contrast(model, batch):
         codes = model(batch[0]).flatten(1)
         return F.cross_entropy(codes @ codes.T, torch.arange(len(codes)))
@@ -225,7 +225,7 @@ def test_a_loss_that_compares_rows_is_kept_whole():
     assert "cached_backward" in plan.notes[0]
 
 
-def test_nothing_fits():
+def test_error_if_nothing_fits():
     with pytest.raises(ConfigError) as raised:
         plan_training(make_model(), digits(), loss_fn, budget="100KiB", micro_batch_size=1)
     error = raised.value  # the four parts
@@ -238,12 +238,12 @@ def test_nothing_fits():
 
 
 @pytest.mark.parametrize("size", [0, 7, 1.5, "2"])
-def test_micro_batches_that_the_batch_does_not_have(size):
+def test_rejects_more_micro_batches_than_rows(size):
     with pytest.raises(ConfigError, match=r"of a batch of 6 rows.*a whole number from 1 to 6"):
         plan_training(make_model(), digits(), loss_fn, budget="4MiB", micro_batch_size=size)
 
 
-def test_micro_batches_that_were_asked_for_are_judged_too():
+def test_judges_requested_micro_batches():
     plan = plan_training(normalized(), digits(), loss_fn, budget="8MiB", micro_batch_size=3)
     assert (plan.accumulation_steps, plan.is_split_exact) == (2, False)
     assert plan.notes[0].startswith(
@@ -352,7 +352,7 @@ def test_a_card_as_a_record():
         plan_training(make_model(), digits(), loss_fn, budget=card, target="cpu")
 
 
-def test_what_was_answered_without_data_is_said():
+def test_reports_values_answered_without_data():
     def masked(model, batch):
         losses = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten(), reduction="none")
         return losses[losses > 0].mean()
@@ -365,7 +365,7 @@ def test_what_was_answered_without_data_is_said():
     assert notes[-1] in trainer.plan.explain()
 
 
-def test_it_explains_itself():
+def test_explains_itself():
     plan = plan_training(make_model(), digits(), loss_fn, budget="2500KiB")
     lines = plan.explain().splitlines()
     assert sum("<- chosen" in line for line in lines) == 1

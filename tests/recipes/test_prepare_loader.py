@@ -98,7 +98,7 @@ class TwoWays(Reader):
 
 
 @pytest.mark.filterwarnings("ignore:.*this forward is not the planned one")
-def test_a_plan_of_saved_tensors_that_does_not_suit_all_is_no_plan():
+def test_rejects_plan_not_suiting_all_kinds():
     """The largest batch fits with its tensors treated; by its operators nothing can be said of the other one."""
     model, loader = TwoWays(), tokens((1, 700), (1, 659))
     largest = mk.plan_training(model, loader.dataset[0], loss_fn, budget="4500KiB", treat="tensors")
@@ -110,7 +110,7 @@ def test_a_plan_of_saved_tensors_that_does_not_suit_all_is_no_plan():
     )
 
 
-def test_another_forward_than_the_rehearsed_ones_is_told():
+def test_warns_of_unrehearsed_forward():
     """All kinds that the loader had are known; an odd length is none of them, and runs other operators."""
     model, loader = TwoWays(), tokens((1, 700), (1, 30))
     plan = mk.plan_training(model, loader, loss_fn, budget="4500KiB", treat="tensors").saved_tensors
@@ -148,7 +148,7 @@ def test_forwards_of_other_kinds_of_the_loader_are_no_news():
 
 
 @pytest.mark.parametrize("is_loop", [False, True])
-def test_a_batch_that_was_not_rehearsed_is_told_once(is_loop):
+def test_warns_once_of_unrehearsed_batch(is_loop):
     """Also where it runs the operators of the others: a longer one takes more than the budget."""
     loader, model = tokens((1, 700), (1, 30)), Reader()
     optimizer = torch.optim.AdamW(model.parameters())

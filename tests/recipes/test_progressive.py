@@ -57,7 +57,7 @@ def test_regrouping_keeps_texts_and_the_kind_of_batch(kind):
     assert ["".join(batch["names"]) for batch in batches] == ["abcd", "efgh", "i"]
 
 
-def test_a_last_stage_that_does_not_fit_is_refused_before_the_first_step():
+def test_rejects_oversized_last_stage_before_first_step():
     seen = Seen()
     stages = [Stage(4, batch_size=16), Stage(8, batch_size=16), Stage(16, batch_size=16)]
     trainer = ProgressiveTrainer(seen, stages, resize=resize, fits=lambda stage, rows: stage.resolution * rows < 200)
@@ -91,7 +91,7 @@ def test_batch_statistics_are_estimated_anew_at_each_later_stage():
     assert model[1].momentum == 0.1
 
 
-def test_it_goes_on_after_the_last_epoch_that_was_done():
+def test_resumes_after_last_finished_epoch():
     stages = [Stage(4, batch_size=100, epochs=2), Stage(8, batch_size=100, epochs=2)]
     seen = Seen()
 
@@ -111,7 +111,7 @@ def test_it_goes_on_after_the_last_epoch_that_was_done():
         again.load_state_dict({"version": 9})
 
 
-def test_an_iterator_is_refused_when_it_is_used_up():
+def test_rejects_exhausted_iterator():
     trainer = ProgressiveTrainer(Seen(), [Stage(4, batch_size=100, epochs=2)], resize=resize)
     with pytest.raises(mk.errors.InputError, match=r"stage 0, epoch 1.*iterated once for every epoch"):
         trainer.run(iter(loader_of()))
@@ -119,7 +119,7 @@ def test_an_iterator_is_refused_when_it_is_used_up():
     assert_refused(lambda: ProgressiveTrainer(Seen(), [], resize=resize), mk.errors.ConfigError, "no stage")
 
 
-def test_it_trains_a_wrapper_that_finds_the_size_by_itself():
+def test_trains_wrapper_choosing_its_own_size():
     """The second stage's batch does not fit at once: the wrapper cuts it, and all steps happen."""
     torch.manual_seed(0)
 

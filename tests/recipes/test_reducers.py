@@ -47,7 +47,7 @@ def test_a_weight_of_zero_hides_a_nan():
     assert mean.result() == 2.0
 
 
-def test_what_is_ignored_is_not_counted():
+def test_ignored_items_are_not_counted():
     targets = torch.tensor([0, -100, 1])
     accuracy = Accuracy(ignore_index=-100)
     accuracy.update(torch.tensor([[1.0, 0.0]] * 3), targets)
@@ -55,7 +55,7 @@ def test_what_is_ignored_is_not_counted():
 
 
 @pytest.mark.parametrize("reducer", [Mean(), WeightedMean(), Accuracy()])
-def test_nothing_is_none_and_reset_forgets(reducer):
+def test_empty_result_is_none_and_reset_clears(reducer):
     values = (torch.rand(3, 2), torch.tensor([0, 1, 1])) if isinstance(reducer, Accuracy) else (torch.ones(3),) * 2
     reducer.update(*values)
     assert reducer.result() is not None
@@ -70,5 +70,5 @@ def test_nothing_is_none_and_reset_forgets(reducer):
         (Accuracy(), (torch.ones(3), torch.ones(3)), r"scores \(N, C\)"),
     ],
 )
-def test_what_does_not_go_together(reducer, values, text):
+def test_rejects_mismatched_inputs(reducer, values, text):
     assert_refused(lambda: reducer.update(*values), mk.errors.InputError, text)

@@ -237,7 +237,7 @@ def test_the_wrapper_in_the_middle_of_a_batch(tmp_path):
     assert_same_states(resumed.state_dict(), model.state_dict())
 
 
-def test_values_go_into_the_tensors_that_are_there(tmp_path):
+def test_restores_into_existing_tensors(tmp_path):
     training, manager = Training(), TrainingStateManager(tmp_path)
     next(training.run())
     manager.save(1, **training.objects())
@@ -318,7 +318,7 @@ def test_numbers_of_numpy_become_pythons(tmp_path):
 @pytest.mark.parametrize(
     "value", [np.ones(2), deque([1]), frozenset({1}), range(3), object(), torch.eye(2).to_sparse(), slice(1), Holder]
 )
-def test_other_values_are_refused_by_name_before_anything_is_written(tmp_path, value):
+def test_rejects_other_values_by_name_before_writing(tmp_path, value):
     with pytest.raises(InputTypeError, match=r"save\(holder=\.\.\.\).* at holder\.deep\[0\]\.value"):
         TrainingStateManager(tmp_path).save(0, holder=Holder(value))
     assert not list(tmp_path.iterdir())

@@ -68,7 +68,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_last_whole_state_is_taken_and_the_other_named(manager, damage):
+def test_falls_back_to_last_whole_state_and_names_the_other(manager, damage):
     DAMAGE[damage](newest(manager))
     with pytest.warns(MemkitWarning, match=f"skips .*{newest(manager).name}"):
         assert value_of(manager) == (10, 1.0)
@@ -83,7 +83,7 @@ def test_torch_reads_the_flipped_bit_without_a_word(manager):
     assert int((weight != 2.0).sum()) == 1
 
 
-def test_no_state_is_none_but_no_whole_state_is_an_error(tmp_path, manager):
+def test_no_state_is_none_but_only_damaged_ones_raise(tmp_path, manager):
     assert TrainingStateManager(tmp_path / "new").restore(model=model_of(0.0)) is None
     assert not (tmp_path / "new").exists()
     for state in statefiles.list_states(manager.directory):
@@ -111,7 +111,7 @@ def test_keep_and_best(tmp_path):
     assert_refused(lambda: value_of(again, 3), InputError, r"restore\(3\): got states of the steps 7, 5")
 
 
-def test_a_new_manager_takes_the_best_as_the_one_that_saved(tmp_path):
+def test_new_manager_finds_the_saved_best(tmp_path):
     manager = TrainingStateManager(tmp_path)
     manager.use_mode("max")  # as a loop's monitor does
     for step, metric in enumerate([0.1, 0.9, 0.5]):
@@ -130,7 +130,7 @@ def test_without_metrics_there_is_no_best(manager):
     assert_refused(lambda: value_of(manager, "best"), InputError, "a state saved with metric=")
 
 
-def test_newest_is_what_was_saved_last(manager):
+def test_newest_is_the_last_saved(manager):
     value_of(manager, 10)
     manager.save(11, model=model_of(3.0))
     manager.save(np.int64(11), model=model_of(4.0))
@@ -198,7 +198,7 @@ def test_a_full_disk(small_disk):
     check_failed_save(small_disk, errno.ENOSPC, repair=filler.unlink)
 
 
-def test_a_disk_that_becomes_read_only(small_disk):
+def test_disk_becoming_read_only(small_disk):
     def remount(how):
         subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk.directory)], check=True)
 
@@ -207,7 +207,7 @@ def test_a_disk_that_becomes_read_only(small_disk):
 
 
 @pytest.mark.parametrize("call", range(4))
-def test_a_disk_that_fails_when_flushed(manager, monkeypatch, call):
+def test_disk_failing_at_flush(manager, monkeypatch, call):
     """EIO comes from a broken disk alone, so it is injected: at the file, the manifest, and the two folders."""
     flush, count = os.fsync, iter(range(100))
 
@@ -225,7 +225,7 @@ def test_a_disk_that_fails_when_flushed(manager, monkeypatch, call):
     assert value_of(manager) == (30, 3.0)  # it is whole already; only its name may not be on the disk yet
 
 
-def test_a_disk_that_cannot_be_read(manager, monkeypatch):
+def test_unreadable_disk(manager, monkeypatch):
     """EIO while a state is read back is one more reason to take the state before."""
     read, bad = statefiles.describe_file, newest(manager)
 
@@ -239,7 +239,7 @@ def test_a_disk_that_cannot_be_read(manager, monkeypatch):
         assert value_of(manager) == (10, 1.0)
 
 
-def test_what_dead_writers_left_is_removed_by_the_next_save(manager):
+def test_next_save_removes_files_of_dead_writers(manager):
     for name in (".memkit-new", ".memkit-00000001-step-10"):  # killed while it wrote, killed while it removed
         (manager.directory / name).mkdir()
         (manager.directory / name / "rank-0.pt").write_bytes(b"half")
@@ -261,7 +261,7 @@ def test_one_writer_at_a_time(manager):
     assert manager.steps == (30, 25, 20)
 
 
-def test_the_background_writes_what_was_there_at_the_call(tmp_path, monkeypatch):
+def test_background_save_writes_values_of_the_call(tmp_path, monkeypatch):
     may_write, write = threading.Event(), statefiles.drafting
     monkeypatch.setattr(
         "memkit.recipes.state.manager.drafting", lambda directory: (may_write.wait(), write(directory))[1]
@@ -295,13 +295,13 @@ def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path):
     assert manager.steps == (3,)
 
 
-def test_the_manifest_says_what_is_there(manager):
+def test_manifest_lists_contents(manager):
     record = json.loads((newest(manager) / "manifest.json").read_text())["content"]
     assert record["step"] == 20
     assert record["files"]["rank-0.pt"] == statefiles.describe_file(newest(manager) / "rank-0.pt")
 
 
-def test_an_error_in_the_background_is_told_where_no_call_comes_after_it(tmp_path):
+def test_background_error_is_reported_without_later_call(tmp_path):
     (tmp_path / "file").write_text("in the way")
     manager = TrainingStateManager(tmp_path / "file", background=True)
     manager.save(1, model=model_of(1.0))

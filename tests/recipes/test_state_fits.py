@@ -129,7 +129,7 @@ def test_without_the_model_shapes_and_dtypes_are_compared(tmp_path):
     assert manager.restore(optimizer=OPTIMIZERS["Adam"](make_model().parameters())) == 7
 
 
-def test_names_that_a_parameter_has_twice_or_by_another_object(tmp_path):
+def test_parameters_with_several_names_or_owners(tmp_path):
     """Order is compared by any common name: tied weights, a model that is part of another."""
 
     def make():
@@ -183,7 +183,7 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
-def test_values_that_belong_to_no_parameter(tmp_path):
+def test_rejects_values_without_parameter(tmp_path):
     model, other = make_model(), make_model()
     manager = saved(tmp_path, model=model, optimizer=stepped(model, lambda parameters: Counting(parameters, lr=0.1)))
     optimizer = Counting(other.parameters(), lr=0.1)
@@ -213,7 +213,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("theirs", FLOATS)
-def test_a_model_takes_what_it_can_hold_exactly(tmp_path, theirs):
+def test_model_accepts_exactly_representable_values(tmp_path, theirs):
     model = make_model(dtype=theirs)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -386,7 +386,7 @@ def test_a_sequence_of_other_schedules_is_refused(tmp_path):
     )
 
 
-def test_a_scaler_that_is_off_is_not_one_that_is_on(tmp_path):
+def test_rejects_state_of_disabled_scaler(tmp_path):
     on, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
     check_refused(
         saved(tmp_path / "on", scaler=on), "expected no entries, as in a GradScaler with the same arguments", scaler=off
@@ -408,7 +408,7 @@ class Fails(Holder):
             raise ValueError("no")
 
 
-def test_one_that_refuses_leaves_all_as_they_were(tmp_path):
+def test_refusing_object_leaves_all_unchanged(tmp_path):
     model = make_model()
     manager = saved(
         tmp_path,
@@ -439,7 +439,7 @@ def test_out_of_memory_is_not_a_file_error(tmp_path):
         saved(tmp_path, holder=Holder(1)).restore(holder=Small(0))
 
 
-def test_an_interrupt_leaves_all_as_they_were(tmp_path):
+def test_interrupt_leaves_all_unchanged(tmp_path):
     class Interrupted(Holder):
         def load_state_dict(self, state):
             if self.value == 0:
@@ -452,7 +452,7 @@ def test_an_interrupt_leaves_all_as_they_were(tmp_path):
     assert first.value == 0
 
 
-def test_objects_of_another_class_are_told(tmp_path):
+def test_warns_of_objects_of_other_class(tmp_path):
     manager = saved(tmp_path, monitor=Monitor())
 
     class Stopper(Monitor):
@@ -478,7 +478,7 @@ def test_an_accumulator_of_other_parameters(tmp_path):
 # ---- random states
 
 
-def test_random_states_of_accelerators_that_are_not_there(tmp_path, monkeypatch):
+def test_random_states_of_missing_accelerators(tmp_path, monkeypatch):
     manager, capture = TrainingStateManager(tmp_path), random_state.capture
 
     def with_a_card():
@@ -496,7 +496,7 @@ def test_random_states_of_accelerators_that_are_not_there(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("key", ["cpu", "numpy", "python", "version"])
-def test_a_random_state_that_cannot_be_put_back(tmp_path, monkeypatch, key):
+def test_unrestorable_random_state(tmp_path, monkeypatch, key):
     manager, state = TrainingStateManager(tmp_path), random_state.capture().state_dict()
     monkeypatch.setattr(random_state.RandomState, "state_dict", lambda _: {**state, key: torch.ones(3)})
     manager.save(1, holder=Holder(1))
@@ -516,7 +516,7 @@ def test_a_random_state_that_cannot_be_put_back(tmp_path, monkeypatch, key):
     ],
     ids=["meta", "a tensor as a key", "our own mark"],
 )
-def test_what_would_not_come_back_is_refused(tmp_path, value):
+def test_rejects_values_that_do_not_round_trip(tmp_path, value):
     with pytest.raises(InputTypeError, match=r"save\(holder=\.\.\.\)"):
         TrainingStateManager(tmp_path).save(0, holder=Holder(value))
     assert not list(tmp_path.iterdir())
@@ -554,7 +554,7 @@ def test_more_values_come_back(tmp_path, value):
     assert repr(there.value) == repr(value)
 
 
-def test_a_wrapper_of_another_precision_is_told(tmp_path):
+def test_warns_of_wrapper_with_other_precision(tmp_path):
     def make(precision):
         model = make_model(norm=False)
         with warnings.catch_warnings():

@@ -54,7 +54,7 @@ def save_for_ever(folder, has_begun):
         has_begun.set()
 
 
-def test_every_restore_succeeds_beside_a_writer_that_keeps_one(tmp_path):
+def test_restores_beside_writer_keeping_one_state(tmp_path):
     has_begun = FORK.Event()
     writer = FORK.Process(target=save_for_ever, args=(tmp_path, has_begun))
     writer.start()
@@ -96,7 +96,7 @@ def read_as_a_stranger(folder, result):
     result.put((value_of(TrainingStateManager(".")), os.access(".", os.W_OK)))
 
 
-def test_a_reader_of_a_folder_that_may_not_be_written(manager):
+def test_reads_read_only_folder(manager):
     for path in [*manager.directory.rglob("*"), manager.directory]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     result = FORK.Queue()
@@ -107,7 +107,7 @@ def test_a_reader_of_a_folder_that_may_not_be_written(manager):
     manager.directory.chmod(0o755)
 
 
-def test_a_lock_that_is_held_long_is_told(manager, monkeypatch):
+def test_reports_long_held_lock(manager, monkeypatch):
     monkeypatch.setattr(statefiles, "_PATIENCE_S", 0.05)
     told = []
     monkeypatch.setattr(warnings, "warn", lambda *args, **_: told.append(args))
@@ -121,7 +121,7 @@ def test_a_lock_that_is_held_long_is_told(manager, monkeypatch):
     assert "has waited 0 s for another process that uses" in text
 
 
-def test_a_file_system_without_locks_is_told(manager, monkeypatch):
+def test_warns_of_file_system_without_locks(manager, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
@@ -181,7 +181,7 @@ def test_foreign_files_are_left_alone_and_saves_continue(tmp_path, stray):
     assert len(own) == 1
 
 
-def test_a_file_named_like_a_step_is_told_when_restoring(manager):
+def test_restore_warns_of_file_named_like_a_step(manager):
     (manager.directory / "00000009-step-90").write_text("mine")
     with pytest.warns(MemkitWarning, match="skips .*00000009-step-90: it is not a folder"):
         assert value_of(manager) == (20, 2.0)
@@ -209,7 +209,7 @@ def test_a_state_with_somebodys_file_is_not_removed(manager):
     assert value_of(single, 20) == (20, 2.0)
 
 
-def test_a_state_that_cannot_be_removed_does_not_fail_the_save(manager, monkeypatch):
+def test_unremovable_state_does_not_fail_the_save(manager, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
@@ -223,7 +223,7 @@ def test_a_state_that_cannot_be_removed_does_not_fail_the_save(manager, monkeypa
     assert len(list(manager.directory.iterdir())) == 1
 
 
-def test_a_number_that_nothing_can_follow(manager):
+def test_rejects_last_possible_step_number(manager):
     (manager.directory / "999999999999-step-1").mkdir()
     with pytest.raises(StateError, match=r"999999999999 as the number of a state.*move that folder elsewhere"):
         manager.save(30, model=model_of(3.0))
@@ -308,7 +308,7 @@ def test_a_renamed_folder_is_not_another_step(manager):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_best_that_is_damaged_is_an_error(manager, damage):
+def test_damaged_best_state_is_an_error(manager, damage):
     """Asked for by name, nothing else is taken in its place."""
     DAMAGE[damage](newest(manager))
     with (
@@ -322,13 +322,13 @@ def test_the_best_that_is_damaged_is_an_error(manager, damage):
 
 
 @pytest.mark.parametrize("which", ["lastest", None, 1.5, [1], "20"])
-def test_which_state(manager, tmp_path, which):
+def test_chooses_the_state(manager, tmp_path, which):
     for each in (manager, TrainingStateManager(tmp_path / "new")):
         with pytest.raises(InputError, match="expected 'latest', 'best', or a step"):
             each.restore(which, model=model_of(0.0))
 
 
-def test_a_state_of_nothing_is_refused(manager):
+def test_rejects_empty_state(manager):
     assert_refused(lambda: manager.save(30), InputError, r"save\(30\): got no object")
     assert manager.steps == (20, 10)
 
@@ -358,7 +358,7 @@ def test_a_file_in_the_folders_place(tmp_path):
         TrainingStateManager(tmp_path / "file").restore(model=model_of(0.0))
 
 
-def test_two_ideas_of_the_best_are_told(tmp_path):
+def test_warns_of_conflicting_best(tmp_path):
     TrainingStateManager(tmp_path, mode="max").save(1, metric=0.9, model=model_of(1.0))
     other = TrainingStateManager(tmp_path, keep=1, mode="min")
     with pytest.warns(MemkitWarning, match="mode='max'"):

@@ -59,7 +59,7 @@ def test_a_stopped_epoch_goes_on(tmp_path, num_workers):
     assert again.state_dict()["num_done"] == 13
 
 
-def test_going_on_draws_nothing_from_the_random_state():
+def test_resuming_draws_no_random_numbers():
     loader = make()
     before = torch.get_rng_state()
     list(loader)
@@ -77,7 +77,7 @@ class Drawing(Counting):
         self.epoch = epoch
 
 
-def test_a_data_set_keeps_the_epoch_that_was_set_on_it_alone():
+def test_data_set_keeps_its_own_epoch():
     dataset = Drawing()
     loader = make(dataset)
     for epoch in range(1, 3):
@@ -94,7 +94,7 @@ def test_a_data_set_keeps_the_epoch_that_was_set_on_it_alone():
     assert other.epoch == 5
 
 
-def test_any_order_that_follows_from_seed_and_epoch_will_do():
+def test_accepts_any_order_from_seed_and_epoch():
     def start():
         batches = BudgetBatchSampler([1 + number % 7 for number in range(103)], max_points=20, seed=5)
         return ResumableLoader(DataLoader(Counting(), batch_sampler=batches))
@@ -188,7 +188,7 @@ def test_batches_of_another_number_of_samples_than_the_data_set(wrap):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_that_is_loaded_inside_the_loop_is_told(tmp_path, num_workers):
+def test_warns_of_state_loaded_inside_the_loop(tmp_path, num_workers):
     """The running loop's next batch would count as one of the state's, and the state's would be read again."""
     loader, manager = make(num_workers=num_workers), TrainingStateManager(tmp_path)
     manager.save(0, loader=loader)

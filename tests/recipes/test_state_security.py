@@ -72,7 +72,7 @@ def restore_or_refuse(manager, objects=None):
         return None
 
 
-def test_these_files_do_run_where_somebody_unpickles_them(tmp_path):
+def test_crafted_files_run_code_when_unpickled(tmp_path):
     """Otherwise the tests below would prove nothing."""
     readers = (
         pickle.loads,
@@ -103,7 +103,7 @@ def test_no_file_of_a_state_runs(manager, canary, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plain_state_that_says_that_it_is_sharded(manager, canary, name):
+def test_ignores_manifest_claiming_shards(manager, canary, name):
     """As found: the manifest alone sent an ordinary restore into the unpickling of an index."""
     (newest(manager) / ".metadata").write_bytes(gadgets(canary)[name])
     forge(newest(manager), is_sharded=True)
@@ -112,7 +112,7 @@ def test_a_plain_state_that_says_that_it_is_sharded(manager, canary, name):
 
 
 @pytest.mark.parametrize("name", ["zip", "zip of a rebuilt tensor", "protocol 2", "old torch.save"])
-def test_what_a_program_has_called_safe_is_not_called(manager, canary, name):
+def test_does_not_call_globals_registered_as_safe(manager, canary, name):
     """`torch.load(weights_only=True)` calls what somebody has added to its list."""
     (newest(manager) / "rank-0.pt").write_bytes(gadgets(canary)[name])
     forge(newest(manager))
@@ -192,7 +192,7 @@ class Shadow:
         self.values = {name: value.clone() for name, value in state.items()}
 
 
-def test_an_object_that_copies_sharded_values(one_rank, tmp_path):
+def test_object_copying_sharded_values(one_rank, tmp_path):
     model, manager = sharded_objects(one_rank, 2.0)["model"], TrainingStateManager(tmp_path)
     manager.save(1, model=model, shadow=Shadow(model, 5.0))
     other = sharded_objects(one_rank, 1.0)["model"]
@@ -214,7 +214,7 @@ INDEX_CHANGES = {
 
 
 @pytest.mark.parametrize("change", INDEX_CHANGES)
-def test_an_index_that_points_elsewhere_is_refused(sharded, change):
+def test_rejects_index_pointing_elsewhere(sharded, change):
     manager, make = sharded
     index = newest(manager) / ".metadata"
     changed = INDEX_CHANGES[change](index.read_bytes())
@@ -297,7 +297,7 @@ def test_a_tensor_is_read():
     }.items(),
     ids=lambda pair: pair[0],
 )  # fmt: skip
-def test_what_no_state_holds_is_refused(pickled):
+def test_rejects_foreign_pickle_contents(pickled):
     with pytest.raises(ValueError, match=r"."):
         read(archive(b"\x80\x02" + pickled[1] + b"."))
 
@@ -315,7 +315,7 @@ ARCHIVES = {
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
-def test_what_no_torch_writes_is_refused(name):
+def test_rejects_malformed_torch_files(name):
     with pytest.raises(ValueError, match=r"."):
         read(ARCHIVES[name])
 

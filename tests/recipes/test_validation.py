@@ -53,7 +53,7 @@ def test_patience_none_never_stops():
     assert (monitor.should_stop, monitor.plateau) == (False, 99)
 
 
-def test_state_goes_on_where_it_was():
+def test_state_continues_where_it_was():
     monitor = ValidationMonitor(patience=2)
     for value in (1.0, 2.0):
         monitor.update(value)
@@ -97,7 +97,7 @@ def test_outputs_are_never_held_together():
     assert figures["streamed"] == pytest.approx(figures["held"])
 
 
-def test_a_batch_that_does_not_fit_gives_the_same_figures():
+def test_oversized_batch_gives_equal_figures():
     torch.manual_seed(1)
     model = SmallRoom(8, 1)
     loader = [torch.randn(rows, 8) for rows in (33, 7)]
@@ -106,7 +106,7 @@ def test_a_batch_that_does_not_fit_gives_the_same_figures():
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_weighted_losses_and_a_batch_that_weighs_nothing():
+def test_weighted_losses_with_a_weightless_batch():
     def loss_fn(model, batch):
         valid = batch["valid"]
         return mk.Loss(sum=(model(batch["x"]).square()[:, 0] * valid).sum(), count=valid.sum())
@@ -138,7 +138,7 @@ def test_an_invalid_count_is_refused(count):
         run(trainer_of(nn.Linear(3, 1)), [torch.ones(2, 3)], rows_of_loss(loss_fn))
 
 
-def test_losses_of_batches_without_rows_are_weighed_by_their_counts():
+def test_losses_without_rows_are_weighted_by_counts():
     """A batch of 3 graphs must not weigh as much as one of 100; nothing but the loss says how many there are."""
 
     def losses(model, graphs):

@@ -77,7 +77,7 @@ def test_an_operator_takes_few_functions():
     assert born == [*view, "place", "_caller", "_note", "_book", "_follow", "_died"]
 
 
-def test_a_place_is_looked_up_once_for_all_that_an_operator_makes():
+def test_looks_up_source_line_once_per_operator():
     x = torch.zeros(10, 10)
     with Recorder():
         x.add_(1)
@@ -107,7 +107,7 @@ def test_the_same_line_is_the_same_place():
     del kept, other
 
 
-def test_what_is_alive_at_the_end_has_no_death_and_later_deaths_change_nothing():
+def test_live_tensors_have_no_death_and_later_ones_are_ignored():
     with Recorder() as recorder:
         x = torch.zeros(100)
     del x
@@ -117,7 +117,7 @@ def test_what_is_alive_at_the_end_has_no_death_and_later_deaths_change_nothing()
     assert recording.storages()[0].death is None
 
 
-def test_resizes_are_seen():
+def test_records_resizes():
     with Recorder() as recorder:
         x = torch.zeros(100)
         x.resize_(300)
@@ -141,7 +141,7 @@ def test_a_gathered_parameter_is_born_when_its_storage_grows():
     assert recorder.live_bytes() == 0
 
 
-def test_what_was_there_before_counts_from_the_start():
+def test_counts_preexisting_tensors_from_the_start():
     model, late = nn.Linear(10, 10, bias=False), torch.zeros(30)
     with Recorder() as recorder:
         big = torch.zeros(1000)
@@ -179,7 +179,7 @@ def test_new_tensors_made_below_the_dispatcher_are_births():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_sparse_tensors_count_what_they_hold():
+def test_counts_storages_of_sparse_tensors():
     with Recorder() as recorder:
         indices, values = torch.zeros(1, 10, dtype=torch.int64), torch.ones(10, 3)
         coo = torch.sparse_coo_tensor(indices, values, (100, 3), check_invariants=False)
@@ -205,7 +205,7 @@ def test_sparse_gradients():
     assert recorder.recording().peak_by("category")["gradient"] == 10 * (8 + 4 * FLOAT)
 
 
-def test_opaque_layouts_are_named_not_counted():
+def test_names_opaque_layouts_without_counting():
     with Recorder() as recorder:
         x = torch.zeros(8, 8).to_mkldnn()
         y = x + x
@@ -267,7 +267,7 @@ def test_names_module_operator_and_line_in_forward_and_backward():
     assert weight_gradient.category == "gradient"
 
 
-def test_two_roots_have_names_apart_and_parameters_belong_to_their_module():
+def test_two_roots_have_distinct_names():
     first, second = nn.Sequential(nn.Linear(2, 30)), nn.Sequential(nn.Linear(30, 40))
     with Recorder() as recorder:
         second(first(torch.zeros(5, 2)))
@@ -277,7 +277,7 @@ def test_two_roots_have_names_apart_and_parameters_belong_to_their_module():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputed_tensors_belong_to_the_module_that_runs_again(use_reentrant):
+def test_recomputed_tensors_belong_to_their_module(use_reentrant):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -444,7 +444,7 @@ def test_the_compiler_leaves_the_recorder_alone(mode, is_compiled):
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch says that it sees global module hooks
-def test_a_compiled_model_is_seen_as_it_runs_eagerly():
+def test_compiled_model_is_recorded_eagerly():
     # torch.compile steps aside under a dispatch mode.
     compiled = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), backend="eager")
     with Recorder() as recorder:
@@ -453,7 +453,7 @@ def test_a_compiled_model_is_seen_as_it_runs_eagerly():
     del out
 
 
-def test_an_error_in_the_block_leaves_nothing_behind():
+def test_error_in_the_block_leaves_no_trace():
     hooks = [
         module_hooks._global_forward_pre_hooks,
         module_hooks._global_forward_hooks,
@@ -566,7 +566,7 @@ def test_a_recording_is_data():
     assert again.peak_by("source") == recording.peak_by("source")
 
 
-def test_nothing_recorded_is_an_answer():
+def test_empty_recording_is_valid():
     with Recorder() as recorder:
         pass
     recording = recorder.recording()
@@ -575,7 +575,7 @@ def test_nothing_recorded_is_an_answer():
     assert recording.top(3) == recording.storages() == ()
 
 
-def test_a_lazy_module_has_no_memory_until_it_has_sizes():
+def test_lazy_module_has_no_memory_before_materializing():
     model = torch.nn.Sequential(torch.nn.LazyLinear(8))
     with Recorder() as recorder:
         model(torch.zeros(2, 4))

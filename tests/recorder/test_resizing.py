@@ -5,7 +5,7 @@ import torch
 from memkit._recorder.recorder import on_resize
 
 
-def test_each_hears_what_happens_in_its_own_time():
+def test_listeners_receive_events_of_their_own_time():
     storage, resize = torch.zeros(10).untyped_storage(), torch.UntypedStorage.resize_
     heard = {"first": [], "second": []}
     first, second = (on_resize(lambda storage, name=name: heard[name].append(storage.nbytes())) for name in heard)

@@ -201,7 +201,7 @@ WRITES_AND_SUMS = {
 
 
 @pytest.mark.parametrize("name", WRITES_AND_SUMS)
-def test_what_autograd_does_in_place_counts_as_in_place(name):
+def test_in_place_accumulation_counts_as_in_place(name):
     function = WRITES_AND_SUMS[name]
     x = torch.randn(100, 100, requires_grad=True)
     plain = trace_allocations(lambda: function(x).backward()).peak
@@ -211,7 +211,7 @@ def test_what_autograd_does_in_place_counts_as_in_place(name):
 
 
 @pytest.mark.parametrize("function", [lambda x: PythonScatter.apply(x).square().sum(), gaps], ids=["scatter", "gaps"])
-def test_what_autograd_does_out_of_place_counts_as_out_of_place(function):
+def test_out_of_place_accumulation_counts_as_out_of_place(function):
     x = torch.randn(100, 100, requires_grad=True)
     operators, _ = observe_operators(lambda: function(x).backward(), as_without_recorder=True)
     assert max(abs(op.allocated - op.recorded) for op in operators) <= NUMBERS

@@ -100,7 +100,7 @@ def _alternatives(pattern):
     ],
     ids=repr,
 )
-def test_a_text_counts_only_on_the_types_that_report_it(exc):
+def test_message_counts_only_on_its_error_types(exc):
     assert not is_out_of_memory(exc, under_pressure=True)
 
 
@@ -141,7 +141,7 @@ def test_masked_context_counts_only_for_the_known_mask():
     assert not is_out_of_memory(RuntimeError(mask))
 
 
-def test_causes_that_form_a_ring_end():
+def test_cyclic_causes_terminate():
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
@@ -223,7 +223,7 @@ FAILURES = [fail_plainly, fail_in_a_cycle, fail_with_a_ring, fail_with_a_cause, 
 
 
 @pytest.mark.parametrize("fail", FAILURES)
-def test_no_tensor_of_a_failed_attempt_is_alive_when_the_next_starts(fail):
+def test_failed_attempt_is_freed_before_the_next(fail):
     probe = Probe(largest=20, fail=fail)
     gc.disable()  # so that only the recovery's own collection can free a cycle
     try:
@@ -251,7 +251,7 @@ def test_negative_control_the_naive_retry_keeps_them_all(fail):
     assert probe.alive_at_start == [0, 1, 2, 3]
 
 
-def test_result_of_the_first_size_that_fits():
+def test_returns_result_of_first_fitting_size():
     tried = []
 
     def fn(size):
@@ -300,7 +300,7 @@ def test_other_errors_pass_through_at_once():
     assert tried == [256]
 
 
-def test_when_nothing_fits_the_error_says_so_and_counts_as_out_of_memory():
+def test_raises_out_of_memory_if_nothing_fits():
     def fn(size):
         raise RuntimeError(CPU_OOM + "\nsecond line")
 
@@ -348,7 +348,7 @@ def test_each_failure_is_logged(caplog):
         (None, InputTypeError, "got a NoneType"),
     ],
 )
-def test_wrong_sizes_are_refused_before_the_first_call(sizes, error, text):
+def test_rejects_invalid_sizes_before_first_call(sizes, error, text):
     tried = []
     assert_refused(lambda: recover_from_oom(tried.append, sizes), error, text)
     assert tried == []
@@ -484,7 +484,7 @@ def test_real_training_step_recovers_at_a_smaller_size():
     assert graded == "True"
 
 
-def test_where_not_even_the_error_can_be_looked_at_memory_has_run_out(monkeypatch):
+def test_uninspectable_error_counts_as_out_of_memory(monkeypatch):
     """Stands in for a process with nothing left, where now and then the look at the error fails."""
 
     def fail(error):

@@ -197,7 +197,7 @@ def fail(run):
     run.settle(attempt)
 
 
-def test_a_batch_that_was_changed_in_place_does_not_run_again():
+def test_does_not_rerun_batch_changed_in_place():
     rows = torch.ones(2)
     run, *_ = make_run(tensors=[rows])
     rows.add_(1)
@@ -213,7 +213,7 @@ def test_without_remedies_the_error_comes_through():
     assert world.num_snapshots == 0
 
 
-def test_a_cut_that_may_not_be_is_taken_back_if_there_is_another_remedy():
+def test_reverts_forbidden_split_if_other_remedy_exists():
     run, *_ = make_run()
     fail(run)
     assert run.is_cut_anew
@@ -227,7 +227,7 @@ def test_a_cut_that_may_not_be_is_taken_back_if_there_is_another_remedy():
     assert run.means.sizes.largest("rows") is None  # the failure is forgotten
 
 
-def test_an_attempt_that_adds_nothing_is_refused():
+def test_rejects_attempt_without_backward():
     run, *_ = make_run()
     attempt = run.next_attempt()
     assert_refused(lambda: run.settle(attempt), StateError, "never entered")

@@ -49,7 +49,7 @@ def test_starting_over_is_the_whole_plan_again(plan):
     assert again.sizes == plan.sizes
 
 
-def test_what_cannot_be_cut_has_no_smaller_plan():
+def test_indivisible_plan_cannot_shrink():
     assert Plan((Part("packed", 9),)).shrink(4, lambda part, _: [part]) is None
 
 

@@ -46,7 +46,7 @@ def test_an_error_in_the_block_passes_and_handlers_are_back():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_in_another_thread_nothing_is_set():
+def test_sets_no_handlers_in_other_threads():
     found = []
 
     def run():
@@ -70,6 +70,6 @@ def test_in_another_thread_nothing_is_set():
         (signal.SIGTERM, StopSignal()._note, True),  # a loop's, which only notes it
     ],
 )
-def test_who_listens(number, handler, is_plain):
+def test_recognizes_plain_handlers(number, handler, is_plain):
     signal.signal(number, handler)
     assert are_plain() is is_plain

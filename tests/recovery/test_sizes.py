@@ -37,14 +37,14 @@ def test_few_failures_and_a_good_size(batch, capacity):
 
 
 @given(batch=st.integers(2, 512), low=st.integers(1, 20), at_least=st.integers(1, 4))
-def test_it_grows_back_when_memory_is_free_again(batch, low, at_least):
+def test_size_grows_back_when_memory_is_free(batch, low, at_least):
     sizes = SizeMemory()
     run(sizes, batch, low, 3)
     _, largest = run(sizes, batch, 10**6, 400, at_least=at_least)
     assert largest == -(-batch // min(at_least, batch))
 
 
-def test_something_else_takes_the_memory():
+def test_memory_taken_by_another_process():
     sizes = SizeMemory()
     assert run(sizes, 64, 64, 5) == (0, 64)
     failures, largest = run(sizes, 64, 10, 3)

@@ -42,7 +42,7 @@ def values(module):
     )
 
 
-def test_everything_comes_back_and_nothing_of_the_caller_is_written():
+def test_restores_everything_without_writing_caller_objects():
     torch.manual_seed(0)
     model = Late()
     watch = StateWatch(model)
@@ -62,7 +62,7 @@ def test_everything_comes_back_and_nothing_of_the_caller_is_written():
     assert x.eq(1).all()
 
 
-def test_a_buffer_that_did_not_exist_is_gone_again():
+def test_removes_buffer_created_in_the_attempt():
     model = Late()
     model.num_calls = 2
     watch = StateWatch(model)
@@ -73,7 +73,7 @@ def test_a_buffer_that_did_not_exist_is_gone_again():
     assert model.made_later is None
 
 
-def test_large_buffers_that_stay_are_copied_once_and_guarded():
+def test_unchanged_large_buffers_are_copied_once_and_guarded():
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.zeros(600, 600))
     watch = StateWatch(model)
@@ -99,7 +99,7 @@ def test_model_edits_between_steps():
 
 
 @pytest.mark.parametrize("size", [6, 3])
-def test_other_networks_in_the_loss_are_rolled_back_too(size):
+def test_rolls_back_other_networks_in_the_loss(size):
     """A GAN: the discriminator's loss runs the generator, whose BatchNorm must not see the failed attempt."""
 
     def run(capacity):
@@ -166,7 +166,7 @@ class Moody(nn.Module):
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["from the start", "made by the first forward"])
-def test_generators_and_modes_that_a_model_holds_come_back(is_late):
+def test_restores_generators_and_modes(is_late):
     """Two batches of eight rows; the second one runs out of memory whole, and goes through in two parts."""
     model = Moody()
     noise = model.__dict__.pop("noise") if is_late else model.noise
@@ -197,7 +197,7 @@ def test_generators_and_modes_that_a_model_holds_come_back(is_late):
     torch.testing.assert_close(model.others["legacy"].get_state()[1:], twin.others["legacy"].get_state()[1:])
 
 
-def test_a_large_buffer_written_through_data_is_noticed():
+def test_detects_large_buffer_written_through_data():
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.zeros(600, 600))
     watch = StateWatch(model)

@@ -40,7 +40,7 @@ def test_the_first_program():
         ({"expandable_segments": True}, "fewer_shapes"),
     ],
 )
-def test_expandable_segments_that_a_snapshot_had_on_are_not_advised_again(config, expected):
+def test_does_not_advise_segments_already_in_snapshot(config, expected):
     log = log_of(Event("end", peak_bytes=4 * GIB, reserved_peak_bytes=20 * GIB), config=config)
     advice = advice_of(log)
     assert set(advice) == {expected}
@@ -55,7 +55,7 @@ def test_a_full_card_and_an_empty_one():
     assert advice_of(log) == {}  # the capacity is not known
 
 
-def test_what_came_on_top_of_what_was_loaded():
+def test_names_memory_beyond_loaded_components():
     log = log_of(
         Event("model_loaded", allocated_bytes=6 * GIB),
         Event("forward", peak_bytes=12 * GIB, reserved_peak_bytes=12 * GIB, allocated_bytes=6 * GIB),
@@ -66,7 +66,7 @@ def test_what_came_on_top_of_what_was_loaded():
     assert advice["checkpoint"].evidence == "6.00 GiB are used on top of the loaded components, 50.0% of the peak"
 
 
-def test_growth_calls_for_a_look_at_what_holds_tensors():
+def test_growth_advises_finding_holders():
     same = {"peak_bytes": 2 * GIB, "reserved_peak_bytes": 2 * GIB}
     steps = [Event(f"step_{n}", allocated_bytes=n * GIB // 10, **same) for n in range(1, 11)]
     advice = advice_of(log_of(*steps, total_bytes=None))

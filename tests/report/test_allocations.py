@@ -74,7 +74,7 @@ def plain(trace):
 # ---- the file
 
 
-def test_the_long_snapshot_is_what_pickle_writes(tmp_path):
+def test_generated_snapshot_matches_pickle(tmp_path):
     path = tmp_path / "log"
     num_actions = write_snapshot(path, 500_000)
     data = path.read_bytes()
@@ -116,7 +116,7 @@ def with_odd_actions():
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_any_form_of_action_and_any_protocol_is_read_as_pickle_reads_it(protocol):
+def test_reader_matches_pickle_for_all_forms_and_protocols(protocol):
     value = with_odd_actions()
     expected = plain(value["device_traces"][0])
     assert trace_of(pickle.dumps(value, protocol=protocol)) == expected
@@ -126,7 +126,7 @@ def test_any_form_of_action_and_any_protocol_is_read_as_pickle_reads_it(protocol
     assert trace_of(pickle.dumps(value, protocol=protocol)) == expected[:1]
 
 
-def test_reading_takes_a_fraction_of_what_objects_would_take(tmp_path):
+def test_reading_takes_a_fraction_of_object_memory(tmp_path):
     path = tmp_path / "log"
     write_snapshot(path, 12_000_000)
     size = path.stat().st_size
@@ -187,7 +187,7 @@ def action_pickle(body, num=3):
     ],
     ids=itertools.count(),
 )
-def test_what_no_allocator_wrote_is_refused(tmp_path, body, text):
+def test_rejects_impossible_snapshots(tmp_path, body, text):
     path = tmp_path / "log"
     path.write_bytes(action_pickle(body))
     assert text in assert_refused(lambda: read_memory_events(path), FileFormatError).got
@@ -276,7 +276,7 @@ def test_every_column_is_exact_and_the_highest_of_its_stretch(long_one):
     assert whole["lows"] == [int(levels[a:b].min()) for a, b in itertools.pairwise(edges)]
 
 
-def test_what_is_not_kept_one_by_one_is_said(long_one, monkeypatch):
+def test_states_which_blocks_are_summed_up(long_one, monkeypatch):
     _, found = long_one
     monkeypatch.setattr(allocation_view, "MOST_BLOCKS", 100)
     monkeypatch.setattr(allocation_view, "MOST_NODES", 60)
@@ -327,7 +327,7 @@ def test_segments_at_the_peak_are_found_backward(long_one):
     assert found.rooms[1].event == len(value["device_traces"][0]) - 1
 
 
-def test_segments_that_grow_and_shrink_by_pages():
+def test_expandable_segments():
     """20 MiB at the end: 10 were mapped after the moment, and 6 of another place were given back after it."""
     changes = [(3, 10 * MIB, 10 * MIB, 1), (4, 100 * MIB, 6 * MIB, -1)]
     final = [type("Segment", (), {"address": 0, "num_bytes": 20 * MIB})]
@@ -341,7 +341,7 @@ def test_segments_that_grow_and_shrink_by_pages():
     assert find_room(5, final, changes, *blocks) is None  # a block outside of all segments: actions are missing
 
 
-def test_fragmentation_is_named(tmp_path):
+def test_reports_fragmentation(tmp_path):
     def block(address, size, state):
         return {"address": address, "size": size, "requested_size": size, "state": state, "frames": []}
 
@@ -368,7 +368,7 @@ def data_of(path):
     return page, json.loads(text)
 
 
-def test_the_page_is_small_loads_nothing_and_has_the_peak(long_file, tmp_path):
+def test_page_is_small_self_contained_and_has_the_peak(long_file, tmp_path):
     path = tmp_path / "page.html"
     log = read_memory_events(long_file)
     write_report(log, path)
@@ -380,7 +380,7 @@ def test_the_page_is_small_loads_nothing_and_has_the_peak(long_file, tmp_path):
     assert f"{data['numBlocks'] - data['numShown']:,}" in page
 
 
-def test_a_hundred_thousand_actions_become_few_events_with_the_peak_and_the_shortage(tmp_path):
+def test_many_actions_become_few_events_with_peak(tmp_path):
     chance, trace, live = random.Random(0), [], []
     for number in range(100_000):
         if live and chance.random() < 0.5:
@@ -454,7 +454,7 @@ def test_a_tracker_has_a_page_with_its_own_figures(tmp_path):
     assert "peak in tensors" in page
 
 
-def test_a_tracker_that_saw_nothing_is_refused(tmp_path):
+def test_rejects_empty_tracker(tmp_path):
     with mk.Tracker(device="cpu") as tracker:
         pass
     assert_refused(lambda: write_report(tracker, tmp_path / "r.html"), InputError, "recorded no tensors on cpu")

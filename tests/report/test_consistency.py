@@ -205,7 +205,7 @@ def test_bounds_of_stages_and_steps_hold(log):
         assert stages.get(name.rpartition("/")[0], low) >= low
 
 
-def test_a_step_is_no_lower_than_what_lies_in_it(log):
+def test_step_peak_covers_its_phases(log):
     figures = read_figures(log, None)
     since = {}
     for each in figures.observed if log.form == "lines" else ():
@@ -303,7 +303,7 @@ def points(log):
     return rate(read_figures(log, 24 * 2**30)).points
 
 
-class TestWhatStepsAdd:
+class TestStepIncrements:
     """A leak in each step is worse than one step that grows once; what was given back is no leak."""
 
     @pytest.fixture
@@ -339,7 +339,7 @@ class TestWhatStepsAdd:
         assert "memory was freed in between" in pages["given back"]
 
 
-def test_a_rating_that_lacks_the_capacity_names_the_way_to_it():
+def test_rating_without_capacity_names_the_option():
     events = [Event(f"step_{n}", step=n, allocated_bytes=MIB, peak_bytes=2 * MIB) for n in range(10)]
     log = log_of(*events, total_bytes=None)
     page = "\n".join(texts(make_report(log)))
@@ -361,7 +361,7 @@ def test_a_second_run_in_the_same_file_is_a_run_of_its_own(tmp_path):
     assert "Earlier runs in the same log: 1." in "\n".join(texts(make_report(twice)))
 
 
-def test_a_manager_that_has_tracked_does_not_say_that_tensors_are_not_recorded(tmp_path):
+def test_tracked_manager_reports_tensors(tmp_path):
     with mk.MemoryManager("cpu", log=tmp_path / "log.jsonl") as memory:
         assert "tensors not recorded" in memory.line()
         train(memory)

@@ -25,13 +25,13 @@ def peaks(log):
     return {stage.name: (stage.peak.low, stage.peak.high) for stage in read_figures(log, None).stages}
 
 
-def test_a_stage_that_raised_no_record_has_only_a_bound():
+def test_stage_below_record_has_only_a_bound():
     log = old(("a", "peak", 5), ("b", "peak", 9), ("c", "peak", 9), ("d", "peak", 12))
     assert peaks(log) == {"a": (5, 5), "b": (9, 9), "c": (None, 9), "d": (12, 12)}
     assert read_figures(log, None).is_cumulative
 
 
-def test_a_record_that_falls_was_restarted():
+def test_falling_record_means_reset():
     log = old(("a", "peak", 9), ("b", "peak", 4), ("c", "peak", 6), ("d", "peak", 6))
     assert peaks(log) == {"a": (9, 9), "b": (4, 4), "c": (6, 6), "d": (None, 6)}
 
@@ -62,7 +62,7 @@ def test_predictions_do_not_mix_with_measurements():
     assert (figures.peak.num_bytes, figures.peak.origin.kind, figures.num_predicted) == (900, "predicted", 0)
 
 
-def test_components_add_up_with_what_was_there_before_and_what_has_no_name():
+def test_components_base_and_rest_add_up():
     log = log_of(
         Event("start", allocated_bytes=100),
         Event("vae_loaded", allocated_bytes=300),
@@ -85,7 +85,7 @@ def test_a_component_without_an_earlier_event_says_so():
 
 
 @pytest.mark.parametrize(("slope", "noise", "grows"), [(2**21, 2**22, True), (0, 2**24, False), (2**10, 0, False)])
-def test_growth_is_told_from_noise(slope, noise, grows):
+def test_distinguishes_growth_from_noise(slope, noise, grows):
     chance = random.Random(3)
     events = [
         Event(f"step_{n}", step=n, allocated_bytes=GIB + slope * n + chance.randint(0, noise)) for n in range(1, 101)
@@ -119,7 +119,7 @@ def test_the_peak_taken_apart_comes_from_a_trackers_note():
 # ---- rating
 
 
-def test_a_rating_takes_the_weights_that_are_public():
+def test_rating_uses_published_weights():
     events = [
         Event(f"step_{n}", step=n, allocated_bytes=8 * GIB, peak_bytes=(10 if n else 9) * GIB, reserved_bytes=12 * GIB)
         for n in range(20)
@@ -138,7 +138,7 @@ def test_a_rating_takes_the_weights_that_are_public():
     assert sum(rule.weight for rule in RULES) == 100
 
 
-def test_what_is_wrong_limits_a_rating():
+def test_findings_cap_the_rating():
     events = [
         Event(f"step_{n}", step=n, allocated_bytes=8 * GIB, peak_bytes=12 * GIB, reserved_bytes=12 * GIB)
         for n in range(20)

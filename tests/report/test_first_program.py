@@ -75,7 +75,7 @@ def test_json_has_plain_bytes(written):
     assert figures["cards"]["RTX 5090"] == "fits"
 
 
-def test_what_is_missing_is_said_and_never_zero(written):
+def test_missing_figures_are_reported_not_zero(written):
     for page in (written["md"], written["txt"], written["html"]):
         text = " ".join(page.split())
         assert "Nothing wrong found, but the log cannot show whether memory grows; peak 23.15 GiB" in text[:9000]

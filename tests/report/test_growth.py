@@ -42,7 +42,7 @@ def test_noise_is_not_growth(count, is_record):
 
 
 @pytest.mark.parametrize("count", [12, 30, 100, 500])
-def test_growth_that_ends_is_not_growth(count):
+def test_finished_growth_is_no_finding(count):
     for share in (0.1, 0.3, 0.5, 0.8):
         assert growth_of([100 * MIB + min(n, int(share * count)) * 5 * MIB for n in range(count)]) is None, share
 
@@ -65,7 +65,7 @@ def test_stages_of_different_sizes_are_not_growth(stages):
     assert growth_of([100 * MIB + sizes[n * stages // 30] ** 2 * 1000 for n in range(30)]) is None
 
 
-def test_inputs_that_grow_lift_the_peaks_more_than_what_is_held():
+def test_growing_inputs_are_no_leak():
     held = [100 * MIB + n * MIB for n in range(30)]
     growth = growth_of(held)
     assert is_of_inputs(growth, [value + 10 * n * MIB for n, value in enumerate(held)])
@@ -77,7 +77,7 @@ def test_negligible_changes_are_not_growth():
     assert growth_of([100 * MIB + round(1.1 * LEAST_RATE) * n for n in range(100)]) is not None
 
 
-def test_few_values_are_growth_only_if_they_rise_evenly():
+def test_few_values_need_even_growth():
     assert growth_of([10 * MIB, 20 * MIB]) is None
     assert not growth_of([10 * MIB, 20 * MIB, 30 * MIB]).is_certain
     assert growth_of([10 * MIB, 20 * MIB, 31 * MIB]) is None
@@ -92,7 +92,7 @@ def test_the_trend_holds_its_interval():
     assert find_trend([(n, n) for n in range(7)]) is None
 
 
-def test_the_event_before_a_block_is_found_also_where_a_clock_is_set_back():
+def test_finds_previous_event_despite_clock_change():
     blocks = [(10, None), (30, 15), (40, 35), (20, 5), (60, 1), (70, 70)]  # end, duration
     events = [Event(f"e{n}", time_ns=end, duration_ns=duration) for n, (end, duration) in enumerate(blocks)]
     observed, _ = observe(log_of(*events))

@@ -28,7 +28,7 @@ MIB = 2**20
 # ---- snapshots
 
 
-def test_a_snapshot_says_what_was_held_when_and_by_which_line(tmp_path):
+def test_snapshot_yields_timeline_by_line(tmp_path):
     log = read_memory_events(save(tmp_path, snapshot()))
     assert log.form == "snapshot"
     assert [
@@ -80,7 +80,7 @@ def test_every_field_may_be_missing(tmp_path, level):
                 part[key] = value
 
 
-def test_what_was_held_before_the_history_can_be_the_peak(tmp_path):
+def test_blocks_before_the_history_can_be_the_peak(tmp_path):
     later = [("free_requested", 1, 1000 * MIB), ("free_completed", 1, 1000 * MIB), ("alloc", 2, MIB)]
     history = [{"action": action, "addr": address, "size": size} for action, address, size in later]
     log = read_memory_events(save(tmp_path, {"device_traces": [history]}))
@@ -93,7 +93,7 @@ def test_what_was_held_before_the_history_can_be_the_peak(tmp_path):
     assert read_figures(log, None).peak.num_bytes == 1000 * MIB
 
 
-def test_two_cards_are_two_runs_and_a_list_of_segments_is_a_snapshot(tmp_path):
+def test_two_cards_are_two_runs_and_segments_a_snapshot(tmp_path):
     two = snapshot()
     two["segments"].append({**two["segments"][0], "device": 1})
     log = read_memory_events(save(tmp_path, two))
@@ -103,7 +103,7 @@ def test_two_cards_are_two_runs_and_a_list_of_segments_is_a_snapshot(tmp_path):
     assert (event.allocated_bytes, event.reserved_bytes) == (3 * MIB + 1024, 42 * MIB)
 
 
-def test_actions_that_are_missing_make_no_figure_of_what_was_reserved(tmp_path):
+def test_missing_actions_leave_reserved_unknown(tmp_path):
     cut = snapshot()
     trace = cut["device_traces"][0]
     trace += [dict(each) for _ in range(39) for each in trace]  # more segments than there are
@@ -192,7 +192,7 @@ def profile(tmp_path_factory):
     return path
 
 
-def test_a_profile_says_what_was_held_when_and_by_which_operator(profile):
+def test_profile_yields_timeline_by_operator(profile):
     log = read_memory_events(profile)
     acts = [each["args"] for each in json.loads(profile.read_text())["traceEvents"] if each["name"] == "[memory]"]
     assert log.form == "trace"
@@ -243,7 +243,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_trace_takes_the_memory_of_what_is_kept_of_it(tmp_path, name):
+def test_reading_a_trace_holds_only_kept_events(tmp_path, name):
     data, text = BOMBS[name]
     path = tmp_path / "log"
     path.write_bytes(data)
@@ -264,7 +264,7 @@ def piece(name, thread):
     return {"ph": "X", "cat": "cpu_op", "name": name, "ts": 0, "dur": 100, "pid": 1, "tid": thread}
 
 
-def test_slices_that_would_be_looked_at_over_and_over_are_refused(tmp_path):
+def test_rejects_quadratic_slices(tmp_path):
     path = tmp_path / "log"
     for pieces, text in (
         ([piece("op", 1) for _ in range(1100)], "1100 nested slices"),

@@ -39,7 +39,7 @@ def test_every_text_is_in_both_languages_with_the_same_places():
         assert pair["en"].replace("→", "").isascii(), key
 
 
-def test_every_text_that_is_asked_for_is_there_and_every_one_is_used():
+def test_texts_exist_and_are_used():
     code = "\n".join(path.read_text("utf-8") for path in ROOM.glob("*.py"))
     tree = ast.parse(code.replace("from __future__ import annotations", ""))
     constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
@@ -157,7 +157,7 @@ def test_names_stay_text_in_markdown_and_on_a_terminal():
     assert all(widths[n] == widths[n - 1] for n, line in enumerate(tables) if line.startswith("|---"))
 
 
-def test_a_page_loads_nothing_and_every_link_leads_somewhere():
+def test_page_is_self_contained_with_valid_links():
     page = Page(render_report(make_report(first_log()), ".html"))
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     for tag, attributes in page.tags:
@@ -171,7 +171,7 @@ def test_a_page_loads_nothing_and_every_link_leads_somewhere():
 # ---- size and truth of charts
 
 
-def test_a_long_log_makes_a_small_page_that_keeps_the_peak():
+def test_long_log_makes_small_page_with_peak():
     events = [typical_event(step) for step in range(30_000)]
     spike = 24_824_987_648 + 12_345
     events[17_321] = replace(events[17_321], allocated_bytes=spike)
@@ -184,7 +184,7 @@ def test_a_long_log_makes_a_small_page_that_keeps_the_peak():
     assert 400 < len(held["y"]) <= 482
 
 
-def test_a_clock_that_is_set_back_breaks_no_chart():
+def test_clock_set_back_breaks_no_chart():
     events = [Event(f"e{n}", wall_s=1.75e9 - 1000 * n, allocated_bytes=n + 1) for n in range(3)]
     report = make_report(log_of(*events))
     assert "0 .. 2000: seconds since the first event" in render_report(report, ".txt")
@@ -251,7 +251,7 @@ def test_only_a_report_is_replaced(tmp_path):
     assert left == {"report.md", "report.html", "report.txt", "report.json", "notes.md", "d.md"}
 
 
-def test_files_that_are_not_logs(tmp_path):
+def test_rejects_files_without_log(tmp_path):
     assert_refused(
         lambda: write_report(S1, tmp_path / "r.md"), InputTypeError, "write_report(mk.report.read_memory_events"
     )
@@ -259,7 +259,7 @@ def test_files_that_are_not_logs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_it_needs_no_torch(tmp_path):
+def test_needs_no_torch(tmp_path):
     arguments = ["report", "--log", str(S1), "--output", str(tmp_path / "r.html")]
     code = f"from memkit.cli import main; assert main({arguments}) == 0"
     assert_not_imported({"torch", "numpy", "pydantic"}, code)

@@ -111,7 +111,7 @@ def test_no_false_alarm(name, device, tmp_path):
     assert report.severity == "good", report.headline
 
 
-def test_two_faults_at_once_give_the_worse_first_and_list_the_other(tmp_path):
+def test_two_faults_list_the_worse_first(tmp_path):
     report = make_report(log_of("leak_and_evaluation", "cpu", tmp_path / "log.jsonl"))
     assert [finding["kind"] for finding in report.figures()["findings"]] == ["leak", "evaluation_graph"]
     also = next(section for section in report.sections if section.title.startswith("Findings")).nodes
@@ -119,7 +119,7 @@ def test_two_faults_at_once_give_the_worse_first_and_list_the_other(tmp_path):
     assert also[1].items[0].startswith("Evaluation with gradients: validation builds graphs")
 
 
-def test_nothing_in_a_report_contradicts_its_first_line(tmp_path):
+def test_report_is_consistent_with_its_first_line(tmp_path):
     log = log_of("leak_per_step", "cuda untracked", tmp_path / "log.jsonl")
     report = make_report(log)
     tiles = dict(report.highlights)
@@ -132,7 +132,7 @@ def test_nothing_in_a_report_contradicts_its_first_line(tmp_path):
     assert int(dict(clean.highlights)["rating"].split()[0]) > 40
 
 
-def test_a_comparison_names_what_was_mended_and_what_came(tmp_path):
+def test_comparison_names_gone_and_new_findings(tmp_path):
     faulty = log_of("evaluation_with_gradients", "cpu", tmp_path / "faulty.jsonl")
     clean = log_of("clean", "cpu", tmp_path / "clean.jsonl")
     assert [hint[:32] for hint in build_comparison(faulty, clean).hints] == ["Gone: Evaluation with gradients:"]
@@ -142,7 +142,7 @@ def test_a_comparison_names_what_was_mended_and_what_came(tmp_path):
     assert build_comparison(faulty, faulty).hints == ()
 
 
-def test_an_evaluation_is_weighed_by_the_call_that_added_most():
+def test_weighs_evaluation_by_its_largest_call():
     """What the last one kept is given back by the next: that one peaks higher, and adds less."""
     nodes = {"phase": "validation", "duration_ns": 10**8, "note": {"graph_nodes": 5}}
     events = [

@@ -16,11 +16,11 @@ def after(context):
         return linear(x, weight).requires_grad
 
 
-def test_a_weight_that_was_used_without_gradients_still_gets_one():
+def test_weight_used_under_no_grad_gets_a_gradient():
     assert after(without_gradients)
 
 
-def test_torchs_own_context_is_the_negative_control_on_the_versions_that_are_named():
+def test_torch_context_fails_on_named_versions():
     assert after(torch.no_grad) == (not KEEPS_CASTS_WITHOUT_GRAPHS)
 
 

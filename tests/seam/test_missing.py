@@ -16,20 +16,20 @@ def caught(call):
     return found.value
 
 
-def test_what_memkit_refuses_by_name_is_skipped():
+def test_skips_features_memkit_refuses_by_name():
     error = caught(lambda: require(None, name="Tensor.x", since="2.99", feature="f()"))
     assert missing(error) == "PyTorch has no torch.Tensor.x (memkit refuses what needs it)"
     child = RuntimeError(f"-- Process 1 terminated:\nmemkit.errors.TorchVersionError: {error}")
     assert missing(child) == missing(error)
 
 
-def test_what_the_test_itself_asks_torch_for_is_skipped():
+def test_skips_missing_torch_names_used_by_tests():
     assert missing(caught(lambda: torch.optim.NoSuchOptimizer)) == (
         "PyTorch has no torch.optim.NoSuchOptimizer (the test is about it)"
     )
 
 
-def test_what_memkit_asks_torch_for_is_a_failure():
+def test_fails_on_missing_torch_names_used_by_memkit():
     """The same error from a line of memkit."""
     code = compile("import torch\ntorch.optim.NoSuchOptimizer", mk.__file__, "exec")
     assert missing(caught(lambda: exec(code, {}))) is None

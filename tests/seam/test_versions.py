@@ -39,12 +39,12 @@ def test_beyond_the_tested_range_there_is_a_warning_with_the_range(version):
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.1+cu130", torch.__version__])
-def test_within_it_there_is_none(version, recwarn):
+def test_no_warning_within_tested_range(version, recwarn):
     warn_beyond_tested(version)
     assert not recwarn.list
 
 
-def test_the_warning_comes_once_in_a_process_and_where_a_component_is_first_used():
+def test_warns_once_per_process_at_first_use():
     code = (
         "import warnings; warnings.simplefilter('always')\n"
         "import torch; torch.__version__ = '9.9.0'\n"
@@ -66,7 +66,7 @@ def test_the_table_proves_the_range():
     assert [name for name, row in rows.items() if row["failed"]] == []
 
 
-def test_a_feature_that_this_torch_cannot_have_says_so():
+def test_missing_torch_feature_raises_typed_error():
     with pytest.raises(
         mk.errors.TorchVersionError, match=r"f\(\): got PyTorch .* which has no Tensor\.x; .*2\.99 or newer"
     ):
@@ -74,7 +74,7 @@ def test_a_feature_that_this_torch_cannot_have_says_so():
     require(1, name="Tensor.x", since="2.99", feature="f()")
 
 
-def test_a_sum_in_float32_of_half_gradients_needs_what_keeps_it():
+def test_float32_accumulation_requires_grad_dtype():
     """It works, or is refused by name; features that need no other dtype work everywhere."""
     half = torch.nn.Linear(2, 1).to(torch.bfloat16)
     optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_a_sum_in_float32_of_half_gradients_needs_what_keeps_it():
     mk.GradientAccumulator(optimizer, 2).close()
 
 
-def test_operators_that_this_torch_lacks_are_left_out_and_others_are_there():
+def test_omits_only_missing_operators():
     assert aten.overloads("mm", "no_such_operator") == aten.overloads("mm")
     assert aten.overloads("mm.out") < aten.overloads("mm")
     assert len(aten.FUSED_ATTENTION) == 5
@@ -97,7 +97,7 @@ def test_operators_that_this_torch_lacks_are_left_out_and_others_are_there():
     assert len(optimizers.MUON) == has("torch.optim.Muon")
 
 
-def test_the_table_of_autocast_knows_each_operator_that_this_torch_casts(monkeypatch):
+def test_autocast_table_covers_installed_torch(monkeypatch):
     assert autocast.operators_without_a_rule() in ([], ["linalg_matrix_sqrth"])  # 2.15 casts it; it is refused
     monkeypatch.setitem(autocast._OPERATORS, "widest", "addcdiv")  # negative control
     assert "grid_sampler" in autocast.operators_without_a_rule()
@@ -114,7 +114,7 @@ def test_the_table_of_autocast_is_the_header_of_this_torch():
         assert listed == {name for name in operators if "imname" not in name or name in listed}, policy
 
 
-def test_an_operator_without_a_rule_is_refused_when_it_is_used_and_no_other(monkeypatch):
+def test_rejects_only_used_operators_without_rule(monkeypatch):
     monkeypatch.setitem(autocast._OPERATORS, "widest", "addcdiv")
     with mk.VirtualGPU("RTX 4090"), torch.autocast("cuda"):
         x = torch.ones(4, 4, device="cuda")

@@ -29,13 +29,13 @@ def off(spec, sizes=(5, 4), seed=3):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_that_mix_rows_are_those_said_to(name):
+def test_only_declared_losses_mix_rows(name):
     if not LOSSES[name].refused:
         assert (off(Spec(0, 0, loss=name, steps=(PADDED,))) > judging.GRAY) == LOSSES[name].mixes
 
 
 @pytest.mark.parametrize("name", TRAITS)
-def test_traits_that_mix_rows_are_those_said_to(name):
+def test_only_declared_traits_mix_rows(name):
     spec = Spec(0, 0, traits=(name,), steps=(PADDED,))
     found = [off(spec, sizes, seed) for sizes in ((5, 4), (2, 2)) for seed in range(4)]
     assert (max(found) > judging.GRAY) == TRAITS[name].mixes
@@ -55,7 +55,7 @@ def test_a_plain_step_is_the_float64_one_but_for_rounding(index):
     assert sorted(found.values())[len(found) // 2] < 50 * FLOORS[torch.float32]
 
 
-def test_silence_is_found_where_nothing_is_checked():
+def test_finds_silence_without_check():
     unchecked = {"mode": "wrapper, unchecked"}
     for spec in (
         Spec(0, 1, loss="class_weights", **unchecked),
@@ -68,7 +68,7 @@ def test_silence_is_found_where_nothing_is_checked():
         assert [each.kind for each in judge(spec)] == [judging.SILENT]
 
 
-def test_what_adds_up_is_equal():
+def test_additive_steps_are_equal():
     for loss in ("mse", "told_tokens", "told_class_weights", "teacher"):
         for traits in ((), ("Dropout",), ("Spectrum", "FloatCast"), ("TinyBesideHuge",)):
             spec = Spec(0, 1, loss=loss, traits=traits, mode="wrapper, unchecked", steps=(PADDED, PADDED))

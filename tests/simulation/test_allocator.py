@@ -40,7 +40,7 @@ def test_every_decision_of_a_real_gpu(name):
     )
 
 
-def test_the_model_runs_out_of_memory_where_the_gpus_did():
+def test_runs_out_of_memory_at_the_recorded_requests():
     offload = replay("llama_offload_10_streams")
     assert (offload.num_retries, offload.num_ooms, offload.num_flushes) == (39, 0, 0)
     error = replay("expandable_card1_oom")
@@ -94,7 +94,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_model_is_told_apart(wrong, monkeypatch):
+def test_detects_wrong_models(wrong, monkeypatch):
     name, change = WRONG[wrong]
     if isinstance(change, tuple):
         monkeypatch.setattr(*change)
@@ -103,7 +103,7 @@ def test_a_wrong_model_is_told_apart(wrong, monkeypatch):
         assert not is_faithful(name, change)
 
 
-def test_a_replay_that_missed_one_decision_is_not_faithful():
+def test_one_missed_decision_is_unfaithful():
     name = "gpt_small_clean_start"
     found = replay(name)
     assert found.is_faithful(name)
@@ -141,7 +141,7 @@ def test_message_sizes_and_limit():
     assert_refused(lambda: gpu.set_memory_fraction(1.5), InputError, "fraction")
 
 
-def test_a_retry_gives_the_whole_cache_back_and_a_split_segment_stays():
+def test_retry_frees_the_cache_except_split_segments():
     gpu = new(capacity=100 * MIB)
     whole, first, second = gpu.allocate(40 * MIB), gpu.allocate(8 * MIB), gpu.allocate(8 * MIB)
     gpu.free(whole)
@@ -204,7 +204,7 @@ def test_garbage_collection_gives_back_the_older_half(limit, given_back):
     assert gpu.num_retries == 0
 
 
-def test_expandable_segments_fit_where_fixed_ones_run_out():
+def test_expandable_segments_avoid_fragmentation():
     def batches(gpu):
         for _ in range(3):
             for block in [gpu.allocate(size * MIB) for size in (40, 60)]:

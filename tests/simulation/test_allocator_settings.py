@@ -72,7 +72,7 @@ def test_defaults_are_torchs():
     assert AllocatorSettings().large_segment_bytes == 20 * MIB
 
 
-def test_what_follows_the_large_segment_need_not_be_said():
+def test_defaults_follow_large_segment_size():
     assert AllocatorSettings(large_segment_bytes=30 * MIB) == parse("large_segment_size_mb:30")
     settings = AllocatorSettings(large_segment_bytes=30 * MIB, max_split_bytes=40 * MIB)
     sizes = [settings.too_large_bytes(size * MIB) / MIB for size in (39, 40, 50)]
@@ -118,7 +118,7 @@ def test_all_options_together():
         ("throw_on_cudamalloc_oom:True", "memkit models no other value"),
     ],
 )
-def test_a_wrong_option_is_named(text, named):
+def test_error_names_invalid_option(text, named):
     assert_refused(lambda: parse(text), ConfigError, named)
 
 
@@ -157,5 +157,5 @@ def test_rounding(text, requested, size):
         {"roundup_power2_divisions": (3,) * 16},
     ],
 )
-def test_the_constructor_refuses_what_the_text_may_not_say(settings):
+def test_constructor_rejects_settings_invalid_as_text(settings):
     assert_refused(lambda: AllocatorSettings(**settings), ConfigError, "AllocatorSettings(...): got")

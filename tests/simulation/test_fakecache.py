@@ -65,7 +65,7 @@ def counts(monkeypatch):
         *((name, "RTX 4090") for name in ("resnet", "encoder_bfloat16", "message_passing", "lstm")),
     ],
 )
-def test_what_is_made_again_is_what_torch_says(name, target, counts):
+def test_cached_results_match_torch(name, target, counts):
     step = build(name)
     for _ in range(2):
         counts.clear()
@@ -97,7 +97,7 @@ def test_a_wrong_recipe_would_be_seen(counts, monkeypatch):
         dry_run(build("mlp"))
 
 
-def test_equal_numbers_of_other_types_and_other_values_are_told_apart():
+def test_distinguishes_numbers_by_type_and_value():
     mode = Tensors()
     x = mode.stand_in(torch.zeros(2000, dtype=torch.int64))
     two, three = (mode.stand_in(torch.tensor(mask)) for mask in ([True, False, True], [True, True, True]))
@@ -138,7 +138,7 @@ def test_the_second_time_is_like_the_first(run):
     assert first == second
 
 
-def test_what_follows_from_a_guess_is_not_kept():
+def test_does_not_cache_guessed_results():
     lengths = []
     for fraction in (1.0, 0.5):
         with Tensors(fraction):
@@ -147,7 +147,7 @@ def test_what_follows_from_a_guess_is_not_kept():
     assert lengths == [100, 50]
 
 
-def test_what_follows_from_a_known_value_is_not_kept_either(monkeypatch):
+def test_does_not_cache_value_dependent_results(monkeypatch):
     """An operator that asks inside whether its input is finite, as code does that stops a failed training."""
     dispatch = FakeTensorMode.dispatch
 

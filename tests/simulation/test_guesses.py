@@ -34,7 +34,7 @@ def estimate_of(step, target):
 
 
 @pytest.mark.parametrize("step", DECIDING, ids=lambda step: step.__name__)
-def test_what_decides_is_not_known_and_says_where(step):
+def test_deciding_guess_is_not_known_and_names_the_line(step):
     estimate = estimate_of(step, "cpu")
     assert estimate.confidence == "guessed"
     verdict = estimate.verdict("1TiB")
@@ -47,7 +47,7 @@ def test_what_decides_is_not_known_and_says_where(step):
 
 
 @pytest.mark.parametrize("step", ORDINARY, ids=lambda step: step.__name__)
-def test_what_is_written_down_or_checked_does_not_matter(step):
+def test_logged_or_checked_guess_does_not_matter(step):
     estimate = estimate_of(step, "cpu")
     assert estimate.doubts == ()
     assert estimate.verdict("1TiB") == "fits"
@@ -56,7 +56,7 @@ def test_what_is_written_down_or_checked_does_not_matter(step):
 
 @pytest.mark.parametrize("target", ["T4"])
 @pytest.mark.parametrize("step", [any_of_a_mask, int_plus_one, list_of_sizes, logged, accuracy, not_a_number])
-def test_it_is_so_on_a_card(step, target):
+def test_guesses_on_a_card(step, target):
     assert bool(estimate_of(step, target).doubts) is (step in DECIDING)
     with VirtualGPU(target) as gpu:
         step(nn.Linear(8, 8).cuda(), torch.ones(4, 8, device="cuda")).backward()

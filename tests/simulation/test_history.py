@@ -35,7 +35,7 @@ def load(path):
     return pickle.loads(path.read_bytes())
 
 
-def test_the_snapshot_has_the_form_of_real_ones_and_torchs_viewer_opens_it(run):
+def test_snapshot_opens_in_torch_viewer(run):
     _, folder, _ = run
     data = load(folder / "run.pickle")
     judge_snapshot(data)

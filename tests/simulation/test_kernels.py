@@ -119,7 +119,7 @@ def test_workspace_stays_below_its_bound(precision, threads):
     assert over == {}
 
 
-def test_a_bound_of_zero_says_that_a_kernel_hides_nothing():
+def test_zero_bound_means_no_workspace():
     x, y = torch.randn(100, 100), torch.randn(100, 100)
     aten = torch.ops.aten
     assert workspace_bound(aten.mul.Tensor, (x, y), x * y) == workspace_bound(aten.mm.default, (x, y), x @ y) == 0
@@ -130,7 +130,7 @@ def test_a_bound_of_zero_says_that_a_kernel_hides_nothing():
 @pytest.mark.parametrize(
     "sizes", [(12, 4, 8, 16), (50, 32, 64, 128), (12, 4, 40, 16), (12, 4, 100, 256), (7, 8, 256, 64), (5, 3, 65, 65)]
 )
-def test_what_a_recurrent_layer_keeps_for_the_backward(sizes, dtype):
+def test_recurrent_layer_saved_tensors(sizes, dtype):
     num_steps, num_rows, width_in, width = sizes
 
     def kept():
@@ -152,7 +152,7 @@ def test_what_a_recurrent_layer_keeps_for_the_backward(sizes, dtype):
 
 
 @pytest.mark.parametrize("sizes", [(50, 32, 64, 128), (200, 8, 32, 64), (12, 4, 100, 256), (1, 1, 1, 1)])
-def test_what_a_recurrent_layer_takes_inside_without_a_graph(sizes):
+def test_recurrent_layer_workspace_without_graph(sizes):
     num_steps, num_rows, width_in, width = sizes
     layer, x = nn.LSTM(width_in, width), torch.randn(num_steps, num_rows, width_in)
     with torch.no_grad():

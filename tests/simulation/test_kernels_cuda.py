@@ -59,7 +59,7 @@ def test_peak_and_reserve_grow_with_the_length_under_a_mask(version):
     assert reserves == sorted(reserves)
 
 
-def test_before_2_2_they_did_not():
+def test_masks_before_2_2():
     """The negative control: a mask was expanded first, and copied as a whole."""
     peaks = [taken(masked(length), torch="2.1")[0] for length in LENGTHS]
     assert peaks != sorted(peaks)
@@ -88,7 +88,7 @@ def test_a_mask_is_padded_to_eight_at_its_own_size(length, row):
     assert added == -(-4 * row * 2 // 512) * 512
 
 
-def test_aligned_sizes_with_strides_that_are_not_get_eight_more():
+def test_aligned_sizes_with_unaligned_strides_are_padded():
     added = with_mask(64, lambda: torch.zeros(4, 1, 64, 66, device="cuda", dtype=torch.float16)[..., :64])
     assert added == 4 * 64 * 72 * 2
 
@@ -117,7 +117,7 @@ def test_three_dimensions_attend_in_one_kernel_since_2_14():
 # --------------------------------------------------------------------------------------- copies inside kernels
 
 
-def test_batch_norm_keeps_a_copy_of_what_does_not_lie_in_order():
+def test_batch_norm_copies_noncontiguous_input():
     def call(is_in_order):
         def made():
             norm = nn.BatchNorm3d(16).cuda()
@@ -153,7 +153,7 @@ def convolved(memory_format, dtype=torch.float32, groups=1, of_weight=None, dims
 
 
 @pytest.mark.parametrize("groups", [1, 64])
-def test_a_convolution_works_in_the_order_of_its_input_or_its_weight(groups):
+def test_convolution_uses_format_of_input_or_weight(groups):
     """Without CUDA torch says that every order is the plain one, also for tensors that are said to be on a GPU."""
     last, plain = torch.channels_last, torch.contiguous_format
     with mk.VirtualGPU("RTX 4090"):
@@ -169,7 +169,7 @@ def test_a_convolution_works_in_the_order_of_its_input_or_its_weight(groups):
     assert on_host.is_contiguous(memory_format=last)
 
 
-def test_a_convolution_copies_what_lies_in_another_order():
+def test_convolution_copies_other_memory_format():
     def call(*, in_order, backward):
         def made():
             layer = nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda().to(memory_format=torch.channels_last)
@@ -203,7 +203,7 @@ def test_the_gradient_of_a_bias_is_summed_in_parts():
     assert taken(call(bias=True))[0] > taken(call(bias=False))[0] + 64 * 4
 
 
-def test_what_cudnn_does_not_take_is_not_copied():
+def test_does_not_copy_inputs_outside_cudnn():
     def call():
         norm = nn.BatchNorm2d(16, affine=False).cuda()
         x = torch.zeros(2, 16, 128, 128, device="cuda").transpose(2, 3)
@@ -219,7 +219,7 @@ def test_batch_norm_runs_in_inference_mode():
         assert layer(torch.zeros(4, 8, 16, device="cuda")).shape == (4, 8, 16)
 
 
-def test_a_lazy_layer_that_has_seen_a_batch_moves():
+def test_materialized_lazy_layer_moves():
     with mk.VirtualGPU("RTX 4090") as gpu:
         model = nn.Sequential(nn.LazyLinear(64), nn.LazyBatchNorm1d())
         model(torch.zeros(4, 32))
@@ -266,7 +266,7 @@ def test_a_bias_is_added_in_place(dims):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(64,), (8, 64), (2, 8, 64), (2, 2, 8, 64)])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
-def test_linear_takes_what_it_takes_elsewhere(bias, shape, context):
+def test_linear_matches_real_devices(bias, shape, context):
     with mk.VirtualGPU("RTX 4090"), context():
         layer = nn.Linear(64, 32, bias=bias).cuda()
         out = layer(torch.zeros(*shape, device="cuda"))
@@ -303,14 +303,14 @@ SMALL, LARGE = 8519680, 32 * MIB
         ("2.15", "RTX 4090", 0, MIB),
     ],
 )
-def test_what_cublas_keeps_and_takes_by_version(version, gpu, kept, passing):
+def test_cublas_workspaces_by_version(version, gpu, kept, passing):
     batch = OUT
     now, peak = after_a_product(version, gpu)
     assert now == kept  # the result is dropped at once
     assert peak - kept == OUT + batch + passing
 
 
-def test_since_2_15_a_product_takes_its_workspace_and_gives_it_back():
+def test_since_2_15_products_return_their_workspace():
     def call():
         x = torch.zeros(512, 512, device="cuda")
         return lambda: x @ x
@@ -332,7 +332,7 @@ def test_since_2_15_a_product_takes_its_workspace_and_gives_it_back():
         ("2.13", None, "RTX 4090", "flash"),
     ],
 )
-def test_the_kernel_that_attention_asks_first(version, cudnn, gpu, first):
+def test_first_choice_of_attention_kernel(version, cudnn, gpu, first):
     with mk.VirtualGPU(gpu, torch=version, cudnn=cudnn) as card:
         x = torch.zeros(2, 8, 64, 64, device="cuda", dtype=torch.bfloat16)
         F.scaled_dot_product_attention(x, x, x)
@@ -376,7 +376,7 @@ LARGE_SEGMENTS = mk.predict.AllocatorSettings(large_segment_bytes=30 * 2**20)
         ({"torch": "2.8", "allocator_settings": "per_process_memory_fraction:0.5"}, ("came with 2.10",)),
     ],
 )
-def test_versions_that_are_none_and_options_that_came_later_are_refused(options, words):
+def test_rejects_unknown_versions_and_later_options(options, words):
     assert_refused(lambda: mk.VirtualGPU("RTX 4090", **options), ConfigError, *words)
 
 
@@ -386,7 +386,7 @@ def test_without_a_version_the_installed_one_is_simulated():
     assert rules_of() is rules_of()
 
 
-def test_a_loss_that_is_unsafe_under_autocast_is_refused_as_on_a_gpu():
+def test_rejects_autocast_unsafe_loss_like_a_gpu():
     with mk.VirtualGPU("RTX 4090"), torch.autocast("cuda"):
         x = torch.rand(4, device="cuda")
         with pytest.raises(RuntimeError, match="unsafe to autocast"):

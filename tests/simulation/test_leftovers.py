@@ -261,7 +261,7 @@ def forget():
         cache.cache_clear()
 
 
-def test_what_the_users_code_keeps_is_real_again():
+def test_user_caches_hold_real_tensors_afterwards():
     forget()
     RING.append(ring := points(4))
     model = Model("all")
@@ -282,7 +282,7 @@ def test_each_way_to_keep_something(way):
     assert_nothing_left(model)
 
 
-def test_guessed_numbers_are_not_kept_either():
+def test_does_not_keep_guessed_numbers():
     @functools.lru_cache
     def extent(n):
         return points(n).abs().max().item()
@@ -300,7 +300,7 @@ def test_guessed_numbers_are_not_kept_either():
 
 
 @pytest.mark.parametrize("call", [plan, advise, scaling], ids=lambda call: call.__name__)
-def test_whoever_simulates(call):
+def test_every_simulating_entry_point(call):
     forget()
     model = Model("lru_cache" if call is advise else "in_dict")
     call(model, mean_square)
@@ -326,7 +326,7 @@ def test_a_loss_object_keeps_nothing():
     assert_nothing_left(model)
 
 
-def test_what_was_kept_before_works_within_and_stays():
+def test_earlier_cache_entries_work_and_stay():
     ways = ["lru_cache", "in_dict", "closure", "in_list_of_dict"]
     real = [WAYS[way](4, X) for way in ways]
 
@@ -339,7 +339,7 @@ def test_what_was_kept_before_works_within_and_stays():
     assert all(one is other for one, other in zip(real[1:], again[1:], strict=True))  # a lru_cache may be filled anew
 
 
-def test_values_of_other_sizes_stay_in_a_dict_that_is_put_back():
+def test_restored_dict_keeps_other_values():
     DICT.clear()
     DICT[7] = kept = points(7)
     estimate(Model("in_dict"), mean_square)
@@ -347,7 +347,7 @@ def test_values_of_other_sizes_stay_in_a_dict_that_is_put_back():
     assert DICT[7] is kept
 
 
-def test_the_card_leaves_nothing_either():
+def test_virtual_gpu_leaves_no_trace():
     @functools.lru_cache
     def grid(n, device):
         return torch.linspace(-1, 1, n, device=device)
@@ -387,7 +387,7 @@ def batches():
         yield kept
 
 
-def test_who_cannot_be_made_to_let_go_is_named():
+def test_error_names_holder_that_cannot_release():
     generator, model = batches(), Model(None)
 
     def loss_fn(model, x):
@@ -400,7 +400,7 @@ def test_who_cannot_be_made_to_let_go_is_named():
     generator.close()
 
 
-def test_a_holder_in_a_module_is_named_by_it(monkeypatch):
+def test_error_names_module_of_the_holder(monkeypatch):
     monkeypatch.setitem(globals(), "WAITING", queue.SimpleQueue())  # a new one: the tests freeze what is there
 
     def loss_fn(model, x):

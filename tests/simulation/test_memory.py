@@ -38,12 +38,12 @@ def test_the_least_is_enough_and_little_less_is_not():
         train(within(least - reserved // 128))
 
 
-def test_segments_that_grow_cache_little():
+def test_expandable_segments_cache_little():
     figures = train("expandable_segments:True").record().figures
     assert figures.find_least() > 0.9 * figures.reserved_bytes
 
 
-def test_what_the_run_frees_itself_it_need_not_reserve():
+def test_freed_memory_is_not_required():
     def held(*, empties):
         with mk.VirtualGPU("RTX 3060") as gpu:
             for size in (512, 640, 768):
@@ -69,7 +69,7 @@ def test_blocks_of_another_stream_do_not_serve():
     assert gpu.record().figures.find_least() == 1024 * MIB
 
 
-def test_the_least_is_of_what_was_done_until_then_also_in_a_copy():
+def test_least_covers_the_past_also_in_a_copy():
     with mk.VirtualGPU("RTX 3060") as gpu:
         torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         early = gpu.estimate()
@@ -95,7 +95,7 @@ def blocks_of(*sizes_mib, keeps=()):
     return gpu
 
 
-def test_a_few_bytes_at_the_start_decide_where_a_large_block_lies():
+def test_initial_bytes_shift_large_blocks():
     # 17 of the 20 MiB of a segment are taken, so that the next 5 MiB lie in what 400 MiB left; then 400 MiB need more.
     sizes = (9, 8, 400, 5, 400)
     figures = blocks_of(*sizes, keeps=(0, 1, 3)).record().figures
@@ -109,7 +109,7 @@ def test_a_few_bytes_at_the_start_decide_where_a_large_block_lies():
     assert stable.find_range() == (stable.reserved_bytes,) * 2 == (420 * MIB,) * 2
 
 
-def test_what_shares_no_segment_moves_nothing():
+def test_separate_segments_do_not_interact():
     figures = blocks_of(0.5, 12, 400, 30, 400, keeps=(0, 1, 3)).record().figures
     assert figures.find_range() == (figures.reserved_bytes,) * 2
 
@@ -125,7 +125,7 @@ def test_the_range_is_part_of_the_estimate():
         assert copied.required_bytes == estimate.required_bytes
 
 
-def test_the_range_begins_where_the_peaks_do():
+def test_range_starts_at_the_peak():
     with mk.VirtualGPU("RTX 3060") as gpu:
         for size in (5, 600, 40):
             block = torch.empty(size * MIB, dtype=torch.uint8, device="cuda")

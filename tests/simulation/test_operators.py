@@ -66,7 +66,7 @@ def test_autocast_takes_each_operator_as_its_list_says(function, dtype):
 @pytest.mark.parametrize(
     ("context", "is_kept"), [(torch.enable_grad, True), (torch.no_grad, True), (torch.inference_mode, False)]
 )
-def test_a_cast_weight_is_kept_until_autocast_ends_but_not_in_inference(card, context, is_kept):
+def test_autocast_caches_weights_except_in_inference(card, context, is_kept):
     """As the allocator shows on a CPU, and as inference was recorded on a GPU."""
     layer = nn.Linear(512, 512, bias=False, device="cuda")
     x = torch.ones(4, 512, device="cuda", dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def test_a_cast_weight_is_kept_until_autocast_ends_but_not_in_inference(card, co
 
 
 @pytest.mark.usefixtures("card")
-def test_a_cast_that_was_made_without_a_graph_is_not_taken_where_one_is_wanted():
+def test_cast_without_graph_is_not_reused_with_graph():
     layer = nn.Linear(8, 8, bias=False, device="cuda")
     x = torch.ones(4, 8, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
@@ -122,7 +122,7 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
         (call(dropout=0.1), HOPPER, "flash"),
     ],
 )
-def test_the_kernel_that_takes_attention(made, capability, backend):
+def test_choice_of_attention_kernel(made, capability, backend):
     assert attention_backend(made, capability, RULES) == backend
 
 
@@ -133,7 +133,7 @@ def test_wide_heads_with_a_gradient_do_not_flash_on_gaming_cards():
     assert attention_backend(wide, GAMING_AMPERE, RULES) == attention_backend(wide, ADA, RULES) == "efficient"
 
 
-def test_what_the_user_forbids_is_not_taken():
+def test_respects_disabled_kernels():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert attention_backend(call(), ADA, RULES) == "math"
 
@@ -170,7 +170,7 @@ def test_a_layer_of_inference_shows_its_operators(card):
         (torch.float32, None, 4 * 2**20),
     ],
 )
-def test_softmax_widens_float16_inside_its_kernel_and_converts_bfloat16_before(card, dtype, asked, num_bytes):
+def test_softmax_widens_float16_inside_and_bfloat16_before(card, dtype, asked, num_bytes):
     x = torch.ones(1024, 1024, device="cuda", dtype=dtype)
     before = card.allocated_bytes
     torch.cuda.reset_peak_memory_stats()
@@ -193,7 +193,7 @@ def test_operators_with_a_kernel_of_cudas_own_stay_whole(card):
 
 
 @pytest.mark.parametrize("rows", [256, 512, 1024, 2048, 4096])
-def test_a_sum_over_rows_takes_what_recorded_gpus_took(rows):
+def test_sum_over_rows_matches_recorded_gpus(rows):
     x = torch.empty(rows, 1024, device="meta")
     partial = rows // 64 * 1024 * 32 * 4 * 4
     assert reduction_workspace(_aten.sum.dim_IntList, (x, [0]), ADA_CARD) == ((partial, 32) if rows >= 1024 else ())
@@ -213,7 +213,7 @@ def test_the_sum_of_all_numbers_is_split_over_the_whole_card():
     assert large == (128 * 3 * 4, 4)
 
 
-def test_rows_added_up_by_index_take_what_recorded_gpus_took():
+def test_index_add_matches_recorded_gpus():
     weights, values = torch.empty(10_000, 1024, device="meta"), torch.empty(4096, 1024, device="meta")
     for num_rows, sort_bytes in ((2048, 1), (4096, 72_191)):
         index = torch.empty(num_rows, dtype=torch.int64, device="meta")
@@ -222,7 +222,7 @@ def test_rows_added_up_by_index_take_what_recorded_gpus_took():
         assert inside(_aten.index_put.default, (weights, [index], values[:num_rows], False), ADA_CARD) == ()
 
 
-def test_an_embeddings_gradient_is_summed_in_tens_where_there_are_many_rows():
+def test_large_embedding_gradient_is_summed_in_tens():
     grad, index = torch.empty(8192, 768, device="meta"), torch.empty(8192, dtype=torch.int64, device="meta")
     few = (grad[:3072], index[:3072], 50_257, -1, False)
     assert inside(_aten.embedding_dense_backward.default, few, ADA_CARD) == ()
@@ -241,7 +241,7 @@ def test_layer_norm_sums_in_groups_only_with_many_short_rows():
 
 
 @pytest.mark.parametrize(("step", "is_copied"), [(1, False), (2, True)])
-def test_a_matrix_with_gaps_in_rows_and_columns_is_copied_before_it_is_multiplied(card, step, is_copied):
+def test_copies_strided_matrix_before_product(card, step, is_copied):
     x, y = torch.ones(512, 512 * step, device="cuda")[:, ::step], torch.ones(512, 512, device="cuda")
     x @ y  # cuBLAS has its workspace
     before = card.allocated_bytes

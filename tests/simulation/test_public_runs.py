@@ -15,28 +15,28 @@ _BY_NAME = {run.name: run for run in RUNS}
 _ONE_EARLIER = 2  # adding up rows by index gives one of five blocks back earlier than the model does
 
 
-def test_a_training_step_under_autocast_takes_the_blocks_that_the_gpu_took():
+def test_autocast_training_step_matches_gpu_blocks():
     run = _BY_NAME["medium_512_training"]
     alike, recorded = num_alike(run, run.play(num_steps=1))
     assert recorded == 7591
     assert recorded - alike <= _ONE_EARLIER
 
 
-def test_attention_from_an_empty_allocator_is_the_gpus_in_every_block():
+def test_attention_matches_gpu_in_every_block():
     run = _BY_NAME["attention in parts, forward and backward"]
     played = run.play()
     assert num_alike(run, played) == (36, 36)
     assert (played.peak_bytes, played.reserved_bytes) == (run.peak_bytes, run.reserved_bytes)
 
 
-def test_inference_under_autocast_takes_the_blocks_that_the_gpu_took():
+def test_autocast_inference_matches_gpu_blocks():
     run = _BY_NAME["medium_512_inference"]
     assert num_alike(run, run.play(num_steps=1)) == (1666, 1666)
 
 
 @pytest.mark.slow  # three minutes
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_a_whole_run_peaks_where_the_gpu_did(run):
+def test_whole_run_peaks_like_the_gpu(run):
     played = run.play()
     assert played.peak_bytes == pytest.approx(run.peak_bytes, rel=2e-4)
     assert played.reserved_bytes == pytest.approx(run.reserved_bytes, rel=0.02)
@@ -55,7 +55,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_rule_is_seen(wrong):
+def test_detects_wrong_rules(wrong):
     kernel, change = WRONG[wrong]
     rows = [row for row in ROWS if row["kernel"] == kernel]
     tensors._has_parts.cache_clear()

@@ -66,7 +66,7 @@ def test_two_levels_stand_above_torchs_own_class_at_most(kind, root):
     assert all(not each.__subclasses__() for each in (CudaTensors, Recorder))
 
 
-def test_a_class_does_not_touch_what_its_parent_keeps_to_itself():
+def test_classes_do_not_touch_private_names_of_parents():
     def private(kind):
         tree = ast.parse(inspect.getsource(kind))
         selves = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
@@ -101,7 +101,7 @@ def test_host_card_and_ranks_are_entered_in_one_way():
         assert model.weight.grad is None
 
 
-def test_a_block_that_is_not_recorded_says_so():
+def test_unrecorded_block_raises():
     watch = Simulation(Host()).first_watch()
     assert not watch.is_recording
     with pytest.raises(ValueError, match="not recorded"):
@@ -111,7 +111,7 @@ def test_a_block_that_is_not_recorded_says_so():
 # ------------------------------------------------------------------------------------------------- patches
 
 
-def test_patches_are_undone_by_an_error_and_the_last_of_several_blocks_undoes():
+def test_patches_are_undone_after_error_and_last_block():
     from memkit._simulation.leftovers import Patches
 
     class Owner:
@@ -134,7 +134,7 @@ def test_patches_are_undone_by_an_error_and_the_last_of_several_blocks_undoes():
     assert Heir.kept == 1
 
 
-def test_what_is_changed_of_torch_is_what_the_table_says():
+def test_patched_names_match_the_table():
     """No function of torch is another inside of the block but those that the docs list."""
     owners = torch.Tensor, torch.cuda, torch.cuda.memory, torch.accelerator, nn.Module, torch.utils, torch
     table = patches()
@@ -152,7 +152,7 @@ def test_what_is_changed_of_torch_is_what_the_table_says():
 # ---------------------------------------------------------------------------------------- what dies, what moves
 
 
-def test_models_built_in_a_row_take_what_each_takes_alone():
+def test_consecutive_models_take_memory_of_one():
     held = []
     with mk.VirtualGPU("RTX 4090") as gpu:
         for _ in range(3):
@@ -182,7 +182,7 @@ class Meta(torch.Tensor):
         return out
 
 
-def test_a_subclass_of_tensor_moves_and_stays_what_it_is(card):
+def test_tensor_subclass_moves_and_keeps_its_type(card):
     image = Meta(torch.rand(2, 3, 8, 8), affine=torch.eye(4))
     for moved in (image.cuda(), image.to("cuda"), image.to("cuda", non_blocking=True)):
         assert isinstance(moved, Meta)
@@ -219,7 +219,7 @@ FILLED = {
 
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("how", FILLED)
-def test_parameters_that_were_filled_move(how):
+def test_filled_parameters_move(how):
     model = nn.Linear(2000, 2000)
     with torch.no_grad():
         FILLED[how](model)
@@ -230,7 +230,7 @@ def test_parameters_that_were_filled_move(how):
 
 
 @pytest.mark.usefixtures("card")
-def test_parameters_that_others_hold_move():
+def test_shared_parameters_move():
     """A view, a graph, a weak reference: on a GPU nobody is asked."""
     import weakref
 
@@ -242,7 +242,7 @@ def test_parameters_that_others_hold_move():
     assert held[2]() is model.weight
 
 
-def test_data_that_is_set_moves_and_comes_back():
+def test_assigned_data_moves_and_returns():
     model = nn.Linear(3, 3)
     expected = model.weight.detach().clone()
     with mk.VirtualGPU("RTX 4090") as gpu:
@@ -336,7 +336,7 @@ def test_a_second_card_is_not_there(card, make):
     assert card.allocated_bytes == 0
 
 
-def test_a_calibrated_workspace_is_taken():
+def test_uses_calibrated_workspace():
     gpu = replace(find_gpu("RTX 4090"), cublas_workspace_bytes=3 * MIB, confidence="calibrated")
     with mk.VirtualGPU(gpu, torch="2.13") as card:
         x = torch.zeros(512, 512, device="cuda")

@@ -50,7 +50,7 @@ X, W, Y = 2 * 8 * 32 * 32, 16 * 8 * 3 * 3, 2 * 16 * 32 * 32
         ("V100 32GB", {"groups": 8}, 0),
     ],
 )
-def test_cudnn_benchmark_takes_the_workspace_of_the_fastest_algorithm(gpu, options, numbers):
+def test_cudnn_benchmark_takes_workspace_of_fastest_algorithm(gpu, options, numbers):
     taken = peak_of_convolution(gpu, benchmark=True, **options) - peak_of_convolution(gpu, benchmark=False, **options)
     size = options.get("dtype", torch.float32).itemsize
     assert taken == math.ceil(numbers * size / 512) * 512  # blocks are multiples of 512 bytes
@@ -71,7 +71,7 @@ def test_without_tf32_there_are_no_tensor_cores_for_float32():
         assert tuned_workspaces(convolution, (8, 6)) == (36 * (2 * 64 * 24 + 128) * 4,) * 2
 
 
-def test_where_there_is_no_room_cudnn_takes_less():
+def test_cudnn_takes_less_if_memory_is_short():
     card = replace(mk.find_gpu("V100 32GB"), total_interval=(600 * 2**20, 600 * 2**20), context_interval=(0, 0))
     with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU(card) as gpu:
         conv = torch.nn.Conv2d(256, 256, 3, padding=1, device="cuda")
@@ -92,7 +92,7 @@ def cached_after_convolutions(*, benchmark=True, tuned_before=True, dtype=torch.
         return (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) >> 20
 
 
-def test_the_first_time_that_cudnn_benchmark_meets_a_convolution_the_cache_is_emptied():
+def test_cudnn_benchmark_empties_cache_at_new_convolution():
     assert cached_after_convolutions(tuned_before=False) < 64
     assert cached_after_convolutions(tuned_before=True) >= 64
     assert cached_after_convolutions(tuned_before=False, benchmark=False) >= 64
@@ -119,7 +119,7 @@ def test_a_convolution_in_another_size_or_order_is_tuned_anew():
             assert (len(gpu.memory.tuned) > before) is is_new
 
 
-def test_a_snapshot_shows_the_workspace_too():
+def test_snapshot_includes_workspace():
     """What is lent is among the requests, so that the allocator's model explains every segment from them."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=True), mk.VirtualGPU("V100 32GB"):
         torch.cuda.memory._record_memory_history(context=None)

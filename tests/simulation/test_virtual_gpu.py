@@ -170,7 +170,7 @@ def test_allocated_bytes_are_rounded_storages_and_workspaces(card):
     assert card.peak_bytes == card.allocated_bytes
 
 
-def test_the_counters_that_scripts_read(card):
+def test_counters_read_by_scripts(card):
     half, other = (torch.empty(12 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
     blocks = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
     del half, other, blocks[1]
@@ -265,7 +265,7 @@ def test_a_step_takes_cudas_operators(card):
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_fused_optimizers_take_nothing_beyond_their_state(card, make):
+def test_fused_optimizers_take_only_their_state(card, make):
     model = nn.Linear(512, 512, bias=False).cuda()
     optimizer = make(model.parameters(), lr=0.1, fused=True)
     if make is torch.optim.Adagrad and parse(torch.__version__) < (2, 12):
@@ -281,7 +281,7 @@ def test_fused_optimizers_take_nothing_beyond_their_state(card, make):
     assert card.peak_bytes <= allocated + 4 * KIB  # scalars
 
 
-def test_a_view_of_whole_numbers_that_are_known_takes_nothing_and_stays_known(card):
+def test_view_of_known_integers_stays_known(card):
     rows = torch.arange(4096).view(64, 64).cuda()
     allocated = card.allocated_bytes
     views = [rows[:, :-1], rows[:, 1:], rows[3], rows.T, rows.view(-1), rows[::2].unsqueeze(0)]
@@ -370,7 +370,7 @@ def test_out_of_memory_at_the_line_of_the_card(card):
 
 
 @pytest.mark.usefixtures("card")
-def test_recovery_finds_what_fits():
+def test_recovery_finds_fitting_size():
     tried = []
 
     def step(size):
@@ -451,7 +451,7 @@ def test_all_is_undone_after_an_error():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
 
 
-def test_a_run_that_dies_before_its_first_step_knows_its_parameters():
+def test_run_failing_before_first_step_counts_parameters():
     with VirtualGPU("T4") as card:
         model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)).cuda()
         made_there = nn.Linear(1024, 1024, device="cuda")
@@ -464,7 +464,7 @@ def test_a_run_that_dies_before_its_first_step_knows_its_parameters():
     assert estimate.other_bytes >= 2 * 1024 * 4  # the running statistics
 
 
-def test_one_of_three_threads_has_the_card_and_the_others_are_refused():
+def test_only_one_thread_gets_the_card():
     barrier, results = threading.Barrier(3), []
     refused = threading.Semaphore(0)
 

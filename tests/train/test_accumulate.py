@@ -162,7 +162,7 @@ def test_class_weighted_mean_weighed_by_tokens_is_wrong():
 
 @pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0)])
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_zero_count_contributes_exactly_nothing_even_if_its_mean_is_nan(count, position):
+def test_zero_count_contributes_nothing_even_with_nan_mean(count, position):
     def run(with_empty):
         model, x, y, weight = make_problem()
         accumulator = mk.GradientAccumulator(
@@ -178,7 +178,7 @@ def test_zero_count_contributes_exactly_nothing_even_if_its_mean_is_nan(count, p
     assert_same(run(with_empty=True), run(with_empty=False))
 
 
-def test_a_group_that_weighs_nothing_does_not_step():
+def test_weightless_group_does_not_step():
     model, x, y, weight = make_problem()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     before = copy.deepcopy(model.state_dict())
@@ -488,7 +488,7 @@ class TestInterruptedBackward:
         torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-14, atol=1e-16)
         return changed
 
-    def test_all_or_nothing_leaves_the_group_as_it_was(self):
+    def test_failed_step_leaves_the_group_unchanged(self):
         assert self.run(all_or_nothing=True) is False
 
     def test_half_a_backward_is_never_stepped_with(self):
@@ -496,7 +496,7 @@ class TestInterruptedBackward:
         assert self.run(all_or_nothing=False) is True
 
     @pytest.mark.parametrize("max_grad_norm", [None, 0.01])
-    def test_gradients_that_are_one_tensor_stay_two(self, max_grad_norm):
+    def test_aliased_gradients_are_separated(self, max_grad_norm):
         """autograd.grad may return one tensor for two parameters, the root itself, or a tensor that somebody holds."""
 
         class Shared(nn.Module):
@@ -522,7 +522,7 @@ class TestInterruptedBackward:
 
         assert_same(run(True), run(False))
 
-    def test_hooks_that_wait_for_gradients_are_called_either_way(self):
+    def test_gradient_hooks_are_always_called(self):
         model = nn.Linear(2, 1)
         called = []
         model.weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.clone()))
@@ -624,7 +624,7 @@ class TestState:
         assert_same(run(stop_after), run(None))
 
     @pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
-    def test_resume_in_bfloat16_with_a_parameter_that_comes_late(self, stop_after):
+    def test_resume_in_bfloat16_with_late_parameter(self, stop_after):
         def make():
             torch.manual_seed(0)
             model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]).bfloat16()
@@ -696,7 +696,7 @@ class TestMisuse:
         assert accumulator.step() is True
 
     @pytest.mark.parametrize("count", [float("nan"), -1.0, float("inf")])
-    def test_a_count_that_stays_on_its_device_is_checked_at_the_step(self, count):
+    def test_device_count_is_checked_at_the_step(self, count):
         model, accumulator = self.make(accumulation_steps=3)
         for each in (2.0, count, 2.0):
             accumulator.backward(model(torch.ones(1, 2)).sum(), torch.tensor(each), reduction="sum")
@@ -729,7 +729,7 @@ class TestMisuse:
             (torch.tensor(1.0), mk.errors.InputError, "requires_grad=False"),
         ],
     )
-    def test_a_loss_that_cannot_be_used(self, loss, error, text):
+    def test_rejects_unusable_loss(self, loss, error, text):
         assert_refused(lambda: self.make()[1].backward(loss), error, text)
 
     @pytest.mark.parametrize(
@@ -756,7 +756,7 @@ class TestMisuse:
             {"accumulate_dtype": torch.float16},
         ],
     )
-    def test_settings_that_make_no_sense(self, settings):
+    def test_rejects_invalid_settings(self, settings):
         assert_refused(lambda: self.make(**settings), mk.errors.ConfigError, next(iter(settings)))
 
     @pytest.mark.parametrize(

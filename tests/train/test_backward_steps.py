@@ -59,7 +59,7 @@ def train(kind, in_backward):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_bit_identical_to_stepping_after_backward(kind):
+def test_is_bit_identical_to_stepping_after_backward(kind):
     assert_same(train(kind, in_backward=True), train(kind, in_backward=False))
 
 
@@ -80,7 +80,7 @@ def test_the_gradients_are_never_there_all_at_once():
         assert trace_allocations(step).peak < 0.4 * all_gradients
 
 
-def test_where_it_is_not_exact_it_is_refused():
+def test_rejects_inexact_cases():
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with step_in_backward(optimizer):
@@ -98,7 +98,7 @@ def test_where_it_is_not_exact_it_is_refused():
         pass
 
 
-def test_what_needs_the_gradients_says_that_they_are_gone():
+def test_users_of_gradients_raise_after_the_step():
     """Neither a silent norm of zero nor torch's assertion that no infinity check was recorded."""
 
     def gradient_bytes():
@@ -136,7 +136,7 @@ def test_parameters_are_stepped_by_one_optimizer_in_one_context():
     assert not model.weight._post_accumulate_grad_hooks
 
 
-def test_a_parameter_that_backward_does_not_step_is_named_and_not_stepped_twice():
+def test_names_unstepped_parameter_without_stepping_twice():
     """Unfrozen in the block it has no hook: its gradient would add up from step to step."""
     model = nn.Linear(3, 3)
     model.bias.requires_grad_(False)

@@ -119,14 +119,14 @@ def test_an_invalid_loss_function_gets_the_line_to_write(loss_fn, ending, settin
     ],
     ids=["step", "split", "estimate", "advise", "plan", "loop"],
 )
-def test_a_criterion_is_told_wherever_a_loss_function_is_taken(call):
+def test_every_loss_fn_argument_rejects_criterion(call):
     with pytest.raises(InputTypeError, match="the criterion CrossEntropyLoss") as caught:
         call(CRITERION)
     assert str(caught.value).endswith(LAMBDA)
     assert isinstance(caught.value.__cause__, TypeError)  # torch's own, for those who want it
 
 
-def test_of_a_mapping_the_keys_are_named():
+def test_error_names_mapping_keys():
     x, y = make_batch()
     with pytest.raises(InputTypeError, match=r"criterion\(model\(batch\['image'\]\), batch\['label'\]\)$"):
         make_trainer().train_step({"image": x, "name": "a", "label": y}, CRITERION)
@@ -217,7 +217,7 @@ def test_an_invalid_loss_gets_the_last_line_to_write(give, error, ending, steps)
     assert caught.value.call == "loss_fn of trainer.train_step"
 
 
-def test_a_frozen_model_is_told_from_a_detached_loss():
+def test_distinguishes_frozen_model_from_detached_loss():
     trainer = make_trainer()
     trainer.model.requires_grad_(False)
     with pytest.raises(InputError, match=r"unfreeze the parameters to train: model\.requires_grad_\(True\)\.$"):
@@ -384,7 +384,7 @@ def test_an_attempt_is_not_a_micro_batch(use):
             use(attempt)
 
 
-def test_a_batch_of_an_unknown_object_is_taken_whole():
+def test_unknown_batch_object_stays_whole():
     result = make_trainer().train_step(Graph(torch.ones(5, 4)), lambda model, graph: model(graph.x).square().mean())
     assert result.stepped
     assert result.num_microbatches == 1

@@ -165,15 +165,15 @@ class TestChoice:
         model = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
         assert list(choose_blocks(model, "auto")) == ["1.layers.0", "1.layers.1", "1.layers.2"]
 
-    def test_a_pattern_that_matches_nothing_suggests_names(self):
+    def test_unmatched_pattern_suggests_names(self):
         with pytest.raises(mk.errors.ConfigError, match=r"'block.0', which matches no module of Net.*'blocks.0'"):
             choose_blocks(Net(), ["block.0"])
 
-    def test_nothing_to_checkpoint(self):
+    def test_model_without_blocks(self):
         with pytest.raises(mk.errors.ConfigError, match="selects no block of Linear"):
             choose_blocks(nn.Linear(2, 2), "auto")
 
-    def test_true_is_named_as_it_was_written(self):
+    def test_error_quotes_true_as_written(self):
         with pytest.raises(mk.errors.ConfigError, match=r"^checkpoint=True: .* Way out: omit checkpoint"):
             trainer_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), checkpoint=True)
 
@@ -318,7 +318,7 @@ class TestMapping:
     def test_refused(self, choice, message):
         assert_refused(lambda: self.choose(choice), mk.errors.ConfigError, message)
 
-    def test_a_block_that_is_treated_otherwise_already(self):
+    def test_rejects_block_with_other_treatment(self):
         model = mlp_blocks()
         with Checkpointing(model, {"[0-3]": "full"}):
             with Checkpointing(model, {"0": "full"}):
@@ -328,7 +328,7 @@ class TestMapping:
             assert len([1 for block in model if "forward" in block.__dict__]) == 4
 
 
-def test_an_instance_forward_that_was_there_comes_back():
+def test_restores_instance_forward():
     model = Net()
     own = model.blocks[1].forward
     model.blocks[1].forward = lambda x, scale: own(x, scale=2 * scale)
@@ -352,7 +352,7 @@ def test_compiled_model():
     torch.testing.assert_close(gradients(model), gradients(plain))
 
 
-def test_a_model_without_modules_inside_has_nothing_to_name():
+def test_model_without_submodules_has_no_names():
     error = assert_refused(lambda: mk.Checkpointing(nn.Linear(2, 2), "all"), mk.errors.ConfigError, "matches no module")
     assert "omit checkpoint" in error.fix
 
@@ -380,7 +380,7 @@ CHANGING = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("treatment", ["full", "selective", "offload"])
 @pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
-def test_buffers_change_once_where_attributes_change_too(make, treatment):
+def test_buffers_change_once_with_changing_attributes(make, treatment):
     def trained(is_treated):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(make(), nn.Tanh(), nn.Linear(6, 6))).double()
@@ -403,7 +403,7 @@ class Decaying(nn.Linear):
 
 
 @pytest.mark.parametrize("treatment", ["full", "selective"])
-def test_a_block_that_changes_its_parameters_is_refused(treatment):
+def test_rejects_block_changing_its_parameters(treatment):
     """It would change them twice in a step, and train something else."""
     model = nn.Sequential(nn.Sequential(Decaying(6, 6), nn.Tanh()), nn.Linear(6, 1))
     before = model[0][0].weight.detach().clone()

@@ -97,7 +97,7 @@ def test_the_step_is_bit_identical_to_the_plain_one(kind, in_slices, monkeypatch
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_change_only_where_they_are_known_to(kind, foreach):
+def test_detects_optimizers_writing_gradients(kind, foreach):
     parameters, optimizer, generator = make(kind, foreach)
     for _ in range(2):
         give_gradients(parameters, generator, 0)
@@ -108,7 +108,7 @@ def test_gradients_change_only_where_they_are_known_to(kind, foreach):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dampening"])
-def test_state_made_before_the_first_step_is_what_that_step_starts_from(kind):
+def test_materialized_state_equals_initial_state(kind):
     parameters, optimizer, generator = make(kind, foreach=True)
     materialize_state(optimizer)
     assert all(parameter.grad is None for parameter in parameters)
@@ -182,7 +182,7 @@ class Exhausted(FailingOperator):
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("kind", MUST)
-def test_where_nothing_fits_any_more_each_parameter_is_old_or_new(kind, foreach, monkeypatch):
+def test_each_parameter_is_old_or_new_if_nothing_fits(kind, foreach, monkeypatch):
     monkeypatch.setattr(chunked_steps, "_SMALLEST_CHUNK_BYTES", 8 * 1024)
     old = everything_of_each(*train(kind, foreach, num_steps=2))
     new = everything_of_each(*train(kind, foreach, num_steps=3))
@@ -252,14 +252,14 @@ for is_atomic in (True, False):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set as Linux does")
 @pytest.mark.parametrize("foreach", ["foreach", pytest.param("single", marks=pytest.mark.slow)])
-def test_a_step_goes_through_inside_a_real_limit_where_the_plain_one_is_torn(foreach):
+def test_step_completes_in_a_limit_that_tears_plain_step(foreach):
     done = run_python(LIMITED, foreach, MALLOC_MMAP_THRESHOLD_="65536")
     assert done.stdout.split() == ["same", "failed", "torn"]
 
 
 @pytest.mark.parametrize("kind", [*MUST, "radam", "nadam"])
 @pytest.mark.parametrize("sizes", [(64,) * 8, (512, 8), (1000,)])
-def test_the_peak_is_at_most_a_tenth_above_parameters_gradients_and_state(kind, sizes):
+def test_peak_is_a_tenth_above_model_and_state_at_most(kind, sizes):
     parameters = [nn.Parameter(torch.randn(size, 16_000)) for size in sizes]  # 33 to 64 MB
     optimizer = KINDS[kind](parameters, foreach=True)
     materialize_state(optimizer)
@@ -377,7 +377,7 @@ class TestRegisteredOptimizers:
             found = train_small(kind, guarded=True, faults=[place])
             assert_same(found, train_small(Lion, False))
 
-    def test_may_call_the_step_that_they_inherit(self):
+    def test_may_call_inherited_step(self):
         """Torch calls the hooks around it once more."""
 
         def step(self, closure=None):
@@ -396,7 +396,7 @@ class TestRegisteredOptimizers:
         assert calls
 
     @pytest.mark.parametrize("where", ["group", "attribute", "state"])
-    def test_that_keep_something_else_are_refused(self, where):
+    def test_rejects_those_keeping_other_state(self, where):
         def step(self, closure=None):
             Lion.step.__wrapped__(self) if hasattr(Lion.step, "__wrapped__") else Lion.step(self)
             if where == "group":
@@ -410,7 +410,7 @@ class TestRegisteredOptimizers:
         with pytest.raises(mk.errors.ConfigError, match="keeps values outside of the per-parameter state"):
             train_small(kind, guarded=True)
 
-    def test_values_that_are_not_optimizer_classes(self):
+    def test_rejects_non_optimizer_classes(self):
         for wrong in (Lion([nn.Parameter(torch.ones(2))]), nn.Linear, "Lion"):
             with pytest.raises(mk.errors.InputTypeError, match=r"register_parameterwise\(type\(optimizer\)\)"):
                 mk.train.register_parameterwise(wrong)
@@ -444,7 +444,7 @@ class TestSubclasses:
     @pytest.mark.parametrize(
         "kind", [type("Plain", (optim.Adam,), {}), Named, type("Mixed", (Mixin, optim.AdamW), {}), optim.SGD]
     )
-    def test_that_leave_the_step_alone_are_their_base(self, kind):
+    def test_inherit_rules_without_own_step(self, kind):
         plain = {"Plain": optim.Adam, "Mixed": optim.AdamW}.get(kind.__name__)
         assert steps_parameterwise(kind([nn.Parameter(torch.ones(2))], lr=1e-2))
         assert steps_parameterwise(kind([nn.Parameter(torch.ones(2))], lr=1e-2))  # torch has put its own around step
@@ -459,11 +459,11 @@ class TestSubclasses:
             type("Grouping", (optim.Adam,), {"param_groups": property(lambda self: [], lambda self, value: None)}),
         ],
     )
-    def test_that_change_it_may_do_anything(self, kind):
+    def test_are_unknown_with_own_step(self, kind):
         assert not steps_parameterwise(kind([nn.Parameter(torch.ones(2))]))
 
 
-def test_state_that_does_not_fit_is_not_half_made():
+def test_oversized_state_is_not_partly_created():
     parameters, optimizer, _ = make("amsgrad", foreach=True)
     for place in range(1, 20, 5):
         with FailingOperator(*itertools.islice(itertools.count(place), 200)), pytest.raises(mk.MemkitOutOfMemoryError):

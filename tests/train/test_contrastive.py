@@ -285,7 +285,7 @@ def whole_error(model, views, **settings):
     return relative_error(flat_gradient(model), flat_gradient(twin))
 
 
-class TestEncodersThatAreNoneOfEachRowAlone:
+class TestEncodersMixingRows:
     @pytest.mark.parametrize(
         ("layer", "text"),
         [
@@ -301,13 +301,13 @@ class TestEncodersThatAreNoneOfEachRowAlone:
         model.zero_grad()
         cached_backward(model, views, info_nce, chunk_size=8)  # said once
 
-    def test_state_that_reaches_the_embeddings_is_named(self):
+    def test_names_state_reaching_the_embeddings(self):
         model, x = nn.Sequential(nn.Linear(6, 32), Normalizer(), nn.Tanh()).double(), make_views()[0]
         with pytest.warns(mk.MemkitWarning, match=r"state that the embeddings depend on \(.*1\.running"):
             cached_backward(model, x, lambda e: info_nce((e, e.roll(1, 0))), chunk_size=8)
 
     @pytest.mark.parametrize("layer", [ByHand(in_training_only=False), AttentionOverBatch(), Normalizer()])
-    def test_are_refused_where_evaluation_mixes_rows_too(self, layer):
+    def test_are_rejected_if_evaluation_mixes_rows(self, layer):
         model, views = Tower(layer).double(), make_views()
         with pytest.raises(
             ConfigError, match=r"depends on other rows.*move operations that mix rows .* into loss_on_embeddings"
@@ -346,7 +346,7 @@ class TestEncodersThatAreNoneOfEachRowAlone:
         with pytest.warns(mk.MemkitWarning, match="would see the statistics"):
             cached_backward(model, views, info_nce, chunk_size=8)
 
-    def test_buffers_that_each_chunk_changes_are_named(self):
+    def test_names_buffers_changed_by_each_chunk(self):
         model, views = Tower(Counting()).double(), make_views()
         with pytest.warns(mk.MemkitWarning, match=r"each chunk changes the buffers layers\.2\.seen"):
             assert whole_error(model, views) <= 1e-14

@@ -60,7 +60,7 @@ def test_divisors_of_the_usual_losses(loss, expected):
         ((4,), [(3,)], False),
     ],
 )
-def test_divisors_that_weights_do_not_follow(weights, terms, is_uneven):
+def test_detects_divisors_not_following_weights(weights, terms, is_uneven):
     group = [
         (weight, tuple(Term((f"kind {k}",), (float(each),)) for k, each in enumerate(line)))
         for weight, line in zip(weights, terms, strict=True)
@@ -85,7 +85,7 @@ def mean_of_rows(model, x, there):
 
 
 @pytest.mark.parametrize(("loss", "is_told"), [(mean_of_tasks, True), (mean_of_rows, False)])
-def test_a_mean_over_tasks_is_one_over_the_rows_that_have_them(loss, is_told):
+def test_detects_means_over_different_items(loss, is_told):
     there = torch.tensor([[1.0, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]])
     x = torch.randn(4, 4)
     with warnings.catch_warnings(record=True) as caught:
@@ -107,7 +107,7 @@ def rows(num):
 
 
 @pytest.mark.parametrize("counts", [None, (1, 1, 1), (5, 5, 5)])
-def test_a_short_micro_batch_without_its_count_is_told_once(counts):
+def test_warns_once_of_short_micro_batch_without_count(counts):
     with pytest.warns(MemkitWarning, match=r"means over different numbers of items.*count=n") as caught:
         accumulate(nn.Linear(4, 2), [rows(5), rows(5), rows(2)], counts)
     assert len(caught) == 1
@@ -137,7 +137,7 @@ NORMALIZED = {
 
 
 @pytest.mark.parametrize("name", NORMALIZED)
-def test_weights_that_become_uneven_are_told_at_once(name):
+def test_warns_when_weights_become_uneven(name):
     """They are divided by their own sum before the multiplication, so the divisor is not in the graph."""
     model = nn.Linear(4, 2)
     trainer = trainer_of(model, accumulation_steps=3)
@@ -188,7 +188,7 @@ def test_batch_normalizations_are_found_in_the_graph(layer, expected, num_rows, 
     assert normalizes_over_batch(loss) is expected
 
 
-def test_batch_normalization_in_a_group_is_told_once():
+def test_warns_once_of_batch_norm():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     with pytest.warns(MemkitWarning, match="sees the statistics of each micro-batch") as caught:
         accumulate(model, [rows(4), rows(4), rows(4)])
@@ -217,7 +217,7 @@ MEANS = {
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (6, 3)])
 @pytest.mark.parametrize("name", [*SUMS, *MEANS])
-def test_a_sum_with_a_count_is_told_in_the_wrappers_words(name, sizes):
+def test_warns_of_sum_with_count_in_wrapper_terms(name, sizes):
     """A sum that comes with a count as a mean is warned of; with reduction='sum', or as a real mean, it is not."""
     model, loss = nn.Linear(4, 2), {**SUMS, **MEANS}[name]
     accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
@@ -237,7 +237,7 @@ def test_a_sum_with_a_count_is_told_in_the_wrappers_words(name, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(5, 4), (4, 4)])
-def test_a_sum_divided_by_a_constant_without_counts_is_told_if_micro_batches_differ(sizes):
+def test_warns_of_constant_divisor_for_unequal_micro_batches(sizes):
     model = nn.Linear(4, 2)
     accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 2)
     with warnings.catch_warnings(record=True) as caught:
@@ -263,7 +263,7 @@ def test_a_sum_over_valid_tokens_with_their_number(dtype, divisor):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_what_the_warning_says_gives_the_mean_over_rows(reduction):
+def test_suggested_fix_gives_mean_over_rows(reduction):
     x = torch.randn(9, 4, dtype=torch.float64)
     model = nn.Linear(4, 2).double()
     expected = torch.autograd.grad(model(x).pow(2).sum() / 9, list(model.parameters()))

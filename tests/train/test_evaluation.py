@@ -21,7 +21,7 @@ def forward(model, part):
     return {"scores": model(part), "is_high": model.whole(part)[:, 0] > 0}
 
 
-def test_results_are_the_whole_batchs_and_only_failed_parts_run_again(rows):
+def test_results_equal_whole_batch_and_only_failed_parts_rerun(rows):
     model, trainer = make(room=40)
     with trainer.evaluation() as evaluate:
         found = evaluate(rows, forward)
@@ -31,7 +31,7 @@ def test_results_are_the_whole_batchs_and_only_failed_parts_run_again(rows):
     assert model.seen == [100, 50, 25, 25, 50, 25, 25]
 
 
-def test_the_size_that_fits_is_remembered_apart_from_trainings(rows):
+def test_remembers_fitting_size_separately_from_training(rows):
     model, trainer = make(room=40)
     with trainer.evaluation() as evaluate:
         evaluate(rows, forward)
@@ -44,13 +44,13 @@ def test_the_size_that_fits_is_remembered_apart_from_trainings(rows):
     assert model.seen[-1] == 100  # in one piece
 
 
-def test_one_row_that_does_not_fit(rows):
+def test_single_oversized_row(rows):
     _, trainer = make(room=0)
     with trainer.evaluation() as evaluate, pytest.raises(mk.MemkitOutOfMemoryError, match=r"one row.*\.cpu\(\)"):
         evaluate(rows[:3], forward)
 
 
-def test_what_cannot_be_put_together_is_refused_where_the_batch_was_cut(rows):
+def test_rejects_uncombinable_results_after_split(rows):
     model, trainer = make(room=100)
     with trainer.evaluation() as evaluate:
         mean = evaluate(rows, lambda model, part: model(part).mean())
@@ -60,7 +60,7 @@ def test_what_cannot_be_put_together_is_refused_where_the_batch_was_cut(rows):
             evaluate(rows, lambda model, part: model(part).mean())
 
 
-def test_errors_pass_through_where_asked_or_of_other_kinds(rows):
+def test_other_errors_pass_through(rows):
     _, trainer = make(room=40, on_oom="raise")
     with trainer.evaluation() as evaluate, pytest.raises(torch.OutOfMemoryError):
         evaluate(rows, forward)
@@ -88,7 +88,7 @@ UNCUT = {  # (the batch, what is computed of it): training takes them as they ar
 
 
 @pytest.mark.parametrize("name", UNCUT)
-def test_a_batch_that_cannot_be_cut_runs_whole(rows, name):
+def test_uncuttable_batch_runs_whole(rows, name):
     make_batch, fn = UNCUT[name]
     batch = make_batch(rows)
     model, trainer = make(room=100)
@@ -104,14 +104,14 @@ def test_a_batch_that_cannot_be_cut_runs_whole(rows, name):
     assert model.seen == [100]
 
 
-def test_columns_that_disagree_run_whole(rows):
+def test_unequal_columns_run_whole(rows):
     model, trainer = make(room=100)
     with trainer.evaluation() as evaluate:
         found = evaluate({"x": rows, "edges": torch.zeros(2, 7)}, lambda model, batch: model(batch["x"]))
     torch.testing.assert_close(found, model.whole(rows))
 
 
-def test_a_mask_that_is_not_cut_is_named_after_an_out_of_memory():
+def test_out_of_memory_names_uncut_mask():
     _, trainer = make(room=2)
     batch = {"x": torch.randn(4, 3, dtype=torch.float64), "mask": torch.ones(4, 4, dtype=torch.bool).tril()}
     with trainer.evaluation() as evaluate, pytest.raises(mk.MemkitOutOfMemoryError, match="cannot be cut: a mask"):

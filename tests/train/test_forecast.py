@@ -77,7 +77,7 @@ def test_a_line_through_the_two_peaks_would_be_wrong():
     assert Forecast.between(runs[2], runs[4], (2, 4)).peak_bytes(300) == pytest.approx(peaks[300], rel=1e-4)
 
 
-def test_runs_that_do_not_correspond_give_the_line_through_their_peaks():
+def test_diverging_runs_fall_back_to_line_of_peaks():
     with Recorder() as few:
         torch.ones(100)
     with Recorder() as more:
@@ -87,7 +87,7 @@ def test_runs_that_do_not_correspond_give_the_line_through_their_peaks():
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 20)), max_size=60), st.integers(1, 10**6))
-def test_lines_that_are_never_the_highest_are_dropped(lines, num_rows):
+def test_drops_lines_that_are_never_highest(lines, num_rows):
     heights = np.array([float(height) for height, _ in lines])
     slopes = np.array([float(slope) for _, slope in lines])
     kept = _upper_envelope(heights, slopes)
@@ -104,7 +104,7 @@ def test_a_forecast_keeps_a_few_lines():
     assert len(Forecast.between(*runs, (2, 4)).slopes) < 10
 
 
-def test_a_budget_that_cannot_be_used_is_said_once():
+def test_warns_once_of_unusable_budget():
     """The rehearsal has few rows, which this loss does not take; the step itself has enough."""
     model = mlp()
 
@@ -120,7 +120,7 @@ def test_a_budget_that_cannot_be_used_is_said_once():
         trainer.train_step(torch.randn(18, 512), picky)
 
 
-def test_rows_that_fit():
+def test_number_of_fitting_rows():
     forecast = Forecast(2, torch.tensor([100.0, 50.0]).double().numpy(), torch.tensor([0.0, 10.0]).double().numpy())
     assert forecast.max_rows(100, 1000) == 7  # 50 + 5 * 10
     assert forecast.max_rows(99, 1000) == 1
@@ -129,7 +129,7 @@ def test_rows_that_fit():
 
 @pytest.mark.parametrize("on_oom", ["exact", "raise"])
 @pytest.mark.parametrize(("name", "num_rows"), [("mlp", 2000), ("convolutions", 400), ("encoder", 400)])
-def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(name, num_rows, on_oom):
+def test_budget_is_kept_and_training_equals_plain_parts(name, num_rows, on_oom):
     torch.manual_seed(0)
     model = MODELS[name]()
     x = torch.randn(num_rows, 512)
@@ -169,7 +169,7 @@ def test_a_model_in_bfloat16_is_charged_for_sums_in_bfloat16():
         assert run(precision="bf16-true") == 400  # their sum takes 4 MiB
 
 
-def test_a_batch_without_rows_stays_whole_where_nothing_is_to_be_cut():
+def test_batch_without_rows_stays_whole():
     model = nn.Linear(4, 4)
     memory = mk.MemoryManager("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,7 +191,7 @@ def test_a_batch_without_rows_stays_whole_where_nothing_is_to_be_cut():
         trainer.train_step(batch, table_loss)
 
 
-def test_a_batch_that_fits_is_left_whole_and_is_rehearsed_once():
+def test_fitting_batch_stays_whole_and_is_rehearsed_once():
     calls = []
 
     def counted(model, x):
@@ -205,7 +205,7 @@ def test_a_batch_that_fits_is_left_whole_and_is_rehearsed_once():
     assert calls == [2, 4, 16, 16, 16]
 
 
-def test_a_manager_says_what_is_left_and_gets_phases():
+def test_manager_supplies_budget_and_gets_phases():
     model = mlp()
     memory = mk.MemoryManager("cpu")
     with trainer_of(model, memory=memory) as trainer:
@@ -216,7 +216,7 @@ def test_a_manager_says_what_is_left_and_gets_phases():
     ]
 
 
-def test_a_row_that_does_not_fit_is_said_and_tried():
+def test_warns_of_oversized_row_and_tries_it():
     model = mlp()
     with (
         trainer_of(model, memory="1MiB") as trainer,
@@ -242,11 +242,11 @@ def test_a_row_that_does_not_fit_is_said_and_tried():
         ),
     ],
 )
-def test_budgets_that_cannot_be_used_are_refused(settings, error, words):
+def test_rejects_unusable_budgets(settings, error, words):
     assert_refused(lambda: trainer_of(mlp(), **settings), error, words)
 
 
-def test_what_cannot_be_rehearsed_is_left_as_it_was():
+def test_failed_rehearsal_leaves_everything_unchanged():
     model = mlp()
 
     def only_whole(model, x):

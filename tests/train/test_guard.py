@@ -180,7 +180,7 @@ attempt()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set as Linux does")
-def test_a_later_step_without_room_for_its_temporary_results_leaves_all_as_it_was():
+def test_later_step_without_room_leaves_all_unchanged():
     """The state is there by then; without asking for room first, a foreach step fails between its operators."""
     watched, unwatched = run_python(SHORT_OF_MEMORY, MALLOC_MMAP_THRESHOLD_="65536").stdout.splitlines()
     assert watched.startswith("as before | ")
@@ -189,7 +189,7 @@ def test_a_later_step_without_room_for_its_temporary_results_leaves_all_as_it_wa
     assert "perhaps half stepped" in unwatched
 
 
-def test_a_later_step_asks_for_the_room_that_it_needs_and_makes_no_copy(monkeypatch):
+def test_later_step_requests_its_room_without_copies(monkeypatch):
     model = nn.Linear(200, 200)
     optimizer = ForeignAdam(model.parameters(), foreach=True)
     model(torch.ones(1, 200)).sum().backward()
@@ -202,7 +202,7 @@ def test_a_later_step_asks_for_the_room_that_it_needs_and_makes_no_copy(monkeypa
     assert trace_allocations(lambda: guard.run(lambda: step(optimizer))).peak <= asked + 1024  # and given back before
 
 
-class TestWhatIsSaidOfAnUnknownOptimizer:
+class TestWarningsForUnknownOptimizers:
     """Automatic copies, and steps without protection, are reported once, with the way out."""
 
     pytestmark = pytest.mark.filterwarnings("error:optimizer.step.*memkit does not know how")
@@ -229,7 +229,7 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
             guard.run(lambda: step(optimizer))
         assert guard.run(lambda: step(optimizer))
 
-    def test_one_that_cannot_be_made(self, monkeypatch, tmp_path):
+    def test_warns_if_copy_cannot_be_made(self, monkeypatch, tmp_path):
         import tempfile
 
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
@@ -237,13 +237,13 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
         with pytest.warns(mk.MemkitWarning, match="may leave parameters and state half stepped"):
             StepGuard([optimizer]).run(lambda: step(optimizer))
 
-    def test_a_subclass_that_leaves_the_step_alone_is_no_stranger(self):
+    def test_subclass_with_inherited_step_is_known(self):
         kind = type("Mere", (torch.optim.SGD,), {})
         model = nn.Linear(4, 4)
         trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
         assert trainer.train_step(torch.ones(2, 4), mean_square).stepped
 
-    def test_one_that_is_registered_is_none_either(self):
+    def test_registered_optimizer_is_known(self):
         kind = mk.train.register_parameterwise(type("Mine", (torch.optim.SGD,), {"step": torch.optim.SGD.step}))
         model = nn.Linear(4, 4)
         trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
@@ -261,7 +261,7 @@ class TestStepHooks:
     def step(self, trainer):
         return trainer.train_step(torch.ones(4, 4), mean_square)
 
-    def test_after_the_step_which_is_done(self):
+    def test_failing_post_hook_leaves_step_done(self):
         model, optimizer, trainer = self.make()
         calls, before = [], model.weight.detach().clone()
         optimizer.register_step_post_hook(lambda *_: calls.append("average"))
@@ -275,7 +275,7 @@ class TestStepHooks:
         self.step(trainer)
         assert (calls, trainer.num_steps) == (["average"] * 2, 2)
 
-    def test_before_the_step_which_is_not(self):
+    def test_failing_pre_hook_leaves_step_undone(self):
         model, optimizer, trainer = self.make()
         before = model.weight.detach().clone()
 
@@ -308,7 +308,7 @@ def refused_from(place):
     return said, any(torn)
 
 
-def test_a_parameter_that_stays_torn_is_said_to_be():
+def test_reports_torn_parameter():
     """Too small for slices, at the first out-of-memory in a step that makes no copies."""
     found = [refused_from(place) for place in range(1, 30)]
     typed = [(text, is_torn) for text, is_torn in found if "smallest parts" in text]
@@ -319,7 +319,7 @@ def test_a_parameter_that_stays_torn_is_said_to_be():
         assert "of 2 parameters are stepped" in text or "as they were before" in text
 
 
-def test_hooks_run_once_wherever_a_step_is_cut_off():
+def test_hooks_run_once_despite_interrupted_step():
     """In torch's own marks around a step, and inside of it: the step goes on, and no hook runs twice."""
     weights = []
     for place in (None, *range(1, 40)):

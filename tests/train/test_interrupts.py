@@ -189,7 +189,7 @@ def raising_signal(request):
     signal.signal(request.param, before)
 
 
-def test_a_signal_in_the_middle_of_an_optimizer_step_waits_for_its_end(raising_signal, expected):
+def test_signal_waits_for_end_of_optimizer_step(raising_signal, expected):
     """The real thing: Python runs a handler between two lines, here before the schedule and the average follow."""
     names = ("mlp", "adamw")
     done, _ = expected(*names)

@@ -86,7 +86,7 @@ def test_the_loader_is_torchs_own_and_says_why(caplog):
     assert [len(images) for images, _ in loader] == [8, 8]
 
 
-def test_looking_at_a_sample_does_not_change_what_is_drawn():
+def test_inspecting_a_sample_does_not_change_draws():
     state = torch.get_rng_state()
     make_dataloader(Images(), device="cpu", num_workers=0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -96,7 +96,7 @@ def _plan_in_child(connection):
     connection.send(make_dataloader(Images(), device="cpu").num_workers)
 
 
-def test_inside_a_worker_none_are_started():
+def test_starts_no_workers_inside_a_worker():
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_plan_in_child, args=(theirs,), daemon=True)
     child.start()
@@ -152,13 +152,13 @@ def test_containers_keep_their_types():
     assert batch["scene"].points.device.type == batch["tokens"]["ids"][0].device.type == "cpu"
 
 
-def test_the_device_is_named_as_elsewhere():
+def test_device_is_named_consistently():
     assert to_device(torch.ones(2), "auto").device == resolve_device("auto")
     with pytest.raises(mk.errors.ConfigError, match="expected 'auto' or a device of this machine"):
         to_device(torch.ones(2), "gpu")
 
 
-def test_what_is_there_already_is_not_copied():
+def test_does_not_copy_tensors_already_there():
     x = torch.ones(2)
     assert to_device([x], "cpu")[0] is x
 

@@ -462,7 +462,7 @@ def test_a_mistake_in_the_wrapper_does_not_name_the_accumulator(call, error, end
 
 
 @pytest.mark.parametrize(("cls", "table"), [(WRAPPER, words.WRAPPER_WORDS), (ACCUMULATOR, words.ACCUMULATOR_WORDS)])
-def test_every_word_leads_to_an_argument_that_is_there(cls, table):
+def test_synonyms_lead_to_existing_arguments(cls, table):
     known = set(inspect.signature(cls).parameters) | {"model"}
     in_backward = set(inspect.signature(cls.backward).parameters)
     meant = {found[1] for found in (re.fullmatch(r"([a-z]\w*)(=\S.*)?", word) for word in table) if found}
@@ -483,7 +483,7 @@ class TestWarnings:
             trainer = WRAPPER(model, sgd(model))
         assert trainer.train_step(BATCH, mean_square).stepped
 
-    def test_an_empty_batch_is_said_once(self):
+    def test_warns_once_of_empty_batch(self):
         trainer = wrapped()
         with pytest.warns(mk.MemkitWarning, match=r"the batch has no rows: nothing is trained") as caught:
             assert not trainer.train_step(BATCH[:0], mean_square).stepped
@@ -500,7 +500,7 @@ class TestWarnings:
     def test_a_step_without_gradients_of_anybody_says_nothing(self):
         assert accumulator().step() is False
 
-    def test_an_idle_step_is_said_by_the_one_who_was_called(self):
+    def test_idle_step_warning_names_the_called_method(self):
         other = net()
         with pytest.warns(mk.MemkitWarning, match=r"^MemoryEfficientTrainingWrapper: nothing was trained"):
             wrapped().train_step(BATCH, lambda _, x: mean_square(other, x))
@@ -510,7 +510,7 @@ class TestWarnings:
             acc.step()
 
 
-def test_a_verdict_is_true_where_a_split_is_exact():
+def test_verdict_is_true_for_exact_split():
     """`if check_split(...):` asks for the verdict, not whether there is one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     assert mk.train.check_split(net(), BATCH, mean_square)
@@ -518,7 +518,7 @@ def test_a_verdict_is_true_where_a_split_is_exact():
     assert not mk.train.check_split(model.requires_grad_(False), BATCH, mean_square)
 
 
-def test_what_is_printed_needs_no_specification():
+def test_result_prints_without_format_spec():
     result = wrapped().train_step(BATCH, mean_square)
     assert f"{result}" == str(result)
     assert f"{result.losses[0]}" == str(result.losses[0])

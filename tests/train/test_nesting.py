@@ -132,7 +132,7 @@ def runs_of(how, treatment):
         ("around each, reentrant", 3),
     ],
 )
-def test_three_runs_are_told_once_and_only_then(how, num_runs, treatment):
+def test_warns_once_of_third_run(how, num_runs, treatment):
     found, gradients, told = runs_of(how, treatment)
     assert found == num_runs
     assert len(told) == (num_runs > 2)
@@ -141,7 +141,7 @@ def test_three_runs_are_told_once_and_only_then(how, num_runs, treatment):
 
 
 @pytest.mark.parametrize("how", ["inside", "around each, reentrant"])
-def test_offloaded_blocks_run_twice_and_nothing_is_said(how):
+def test_offloaded_blocks_run_twice_without_warning(how):
     found, _, told = runs_of(how, "offload")
     assert (found, told) == (2, [])
 

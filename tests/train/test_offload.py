@@ -47,7 +47,7 @@ def never():
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("budget", [0, 500, 10**9])
-def test_gradients_are_bit_equal_and_nothing_stays(name, budget):
+def test_gradients_are_bit_equal_without_leftovers(name, budget):
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(13, 6)
     expected = gradients(model, x, never())
@@ -68,7 +68,7 @@ def test_activations_need_a_tenth_of_the_memory():
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
-def test_what_stays_after_the_forward_is_within_the_budget_and_nearly_all_of_it(share):
+def test_forward_keeps_nearly_the_whole_budget(share):
     model, x = deep(), torch.randn(512, 128)
     kept = []
 
@@ -84,7 +84,7 @@ def test_what_stays_after_the_forward_is_within_the_budget_and_nearly_all_of_it(
     assert budget - largest <= live[-1] <= budget + 64
 
 
-def test_several_views_of_a_storage_are_written_once_and_keep_their_strides():
+def test_views_of_a_storage_are_written_once_with_strides():
     x = torch.randn(64, 3, 128, requires_grad=True)
     offload = offload_activations(to="disk", min_bytes=64)
     seen = []
@@ -152,7 +152,7 @@ def test_a_graph_can_be_used_twice(budget, twice):
     assert_same(results[0], results[1])
 
 
-def test_an_in_place_change_is_refused_as_in_plain_autograd_or_harmless():
+def test_in_place_change_is_rejected_or_harmless():
     x = torch.randn(100, requires_grad=True)
     with offload_activations(to="disk", budget=10**6, min_bytes=1):
         y = x * 2
@@ -187,7 +187,7 @@ def test_a_failed_or_forgotten_graph_leaves_nothing():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
-def test_a_full_disk_is_out_of_memory_and_everything_before_it_stays(monkeypatch):
+def test_full_disk_is_out_of_memory_and_keeps_earlier_tensors(monkeypatch):
     model, x = deep(depth=4), torch.randn(512, 128)
     expected = gradients(model, x, never())
     offload = offload_activations(to="disk")
@@ -287,7 +287,7 @@ def test_wrong_settings():
         mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters()), offload="activations")
 
 
-def test_on_the_host_what_lies_there_already_stays():
+def test_host_tensors_stay_on_the_host():
     offload = offload_activations(to="host")
     with pytest.warns(mk.MemkitWarning, match=r"\(to='host'\) moves tensors of an accelerator"):
         gradients(deep(depth=2), torch.randn(64, 128), offload)
@@ -303,7 +303,7 @@ def test_the_folder_is_the_callers(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
-def test_a_compiler_that_gave_a_layer_up_does_not_compile_the_hooks():
+def test_graph_break_does_not_compile_the_hooks():
     """It runs a layer as written when a dispatch mode is on, and would from then on compile what the layer calls."""
     found = []
     for compiles in (False, True):

@@ -45,7 +45,7 @@ def test_r1_is_the_mean_squared_norm_with_its_gradient(make, shape):
 
 
 @pytest.mark.parametrize(("make", "shape"), [(make_mlp, (5, 6)), (make_conv, (4, 2, 9, 9))])
-def test_wgan_gp_is_taken_between_the_pairs(make, shape):
+def test_wgan_gp_interpolates_between_pairs(make, shape):
     model = make()
     real, fake = torch.randn(2, *shape, dtype=torch.float64)
     got = gradient_penalty(model, real, fake, generator=torch.Generator().manual_seed(3))
@@ -78,7 +78,7 @@ def test_every_output_shape_is_summed(shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_fake", [False, True])
-def test_autocast_around_it_changes_no_bit(dtype, with_fake):
+def test_autocast_changes_no_bit(dtype, with_fake):
     model, real = make_mlp(torch.float32), torch.randn(8, 6)
     fake = torch.randn(8, 6) if with_fake else None
     want = gradient_penalty(model, real, fake, generator=torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ def test_the_naive_penalty_under_autocast_is_off():
     assert abs(naive / want - 1) > 1e-4
 
 
-def test_a_half_precision_discriminator_is_taken_in_float32():
+def test_half_precision_discriminator_runs_in_float32():
     model, real = make_mlp(torch.bfloat16), torch.randn(8, 6).bfloat16()
     wide = copy.deepcopy(model).float()
     got, want = gradient_penalty(model, real), gradient_penalty(wide, real.float())
@@ -122,7 +122,7 @@ def test_a_checkpointed_discriminator_gives_the_same():
     handle.close()
 
 
-def test_it_adds_to_a_loss_and_leaves_the_inputs_alone():
+def test_adds_to_a_loss_and_leaves_inputs_unchanged():
     model = make_mlp()
     real, fake = (torch.randn(5, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     loss = F.softplus(-model(real.detach())).mean() + 10 * gradient_penalty(model, real, fake)
@@ -143,7 +143,7 @@ def test_a_gradient_of_zero_has_a_finite_penalty():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_without_gradients_it_is_a_plain_number():
+def test_is_a_plain_number_without_gradients():
     model, real = make_mlp(), torch.randn(5, 6, dtype=torch.float64)
     with torch.no_grad():
         got = gradient_penalty(model, real)
@@ -168,6 +168,6 @@ def test_wrong_inputs(arguments, message):
 
 
 @pytest.mark.parametrize("output", [lambda x: x.detach().sum(1), lambda x: torch.ones(3, requires_grad=True)])
-def test_an_output_that_does_not_depend_on_the_input(output):
+def test_rejects_output_independent_of_input(output):
     with pytest.raises(InputError, match="an output that does not depend on the input"):
         gradient_penalty(output, torch.ones(3, 6))

@@ -28,6 +28,6 @@ def test_fifty_random_places():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", NAIVE_PLACES[1:])
-def test_a_rank_that_splits_on_its_own_in_plain_ddp_hangs_or_differs(place):
+def test_independent_split_in_plain_ddp_hangs_or_differs(place):
     ends = on_two_ranks("control", *place, timeout_s=5)
     assert all(end["ends"] != "finished" or end["largest_difference"] > 1e-3 for end in ends)

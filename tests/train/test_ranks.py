@@ -229,7 +229,7 @@ def sharded_loss(model, heads):
 
 
 @pytest.mark.usefixtures("lone_rank")
-def test_shards_in_bfloat16_take_a_late_parameter_and_go_on_after_a_dropped_group():
+def test_bfloat16_shards_survive_late_parameter_and_dropped_group():
     model, accumulator = shard_heads(steps=4)
     seen = []
     accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(model["b"].weight.grad.full_tensor()))

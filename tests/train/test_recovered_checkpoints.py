@@ -100,7 +100,7 @@ def resumed(rank, folder):
 
 
 @pytest.mark.slow
-def test_a_training_that_ran_out_of_memory_is_killed_and_goes_on_bit_for_bit(tmp_path):
+def test_recovered_training_resumes_bit_for_bit_after_kill(tmp_path):
     spawn(uninterrupted, tmp_path)
     (tmp_path / "store").unlink()
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):

@@ -70,7 +70,7 @@ def plain():
     return model
 
 
-def test_blocks_run_again_where_that_suffices_and_no_bit_changes(plain):
+def test_recomputes_blocks_first_without_changing_a_bit(plain):
     model, result, blocks, told = step(Fails(most=4, needs="recompute"))
     assert (result.sizes, result.num_ooms, blocks) == ((8,), 1, ("1", "2"))
     [message] = told
@@ -81,7 +81,7 @@ def test_blocks_run_again_where_that_suffices_and_no_bit_changes(plain):
     assert "forward" not in vars(model[1])  # close() has put it back
 
 
-def test_then_the_batch_is_split_where_that_is_proven_and_the_blocks_are_left_alone(plain):
+def test_splits_batch_next_if_proven_without_recomputing(plain):
     fails = Fails(most=4)
     model, result, blocks, told = step(fails)
     assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
@@ -137,7 +137,7 @@ def compares_rows(model, x):
     return (out[:, None] - out[None]).pow(2).mean()
 
 
-def test_a_loss_that_compares_rows_is_refused_or_split_with_a_warning():
+def test_loss_comparing_rows_is_rejected_or_split_with_warning():
     caught = assert_refused(lambda: step(compares_rows), mk.MemkitOutOfMemoryError, "compares or mixes the rows")
     assert isinstance(caught.__cause__, torch.OutOfMemoryError)
     _, result, _, told = step(compares_rows, on_oom="inexact")
@@ -157,7 +157,7 @@ def test_without_memory_for_a_check_a_split_is_not_proven():
     assert any("could not check that splitting" in each for each in told)
 
 
-def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_split():
+def test_unchecked_split_is_rejected_after_out_of_memory():
     """Rows one by one, as the user wants them; a check with two rows does not fit, and says so. Then two at a time."""
     model = nn.Linear(8, 1).double()
     fails, rows = Fails(most=1), X[:, 0].double()
@@ -170,7 +170,7 @@ def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_spl
             trainer.train_step(torch.cat([rows, rows]), fails)
 
 
-def test_a_check_that_ran_out_of_memory_is_repeated_in_a_kept_loop():
+def test_own_loop_repeats_check_after_out_of_memory():
     model = make()
     trainer = trainer_of(model)
     fails = Fails(most=1)
@@ -193,7 +193,7 @@ def test_a_refusal_is_remembered_and_smaller_batches_go_on():
             assert trainer.train_step(X[:4].double(), fails).sizes == (4,)
 
 
-def test_blocks_that_cannot_run_again_are_left_alone(plain):
+def test_does_not_recompute_unrepeatable_blocks(plain):
     model = make(is_inplace=True)
     model, result, blocks, _ = step(Fails(most=4), model)
     assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
@@ -230,7 +230,7 @@ class FailsOnce:
         return loss
 
 
-def test_what_a_failed_forward_has_changed_in_attributes_is_put_back():
+def test_restores_attributes_after_failed_forward():
     """The retry starts where the failed one began, and blocks that run again in backward do not count that."""
     model, result, blocks, _ = step(FailsOnce(), counted())
     twin = counted()
@@ -242,7 +242,7 @@ def test_what_a_failed_forward_has_changed_in_attributes_is_put_back():
     same(model, twin, rtol=0, atol=0)
 
 
-def test_a_frozen_teacher_that_a_forward_moves_is_put_back():
+def test_restores_frozen_teacher_changed_by_forward():
     class Teacher(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
@@ -257,7 +257,7 @@ def test_a_frozen_teacher_that_a_forward_moves_is_put_back():
     assert_same(teacher.weight, weight * 0.5)
 
 
-def test_hooks_see_the_gradient_of_a_whole_batch_as_they_do_without_memkit():
+def test_hooks_see_whole_batch_gradient():
     seen = []
 
     def loss_fn(model, x):
@@ -272,14 +272,14 @@ def test_hooks_see_the_gradient_of_a_whole_batch_as_they_do_without_memkit():
     assert_same(*seen)
 
 
-def test_what_the_user_has_chosen_stays(plain):
+def test_keeps_user_choices(plain):
     model, result, blocks, told = step(Fails(most=4), checkpoint=["1"])
     assert (result.sizes, blocks) == ((4, 4), ("1",))
     assert len(told) == 1
     same(model, plain, rtol=1e-12, atol=1e-14)
 
 
-def test_split_loss_too(plain):
+def test_split_loss_remedies(plain):
     model = make()
     split = mk.SplitLoss(model)
     with pytest.warns(mk.MemkitWarning, match="SplitLoss: out of memory .*run again in backward"):

@@ -97,7 +97,7 @@ def every(name):
 
 @pytest.mark.parametrize("fault", [FailingOperator, Interrupting])
 @pytest.mark.parametrize("name", [pytest.param(each, marks=SLOW) if each not in MUST else each for each in SETTINGS])
-def test_a_step_that_is_cut_off_at_any_operator_ends_with_the_same_bits(name, fault):
+def test_step_interrupted_at_any_operator_ends_bit_equal(name, fault):
     after, later = expected(name)
     before = bits(*make(name))
     num_faults = num_steps = 0
@@ -125,7 +125,7 @@ def test_a_step_that_is_cut_off_at_any_operator_ends_with_the_same_bits(name, fa
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("nesterov", marks=SLOW), pytest.param("nadam", marks=SLOW)])
-def test_where_the_whole_does_not_fit_any_more_it_goes_on_in_slices(name, monkeypatch):
+def test_continues_in_slices_if_the_whole_does_not_fit(name, monkeypatch):
     monkeypatch.setattr(chunked_steps, "_SMALLEST_SLICE", 16)
     after, _ = expected(name)
     num_refused = 0
@@ -176,19 +176,19 @@ def num_copies(parameters, optimizer, guard):
     return counter.num_copies
 
 
-class TestWhereCopiesAreMade:
-    def test_none_where_a_step_can_go_on(self):
+class TestCopies:
+    def test_none_if_step_can_resume(self):
         parameters, optimizer = make("adamw")
         guard = StepGuard([optimizer])
         assert [num_copies(parameters, optimizer, guard) for _ in range(3)] == [0, 0, 0]
 
-    def test_in_the_first_step_which_makes_the_state(self):
+    def test_in_first_step_creating_state(self):
         parameters, optimizer = make("adamw", num_steps=0)
         guard = StepGuard([optimizer])
         assert num_copies(parameters, optimizer, guard)
         assert not num_copies(parameters, optimizer, guard)
 
-    def test_where_several_tensors_are_stepped_at_once(self):
+    def test_for_multi_tensor_steps(self):
         parameters, optimizer = make("adamw")
         guard = StepGuard([optimizer])
         assert not num_copies(parameters, optimizer, guard)
@@ -221,7 +221,7 @@ class TestWhereCopiesAreMade:
             guarded(optimizer, guard)
         assert_same(bits(parameters, optimizer), bits(twins, twin))
 
-    def test_a_state_that_was_replaced_by_hand_is_refused_where_the_step_is_cut_off(self):
+    def test_rejects_replaced_state_after_interrupted_step(self):
         """The progress of the step is unknown."""
         parameters, optimizer = make("adamw")
         guard = StepGuard([optimizer])
@@ -232,7 +232,7 @@ class TestWhereCopiesAreMade:
         with FailingOperator(12), pytest.raises(StateError, match="'exp_avg' was replaced by a new tensor"):
             guarded(optimizer, guard)
 
-    def test_a_parameter_that_gets_its_first_gradient_late(self):
+    def test_parameter_with_late_first_gradient(self):
         parameters, optimizer = make("adamw", num_steps=0)
         guard = StepGuard([optimizer])
         for number in range(4):
@@ -246,7 +246,7 @@ class TestWhereCopiesAreMade:
 
 
 @pytest.mark.parametrize("kind", [optim.Adadelta, optim.ASGD, optim.Adafactor, optim.SparseAdam])
-def test_what_cannot_be_gone_on_with_is_copied(kind):
+def test_copies_unresumable_optimizers(kind):
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = kind([parameter])
     parameter.grad = torch.ones(4, 4).to_sparse(1) if kind is optim.SparseAdam else torch.ones(4, 4)

@@ -150,7 +150,7 @@ def test_parts_are_cut_again_between_samples(number):
     assert result.sizes == (1,) * number
 
 
-def test_lists_that_could_be_columns_are_told_once(recwarn):
+def test_warns_once_of_lists_resembling_columns(recwarn):
     model = Detector()
     trainer = mk.MemoryEfficientTrainingWrapper(
         model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, probe=False
@@ -216,7 +216,7 @@ def test_columns_stay_columns(name):
 
 
 @pytest.mark.parametrize("batch", [[torch.ones(4, 2), torch.zeros(2, 9)], [torch.ones(3), torch.ones(4)], (X, Y[:3])])
-def test_columns_that_disagree_are_refused(batch):
+def test_rejects_unequal_columns(batch):
     """Nodes and edges in a list, as a DataLoader makes it of a tuple, are no two samples."""
     with pytest.raises(mk.errors.InputError, match=r"tensors with \[\d, \d\] rows"):
         count_rows((batch, 0))
@@ -241,7 +241,7 @@ def test_marks_are_made_once_and_undone():
     assert all(map(torch.equal, whole["image"], batch["image"]))
 
 
-def test_a_list_that_may_be_either_is_refused_where_it_is_cut():
+def test_rejects_ambiguous_list_when_cut():
     batch = {"image": images(3, is_even=True), "label": torch.arange(3.0)}
     model = Detector()
     trainer = mk.MemoryEfficientTrainingWrapper(
@@ -254,7 +254,7 @@ def test_a_list_that_may_be_either_is_refused_where_it_is_cut():
     assert result.sizes == (1, 1, 1)
 
 
-def test_the_check_sees_a_loss_that_compares_samples():
+def test_check_detects_loss_comparing_samples():
     model = Detector()
 
     def compares(model, batch):
@@ -306,7 +306,7 @@ def test_dataclasses_in_estimates():
     assert type(batch.x) is torch.Tensor
 
 
-def test_a_list_that_is_neither_says_how_to_write_samples():
+def test_invalid_list_error_shows_how_to_write_samples():
     """Two dicts without a key in common may be inputs and targets: columns, which here have other numbers of rows."""
     batch = [{"x": torch.ones(4, 3)}, {"y": torch.ones(5, 3)}]
     with pytest.raises(mk.errors.InputError) as caught:
@@ -331,7 +331,7 @@ def of_sequences(model, batch):
     return torch.stack([model(each).mean() for each in batch]).mean()
 
 
-def test_two_samples_that_are_taken_for_columns_are_never_trained_on_in_silence():
+def test_two_samples_read_as_columns_always_warn():
     """A list of two tensors of one shape is what a DataLoader makes of pairs; the check sees that these are not."""
     batch = [torch.randn(8, 3, dtype=torch.float64) for _ in range(2)]
     trainer = mk.MemoryEfficientTrainingWrapper(
@@ -347,7 +347,7 @@ def test_two_samples_that_are_taken_for_columns_are_never_trained_on_in_silence(
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_images_that_are_taken_for_columns_are_told_before_they_fail(number):
+def test_warns_of_images_read_as_columns_before_failure(number):
     model = Detector()
     trainer = mk.MemoryEfficientTrainingWrapper(
         model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
@@ -360,7 +360,7 @@ def test_images_that_are_taken_for_columns_are_told_before_they_fail(number):
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_without_a_check_equal_shapes_are_told(number):
+def test_warns_of_equal_shapes_without_check(number):
     """Sequences that mix their rows train as something else then; only the probe would see it."""
     batch = [torch.randn(8, 3, dtype=torch.float64) for _ in range(number)]
     model = Mixing()
@@ -372,7 +372,7 @@ def test_without_a_check_equal_shapes_are_told(number):
 
 
 @pytest.mark.parametrize("batch", [[X, X[:, :1]], [X[:, 0], X[:, 1]], (X, X + 1), [X, X.long()], [X[:1], X[1:2]]])
-def test_without_a_check_columns_that_look_like_columns_are_split_without_a_word(batch, recwarn):
+def test_splits_clear_columns_silently_without_check(batch, recwarn):
     model = nn.Linear(batch[0].shape[-1], 1) if batch[0].ndim > 1 else nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, probe=False)
@@ -417,6 +417,6 @@ def test_a_last_batch_of_one_sample_is_one_row(name):
     assert count_rows(batch) == 1
 
 
-def test_columns_that_disagree_are_no_sample():
+def test_unequal_columns_are_not_a_sample():
     with pytest.raises(mk.errors.InputError, match=r"\[2, 6\] rows"):
         count_rows({"x": torch.ones(6, 2), "edges": [torch.ones(2, 9)]})

@@ -93,7 +93,7 @@ def trained(name: str, make_plan: Callable[[tuple[str, ...]], SavedTensorPlan] |
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_trains_as_the_plain_step_does_whatever_the_plan(name):
+def test_any_plan_trains_like_the_plain_step(name):
     plain = trained(name, None)
     plans = [everything, elsewhere, lambda names: mixed(names, 1), lambda names: mixed(names, 2)]
     for make_plan in plans:
@@ -161,7 +161,7 @@ def test_a_second_derivative():
     compared(model, lambda: model(x).square().mean(), penalized)
 
 
-def test_a_backward_inside_of_the_block_and_another_forward_after_it():
+def test_backward_inside_the_block_and_forward_after_it():
     model, x = block(), torch.randn(8, 32)
     names = operators_of(lambda: model(x).sum())
     plain = outcome(lambda: model(x).sum(), model)
@@ -187,7 +187,7 @@ def test_around_the_models_own_checkpoints(reentrant):
     compared(model, forward)
 
 
-def test_changes_in_place_between_what_runs_again():
+def test_in_place_changes_between_recomputed_operators():
     class InPlace(nn.Module):
         def __init__(self):
             super().__init__()
@@ -225,7 +225,7 @@ def noise_that_is_saved_before_it_is_drawn(layer, x):
 
 @pytest.mark.parametrize("make_plan", [everything, elsewhere, lambda names: mixed(names, 1)])
 @pytest.mark.parametrize("forward", [forward_mode, many_at_once, noise_that_is_saved_before_it_is_drawn])
-def test_odd_tensors_are_saved_as_they_are(forward, make_plan):
+def test_special_tensors_are_saved_unchanged(forward, make_plan):
     torch.manual_seed(0)
     layer, x = nn.Linear(6, 6).double(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
 
@@ -246,7 +246,7 @@ def test_parts_with_versions_of_their_own():
     compared(model, lambda: model(x)[0].square().mean())
 
 
-def test_what_a_forward_changes_outside_of_itself():
+def test_forward_side_effects():
     """Each forward changes a vector of spectral norm: operators that run again get its old value."""
     model, x = nn.utils.spectral_norm(nn.Linear(8, 8)), torch.randn(4, 8)
     compared(model, lambda: model(x).square().mean())
@@ -369,14 +369,14 @@ class Messages(nn.Module):
 @pytest.mark.parametrize(
     "how", ["in place", "scaled", "view", "used before and after", "saved by another", "saved by both"]
 )
-def test_index_add_needs_the_shape_alone_of_what_it_adds(how):
+def test_index_add_saves_only_the_shape_of_its_source(how):
     torch.manual_seed(0)
     model = Messages(how)
     compared(model, model)
     compared(model, model, lambda loss: loss.backward(retain_graph=True) or loss.backward())
 
 
-def test_index_add_lets_go_of_what_it_adds():
+def test_index_add_releases_its_source():
     x, nodes, storages = torch.randn(6, 4, requires_grad=True), torch.zeros(6, dtype=torch.long), []
 
     def forward():
@@ -422,7 +422,7 @@ def test_memory_goes_as_backward_goes_on_and_with_the_graph():
     assert plain - less >= 6 * x.nbytes  # of eight results of GELU; the last two are there at the peak
 
 
-def test_a_graph_that_is_dropped_leaves_nothing():
+def test_dropped_graph_leaves_no_trace():
     model, x = block(), [torch.randn(8, 32)]
     names = operators_of(lambda: model(x[0]).sum())
     with treat_saved_tensors(everything(names)):
@@ -434,7 +434,7 @@ def test_a_graph_that_is_dropped_leaves_nothing():
     assert storage() is None
 
 
-def test_another_forward_has_the_same_gradients_and_is_told():
+def test_other_forward_keeps_gradients_and_warns():
     model = block()
     short, long = torch.randn(8, 32), torch.randn(12, 32)
     names = operators_of(lambda: model(short).sum())
@@ -453,7 +453,7 @@ def test_another_forward_has_the_same_gradients_and_is_told():
         model(long).abs().relu().sum()
 
 
-def test_what_is_changed_after_the_forward_is_refused():
+def test_rejects_tensors_changed_after_the_forward():
     model, x = block(), torch.randn(8, 32)
     names = operators_of(lambda: model(x).sum())
     with treat_saved_tensors(everything(names)):
@@ -464,7 +464,7 @@ def test_what_is_changed_after_the_forward_is_refused():
         loss.backward()
 
 
-def test_memory_that_is_released_before_backward_is_not_read():
+def test_does_not_read_memory_released_before_backward():
     model, x = block(), torch.randn(8, 32)
     with treat_saved_tensors(everything(operators_of(lambda: model(x).sum()))):
         loss = model(x).sum()
@@ -473,7 +473,7 @@ def test_memory_that_is_released_before_backward_is_not_read():
         loss.backward()
 
 
-def test_without_gradients_nothing_is_done():
+def test_does_nothing_without_gradients():
     model, x = block(), torch.randn(8, 32)
     treated = treat_saved_tensors(everything(operators_of(lambda: model(x).sum())))
     with torch.no_grad(), treated:

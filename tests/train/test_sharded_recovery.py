@@ -163,7 +163,7 @@ def worker(rank, folder):
 
 
 @TOGETHER
-def test_two_ranks_recover_together_or_say_that_they_cannot(tmp_path):
+def test_two_ranks_recover_together_or_report_failure(tmp_path):
     spawn(worker, tmp_path)
 
 

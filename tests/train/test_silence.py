@@ -63,7 +63,7 @@ class TestValidations:
 
 class TestMonitors:
     @pytest.mark.parametrize("metric", ["accuracy", "iou", "f1", "score", "val/dice", "reward"])
-    def test_which_values_are_better_must_be_said(self, metric):
+    def test_requires_mode_for_unknown_metric(self, metric):
         with pytest.raises(mk.errors.ConfigError, match=f"whichever is better for '{metric}'"):
             mk.ValidationMonitor(metric=metric)
         assert mk.ValidationMonitor(metric=metric, mode="max").update(0.5)
@@ -73,7 +73,7 @@ class TestMonitors:
         assert mk.ValidationMonitor(metric=metric).mode == "min"
 
     @pytest.mark.parametrize("value", [None, torch.ones(2), "a"])
-    def test_values_that_are_not_numbers(self, value):
+    def test_rejects_non_numeric_values(self, value):
         with pytest.raises(mk.errors.InputTypeError, match="expected a number, the figure 'loss'"):
             mk.ValidationMonitor().update(value)
 
@@ -127,7 +127,7 @@ class TestProgressiveTrainer:
         assert_refused(lambda: mk.recipes.Stage(*numbers), mk.errors.ConfigError, "a whole number, 1 or more")
 
 
-def test_an_offload_to_the_host_of_what_lies_there_is_warned_of():
+def test_warns_of_offloading_host_tensors_to_host():
     layer, offload = nn.Linear(64, 64), mk.train.offload_activations(to="host", min_bytes=0)
     with pytest.warns(mk.MemkitWarning, match=r"are on the CPU: \d+ stay where they are.*to='disk'"), offload:
         layer(torch.randn(64, 64)).tanh().sum()
@@ -135,7 +135,7 @@ def test_an_offload_to_the_host_of_what_lies_there_is_warned_of():
         layer(torch.randn(64, 64)).tanh().sum()
 
 
-def test_a_penalty_over_norms_that_mix_rows_is_warned_of():
+def test_warns_of_penalty_over_row_mixing_norms():
     critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     with pytest.warns(mk.MemkitWarning, match="gradient_penalty: 1 normalize over the rows.*spectral_norm"):
         mk.train.gradient_penalty(critic, DATA)

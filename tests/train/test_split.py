@@ -78,7 +78,7 @@ def test_joining_undoes_a_split(rows, num_parts, kind):
         ({"nested": [(1, 2), Pair(1, None)]}, "(?s)tensor.*, 1"),
     ],
 )
-def test_batches_that_are_not_alike_are_not_joined(other, got):
+def test_does_not_join_dissimilar_batches(other, got):
     """Taking the first one's value would lose rows or mix up what belongs to them."""
     with pytest.raises(mk.errors.InputError, match=f"{got}; expected batches of the same structure"):
         join_rows([batch_of(2), batch_of(2) | other])
@@ -95,7 +95,7 @@ def test_batches_that_are_not_alike_are_not_joined(other, got):
         [torch.ones((), device="meta")] * 2,  # one and the same: nobody looks at it
     ],
 )
-def test_equal_values_that_belong_to_every_row_are_joined(values):
+def test_joins_equal_shared_values(values):
     rows = torch.arange(2)
     joined = join_rows([{"x": rows, "value": value} for value in values])
     assert joined["value"] is values[0]
@@ -130,7 +130,7 @@ def test_a_tensor_alone_and_a_single_part():
     assert take_rows(x, 1, 3).tolist() == [1, 2]
 
 
-def test_a_batch_that_cannot_be_cut_says_why():
+def test_uncuttable_batch_error_has_the_reason():
     uneven = (torch.ones(3), torch.ones(4))
     with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 4\] rows.*give each tensor") as caught:
         split_batch(uneven, 2)
@@ -177,7 +177,7 @@ def test_keys_tell_shapes_apart_but_not_row_counts():
         max_size=6,
     )
 )
-def test_a_survey_of_one_batch_after_the_other_is_that_of_each(batches):
+def test_surveys_of_batches_are_independent(batches):
     surveyor = Surveyor("my call")
     for batch in batches:
         found = []
@@ -190,7 +190,7 @@ def test_a_survey_of_one_batch_after_the_other_is_that_of_each(batches):
         assert found[0] == found[1]
 
 
-def test_packed_batches_are_measured_by_what_their_objects_hold():
+def test_measures_packed_batches_by_their_contents():
     class Graphs:
         def __init__(self):
             self.store = {"x": torch.ones(5, 3), "ends": torch.tensor([2, 5])}
@@ -221,7 +221,7 @@ DROPPING = {  # (batch, split_fn, what it has dropped)
 
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("name", DROPPING)
-def test_what_a_split_fn_drops_is_named(name, probe):
+def test_error_names_entries_dropped_by_split_fn(name, probe):
     """The error does not blame the loss, and training on fewer rows is not silent."""
     split_fn, expected = DROPPING[name]
     trainer = trainer_of(nn.Linear(3, 1), accumulation_steps=2, split_fn=split_fn, probe=probe)
@@ -230,7 +230,7 @@ def test_what_a_split_fn_drops_is_named(name, probe):
         trainer.train_step(batch, lambda m, b: mk.Loss(mean=(m(b["x"]) - b["y"]).square().mean(), count=len(b["x"])))
 
 
-def test_samples_that_a_split_fn_drops_are_counted():
+def test_counts_samples_dropped_by_split_fn():
     trainer = trainer_of(nn.Linear(3, 1), accumulation_steps=2, split_fn=lambda b, n: [b[:2], b[2:4]])
     batch = [torch.randn(2 + k, 3) for k in range(5)]
     with pytest.raises(mk.errors.InputError, match="4 of 5 entries"):
@@ -250,7 +250,7 @@ def packed_part(first, last):
     }
 
 
-def test_whole_samples_that_are_dropped_are_seen_beside_ends_of_edges_and_starts():
+def test_detects_dropped_samples_among_edges_and_offsets():
     """Both ends of the edges are in each part, and each part has a start too many: neither has fewer rows."""
     assert len(cut_batch(PACKED, 2, size=1, split_fn=lambda b, n: [packed_part(0, 1), packed_part(1, 3)])) == 2
     for dropping in (

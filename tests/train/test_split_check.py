@@ -255,14 +255,14 @@ def in_float64_too(names):
 
 
 @pytest.mark.parametrize(("name", "setting"), in_float64_too(EXACT))
-def test_what_can_be_split(name, setting):
+def test_accepts_splittable_steps(name, setting):
     verdict = check_split(*case(name, setting))
     assert verdict.exact is True, verdict
     assert (verdict.modules, verdict.state, verdict.loss, verdict.advice) == ((), (), None, "")
 
 
 @pytest.mark.parametrize(("name", "setting"), in_float64_too(INEXACT))
-def test_what_cannot_be_split_and_why(name, setting):
+def test_explains_unsplittable_steps(name, setting):
     model, batch, loss_fn = case(name, setting)
     before = copy.deepcopy(model.state_dict())
     verdict = check_split(model, batch, loss_fn)
@@ -275,7 +275,7 @@ def test_what_cannot_be_split_and_why(name, setting):
 
 
 @pytest.mark.parametrize("name", sorted({*OWN, *LOSSES, *MODULES} - NOT_IN_EVERY_BATCH - {"autocast"}))
-def test_half_precision_is_told_from_a_true_difference(name):
+def test_distinguishes_half_precision_rounding_from_difference(name):
     """A small bfloat16 model is checked in float32: no false alarm, and errors above 2% are found."""
     verdict = check_split(*case(name, "bfloat16"))
     if name in EXACT:
@@ -304,7 +304,7 @@ def test_a_part_without_any_label_is_a_matter_of_weights():
     assert check_split(Words(), (words, labels), token_sum).exact is True
 
 
-def test_a_permutation_of_the_rows_is_named():
+def test_names_permutation_of_rows():
     def mixup(model, x):
         return mean_square(model, 0.7 * x + 0.3 * x[torch.randperm(len(x))])
 
@@ -319,7 +319,7 @@ def test_a_sum_has_a_way_out_of_its_own():
     assert check_split(net(), x, lambda model, x: Loss(sum=plain_sum(model, x), count=len(x))).exact is True
 
 
-def test_rows_that_differ_are_looked_at_whatever_their_place():
+def test_probes_differing_rows_at_any_position():
     """Padding in two rows of 200 is enough to see that the mean is over tokens."""
     words = torch.randint(1, 20, (200, 7))
     labels = words.clone()
@@ -328,7 +328,7 @@ def test_rows_that_differ_are_looked_at_whatever_their_place():
     assert check_split(Words(), (words, words), token_mean).exact is True  # nothing is padded: rows weigh the same
 
 
-def test_pairs_of_rows_stay_together_where_all_parts_hold_whole_pairs():
+def test_keeps_pairs_of_rows_together():
     def adjacent_pairs(model, x):
         z = model(x)
         return (z[0::2] - z[1::2]).pow(2).mean()
@@ -397,7 +397,7 @@ class CheckpointedReentrant(Noisy):
 
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("kind", [Casting, Keeping, Noisy, NoisyFromGenerator, Checkpointed, CheckpointedReentrant])
-def test_models_that_no_copy_in_float64_runs(kind, mixes):
+def test_models_failing_in_float64(kind, mixes):
     verdict = check_split(kind(mixes), torch.randn(ROWS, 6), lambda model, x: (model(x) - 0.3).pow(2).mean())
     assert (verdict.exact, verdict.loss) == ((False, "rows") if mixes else (True, None)), verdict
 
@@ -446,7 +446,7 @@ class Normalizer(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "state"), [(Center, "center"), (Normalizer, "Moments.count")])
-def test_state_that_a_forward_changes_and_that_reaches_the_gradient(kind, state):
+def test_detects_changing_state_in_the_gradient(kind, state):
     model = kind()
     before = copy.deepcopy(model.state_dict()), dict(vars(getattr(model, "moments", model)))
     verdict = check_split(model, torch.randn(ROWS, 6), lambda model, x: (model(x) - 0.3).pow(2).mean())
@@ -457,7 +457,7 @@ def test_state_that_a_forward_changes_and_that_reaches_the_gradient(kind, state)
 
 
 @pytest.mark.parametrize(("name", "state"), [("Queue", "queue"), ("Teacher", "teacher.weight"), ("WarmUp", "calls")])
-def test_buffers_and_counts_that_a_forward_changes_are_named(name, state):
+def test_names_buffers_and_counts_changed_by_forward(name, state):
     verdict = check_split(*case(name))
     assert f"traits.0.{state}" in verdict.state
     assert f"traits.0.{state}" in verdict.advice
@@ -478,7 +478,7 @@ class Counting(nn.Module):
         return self.net(x)
 
 
-def test_state_that_does_not_matter_is_no_alarm_and_is_put_back():
+def test_irrelevant_state_raises_no_alarm_and_is_restored():
     model = Counting()
     losses = []
 
@@ -503,7 +503,7 @@ class Capacity(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_state_that_reaches_the_loss_and_not_yet_its_gradient(dtype):
+def test_detects_state_in_the_loss_before_its_gradient(dtype):
     model = Capacity().to(dtype)
     verdict = check_split(model, torch.randn(ROWS, 6, dtype=dtype), lambda model, x: model.loss(x))
     assert (verdict.exact, verdict.loss, verdict.state, model.num_iter) == (False, "state", ("num_iter",), 0)
@@ -521,7 +521,7 @@ def test_a_count_in_the_loss_function_itself():
 
 
 @pytest.mark.parametrize("what", ["statistic", "draw", "count"])
-def test_values_that_are_only_shown_are_no_alarm(what):
+def test_displayed_values_raise_no_alarm(what):
     """They differ in parts that start from one state too, so that state is not what makes them differ."""
 
     def loss_fn(model, x):
@@ -533,7 +533,7 @@ def test_values_that_are_only_shown_are_no_alarm(what):
     assert check_split(Counting(), torch.randn(ROWS, 6), loss_fn).exact is True
 
 
-def test_a_parameter_with_a_tiny_gradient_counts_as_much_as_a_huge_one():
+def test_tiny_gradients_count_like_huge_ones():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -550,7 +550,7 @@ def test_a_parameter_with_a_tiny_gradient_counts_as_much_as_a_huge_one():
 # --------------------------------------------------------------------------------------------------- it leaves no trace
 
 
-def test_nothing_of_the_users_changes():
+def test_leaves_user_objects_unchanged():
     model = net(nn.BatchNorm1d(8), nn.Dropout(0.5))
     evaluated(model, "2")
     model(torch.randn(4, 6)).sum().backward()
@@ -584,7 +584,7 @@ def test_nothing_of_the_users_changes():
     assert [(id(p), p.dtype) for p in model.parameters()] == parameters
 
 
-def test_it_works_where_gradients_are_off():
+def test_works_with_gradients_disabled():
     with torch.no_grad():
         assert check_split(net(), torch.randn(ROWS, 6), mean_square).exact is True
 
@@ -630,7 +630,7 @@ class Unrepeatable(nn.Module):
 
 
 @pytest.mark.parametrize("noise", [NoiseByRow, NoiseByBatch])
-def test_numpys_and_pythons_numbers_are_repeated_where_they_can_be(noise):
+def test_repeats_numpy_and_python_draws_if_possible(noise):
     assert check_split(net(noise()), torch.randn(ROWS, 6), mean_square).exact is True
     assert check_split(net(noise(), AlwaysCentred()), torch.randn(ROWS, 6), mean_square).exact is not True
 
@@ -649,14 +649,14 @@ def test_numpys_and_pythons_numbers_are_repeated_where_they_can_be(noise):
         (net(), torch.randn(4, 6), lambda model, x: (model(x).mean(), 4), "InputError: loss_fn: got a tuple"),
     ],
 )
-def test_what_is_in_the_way_is_said_and_no_error(model, batch, loss_fn, reason):
+def test_obstacles_are_reported_without_error(model, batch, loss_fn, reason):
     verdict = check_split(model, batch, loss_fn)
     assert verdict.exact is None
     assert reason in verdict.reason
 
 
 @pytest.mark.parametrize("exchange", [dist.all_reduce, lambda x: dist.all_gather([torch.empty_like(x)], x)])
-def test_nothing_is_exchanged_with_other_processes(exchange):
+def test_exchanges_no_data_between_processes(exchange):
     """The others may not be there: the check stops before, and says so."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -688,7 +688,7 @@ def test_out_of_memory_means_fewer_rows(capacity, exact):
     assert exact or "MemoryError" in verdict.reason
 
 
-def test_it_takes_few_runs_of_few_rows_where_all_is_well():
+def test_takes_few_small_runs_if_equal():
     seen = Seen()
     assert check_split(net(), torch.randn(100, 6), seen).exact is True
     assert seen.lengths == [8, 6, 2, 8, 6, 2]  # rows as they come, then in another order
@@ -696,7 +696,7 @@ def test_it_takes_few_runs_of_few_rows_where_all_is_well():
 
 @pytest.mark.parametrize("num_rows", [2, 3, 4, 8, 9, 16, 31, 64, 500])
 @pytest.mark.parametrize("num_parts", [2, 3, 16])
-def test_where_all_is_well_it_takes_no_longer_than_two_plain_steps(num_rows, num_parts):
+def test_takes_two_plain_steps_at_most_if_equal(num_rows, num_parts):
     """Counted in rows that go forward and backward."""
     seen = Seen()
     labels = torch.arange(num_rows) % 2

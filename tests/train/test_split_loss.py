@@ -104,19 +104,19 @@ def fail_in(name, start, num_places):
 
 @pytest.mark.parametrize("start", [None, 0.25])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fault_in_forward_or_backward_changes_nothing_but_the_sizes(name, start):
+def test_fault_in_forward_or_backward_changes_only_sizes(name, start):
     """Dropout, buffers that a forward changes, gradients half added."""
     fail_in(name, start, num_places=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_faults_all_over_a_batch_change_nothing_but_the_sizes(name):
+def test_repeated_faults_change_only_sizes(name):
     """At every operator of the small network, and at 40 or more of the others."""
     fail_in(name, 0.25, num_places=40 if name != "mlp" else 1000)
 
 
-def test_without_rollback_it_ends_differently(monkeypatch):
+def test_result_differs_without_rollback(monkeypatch):
     from memkit._recovery import snapshot
 
     monkeypatch.setattr(snapshot.Rollback, "restore", lambda self: None)
@@ -140,7 +140,7 @@ def masked_loss(model, batch):
     return mk.Loss(sum=F.mse_loss(model(x[valid]), y[valid], reduction="sum"), count=valid.sum())
 
 
-def test_a_sum_with_its_count_is_weighed_by_it_and_a_count_of_zero_adds_nothing():
+def test_sum_is_weighted_by_its_count():
     model = make().eval()
     whole = masked_loss(model, rows()).average()
     want = gradient_of(whole, model)
@@ -159,7 +159,7 @@ def test_a_sum_with_its_count_is_weighed_by_it_and_a_count_of_zero_adds_nothing(
         assert_same(split(rows(), square_error), square_error(model, rows()))
 
 
-def test_losses_that_were_divided_already_add_up():
+def test_already_divided_losses_add_up():
     model = make().eval()
     want = gradient_of(square_error(model, rows()), model)
     split = mk.SplitLoss(model, num_microbatches=4, reduction="sum", probe=True)
@@ -167,7 +167,7 @@ def test_losses_that_were_divided_already_add_up():
     assert_same(gradients(model), want, 1e-15)
 
 
-def test_the_probe_speaks_once_where_parts_do_not_add_up():
+def test_probe_warns_once_if_parts_do_not_add_up():
     norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     split = mk.SplitLoss(norm, num_microbatches=2)
     with pytest.warns(mk.MemkitWarning, match="SplitLoss.*In training mode 1 would see"):
@@ -342,7 +342,7 @@ def test_hooks_see_the_batchs_gradient_once():
     assert len(seen) == len(stepped) == 2
 
 
-def test_an_optimizer_in_backward_steps_once_with_the_batchs_gradient():
+def test_optimizer_in_backward_steps_once_with_batch_gradient():
     plain, model = make().eval(), make().eval()
     split = mk.SplitLoss(model, num_microbatches=4)
     for each, run in ((plain, lambda: square_error(plain, rows())), (model, lambda: split(rows(), square_error))):
@@ -355,7 +355,7 @@ def test_an_optimizer_in_backward_steps_once_with_the_batchs_gradient():
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_it_takes_one_set_of_gradients_and_the_parameters_keep_it(num_microbatches):
+def test_takes_one_set_of_gradients(num_microbatches):
     model = nn.Sequential(*[nn.Linear(200, 200, bias=False) for _ in range(10)])
     set_bytes, one_bytes = 10 * 160_000, 160_000
     x = torch.ones(8, 200)
@@ -388,7 +388,7 @@ def test_a_gradient_penalty_inside_the_loss_function():
     assert_same(gradients(model), want, 1e-14)
 
 
-def test_sizes_that_fit_are_remembered():
+def test_remembers_fitting_sizes():
     split = mk.SplitLoss(make(), probe=False)
     batch = rows()
     with FailingOperator(4):

@@ -30,7 +30,7 @@ def test_a_parameter_of_another_module_is_found_at_any_batch(model, num_before):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_a_batch_whose_own_gradient_would_be_lost_is_refused(model, num_microbatches):
+def test_rejects_batch_requiring_gradient(model, num_microbatches):
     split = mk.SplitLoss(model, num_microbatches=num_microbatches)
     x = X.clone().requires_grad_()
     with pytest.raises(mk.errors.InputError, match=r"a tensor of the batch, of shape \(8, 3\).*detach\(\)"):
@@ -52,7 +52,7 @@ class Sac:
         return square_error(model, batch) * self.log_alpha.exp()
 
 
-def test_a_plain_tensor_that_trains_in_the_loss_function_is_refused_by_name(model):
+def test_names_trainable_tensor_in_loss_function(model):
     log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
 
     def loss(model, batch, alpha=None):
@@ -69,7 +69,7 @@ def test_a_plain_tensor_that_trains_in_the_loss_function_is_refused_by_name(mode
     assert log_alpha.grad is None
 
 
-def test_a_loss_function_may_name_what_has_no_value_yet_and_keep_its_batch(model):
+def test_loss_function_may_have_unset_names_and_keep_its_batch(model):
     def loss(model, batch):
         return later if batch is None else square_error(model, batch)
 
@@ -98,21 +98,21 @@ def test_many_modules_in_a_loss_function_are_not_walked_through(model, monkeypat
     assert model.weight.grad is not None
 
 
-def test_parts_of_which_some_have_a_count_are_refused(model):
+def test_rejects_parts_with_mixed_counts(model):
     with pytest.raises(mk.errors.InputError, match="a count for some parts"):
         mk.SplitLoss(model, num_microbatches=2, probe=False)(
             (X, Y), lambda m, b: mk.Loss(sum=square_error(m, b), count=4) if b[0][0, 0] > 0 else square_error(m, b)
         )
 
 
-def test_a_mean_among_losses_that_add_up_is_refused(model):
+def test_rejects_mean_among_additive_losses(model):
     split = mk.SplitLoss(model, num_microbatches=2, reduction="sum", probe=False)
     with pytest.raises(mk.errors.InputError, match=r"reduction='sum'.*mk.Loss\(mean=...\) without its count"):
         split((X, Y), lambda m, b: mk.Loss(mean=square_error(m, b)))
     split((X, Y), lambda m, b: mk.Loss(mean=square_error(m, b), count=len(b[0]))).backward()
 
 
-def test_what_trains_may_change_between_batches_but_something_must(model):
+def test_trainable_set_may_change_but_not_be_empty(model):
     split = mk.SplitLoss(nn.Sequential(model, nn.Linear(1, 1).double()), num_microbatches=2, probe=False)
     model.requires_grad_(False)
     split((X, Y), square_error).backward()
@@ -123,11 +123,11 @@ def test_what_trains_may_change_between_batches_but_something_must(model):
 
 
 @pytest.mark.parametrize("wrong", [None, [], "net", nn.Linear(3, 1).parameters(), [torch.ones(3)], F.mse_loss])
-def test_what_is_no_module_is_refused(wrong):
+def test_rejects_non_modules(wrong):
     assert_refused(lambda: mk.SplitLoss(wrong), mk.errors.InputTypeError, r"SplitLoss\(model\).*pass the module")
 
 
-def test_nothing_to_count_is_a_loss_of_zero(model):
+def test_zero_count_gives_zero_loss(model):
     split = mk.SplitLoss(model, num_microbatches=2)
     with torch.no_grad():
         assert split((X, Y), lambda m, b: mk.Loss(sum=square_error(m, b), count=0)).item() == 0
@@ -138,12 +138,12 @@ def test_nothing_to_count_is_a_loss_of_zero(model):
 
 
 @pytest.mark.parametrize("scale", [0, 0.0, -2.0, float("nan")])
-def test_a_scale_that_is_no_factor_is_refused(model, scale):
+def test_rejects_invalid_scale(model, scale):
     with pytest.raises(mk.errors.ConfigError, match=r"scale=.*above 0"):
         mk.SplitLoss(model)((X, Y), square_error, scale=scale)
 
 
-def test_what_is_no_function_is_refused_before_anything_runs(model):
+def test_rejects_non_functions_before_running(model):
     with pytest.raises(mk.errors.InputTypeError, match=r"loss_fn=.*got a Tensor; expected a function"):
         mk.SplitLoss(model)((X, Y), square_error(model, (X, Y)))
     with pytest.raises(mk.errors.InputTypeError, match=r"SplitLoss\(split_fn=.*got a str"):
@@ -155,7 +155,7 @@ def test_what_is_no_function_is_refused_before_anything_runs(model):
         mk.MemoryEfficientTrainingWrapper(model, optimizer).train_step((X, Y), None)
 
 
-def test_a_batch_without_common_rows_is_taken_whole_where_it_is_never_cut(model):
+def test_uncut_batch_needs_no_common_rows(model):
     ragged = {"x": X, "y": Y, "lengths": torch.tensor([3, 5])}
 
     def loss(model, batch):

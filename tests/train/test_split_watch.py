@@ -91,7 +91,7 @@ def test_equal_splits_are_silent(way):
 
 
 @WAYS
-def test_class_weights_in_float32_are_told_once(way):
+def test_warns_once_of_float32_class_weights(way):
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2, 3.0]))
     steps = [((X, LABELS), lambda model, batch: criterion(model(batch[0]), batch[1]))] * 3
     (message,) = messages(way(net()), steps)
@@ -101,7 +101,7 @@ def test_class_weights_in_float32_are_told_once(way):
 
 @WAYS
 @pytest.mark.parametrize("num_even", [1, 2, 4])
-def test_padding_that_comes_later_is_told(way, num_even):
+def test_warns_of_later_padding(way, num_even):
     steps = [((X, LABELS), classify)] * num_even
     train = way(net())
     assert messages(train, steps) == []
@@ -121,7 +121,7 @@ def test_another_loss_function_is_looked_at(way):
 
 
 @WAYS
-def test_a_module_whose_mode_has_changed_is_looked_at(way):
+def test_checks_again_after_mode_change(way):
     model = net(nn.BatchNorm1d(4)).eval()
     train = way(model)
     assert messages(train, [(X, square)] * 3) == []
@@ -131,7 +131,7 @@ def test_a_module_whose_mode_has_changed_is_looked_at(way):
 
 
 @WAYS
-def test_nothing_is_trained_by_a_step_that_is_refused(way):
+def test_rejected_step_trains_nothing(way):
     model = net()
     before = [each.detach().clone() for each in model.parameters()]
     assert_refused(lambda: way(model)(X, info_nce), mk.errors.ConfigError)
@@ -140,7 +140,7 @@ def test_nothing_is_trained_by_a_step_that_is_refused(way):
     assert messages(way(model), [(X, square)]) == []
 
 
-def test_what_was_refused_once_is_not_equal_because_another_batch_is():
+def test_refusal_is_not_undone_by_another_batch():
     def above_most(model, x):
         each = model(x).pow(2).mean(1)
         return (each * (x[:, 0] > x[:, 0].mean() - 100)).mean()
@@ -194,7 +194,7 @@ def test_no_check_on_demand(way):
     assert seen == [4] * 8
 
 
-def test_it_looks_at_the_first_second_fourth_and_eighth_batch():
+def test_checks_first_second_fourth_and_eighth_batch():
     calls = []
 
     class Counting(nn.Module):
@@ -215,7 +215,7 @@ def test_it_looks_at_the_first_second_fourth_and_eighth_batch():
     assert looked == [1, 2, 4, 8]
 
 
-def test_what_is_trusted_is_not_looked_at_unless_its_divisors_speak_up():
+def test_trusted_split_is_checked_only_for_new_divisors():
     num_rows = []
 
     def noted(model, batch):
@@ -231,7 +231,7 @@ def test_what_is_trusted_is_not_looked_at_unless_its_divisors_speak_up():
             trainer.train_step((X, PADDED), noted)
 
 
-def test_where_python_branches_on_values_it_looks_at_each_of_the_first_eight():
+def test_branching_on_values_checks_first_eight_batches():
     calls = []
 
     class Branching(nn.Module):
@@ -252,7 +252,7 @@ def test_where_python_branches_on_values_it_looks_at_each_of_the_first_eight():
     assert looked == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_a_branch_that_the_parts_take_otherwise_is_refused():
+def test_rejects_branch_taken_differently_by_parts():
     """It looked equal on the first batch, where all went the same way."""
 
     def loss_fn(model, x):
@@ -278,7 +278,7 @@ def by_group(model, batch):
     return ((score - means[torch.searchsorted(groups, group)]) * score).mean()
 
 
-def test_rows_that_belong_together_are_told():
+def test_warns_of_grouped_rows():
     """Six rows each in parts of six: equal as they come, and only then."""
     x, group = torch.randn(96, 6), torch.randperm(16).repeat_interleave(6)
     x[::2, 0] = float("nan")  # what is missing comes first in the order of a look
@@ -294,7 +294,7 @@ def test_rows_that_belong_together_are_told():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_look_that_finds_no_memory_anywhere_is_no_error(dtype):
+def test_check_without_memory_is_no_error(dtype):
     """Also for the copies that it makes: rows in another order, parameters in float32."""
     model, batch = net().to(dtype), X.to(dtype)
     with FailingOperator() as counter:
@@ -320,7 +320,7 @@ def test_a_check_is_not_repeated_for_sentences_of_another_length():
     assert lengths.count(9) == lengths.count(11) == 4
 
 
-def test_a_split_fn_that_loses_something_is_told():
+def test_warns_of_lossy_split_fn():
     def cut(batch, num_parts):
         return list(batch.tensor_split(num_parts))[:-1]
 
@@ -330,7 +330,7 @@ def test_a_split_fn_that_loses_something_is_told():
         trainer.train_step(X, lambda model, x: mk.Loss(mean=square(model, x), count=len(x)))
 
 
-def test_a_batch_that_forward_changes_is_not_run_again():
+def test_does_not_rerun_batch_changed_by_forward():
     calls = []
 
     def loss_fn(model, x):
@@ -347,7 +347,7 @@ def test_a_batch_that_forward_changes_is_not_run_again():
 
 
 @pytest.mark.parametrize("on_oom", ["exact", "raise"])
-def test_an_error_in_a_part_says_that_it_was_a_part(on_oom):
+def test_error_in_a_part_mentions_the_split(on_oom):
     table = torch.randn(16, 16)
 
     def loss_fn(model, batch):
@@ -373,7 +373,7 @@ def test_an_error_in_a_part_says_that_it_was_a_part(on_oom):
         (torch.tensor([224, 224, 3, 1]), False),
     ],
 )
-def test_a_list_of_as_many_numbers_as_rows_is_not_guessed(values, is_refused):
+def test_rejects_list_with_one_number_per_row(values, is_refused):
     model = net()
     trainer = trainer_of(model, accumulation_steps=2, probe=False)
     step = {"x": X[:4], "size": values}

@@ -78,7 +78,7 @@ def test_a_loaded_state_is_moved_out_again():
         assert_same(everything(parameters, optimizer)[len(parameters) :], before)
 
 
-def test_the_wrapper_does_it_on_request():
+def test_wrapper_offloads_state_on_request():
     x, results = torch.randn(8, 16), []
     for offload in ((), ("optimizer", "activations")):
         torch.manual_seed(0)

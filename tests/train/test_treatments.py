@@ -186,7 +186,7 @@ def test_a_kernel_with_dropout_inside_is_computed_again():
     assert not is_kept(efficient, (q, q, q, None, True), {"dropout_p": 0.1})
 
 
-def test_what_waits_for_backward():
+def test_tensors_waiting_for_backward():
     """In batches, of each of four blocks: its input; selective: two products, one twice as wide; plain: 7 in all."""
     model, x, blocks = build("mlp")
     for treatment, num_batches in ((None, 4 * 7), ("full", 4), ("selective", 4 * (1 + 2 + 1)), ("offload", 1)):
@@ -213,7 +213,7 @@ def test_a_kept_graph_and_a_second_derivative(treatment):
     assert_same(*found)
 
 
-def test_a_result_that_changes_after_its_block_is_computed_again():
+def test_recomputes_result_changed_after_its_block():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -263,7 +263,7 @@ def beginning_in_place():
 
 @pytest.mark.parametrize("treatment", ["full", "selective"])
 @pytest.mark.parametrize("make", [beginning_in_place, lambda: ShiftsItsInput(4, 4)])
-def test_a_block_that_changes_its_input_is_refused(treatment, make):
+def test_rejects_block_changing_its_input(treatment, make):
     model, x = overwriting_model(make)
     kind = type(model.block).__name__
     with (
@@ -275,7 +275,7 @@ def test_a_block_that_changes_its_input_is_refused(treatment, make):
         model(x)
 
 
-def test_the_ways_out_for_a_block_that_changes_its_input():
+def test_ways_out_for_block_changing_its_input():
     found = []
     for choice in ({}, {"block": "offload"}, {"": "full"}):
         model, x = overwriting_model(beginning_in_place)
@@ -306,7 +306,7 @@ class WritesUnseen(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("treatment", ["full", "selective"])
-def test_an_input_that_is_written_unseen_is_refused(treatment, dtype):
+def test_rejects_unseen_write_to_input(treatment, dtype):
     x = torch.randn(3, 4, dtype=dtype)
     torch.manual_seed(0)
     plain = gradients_of(WritesUnseen(dtype), x)
@@ -322,7 +322,7 @@ def test_an_input_that_is_written_unseen_is_refused(treatment, dtype):
     assert not all(map(torch.equal, late, plain))  # what the error is for
 
 
-def test_looking_for_unseen_writes_takes_nothing_and_is_not_recorded():
+def test_unseen_write_check_takes_no_memory():
     def recorded(num_before):
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8))), torch.randn(64, 8)
@@ -345,7 +345,7 @@ def gradients_of(model, x):
     return gradients(model)
 
 
-def test_a_frozen_block_that_never_runs_again_may_change_its_input():
+def test_frozen_block_may_change_its_input():
     model, x = overwriting_model(beginning_in_place)
     with Checkpointing(model.requires_grad_(False), {"block": "full"}):
         assert not model(x).requires_grad
@@ -410,7 +410,7 @@ def offloads_of(model):
 
 
 @pytest.mark.parametrize("treatment", TREATMENTS)
-def test_without_gradients_nothing_is_done(treatment):
+def test_does_nothing_without_gradients(treatment):
     model, x, _ = build("mlp")
     with Checkpointing(model.eval(), {"[0-3]": treatment}) as checkpointing, torch.no_grad():
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -472,7 +472,7 @@ def test_the_wrapper_recovers_inside_a_block(treatment):
     torch.testing.assert_close(*found, rtol=0, atol=1e-14)
 
 
-def test_blocks_share_what_they_save():
+def test_blocks_share_saved_tensors():
     """The result of one block is the input of the next one: tanh and linear save the same storage."""
     model, x, _ = build("mlp")
     with Checkpointing(model, {"[0-3]": "offload"}) as checkpointing:
@@ -516,7 +516,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("treatment", ["full", "selective"])
-def test_generators_that_a_block_holds_are_replayed(treatment):
+def test_replays_generators_of_a_block(treatment):
     found = []
     for choice in (None, {"[01]": treatment}):
         torch.manual_seed(0)
@@ -532,7 +532,7 @@ def test_generators_that_a_block_holds_are_replayed(treatment):
 
 @pytest.mark.parametrize("treatment", TREATMENTS)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_recurrent_layers_that_change_parts_of_a_result(kind, treatment):
+def test_recurrent_layers_modifying_parts_of_a_result(kind, treatment):
     """PyTorch's GRU on a CPU changes parts made by `unsafe_chunk`: the version of the whole does not show it."""
 
     class Recurrent(nn.Module):

@@ -66,7 +66,7 @@ def test_a_step_is_the_full_batch_step(steps, loss_fn):
     assert trainer.num_steps == 3
 
 
-def test_the_loop_that_is_kept():
+def test_microbatches_keep_own_loop():
     model, _, trainer = make(accumulation_steps=4)
     for x, y in batches():
         for attempt in trainer.microbatches((x, y)):
@@ -96,7 +96,7 @@ def test_the_block_runs_again_after_an_out_of_memory():
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=1e-10, atol=1e-12)
 
 
-def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_starts():
+def test_failed_attempt_is_freed_before_the_next():
     import weakref
 
     _, _, trainer = make(width=8)
@@ -118,7 +118,7 @@ def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_starts():
 
 class TestSchedulesAndAverages:
     @pytest.mark.filterwarnings("ignore:precision='fp16-mixed' on a CPU")
-    def test_they_follow_real_steps_only(self):
+    def test_follow_real_steps_only(self):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -155,7 +155,7 @@ class TestPrecision:
         assert seen == [dtype]
         assert {p.dtype for p in model.parameters()} == {torch.float32}
 
-    def test_true_converts_the_model_and_gives_it_back(self):
+    def test_bf16_true_converts_and_restores_the_model(self):
         model, optimizer, _ = make()
         model.float()
         ids = [id(p) for p in model.parameters()]
@@ -203,7 +203,7 @@ class TestPrecision:
         with pytest.raises(ConfigError, match="expected a loss that adds up over the rows"):
             trainer.train_step(torch.randn(16, 4), lambda model, x: (model(x) @ model(x).T).softmax(0).diag().mean())
 
-    def test_true_is_looked_at_in_float32_after_a_step_too(self):
+    def test_bf16_true_is_checked_in_float32_after_a_step(self):
         """Sums in float32 leave a parameter with a gradient dtype of its own, to which a look was rounded: refused."""
         model = mlp(6, 32, 32, 1)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -215,7 +215,7 @@ class TestPrecision:
             dtypes = {tensors.gradient_dtype(each) for each in model.parameters()}
         assert dtypes == {torch.bfloat16}
 
-    def test_true_with_a_norm_that_was_put_back_to_float32(self):
+    def test_bf16_true_with_float32_norm(self):
         """The first parameter is no measure of the model: the layer after the norm takes what the norm gives."""
 
         class Model(nn.Module):
@@ -315,7 +315,7 @@ class TestPackedBatches:
             (lambda batch, n: None, 2, loss, InputError, r"split_fn\(batch, 2\): got None"),
         ],
     )
-    def test_parts_that_cannot_be_trained_are_refused(self, split_fn, num_parts, loss_fn, error, words):
+    def test_rejects_untrainable_parts(self, split_fn, num_parts, loss_fn, error, words):
         trainer = make(accumulation_steps=num_parts, split_fn=split_fn)[2]
         assert_refused(lambda: trainer.train_step(self.data(), loss_fn), error, words)
 
@@ -366,7 +366,7 @@ def test_two_wrappers_train_a_gan_with_gradient_penalty():
 
 
 class TestProbe:
-    def test_a_batch_that_is_not_split_is_not_probed(self):
+    def test_unsplit_batch_is_not_probed(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         trainer = trainer_of(model)
         assert trainer.train_step(torch.randn(8, 4), mean_square).stepped
@@ -413,7 +413,7 @@ class TestMisuse:
         attempts.close()
         assert trainer.train_step(next(batches()), row_loss).stepped
 
-    def test_a_loop_that_was_left_behind_does_not_touch_the_next_batch(self):
+    def test_abandoned_loop_does_not_touch_the_next_batch(self):
         model, _, trainer = make(accumulation_steps=2, probe=False)
         old = trainer.microbatches(next(batches()))
         with next(old) as micro:
@@ -433,7 +433,7 @@ class TestMisuse:
         optimizer.step()
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
 
-    def test_a_constructor_that_fails_leaves_the_model_alone(self):
+    def test_failed_constructor_leaves_model_unchanged(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         assert_refused(lambda: trainer_of(model, precision="bf16-true", checkpoint=["typo"]), ConfigError, "typo")
         with pytest.raises(ConfigError, match="LBFGS"):
@@ -442,13 +442,13 @@ class TestMisuse:
         assert not model._forward_pre_hooks
         assert not any("forward" in module.__dict__ for module in model.modules())
 
-    def test_a_schedule_that_needs_a_metric(self):
+    def test_rejects_schedule_requiring_a_metric(self):
         model, optimizer, _ = make()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         with pytest.raises(ConfigError, match=r"write scheduler\.step\(metric\) yourself after each validation"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=scheduler)
 
-    def test_another_error_loses_the_step_and_nothing_else(self):
+    def test_other_error_loses_only_its_step(self):
         model, _, trainer = make(accumulation_steps=2)
         calls = []
 
@@ -536,7 +536,7 @@ def test_compiled_model_compiles_once_per_shape():
     torch._dynamo.reset()
 
 
-def test_parts_are_what_has_a_state_of_its_own():
+def test_stateful_parts():
     model = nn.Linear(2, 2)
     optimizers = [torch.optim.SGD([each], 0.1) for each in model.parameters()]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1)

@@ -45,13 +45,13 @@ class TestPrecisionNames:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     @pytest.mark.parametrize("name", ["fp32", "32-true"])
-    def test_float32_is_not_said_of_a_model_in_another_dtype(self, name, dtype):
+    def test_fp32_rejects_model_of_other_dtype(self, name, dtype):
         model = net(dtype)
         with pytest.raises(mk.errors.ConfigError, match=str(dtype).removeprefix("torch.")):
             trainer_of(model, precision=name)
         trainer_of(model.float(), precision=name).close()  # the way out
 
-    def test_one_frozen_layer_in_another_dtype_counts_too(self):
+    def test_fp32_rejects_frozen_layer_of_other_dtype(self):
         model = net()
         model[0].bfloat16().requires_grad_(False)
         with pytest.raises(mk.errors.ConfigError, match="bfloat16 parameters"):
@@ -89,7 +89,7 @@ class TestFromConfig:
         result = trainer.train_step(rows(config.effective_batch_size), mean_square)
         assert result.sizes == (config.batch_size,) * config.gradient_accumulation_steps
 
-    def test_takes_over_all_that_says_how_to_step(self):
+    def test_takes_over_all_step_settings(self):
         trainer = self.make(self.config(checkpointing=True))
         assert trainer.checkpointed_blocks == ("0", "1", "2")
         assert trainer.train_step(rows(6), mean_square).sizes == (2, 2, 2)
@@ -124,7 +124,7 @@ class TestFromConfig:
 
 
 class TestScaler:
-    def test_is_the_one_that_is_used(self):
+    def test_given_scaler_is_used(self):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
         trainer = trainer_of(net(), scaler=scaler)
         trainer.train_step(rows(), mean_square)
@@ -150,14 +150,14 @@ class TestScaler:
         assert scheduler.last_epoch == 0
         assert scaler.get_scale() == 2.0**125
 
-    def test_with_fp16_it_takes_the_place_of_the_usual_one(self):
+    def test_replaces_default_scaler_with_fp16(self):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
         with pytest.warns(mk.MemkitWarning, match="emulates float16"):
             trainer = trainer_of(net(), precision="fp16", scaler=scaler)
         trainer.train_step(rows(), mean_square)
         assert trainer.state_dict()["scaler"]["scale"] == 2.0**7
 
-    def test_a_disabled_one_does_nothing_but_with_float16_that_is_said(self):
+    def test_disabled_scaler_warns_with_float16(self):
         disabled = torch.amp.GradScaler("cpu", enabled=False)
         assert torch.equal(parameters_after(scaler=disabled), parameters_after())
         with pytest.warns(mk.MemkitWarning) as told:
@@ -187,7 +187,7 @@ class TestGradientsSeen:
         assert max(map(relative_error, found, whole_gradient())) <= 1e-14
         assert gradients(model) == [None] * len(found)
 
-    def test_what_stands_on_the_parameters_before_is_something_else(self):
+    def test_differ_from_gradients_before_the_step(self):
         """The negative control: after the last backward of ragged parts the sum is not yet the mean."""
         model = net(torch.float64)
         trainer = trainer_of(model, accumulation_steps=3)
@@ -206,7 +206,7 @@ class TestGradientsSeen:
         assert result.grad_norm > 0.1
         torch.testing.assert_close(seen[0], torch.tensor(1e-3), rtol=1e-3, atol=0)
 
-    def test_in_the_loop_too(self):
+    def test_is_called_in_own_loop(self):
         seen, model = [], net()
         trainer = trainer_of(model, accumulation_steps=2, on_gradients=seen.append)
         for attempt in trainer.microbatches(rows()):
@@ -216,7 +216,7 @@ class TestGradientsSeen:
         assert trainer.step()
         assert seen == [model]
 
-    def test_once_also_where_memory_ran_out(self):
+    def test_is_called_once_despite_out_of_memory(self):
         seen, model = [], net(torch.float64)
         trainer = trainer_of(model, on_gradients=lambda each: seen.append(gradients(each)))
         result = trainer.train_step(rows(dtype=torch.float64), fits(4, mean_square))
@@ -231,14 +231,14 @@ class TestGradientsSeen:
         moved = (nn.utils.parameters_to_vector(model.parameters()) - before).abs().max()
         assert 0 < moved <= 1.1e-5  # 0.1 times the value
 
-    def test_not_of_a_step_that_trains_nothing(self):
+    def test_is_not_called_for_idle_step(self):
         seen, other = [], net()
         trainer = trainer_of(net(), on_gradients=seen.append)
         with pytest.warns(mk.MemkitWarning, match="nothing was trained"):
             trainer.train_step(rows(), lambda _, x: mean_square(other, x))
         assert seen == []
 
-    def test_an_error_loses_that_step_alone(self):
+    def test_error_loses_only_its_step(self):
         model, calls = net(), []
 
         def look(_):

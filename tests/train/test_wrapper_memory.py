@@ -29,7 +29,7 @@ def build(request):
     return TASKS[request.param]
 
 
-def test_nothing_on_takes_no_memory(build):
+def test_default_settings_take_no_memory(build):
     plain, wrapped = measure_peaks(Run(build(), None)), measure_peaks(Run(build(), {}))
     assert 0 <= wrapped["peak_bytes"] - plain["peak_bytes"] < 8192  # torch's random state, 5056 bytes
 
@@ -59,7 +59,7 @@ def test_measures_together_reach_ninety_percent_of_the_activations(build):
     assert both["activation_bytes"] <= 0.15 * plain["activation_bytes"]
 
 
-def test_clipping_alone_does_not_widen_the_gradients_of_one_micro_batch():
+def test_clipping_does_not_widen_gradients_of_one_micro_batch():
     def peak_bytes(max_grad_norm):
         model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
         trainer = trainer_of(model, precision="bf16-true", max_grad_norm=max_grad_norm, probe=False)

@@ -27,7 +27,7 @@ class TestAnOptimizerOfAnotherModel:
         ):
             mk.MemoryEfficientTrainingWrapper(model, ADAM(other.parameters()))
 
-    def test_also_where_the_parameters_were_replaced_later(self):
+    def test_is_rejected_if_parameters_are_replaced_later(self):
         model = make()[0]
         optimizer = ADAM(model.parameters())
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
@@ -77,14 +77,14 @@ class TestAnOptimizerOfAnotherModel:
         assert trainer.parts()["optimizer"] is optimizer
 
 
-class TestAStepThatTrainsNothing:
+class TestIdleSteps:
     def test_a_loss_of_another_model_is_warned_of(self):
         _, trainer = make()
         other = make()[0]
         with pytest.warns(mk.MemkitWarning, match="nothing was trained"):
             assert not trainer.train_step(torch.randn(6, 4), lambda model, x: other(x).square().mean()).stepped
 
-    def test_adapters_that_came_after_the_optimizer(self):
+    def test_adapters_added_after_the_optimizer(self):
         model = make()[0]
         optimizer = ADAM(model.parameters())
         model.requires_grad_(False).append(nn.Linear(2, 2))
@@ -92,7 +92,7 @@ class TestAStepThatTrainsNothing:
         with pytest.warns(mk.MemkitWarning, match=r"all frozen \(requires_grad=False\)"):
             trainer.train_step(torch.randn(6, 4), mean_square)
 
-    def test_a_group_that_weighs_nothing_is_none(self):
+    def test_weightless_group_does_not_warn(self):
         _, trainer = make()
         assert not trainer.train_step(
             torch.randn(6, 4), lambda model, x: mk.Loss(sum=model(x).sum() * 0, count=0)
@@ -100,7 +100,7 @@ class TestAStepThatTrainsNothing:
 
 
 class TestAfterClose:
-    def test_a_step_is_refused_before_anything_runs(self):
+    def test_rejects_step_before_running(self):
         _, trainer = make()
         trainer.close()
         with pytest.raises(mk.errors.StateError, match=r"trainer\.train_step: got a call after close\(\)"):

@@ -74,7 +74,7 @@ def places_to_fail(model_name, optimizer_name, num_places):
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("model_name", MODELS)
-def test_a_fault_anywhere_changes_nothing_but_the_sizes(model_name, optimizer_name):
+def test_fault_anywhere_changes_only_sizes(model_name, optimizer_name):
     """204 places in all: forward, backward, clipping, the first two optimizer steps, and the bookkeeping between."""
     references = {}
     survived = 0
@@ -127,12 +127,12 @@ def test_without_rollback_the_run_ends_elsewhere(monkeypatch):
     assert not is_same(state, undisturbed("conv", "adamw", sizes))
 
 
-def test_on_oom_raise_lets_it_through():
+def test_on_oom_raise_propagates():
     with pytest.raises(torch.OutOfMemoryError, match="planted fault"):
         recovered("mlp", "sgd", 20, on_oom="raise")
 
 
-def test_a_step_that_can_never_fit_ends_with_a_typed_error():
+def test_impossible_step_raises_typed_error():
     model, optimizer, batches = make("mlp", "sgd")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
@@ -143,7 +143,7 @@ def test_a_step_that_can_never_fit_ends_with_a_typed_error():
     assert trainer.train_step(batches[0], loss_fn).stepped  # and the loop may go on
 
 
-def test_the_size_that_fits_is_remembered_and_grows_back():
+def test_fitting_size_is_remembered_and_grows_back():
     model, optimizer, batches = make("mlp", "sgd")
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
     capacity = 5
@@ -184,7 +184,7 @@ def kept(trainer, model, batch, capacity):
     return num_rows
 
 
-def test_a_kept_loop_counts_what_counts():
+def test_own_loop_counts_valid_attempts_only():
     """Runs that failed, and looks, end their block without an error."""
     model, optimizer, batches = make("mlp", "adamw")
     with mk.MemoryEfficientTrainingWrapper(model, optimizer) as trainer:
@@ -193,7 +193,7 @@ def test_a_kept_loop_counts_what_counts():
             assert trainer.step()
 
 
-def test_a_batch_that_was_not_stepped_is_dropped_as_if_it_had_never_come():
+def test_discarded_batch_leaves_no_trace():
     states = []
     for is_interrupted in (False, True):
         model, optimizer, batches = make("conv", "adamw")
@@ -221,7 +221,7 @@ class Attention(torch.nn.Module):
         return self.o((self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)).mean(1)
 
 
-def test_memory_that_runs_out_in_a_look_is_not_told_as_a_difference():
+def test_out_of_memory_in_check_is_not_a_difference():
     said = []
     for place in range(1, 700, 12):
         torch.manual_seed(0)
@@ -239,7 +239,7 @@ def test_memory_that_runs_out_in_a_look_is_not_told_as_a_difference():
     assert said == []
 
 
-def test_a_batch_that_cannot_be_cut_says_that_memory_ran_out():
+def test_uncuttable_batch_error_mentions_out_of_memory():
     model = torch.nn.Linear(4, 1)
     trainer = mk.MemoryEfficientTrainingWrapper(
         model, torch.optim.SGD(model.parameters(), lr=0.1), split_fn=lambda batch, _: None

@@ -263,7 +263,7 @@ def check_nothing_fits_on_one_rank(rank, folder):
     torch.save(plain.state_dict(), folder / f"after{rank}.pt")
 
 
-def test_a_rank_that_runs_out_of_memory_for_good_tells_the_other_and_each_writes_what_it_saw(ddp_folder):
+def test_fatal_out_of_memory_reaches_all_ranks(ddp_folder):
     for rank in range(2):
         record = json.loads((ddp_folder / "last" / f"out-of-memory.rank{rank}.json").read_text())
         assert (record["rank"], record["world_size"]) == (rank, 2)

@@ -89,7 +89,7 @@ def params_of(*draws, shape=SHAPE, batched=False):
 class TestVoxelAugmentation:
     @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: f"{draw.flips}{draw.turns}")
     @pytest.mark.parametrize("axes", ["XYZ", "ZYX"])
-    def test_each_voxel_stays_where_it_was_in_the_world(self, draw, axes):
+    def test_voxels_keep_their_world_position(self, draw, axes):
         layout = mk.voxel.VoxelLayout(("scalar",), axes=axes)
         shape = SHAPE if axes == "XYZ" else SHAPE[::-1]
         x = numbered()
@@ -115,7 +115,7 @@ class TestVoxelAugmentation:
         assert y._meta["space"] == "RAS"
         assert y._meta is not x._meta
 
-    def test_what_does_not_move_keeps_its_affine(self):
+    def test_unmoved_images_keep_their_affine(self):
         aug = mk.VoxelAugmentation(flip_prob=0.0, rotate_prob=0.0, noise_std=0.1)
         x = numbered()
         x._pending_operations.append({})
@@ -159,7 +159,7 @@ class TestVoxelAugmentation:
         assert y.data_ptr() == x.data_ptr()
         torch.testing.assert_close(world(y, y.affine), before, rtol=0, atol=1e-9)
 
-    def test_an_affine_that_is_an_array(self):
+    def test_affine_as_array(self):
         x = numbered()
         x._meta["affine"] = any_affine().numpy().astype(np.float32)
         aug, params = mk.VoxelAugmentation(), params_of(DRAWS[9])
@@ -171,8 +171,8 @@ class ReadOnly(MetaTensor):
     affine = property(lambda self: self._meta["affine"])
 
 
-class TestWhatCannotBeKeptIsRefused:
-    def test_one_affine_for_samples_that_move_differently(self):
+class TestUnsupportedAffines:
+    def test_rejects_one_affine_for_different_moves(self):
         x = MetaTensor(torch.zeros(2, 1, *SHAPE), affine=any_affine())
         aug = mk.VoxelAugmentation()
         with pytest.raises(
@@ -187,19 +187,19 @@ class TestWhatCannotBeKeptIsRefused:
         with pytest.raises(mk.errors.InputError, match="an affine of shape"):
             mk.VoxelAugmentation().apply(numbered(torch.zeros(shape)), params_of(DRAWS[5]))
 
-    def test_operations_that_are_pending(self):
+    def test_pending_operations(self):
         x = numbered()
         x._pending_operations.append({})
         with pytest.raises(mk.errors.InputError, match="apply them first"):
             mk.VoxelAugmentation().apply(x, params_of(DRAWS[5]))
 
-    def test_an_affine_that_cannot_be_set(self):
+    def test_rejects_read_only_affine(self):
         x = ReadOnly(numbered().as_subclass(torch.Tensor), affine=any_affine())
         with pytest.raises(mk.errors.InputTypeError, match=r"cannot be set.*affine_after\(affine, params\)"):
             mk.VoxelAugmentation().apply(x, params_of(DRAWS[5]))
 
 
-def test_the_move_stands_among_what_was_applied_until_it_is_undone():
+def test_move_is_listed_as_applied_until_undone():
     """Else MONAI would invert a resampling of voxels that have moved since."""
     x = numbered()
     x.applied_operations.append({"class": "Spacing", "id": 1})
@@ -254,7 +254,7 @@ class TestDataSets:
             type("ScalarImage", (), {"spatial_shape": SHAPE, "affine": np.eye(4)})(),
         ],
     )
-    def test_what_would_stay_where_it_was_is_refused(self, other):
+    def test_rejects_companions_it_cannot_move(self, other):
         """Labels without channels, arrays, images of torchio: beside a volume that is flipped they would be wrong."""
         source = [{"image": torch.zeros(1, *SHAPE), "mask": other}]
         with pytest.raises(mk.errors.InputTypeError, match=r"'mask'.*would not be moved.*mask\[None\]"):
@@ -271,7 +271,7 @@ class TestDataSets:
         assert sample["box"].shape == (1, 5, 6)
 
 
-def test_what_lies_in_no_grid_loses_its_affine():
+def test_gridless_data_loses_its_affine():
     """Rows of sparse voxels, and volumes of another resolution: plain tensors are accepted."""
     x = MetaTensor(torch.rand(1, 2, *SHAPE), affine=any_affine())
     voxels = mk.voxel.SparseVoxels.from_dense(x)

@@ -47,7 +47,7 @@ def test_flips_and_turns_are_those_of_torch_and_come_back(volume, flips, turns):
 
 
 @pytest.mark.parametrize("axes", ["XYZ", "ZYX", "YZX"])
-def test_axes_are_named_not_numbered(axes):
+def test_axes_have_names(axes):
     layout = VoxelLayout(("scalar",), axes=axes)
     shape = [3, 3, 2]
     turned = VoxelAugmentation(layout=layout)
@@ -80,7 +80,7 @@ def test_sparse_equals_dense_bit_for_bit(dtype):
         assert torch.equal(back.features, again.features)
 
 
-def test_the_inverse_undoes_the_moves_and_leaves_the_noise_in_place():
+def test_inverse_undoes_moves_but_not_noise():
     aug = VoxelAugmentation()
     params = one(brain().shape[1:], flips="XZ", turns=2, noise_std=0.1, dropout_prob=0.2, seed=7)
     still = one(brain().shape[1:], noise_std=0.1, dropout_prob=0.2, seed=7)
@@ -139,7 +139,7 @@ def as_if_scalars(volume, params, axes):
     return VoxelAugmentation(layout=scalars).apply(volume, params)
 
 
-def test_a_sensor_that_is_not_in_the_middle_is_told():
+def test_warns_of_off_center_sensor():
     layout = VoxelLayout(RADAR, origin=(0, -8, -2), sensor_origin=(0, 0, 0))
     with pytest.warns(MemkitWarning, match=r"moves the sensor along X:.*flip_axes"):
         VoxelAugmentation(layout=layout, rotate_prob=0).sample((6, 16, 16, 4), seed=0)
@@ -148,7 +148,7 @@ def test_a_sensor_that_is_not_in_the_middle_is_told():
     VoxelAugmentation(layout=layout, flip_axes="Y", rotate_prob=0).sample((6, 16, 16, 4), seed=0)  # about the sensor
 
 
-def test_only_half_turns_of_what_is_not_square():
+def test_only_half_turns_for_unequal_sides():
     volume = brain()
     half = VoxelAugmentation(rotate_prob=1.0)
     assert {half.sample(volume.shape, seed=0, index=i).draws[0].turns for i in range(20)} == {2}
@@ -219,7 +219,7 @@ def test_points_move_with_their_voxels():
     assert 100 < len(dropped.coords) == len(dropped.features) < 200
 
 
-def test_labels_are_moved_and_never_changed_and_a_target_can_go_without_noise():
+def test_labels_move_unchanged_and_targets_may_skip_noise():
     x = {"radar": cortex(), "surface": cortex()[:1], "labels": cortex()[:1].to(torch.int32)}
     aug = VoxelAugmentation(layout=CORTEX)
     params = one((48, 48, 48), flips="X", turns=1, noise_std=0.1, dropout_prob=0.5, seed=1)
@@ -284,7 +284,7 @@ def test_the_peak_of_sparse_voxels_is_the_result_and_half_of_it():
     assert trace_allocations(lambda: aug.apply(few, params)).peak <= 1.5 * size
 
 
-def test_what_was_not_drawn_for_is_refused():
+def test_rejects_input_without_matching_draws():
     aug = VoxelAugmentation()
     params = aug.sample((1, 8, 8, 8), seed=0)
     assert_refused(lambda: aug.apply(torch.zeros(1, 1, 8, 8, 8), params), InputError, "draw parameters for the shape")

@@ -41,7 +41,7 @@ def test_a_draw_is_a_function_of_seed_epoch_and_index_alone():
         assert len(set(others)) == 4
 
 
-def test_a_sample_in_a_batch_draws_what_it_draws_alone():
+def test_batch_samples_draw_like_single_ones():
     aug = VoxelAugmentation(dropout_prob=0.1)
     batch = aug.sample(BATCH, seed=1, epoch=2, index=[7, 3, 9])
     alone = [aug.sample(BATCH[1:], seed=1, epoch=2, index=each).draws[0] for each in (7, 3, 9)]
@@ -59,7 +59,7 @@ def test_large_numbers_and_short_ones_do_not_collide():
     assert len(draws) == len(names) + 1
 
 
-def test_another_probability_leaves_the_other_draws_as_they_are():
+def test_changing_one_probability_keeps_other_draws():
     settings = [{"flip_prob": 0.0}, {"rotate_prob": 0.0}, {"noise_std": 0.0, "dropout_prob": 0.5}]
     base = VoxelAugmentation(rotate_prob=1.0, flip_prob=1.0)
     for index in range(5):
@@ -70,7 +70,7 @@ def test_another_probability_leaves_the_other_draws_as_they_are():
             assert found.turns == (0 if "rotate_prob" in each else expected.turns)
 
 
-def test_probabilities_are_kept():
+def test_draw_frequencies_match_probabilities():
     aug = VoxelAugmentation(flip_axes="XZ")
     draws = aug.sample((2000, 1, 8, 8, 8), seed=0).draws
     assert sum("X" in each.flips for each in draws) == pytest.approx(1000, abs=100)
@@ -111,13 +111,13 @@ def test_records_go_through_json():
         (lambda d: d.update(batched=1), InputError, "batched"),
     ],
 )
-def test_a_record_that_cannot_be_is_refused(change, error, text):
+def test_rejects_impossible_record(change, error, text):
     record = json.loads(VoxelAugmentation().sample((1, 8, 8, 8), seed=0).to_json())
     change(record)
     assert_refused(lambda: AugmentationParams.from_json(json.dumps(record)), error, text)
 
 
-def test_text_that_is_not_a_record_is_refused():
+def test_rejects_text_without_record():
     for text in ("", "[1]", "{", "null", b"\xff", "[" * 100_000):
         assert_refused(partial(AugmentationParams.from_json, text), FileFormatError)
 
@@ -149,11 +149,11 @@ def test_the_sources_configuration_is_accepted():
         ([("flip_prob", 0.5)], "config"),
     ],
 )
-def test_a_wrong_key_of_a_configuration_is_named(config, text):
+def test_error_names_invalid_configuration_key(config, text):
     assert_refused(lambda: VoxelAugmentation.from_config(config), ConfigError, text)
 
 
-def test_a_jitter_without_its_channel_is_told():
+def test_warns_of_jitter_without_channel():
     with pytest.warns(MemkitWarning, match="doppler_jitter=0.1.*no effect"):
         VoxelAugmentation(doppler_jitter=0.1)
 
@@ -178,7 +178,7 @@ def named(number=8):
     ]
 
 
-def test_workers_hand_out_what_one_process_does_in_every_epoch():
+def test_workers_match_single_process_in_every_epoch():
     dataset = VoxelDataset(
         named(), augmentation_config={"noise_std": 0.1, "dropout_prob": 0.2}, photometric=["radar"], seed=3
     )
@@ -196,7 +196,7 @@ def test_workers_hand_out_what_one_process_does_in_every_epoch():
     del loader
 
 
-def test_volumes_of_a_sample_move_together_and_the_source_stays_as_it_is():
+def test_volumes_move_together_and_the_source_stays_unchanged():
     source = named(2)
     before = source[0]["radar"].clone()
     dataset = VoxelDataset(
@@ -216,7 +216,7 @@ def test_volumes_of_a_sample_move_together_and_the_source_stays_as_it_is():
     assert plain[0] is source[0]
 
 
-def test_tuples_and_bare_volumes_are_samples_too():
+def test_tuples_and_bare_volumes_are_samples():
     pairs = [(cortex(), cortex()[:1].long(), 5)]
     x, y, label = VoxelDataset(pairs, augmentation_config={"noise_std": 0.0, "flip_prob": 1.0})[0]
     assert torch.equal(x[0], y[0].float())
@@ -244,7 +244,7 @@ def test_wrong_settings_of_a_data_set_are_refused(settings):
     assert_refused(lambda: VoxelDataset([cortex()], **settings), MemkitError)
 
 
-def test_a_loop_over_the_data_set_ends_where_the_source_raises_nothing():
+def test_loop_ends_if_source_raises_no_index_error():
     class Endless:
         def __len__(self):
             return 3

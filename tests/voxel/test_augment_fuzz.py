@@ -4,7 +4,7 @@ from benchmarks.cases.voxel_augmentation import fuzz
 from benchmarks.result import read_result
 
 
-def test_every_input_gives_a_result_that_keeps_the_laws_or_a_typed_error():
+def test_every_input_gives_lawful_result_or_typed_error():
     found = fuzz(1000, seed=1)
     assert found["anything_else"] == []
     assert found["counts"]["a result"] > 400

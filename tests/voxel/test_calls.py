@@ -104,7 +104,7 @@ class TestEveryAugmentation:
         assert len(set(drawn)) == 3
         assert aug.sample(BATCH, seed=1) == aug.sample(BATCH, seed=1)  # not of these draws
 
-    def test_it_is_copied_and_sent_and_compared_as_before(self, aug):
+    def test_can_be_copied_pickled_and_compared(self, aug):
         fresh = copy.copy(aug)
         aug(torch.rand(BATCH))
         for other in (copy.deepcopy(aug), pickle.loads(pickle.dumps(aug))):
@@ -114,7 +114,7 @@ class TestEveryAugmentation:
 
 
 class TestOperations:
-    def test_the_composition_does_what_its_operations_do(self):
+    def test_composition_matches_its_operations(self):
         layout = mk.voxel.VoxelLayout(("intensity", "scalar"))
         x = torch.rand(2, 6, 6, 4)
         params = mk.VoxelAugmentation(dropout_prob=0.2, noise_std=0.1, intensity_jitter=0.2, layout=layout).sample(
@@ -133,7 +133,7 @@ class TestOperations:
         y = mk.voxel.RotateAugmentation(layout=layout).apply(y, only(turns=draw.turns))
         assert torch.equal(y, whole)
 
-    def test_an_operation_refuses_what_another_one_drew(self):
+    def test_operation_rejects_draws_of_another(self):
         """It would leave out the rest of the record in silence."""
         x = torch.rand(2, *SHAPE)
         params = mk.VoxelAugmentation().sample(x.shape, seed=0)
@@ -302,7 +302,7 @@ class TestSamples:
             {"keypoints": torch.zeros(4, 2, dtype=torch.int64)},
         ],
     )
-    def test_places_that_stay_are_warned_about(self, places):
+    def test_warns_of_unmoved_points(self, places):
         image = torch.rand(1, *SHAPE)
         with pytest.warns(mk.MemkitWarning, match="stays as it is while the volumes"):
             self.aug({"image": image, **places})
@@ -337,7 +337,7 @@ class TestSamples:
 
 
 class TestForeignCallables:
-    def test_they_get_the_sample_that_the_step_before_returned(self):
+    def test_each_step_gets_the_previous_result(self):
         aug = mk.ComposedAugmentation(
             [mk.VoxelAugmentation(flip_prob=1.0), lambda sample: sample | {"name": sample["name"].upper()}]
         )
@@ -378,7 +378,7 @@ class TestForeignCallables:
         assert random.getstate() == state[1]
         assert np.random.get_state()[1].tolist() == state[2]
 
-    def test_those_with_a_state_are_found_inside_of_another_librarys_compose(self):
+    def test_finds_stateful_transforms_inside_foreign_compose(self):
         class Seeded:
             def set_random_state(self, seed):
                 self.chance = np.random.default_rng(seed)
@@ -423,7 +423,7 @@ class TestForeignCallables:
                 [lambda x: x + np.random.rand() + random.random(), mk.VoxelAugmentation(), torch.abs]
             )
 
-    def test_what_they_return_is_not_overwritten(self):
+    def test_results_are_not_overwritten(self):
         template = torch.ones(1, *SHAPE)
         aug = mk.ComposedAugmentation([lambda _: template, mk.VoxelAugmentation(noise_std=1.0)])
         x = torch.rand(1, *SHAPE)
@@ -457,7 +457,7 @@ class TestForeignCallables:
         assert not torch.equal(noisy[0], noisy[1])
 
 
-def test_errors_name_the_call_that_was_written():
+def test_errors_name_the_user_call():
     aug = mk.VoxelAugmentation(on_nonsquare="error")
     with pytest.raises(mk.errors.InputError, match=r"^VoxelAugmentation\(\.\.\.\)\(x\): "):
         aug(torch.rand(1, 4, 6, 8))

@@ -52,7 +52,7 @@ def test_conventions_differ_and_an_own_one_can_be_given():
         chamfer_distance(a, b, convention="chamfer")
 
 
-def test_the_gradient_of_20000_points_keeps_pairs_and_not_the_table():
+def test_gradient_keeps_pairs_instead_of_the_table():
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.rand(20_000, 3, generator=generator, requires_grad=True) for _ in range(2))
     trace = trace_allocations(lambda: chamfer_distance(a, b, backend="pruned", memory_budget="8MiB").backward())
@@ -91,7 +91,7 @@ def test_hausdorff_of_more_values_than_torch_quantile_takes():
         torch.quantile(values.flatten(), 0.5)
 
 
-def test_precision_and_recall_count_what_is_closer_than_the_threshold():
+def test_precision_and_recall_count_points_below_threshold():
     a, b = two_clouds(400, 150)
     table = all_distances(a, b)
     limits = [1.0, 3.0, 8.0]
@@ -104,7 +104,7 @@ def test_precision_and_recall_count_what_is_closer_than_the_threshold():
     torch.testing.assert_close(f_score(a, b, threshold=3.0), score[1])
 
 
-def test_recall_is_of_the_target_alone_whatever_the_prediction_holds():
+def test_recall_counts_target_points_only():
     """Kaolin divides by found and missed together: a dense half of the scene scores better there than here."""
     target = two_clouds(1000, 1)[0]
     half = target[target[:, 0] > target[:, 0].median()]
@@ -120,7 +120,7 @@ def test_empty_clouds_have_a_stated_distance(metric):
     assert metric(some, some[:0]) == metric(some[:0], some) == torch.inf
 
 
-def test_empty_clouds_have_a_stated_score_and_distance_can_be_capped():
+def test_empty_clouds_have_defined_score_and_distance():
     some = torch.rand(4, 3, requires_grad=True)
     assert f_score(some[:0], some[:0], threshold=1.0) == 1
     assert f_score(some[:0], some, threshold=1.0) == f_score(some, some[:0], threshold=1.0) == 0

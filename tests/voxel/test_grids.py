@@ -60,14 +60,14 @@ def test_the_threshold_is_exclusive_and_adjustable():
     assert voxel_iou(grid, torch.ones(1, 2, 2, 2), threshold=0.4) == 1
 
 
-def test_the_peak_is_that_of_one_sample_as_bools():
+def test_takes_memory_of_one_boolean_sample():
     volumes = torch.rand(8, 64, 64, 64, generator=torch.Generator().manual_seed(0))
     peak = trace_allocations(lambda: voxel_iou(volumes, volumes)).peak
     assert peak < 4.1 * volumes[0].numel()  # four grids of bools; all eight samples at once would be 24
 
 
 @hypothesis.given(grids, grids)
-def test_the_mean_difference_is_over_what_is_compared(prediction, target):
+def test_mean_difference_covers_compared_voxels(prediction, target):
     prediction, target = map(torch.from_numpy, (prediction, target))
     occupied = [(each != 0).any(1) for each in (prediction, target)]
     shared = occupied[0] & occupied[1]
@@ -89,7 +89,7 @@ def test_gradients_flow_and_a_mask_is_needed_as_bool():
     assert_refused(lambda: feature_mae(volume, volume, mask=torch.ones(1, 2, 2, 2)), InputError, "bool")
 
 
-def test_what_does_not_compare_is_refused():
+def test_rejects_incomparable_inputs():
     volume = torch.ones(1, 1, 2, 2, 2)
     assert_refused(lambda: voxel_iou(sparse(volume), volume), InputTypeError, "a SparseVoxels and a Tensor")
     assert_refused(lambda: voxel_iou(volume, torch.ones(1, 1, 2, 2, 3)), InputError, "one shape")

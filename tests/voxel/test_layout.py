@@ -73,7 +73,7 @@ def test_vectors_are_found_by_name():
         ({"channels": ("vector:x", "vector:y"), "value_range": ((-1, 2), None)}, "value_range"),
     ],
 )
-def test_a_wrong_key_is_named(settings, key):
+def test_error_names_invalid_key(settings, key):
     error = assert_refused(lambda: VoxelLayout(**{"channels": ("scalar",)} | settings), ConfigError)
     assert key in f"{error.got} {error.expected}"
 

@@ -89,7 +89,7 @@ def test_an_offset_is_no_structure_and_an_axis_of_one_voxel_none():
     assert (value, gradient.abs().sum()) == (0, 0)
 
 
-def test_logits_are_safe_under_autocast_and_the_empty_grid_is_finite():
+def test_logits_are_autocast_safe_and_finite_on_empty_grid():
     target = (crops(2, 12)[:, :1] > 0).float()
     logits = 30 * torch.randn(target.shape)
     loss = OccupancyAwareLoss(5.0, kind="bce")
@@ -107,7 +107,7 @@ def test_logits_are_safe_under_autocast_and_the_empty_grid_is_finite():
         assert gradient.isfinite().all()
 
 
-def test_a_layout_says_what_is_occupied():
+def test_layout_defines_occupancy():
     """Scaled to [-1, 1] an empty voxel holds -1: it is not zero, and yet empty."""
     layout = VoxelLayout(["occupancy", "scalar"], empty_value=-1.0)
     target = torch.full((1, 2, 2, 2, 2), -1.0)
@@ -121,7 +121,7 @@ def test_a_layout_says_what_is_occupied():
         OccupancyAwareLoss(layout=layout)(prediction[:, :1], target[:, :1])
 
 
-def test_clouds_give_a_finite_loss_whatever_is_empty():
+def test_clouds_give_finite_loss_even_if_empty():
     a, b = torch.rand(7, 3), torch.rand(5, 3)
     predictions = [a.requires_grad_(), a[:0], a, a[:0]]
     value = chamfer_distance(predictions, [b, b, b[:0], b[:0]], empty_distance=8.0, convention="lidm")
@@ -158,7 +158,7 @@ def test_the_total_is_the_weighted_sum_at_each_step():
     torch.testing.assert_close(prediction.grad, expected)
 
 
-def test_schedules_go_on_where_they_were():
+def test_schedules_resume_where_they_were():
     loss, resumed = composite(), composite()
     for _ in range(5):
         loss.step()
@@ -183,7 +183,7 @@ def test_micro_batches_add_up_to_the_batch():
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
-def test_a_composite_refuses_objects_that_are_not_losses():
+def test_composite_rejects_non_losses():
     a = torch.rand(1, 1, 2, 2, 2)
     for losses, words in [
         ({}, "at least one loss"),

@@ -22,7 +22,7 @@ def batch():
     return torch.stack([cortex(), cortex().flip(1), cortex().roll(5, 2), torch.zeros_like(cortex())])
 
 
-def test_mixup_unites_occupancy_and_weighs_what_both_have():
+def test_mixup_unites_occupancy_and_averages_overlap():
     x = torch.zeros(2, 2, 2, 2, 2)
     x[0, :, 0, 0, 0] = torch.tensor([1.0, 4.0])  # the first sample alone
     x[1, :, 1, 1, 1] = torch.tensor([1.0, 2.0])  # the second alone
@@ -77,7 +77,7 @@ def test_labels_come_in_pairs_with_a_weight_for_each_sample():
     assert_refused(partial(aug.labels, torch.arange(3), params), InputError, "4 samples")
 
 
-def test_targets_are_mixed_with_their_inputs_and_labels_are_not_blended():
+def test_mixes_targets_with_inputs_without_blending_labels():
     mix = MixupAugmentation()
     params = mix.sample((2, 1, 8, 8, 8), seed=0)
     x, target = torch.rand(2, 1, 8, 8, 8), torch.rand(2, 1, 8, 8, 8)
@@ -90,7 +90,7 @@ def test_targets_are_mixed_with_their_inputs_and_labels_are_not_blended():
     assert_refused(lambda: MixupAugmentation(alpha=0), ConfigError, "alpha")
 
 
-def test_holes_are_filled_with_empty_values_and_a_target_keeps_its_voxels():
+def test_fills_holes_with_empty_values_and_keeps_target():
     layout = VoxelLayout(("occupancy", "scalar"), empty_value=(-1, 7))
     x = torch.ones(2, 16, 16, 16)
     cut = CutoutAugmentation(prob=1.0, size=0.5, layout=layout)
@@ -147,7 +147,7 @@ def test_peaks_are_the_result_and_little_beside_it():
         assert trace_allocations(lambda aug=aug, params=params: aug.apply(x, params)).peak <= 1.5 * x.nbytes
 
 
-def test_a_partner_that_is_oneself():
+def test_sample_paired_with_itself():
     x = torch.rand(1, 1, 4, 4, 4)
     for seed in range(5):
         torch.testing.assert_close(MixupAugmentation().apply(x, MixupAugmentation().sample(x.shape, seed=seed)), x)

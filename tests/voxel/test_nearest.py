@@ -39,7 +39,7 @@ def test_every_back_end_finds_the_nearest(backend, sizes):
         )
     )
 )
-def test_points_that_coincide_or_lie_on_lines_are_found_too(backend, clouds):
+def test_finds_coincident_and_collinear_points(backend, clouds):
     a, b = map(torch.from_numpy, clouds)
     table = all_distances(a.double(), b.double())
     pairs = nearest_points(a, b, backend=backend)
@@ -79,7 +79,7 @@ def test_far_from_the_origin_float32_keeps_its_digits():
     assert abs(naive / truth - 1) > 0.1
 
 
-def test_half_precision_is_computed_in_float32_and_autocast_changes_nothing():
+def test_half_precision_runs_in_float32_despite_autocast():
     a, b = (each.bfloat16() for each in two_clouds(300, 200))
     with torch.autocast("cpu", torch.bfloat16):
         of_a, _ = nearest_points(a, b, backend="tiled").distances()
@@ -87,7 +87,7 @@ def test_half_precision_is_computed_in_float32_and_autocast_changes_nothing():
     torch.testing.assert_close(of_a, all_distances(a.float(), b.float()).amin(1))
 
 
-def test_gradients_reach_both_clouds_and_are_finite_where_points_coincide():
+def test_gradients_reach_both_clouds_and_stay_finite():
     a, b = two_clouds(40, 30)
     b[:5] = a[:5]
     a.requires_grad_(), b.requires_grad_()
@@ -109,7 +109,7 @@ def test_an_empty_cloud_is_infinitely_far():
     assert of_b.tolist() == []
 
 
-def test_auto_takes_the_tree_where_scipy_is_and_does_without(monkeypatch):
+def test_auto_uses_tree_if_scipy_is_installed(monkeypatch):
     a, b = two_clouds(4500, 4500, dtype=torch.float32)
     plain = nearest_points(a, b).distances()
     monkeypatch.setitem(sys.modules, "scipy", None)
@@ -134,14 +134,14 @@ def test_an_invalid_cloud_is_refused(a, b, error, text):
     assert_refused(lambda: nearest_points(a, b), error, text)
 
 
-def test_an_unknown_back_end_and_one_that_does_not_fit_are_refused():
+def test_rejects_unknown_or_unsuitable_back_end():
     a, b = torch.ones(2, 3), torch.ones(2, 5)
     assert_refused(lambda: nearest_points(a, a, backend="faiss"), ConfigError, "'faiss'; expected 'auto', 'tiled'")
     assert_refused(lambda: nearest_points(b, b, backend="pruned"), ConfigError, "for 5 coordinates")
 
 
 @pytest.mark.parametrize("backend", ["tiled", "pruned", "kdtree"])
-def test_the_largest_coordinates_that_are_taken_have_finite_distances(backend):
+def test_largest_accepted_coordinates_have_finite_distances(backend):
     largest = (torch.finfo(torch.float32).max / 12) ** 0.5
     a = torch.tensor([[largest] * 3, [0.0] * 3])
     assert nearest_points(a[:1], -a, backend=backend).a_to_b.tolist() == [1]

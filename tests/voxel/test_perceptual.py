@@ -60,7 +60,7 @@ def peak(loss, num_samples):
     return trace_allocations(lambda: loss(prediction * 1, target).backward()).peak, target.nbytes
 
 
-def test_the_peak_is_a_quarter_of_the_plain_one_and_grows_with_gradients_only():
+def test_peak_is_a_quarter_and_grows_with_gradients_only():
     """One level; four of them at 64 voxels to a side are in benchmarks/results/voxel_losses.json."""
     loss = Perceptual3DLoss(4, 32, num_levels=1)
     trained = Perceptual3DLoss(4, 32, num_levels=1).network.requires_grad_()
@@ -83,7 +83,7 @@ def test_empty_volumes_have_finite_gradients():
     assert gradient_of(Perceptual3DLoss(4, 8), empty, target)[1].abs().max() > 0
 
 
-def test_it_sees_a_change_of_scale():
+def test_detects_change_of_scale():
     """Without biases, unit features would be equal."""
     target = crops(1, 16)
     assert Perceptual3DLoss(4, 8)(target / 2, target) > 0.01
@@ -101,7 +101,7 @@ def test_the_random_network_comes_from_its_seed_alone():
     assert not torch.equal(first(a, b), other(a, b))
 
 
-def test_the_network_is_no_part_of_what_is_trained_or_saved():
+def test_network_is_neither_trained_nor_saved():
     norm = nn.BatchNorm3d(3)
     loss = Perceptual3DLoss(extractor=nn.Sequential(nn.Conv3d(2, 3, 1), norm))
     model = nn.ModuleDict({"net": nn.Conv3d(2, 2, 1), "criterion": loss}).train().double()

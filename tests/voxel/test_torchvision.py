@@ -38,7 +38,7 @@ def test_volumes_in_every_form(compose):
     assert "VoxelAugmentation" in repr(chain)
 
 
-def test_tensors_keep_their_class_so_that_later_steps_know_masks():
+def test_tensors_keep_their_class():
     sample = {"image": tv_tensors.Image(VOLUME), "mask": tv_tensors.Mask(VOLUME)}
     moved = v2.Compose([mk.VoxelAugmentation(flip_prob=1.0, noise_std=0.5), v2.RandomHorizontalFlip(1.0)])(sample)
     assert [type(each).__name__ for each in moved.values()] == ["Image", "Mask"]
@@ -52,7 +52,7 @@ def test_random_containers(wrap):
     assert torch.equal(wrap([FLIP], **options)(VOLUME), FLIPPED)
 
 
-def test_transforms_of_torchvision_in_a_composed_augmentation_repeat():
+def test_torchvision_transforms_repeat_in_composition():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # they draw from torch's generator
         chain = mk.ComposedAugmentation(

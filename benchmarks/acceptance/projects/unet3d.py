@@ -74,7 +74,7 @@ PROJECT = Project(
     num_steps=8,
     loss=r"loss ([\d.e-]+)",
     prepare=prepare,
-    data="nilearn's MNI152 template: grey matter in patches of 16 by 64 by 64",
+    data="nilearn's MNI152 template: gray matter in patches of 16 by 64 by 64",
     shows='`MemoryEfficientTrainingWrapper(..., checkpoint="auto")`: its encoders and decoders run again in backward',
     peers=("h5py", "scikit-image"),
 )

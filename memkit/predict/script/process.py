@@ -311,7 +311,7 @@ def _way_out(error: BaseException | None) -> str:
         return f"prepare {error.filename or 'the data'} as for training, and run in the folder in which you train."
     return (
         "see the script's traceback above; if it does not fail on a real GPU, it uses something that the virtual card "
-        "lacks, such as kernels of its own: see docs/dryrun.md."
+        "lacks, such as kernels of its own: see docs/virtual-gpu.md."
     )
 
 

@@ -118,7 +118,7 @@ def run_step(model, x, plan):
 
 @pytest.mark.parametrize("share", [0.7, 0.4, 0.15])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_forward_leaves_what_the_plan_says_and_the_step_computes_as_much(name, share):
+def test_forward_saves_the_planned_bytes_and_flops(name, share):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
@@ -132,7 +132,7 @@ def test_a_forward_leaves_what_the_plan_says_and_the_step_computes_as_much(name,
     assert_same(found, wanted)
 
 
-def test_cheap_operators_alone_run_again_as_long_as_they_suffice():
+def test_recomputes_only_cheap_operators_if_sufficient():
     """Half of an encoder's saved bytes are results without FLOPs; a plan for time and peak runs products again, too."""
     model, x = Encoder(0.1), torch.randn(8, 64, 64)
     half = mk.plan_training(model, x, mean_square, "sgd", activation_budget=0.5)

@@ -56,7 +56,7 @@ def test_an_operator_with_larger_operands_takes_longer(times):
     assert seconds_of(times, aten.mm.default, small, small) < seconds_of(times, aten.mm.default, large, large)
 
 
-def test_nothing_of_the_caller_is_changed(times):
+def test_leaves_the_caller_unchanged(times):
     x, state = torch.zeros(4, 4), torch.get_rng_state()
     with torch.device("meta"):
         assert times.seconds(aten.bernoulli_.float, (x, 0.5), {}, x) > 0
@@ -90,7 +90,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("it may do anything, so it is not run")
 
 
-def test_what_cannot_be_run_is_counted(times):
+def test_counts_operators_it_cannot_run(times):
     x, large = torch.ones(8), torch.ones(2**18)
     calls = (
         (torch.ops.memkit_test_host.twice.default, (x,), {}),
@@ -111,7 +111,7 @@ def test_no_call_is_run_after_the_time_limit():
     assert times.num_measured == 0
 
 
-def test_a_call_that_is_too_large_is_estimated_from_measured_ones_of_its_operator(times):
+def test_estimates_oversized_call_from_measured_ones(times):
     def roofline(size):
         return times._roofline.seconds(aten.relu.default, (torch.ones(size),), {}, torch.ones(size))
 
@@ -121,7 +121,7 @@ def test_a_call_that_is_too_large_is_estimated_from_measured_ones_of_its_operato
     assert too_large - extra == pytest.approx((measured - extra) / roofline(2**17) * roofline(2**20))
 
 
-def test_measures_a_file_only_where_memory_is_free(monkeypatch):
+def test_measures_a_file_only_with_free_memory(monkeypatch):
     slow = HostTimes(2**50)  # nothing is free beside such a budget: the system would write to the disk at once
     assert slow.moving_seconds(2**20) == 2**21 / 2e8
     fast = HostTimes(2**20)
@@ -149,6 +149,6 @@ print(is_given_back(2**19), is_given_back(24 * 2**20), is_given_back(30 * 2**20)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-def test_the_allocator_keeps_blocks_as_large_as_those_of_the_step_and_no_larger():
+def test_allocator_keeps_blocks_up_to_step_size():
     """A block of 32 MiB, freed to begin with, changes what the process keeps for good."""
     assert run_python(_CHILD).stdout.split() == ["False", "True", "True"]

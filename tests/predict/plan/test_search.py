@@ -80,14 +80,14 @@ def test_finds_a_plan_near_the_best_of_all(blocks, share):
     assert step.runs <= 60  # of up to 704
 
 
-def test_the_whole_batch_is_left_alone_where_it_fits():
+def test_fitting_batch_stays_whole():
     step = Step({"a": (10, 0.001)})
     trials = search(step.run, ROWS, micro_batch_counts(ROWS), [None], 10**9, slack=1.0)
     assert fastest(trials, 10**9)[0].arrangement == Arrangement(ROWS, 1, None)
     assert step.runs == 3  # two that are slower, and no more
 
 
-def test_a_faster_precision_is_taken_where_it_is_listed():
+def test_takes_faster_listed_precision():
     step = Step({"a": (10, 0.001)})
 
     def run(arrangement, plain):
@@ -99,7 +99,7 @@ def test_a_faster_precision_is_taken_where_it_is_listed():
     assert fastest(trials, 10**9)[0].arrangement.precision == "bf16-mixed"
 
 
-def test_upgrades_go_from_the_best_rate_to_the_worst_and_skip_what_never_pays():
+def test_upgrades_in_order_of_rate():
     costs = {
         "cheap": {"selective": BlockCost(100, 1.0, 0.0), "full": BlockCost(150, 2.0, 0.0)},
         "dear": {"selective": BlockCost(10, 5.0, 0.0), "full": BlockCost(160, 4.0, 0.0)},  # full is better and cheaper
@@ -114,7 +114,7 @@ def test_equal_blocks_are_treated_from_the_first_on():
 
 
 @given(st.integers(1, 5000))
-def test_numbers_of_micro_batches_have_different_sizes_and_cover_the_rows(num_rows):
+def test_micro_batch_counts_differ_in_size_and_cover_rows(num_rows):
     counts = micro_batch_counts(num_rows)
     sizes = [-(-num_rows // count) for count in counts]
     assert sizes == sorted(set(sizes), reverse=True)

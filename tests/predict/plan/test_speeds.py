@@ -26,7 +26,7 @@ def test_an_operator_takes_the_longer_of_computing_and_moving():
     assert SPEEDS.moving_seconds(1000) == 2 * 1000 / 1e7
 
 
-def test_each_listed_card_is_a_card_of_the_table_with_plausible_speeds():
+def test_listed_cards_are_known_with_plausible_speeds():
     for gpu in all_gpus():
         if gpu.vendor == "NVIDIA":
             speeds = card_speeds(gpu)
@@ -36,7 +36,7 @@ def test_each_listed_card_is_a_card_of_the_table_with_plausible_speeds():
     assert card_speeds(find_gpu("RTX 4090")).about == "the published speeds of RTX 4090"
 
 
-def test_a_card_that_is_not_listed_has_those_of_its_generation_in_proportion():
+def test_unlisted_card_scales_speeds_of_its_generation():
     speeds, listed = card_speeds(find_gpu("RTX 3060 12GB")), card_speeds(find_gpu("RTX 3070"))
     share = find_gpu("RTX 3060 12GB").num_multiprocessors / find_gpu("RTX 3070").num_multiprocessors
     assert speeds.flops[torch.float32] == listed.flops[torch.float32] * share

@@ -58,7 +58,7 @@ def choices_of(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sums_are_what_dry_runs_find(name, choices_of):
+def test_sums_match_dry_runs(name, choices_of):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     plan, choices = choices_of(make(), torch.randn(shape))
@@ -75,7 +75,7 @@ def test_sums_are_what_dry_runs_find(name, choices_of):
 
 @pytest.mark.parametrize("name", ["chain", "encoder"])
 @pytest.mark.parametrize("share", [0.8, 0.5])
-def test_the_real_step_takes_what_the_plan_says(name, share, choices_of):
+def test_real_step_matches_the_plan(name, share, choices_of):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
@@ -137,7 +137,7 @@ def test_a_card_and_a_model_without_data():
     assert by_tensors.predicted_seconds < by_blocks.predicted_seconds
 
 
-def test_the_least_that_is_possible_is_said():
+def test_reports_least_possible_budget():
     model, x = chain(), torch.randn(512, 64)
     plan = mk.plan_training(model, x, mean_square, "sgd", budget="1GiB", micro_batch_size=512, curve=True)
     with pytest.raises(ConfigError) as caught:
@@ -145,7 +145,7 @@ def test_the_least_that_is_possible_is_said():
     assert f"{plan.least_bytes} bytes" in str(caught.value)
 
 
-def test_a_buffer_that_the_forward_changes_is_no_source(choices_of):
+def test_does_not_recompute_from_changed_buffer(choices_of):
     """A codebook that is updated in place after it was read: what was made from it stays."""
 
     class Codebook(nn.Module):
@@ -179,7 +179,7 @@ def test_a_buffer_that_the_forward_changes_is_no_source(choices_of):
     assert_same(*found)
 
 
-def test_a_plan_for_another_mode_is_told():
+def test_warns_of_plan_for_other_mode():
     model, x = encoder(), torch.randn(8, 64, 64)
     plan = mk.plan_training(model, x, mean_square, "sgd", budget="9MiB", micro_batch_size=8, treat="tensors")
     model.eval()

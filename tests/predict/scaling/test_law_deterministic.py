@@ -31,7 +31,7 @@ def test_bounds_hold_for_the_highest_of_lines(curves, sizes, n):
             assert truth(law.max_n(most) + 1) > most
 
 
-def test_a_power_law_would_be_wrong_where_the_line_is_exact():
+def test_line_is_exact_and_power_law_is_not():
     # The peak is the higher of two straight lines: no power of n, and no constant, describes both.
     sizes = [1000, 2000, 4000, 8000]
     law = fit_points(sizes, [max(10_000_000 + 100 * n, 3000 * n) for n in sizes])
@@ -50,7 +50,7 @@ def test_never_beyond_four_times_the_largest():
     assert_refused(lambda: law.predict(99), mk.errors.InputError, "a size of at least 100")
 
 
-def test_what_bends_downwards_is_not_drawn_on():
+def test_does_not_extrapolate_concave_points():
     law = fit_points([100, 200, 400], [1000, 2000, 2100])
     assert law.predict(300) == 2050
     assert_refused(lambda: law.predict(500), mk.errors.InputError, "works in chunks")
@@ -71,7 +71,7 @@ def test_the_lower_bound_comes_first_whichever_way_the_peaks_bend(peaks, bounds)
     assert fit_points([100, 200, 300], peaks).interval(150) == bounds
 
 
-def test_one_point_is_known_only_there():
+def test_single_point_predicts_only_itself():
     law = fit_points([100], [1000])
     assert (law.predict(100), law.interval(100), law.held_out_error) == (1000, (1000, 1000), None)
     assert_refused(lambda: law.predict(101), mk.errors.InputError, "at least two known sizes")
@@ -80,7 +80,7 @@ def test_one_point_is_known_only_there():
 @pytest.mark.parametrize(
     ("sizes", "peaks"), [([], []), ([1, 1], [5, 5]), ([0, 1], [5, 5]), ([1, 2], [5]), ([1, 2], [0, 5])]
 )
-def test_what_is_no_table_is_refused(sizes, peaks):
+def test_rejects_invalid_tables(sizes, peaks):
     assert_refused(lambda: fit_points(sizes, peaks), mk.errors.InputError, "fit_points")
 
 

@@ -51,7 +51,7 @@ def test_switches_are_those_found_by_trying(polynomial, low, length):
 
 
 @given(polynomials)
-def test_nothing_switches_beyond_the_roots(polynomial):
+def test_no_breakpoints_beyond_the_roots(polynomial):
     start = beyond_roots(polynomial)
     assert len({value(polynomial, n) > 0 for n in range(start, start + REACH)}) == 1
     assert start > 0
@@ -74,7 +74,7 @@ def test_the_envelope_is_the_first_of_the_highest(candidates):
 
 
 @given(st.lists(polynomials, min_size=1, max_size=8))
-def test_what_is_left_out_is_never_the_highest(candidates):
+def test_dropped_polynomials_are_never_the_highest(candidates):
     kept = undominated(candidates)
     assert kept == sorted(set(kept))
     for n in range(REACH):

@@ -69,20 +69,20 @@ def test_both_modes_at_every_size(result):
     assert result.ratio(10**6) == pytest.approx(train.predict(10**6) / result.law["inference"].predict(10**6))
 
 
-def test_a_step_that_takes_the_mode(result):
+def test_build_step_receives_the_mode(result):
     own = profile_scaling(build_step_of_mode, sizes=[1000, 4000])
     assert own.peaks("train") == result.peaks("train")
     assert own.peaks("inference") == result.peaks("inference")
 
 
-def test_inference_of_a_training_step_has_no_graph_no_gradients_and_no_state():
+def test_inference_mode_has_no_graph_gradients_or_state():
     trace = trace_step(build_step, 1000, "inference")
     assert {place.phase for place in trace.places} <= {"forward", "other"}
     assert trace.live[0] == 1000 * 16 * 4 + 4 * (16 * 64 + 64 + 64 + 1)
 
 
 @pytest.mark.parametrize("build", [build_step_on_globals, partial(build_step_on_globals)])
-def test_models_and_optimizers_of_the_module_stay_as_they_are(build):
+def test_module_level_models_and_optimizers_stay_unchanged(build):
     values = MODEL.weight.detach().clone()
     law = profile_scaling(build, sizes=[100], modes=["train"]).law["train"]
     assert law.predict(10**6) > 10**6 * 2 * 16 * 4
@@ -99,7 +99,7 @@ def test_a_step_starts_with_the_state_of_models_of_the_module():
     assert start == 100 * 16 * 4 + 4 * parameters + 2 * 4  # with gradients and two moments; two step counts
 
 
-def test_the_random_state_and_the_collector_stay_as_they_are():
+def test_random_state_and_collector_stay_unchanged():
     before = torch.get_rng_state()
     profile_scaling(build_step, sizes=[100], modes=["train"])
     assert torch.equal(torch.get_rng_state(), before)
@@ -117,7 +117,7 @@ def loop_over_chunks(n):
     return step
 
 
-def test_a_loop_that_grows_gets_a_lower_bound_and_the_reason():
+def test_growing_loop_gets_lower_bound_and_reason():
     law = profile_scaling(loop_over_chunks, sizes=[200, 400, 800], modes=["train"]).law["train"]
     assert law.tier == "deterministic"
     assert "other operators at n=400 than at n=200: one ends where the other goes on to aten." in law.reason
@@ -139,7 +139,7 @@ def test_masks_need_a_share():
     assert half < whole
 
 
-def test_a_step_that_cannot_do_without_gradients():
+def test_step_requiring_gradients():
     def penalized(n):
         x, weight = torch.randn(n, 4), torch.randn(4, requires_grad=True)
         return lambda: torch.autograd.grad((x @ weight).sum(), weight)
@@ -160,7 +160,7 @@ def test_a_step_that_cannot_do_without_gradients():
         (np.array([100.0, 200.0]), ("train",), mk.errors.InputTypeError),
     ],
 )
-def test_what_is_refused(sizes, modes, error):
+def test_rejects_invalid_arguments(sizes, modes, error):
     with pytest.raises(error, match=r"profile_scaling\(build_step, sizes=.* got .* expected .* Way out: "):
         profile_scaling(build_step, sizes, modes)
 
@@ -171,7 +171,7 @@ def test_sizes_as_numpy_has_them(result):
     assert result.law["train"].predict(np.int64(8000)) == result.law["train"].predict(8000)
 
 
-def test_what_was_answered_without_data_is_said(result):
+def test_reports_values_answered_without_data(result):
     def stops(n):
         x, weight = torch.randn(n, 4), torch.randn(4, requires_grad=True)
 
@@ -193,12 +193,12 @@ def test_what_was_answered_without_data_is_said(result):
         profile_scaling(stops, sizes=[100], selected_fraction=50)
 
 
-def test_a_build_step_that_returns_no_step():
+def test_rejects_build_step_returning_no_step():
     with pytest.raises(mk.errors.InputTypeError, match=r"build_step\(100\).*got a FakeTensor; expected a function"):
         profile_scaling(lambda n: torch.zeros(n), sizes=[100])
 
 
-def test_what_the_users_code_raises_at_a_size_asked_for_comes_through():
+def test_user_errors_at_requested_sizes_propagate():
     def fails(n):
         raise ZeroDivisionError(n)
 
@@ -232,7 +232,7 @@ def test_text(result):
     assert result.scaling_factor("train") < 1 == result.law["train"].order
 
 
-def test_sizes_that_ran_out_are_in_the_table():
+def test_table_includes_sizes_that_ran_out():
     points = (
         ScalingPoint(10, "train", "ok", 1024, "", "measured"),
         ScalingPoint(20, "train", "oom", None, "", "measured"),
@@ -255,7 +255,7 @@ def test_plots(result, tmp_path, monkeypatch):
     assert_refused(lambda: result.plot(tmp_path / "law.jpeg"), mk.errors.ConfigError, r"got the suffix '.jpeg'")
 
 
-def test_a_plot_has_crosses_where_memory_ran_out_and_a_line_only_of_a_law(result):
+def test_plot_marks_out_of_memory_and_draws_laws_only(result):
     ran_out = ScalingPoint(8000, "train", "oom", None, "", "measured", requested_bytes=2**20)
     strokes = lambda each, width: each.plot().count(f'stroke-width="{width}"')  # noqa: E731
     without_law = ScalingResult((*result.points, ran_out), {})
@@ -265,7 +265,7 @@ def test_a_plot_has_crosses_where_memory_ran_out_and_a_line_only_of_a_law(result
     assert "Crosses: out of memory." in without_law.plot()
 
 
-def test_a_step_without_tensors_and_points_without_peaks_have_text_and_plot():
+def test_empty_results_have_text_and_plot():
     empty = profile_scaling(lambda n: lambda: None, [10, 20], ["train"])
     assert (empty.peaks("train"), empty.scaling_factor("train")) == ({10: 0, 20: 0}, None)
     failed = ScalingResult((ScalingPoint(10, "train", "error", None, "ValueError", "measured"),), {})

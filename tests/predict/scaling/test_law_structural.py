@@ -58,7 +58,7 @@ def test_a_hundred_times_as_far_is_exact_in_every_family(name):
         ("LSTM by rows", "bytes do not follow a polynomial"),
     ],
 )
-def test_what_has_no_structure_says_why(name, reason):
+def test_unstructured_step_states_the_reason(name, reason):
     law, _ = law_of(name, "train")
     assert isinstance(law, str)
     assert reason in law
@@ -66,7 +66,7 @@ def test_what_has_no_structure_says_why(name, reason):
 
 
 @pytest.mark.parametrize("mode", ["train", "inference"])
-def test_a_real_run_takes_what_the_law_says(mode):
+def test_real_run_matches_the_law(mode):
     law, _ = law_of("edge MLP", mode)
     n = 20_000
     assert law.predict(n) == allocated_peak(FAMILIES["edge MLP"].build, n, mode)
@@ -100,7 +100,7 @@ def rounded_up(to):
     return build_step
 
 
-def test_padding_is_seen_and_sizes_between_are_refused():
+def test_detects_padding_and_rejects_sizes_between():
     law = profile_scaling(rounded_up(8), [64, 72], ["train"]).law["train"]
     assert (law.tier, law.grain) == ("structural", 8)
     assert law.predict(80) == trace_step(rounded_up(8), 80, "train").peak_bytes
@@ -110,19 +110,19 @@ def test_padding_is_seen_and_sizes_between_are_refused():
     assert law.max_n(law.predict(80) - 1) == 72
 
 
-def test_padding_that_the_sizes_do_not_share_leaves_no_structure():
+def test_unshared_padding_leaves_no_structure():
     law = profile_scaling(rounded_up(64), [1000, 3000], ["train"]).law["train"]
     assert law.tier == "deterministic"
     assert "bytes do not follow a polynomial of n of degree 6 or less" in law.reason
 
 
-def test_padding_that_looks_straight_for_a_while_is_found_out():
+def test_detects_late_padding():
     # 961 is 15 * 64 + 1: up to 64 times as much, each multiple leaves one row less to pad.
     law = profile_scaling(rounded_up(64), [961], ["train"]).law["train"]
     assert law.tier == "deterministic"
 
 
-def test_the_place_of_the_peak_moves_where_the_law_says():
+def test_peak_moves_at_predicted_breakpoint():
     law, trace = law_of("edge MLP", "train")
     (moves,) = law.breakpoints
     assert trace(moves).point().peak_where == law.peak_where(moves) != law.peak_where(moves - 1)
@@ -143,7 +143,7 @@ def law_from(curves, grain=1, scale=1):
 
 @settings(max_examples=50)
 @given(st.lists(st.one_of(rising, any_curve), min_size=1, max_size=4), st.integers(0, 4000), st.integers(1, 3))
-def test_max_n_is_the_largest_that_fits(curves, budget, grain):
+def test_max_n_is_the_largest_fitting_size(curves, budget, grain):
     law = law_from([(max(1, c), *rest) for c, *rest in curves], grain)
     answer = law.max_n(budget)
     fitting = [n for n in range(grain, 4100, grain) if law.predict(n) <= budget]
@@ -172,13 +172,13 @@ def test_fractions_of_a_byte_are_rounded_up():
 @pytest.mark.parametrize(
     ("n", "error"), [(0, mk.errors.InputError), (2.0, mk.errors.InputTypeError), (True, mk.errors.InputTypeError)]
 )
-def test_what_is_no_size_is_refused(n, error):
+def test_rejects_invalid_sizes(n, error):
     law = law_from([(5, 1, 0)])
     for question in (law.predict, law.interval, law.peak_where):
         with pytest.raises(error, match=r"law\.\w+\("):
             question(n)
 
 
-def test_families_are_as_many_as_the_issue_asks():
+def test_covers_all_required_families():
     assert len(FAMILIES) - len(NO_LAW) >= 12
     assert all(a != b for a, b in itertools.combinations([family.build for family in FAMILIES.values()], 2))

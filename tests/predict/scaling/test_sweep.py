@@ -60,7 +60,7 @@ def test_the_defaults_are_those_of_the_source():
     assert [case.part for case in full_cases(config)] == ["encoder", "decoder"]
 
 
-def test_edge_counts_rise_by_one_ratio_and_end_where_they_should():
+def test_edge_counts_form_geometric_sequence():
     counts = MemoryTestConfig().num_edges
     assert (len(counts), counts[0], counts[-1]) == (12, 5_000, 500_000)
     ratios = [after / before for before, after in pairwise(counts)]
@@ -78,7 +78,7 @@ def test_edge_counts_rise_by_one_ratio_and_end_where_they_should():
         ({"mlp": []}, "at least one"),
     ],
 )
-def test_a_wrong_field_says_which_and_what_is_right(fields, message):
+def test_invalid_field_error_names_field_and_range(fields, message):
     assert_refused(lambda: MemoryTestConfig(**fields), ConfigError, "MemoryTestConfig(", message)
 
 
@@ -90,7 +90,7 @@ def test_a_config_goes_through_a_file(tmp_path):
 # ---------------------------------------------------------------------------------------------------- reference
 
 
-def test_the_integral_transform_is_the_mean_of_kernel_times_feature():
+def test_integral_transform_averages_kernel_times_feature():
     torch.manual_seed(0)
     transform = IntegralTransform((5,), 2, 3).double()
     sources, targets, features = (torch.rand(n, d, dtype=torch.float64) for n, d in ((4, 2), (3, 2), (4, 3)))
@@ -154,7 +154,7 @@ def test_the_largest_size_fits_a_card_and_the_next_does_not(full):
         assert predicted[0] <= each.card.usable_bytes < predicted[1]
 
 
-def test_each_class_of_cards_is_judged_by_the_card_that_holds_least():
+def test_judges_card_class_by_smallest_card():
     assert [each.advised for each in capacities()] == [100_000, 500_000, 1_000_000]
     room = capacities()[1].card.usable_bytes
     others = [gpu for gpu in all_gpus() if 12 <= gpu.box_bytes / 2**30 <= 16 and gpu.vendor == "NVIDIA"]
@@ -194,7 +194,7 @@ def test_without_matplotlib_all_but_the_png_is_written(core, tmp_path, monkeypat
     assert {each["tier"] for each in record["curves"]} == {"structural"}
 
 
-def test_the_text_says_that_nothing_ran_and_names_laws_and_cards(full, core):
+def test_text_names_laws_and_cards_and_that_nothing_ran(full, core):
     text = full.explain()
     assert "no step ran on any device" in text
     assert "structural, n^1" in text
@@ -206,7 +206,7 @@ def test_the_text_says_that_nothing_ran_and_names_laws_and_cards(full, core):
 # ------------------------------------------------------------------------------------------------------- errors
 
 
-def test_a_device_that_is_not_there_is_predicted_for_and_said():
+def test_predicts_for_missing_device_and_says_so():
     config = SMALL.replace(source="measured", device="xpu:7", test_decoder=False, test_full_model=False)
     with pytest.warns(MemkitWarning, match="no xpu:7 device, so all points are predicted"):
         result = run_memory_test(config)
@@ -222,7 +222,7 @@ def test_a_device_that_is_not_there_is_predicted_for_and_said():
         ({}, "whole", "pass analysis='full'"),
     ],
 )
-def test_nothing_to_do_is_an_error(changes, analysis, words):
+def test_empty_sweep_is_an_error(changes, analysis, words):
     assert_refused(lambda: run_memory_test(SMALL.replace(**changes), analysis), ConfigError, words)
 
 
@@ -234,5 +234,5 @@ def test_nothing_to_do_is_an_error(changes, analysis, words):
         ([SMALL], {"memory_limit": "1GiB"}, ConfigError, "a memory limit only for measured runs"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(arguments, options, error, message):
+def test_rejects_ineffective_options(arguments, options, error, message):
     assert_refused(lambda: run_memory_test(*arguments, **options), error, message)

@@ -76,7 +76,7 @@ def test_out_of_memory_is_a_point_and_larger_ones_are_skipped():
 
 
 @pytest.mark.slow
-def test_what_a_step_does_to_its_process_is_that_points_result(capfd):
+def test_process_failure_is_recorded_for_its_point(capfd):
     result = measure_scaling(awkward_step, [10, 20, 30, 40], ["inference"], device="cpu")
     assert [point.status for point in result.points] == ["ok", "error", "oom", "skipped"]
     assert result.points[1].peak_where == "ValueError: no such size"
@@ -85,7 +85,7 @@ def test_what_a_step_does_to_its_process_is_that_points_result(capfd):
     assert "to stdout" in capfd.readouterr().err  # stdout belongs to whoever asked
 
 
-def test_a_step_that_no_process_can_import_is_refused_before_any_starts():
+def test_rejects_unimportable_step_before_starting():
     with pytest.raises(InputError, match="top level of a module"):
         measure_scaling(lambda n: lambda: None, [1], ["train"], device="cpu")
 
