@@ -52,6 +52,7 @@ _EXACT_OPERATORS = frozenset(
     new_zeros new_ones new_full zeros_like ones_like full_like scalar_tensor unsafe_split split_with_sizes
     """.split()  # noqa: SIM905 - a table of words
 )
+_SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
 _CONTAINERS = (list, dict, set, collections.deque)
 # Internals of every module; a forward does not change them.
 _MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # an instance-level override
@@ -274,10 +275,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                     self._rehearsal.keep(each, self._born)
         out = self._rehearsal.draw(func, args, kwargs, self._span) if facts.is_random else func(*args, **kwargs)
         if facts.makes_tensors:
-            self._note(func, out)
+            self._note(func, args, kwargs, out)
         return out
 
-    def _note(self, func: Any, out: Any) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for each in out if isinstance(out, (list, tuple)) else (out,):
             storage = _storage_of(each) if isinstance(each, Tensor) else None
             if storage is not None:
@@ -285,7 +286,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._count(storage)
                 self._born.add(storage_key(storage))
                 if self._rounding is not None and _facts(func).rounds:
-                    _round_differently(each, func, self._rounding)
+                    _round_differently(each, func, args, kwargs, self._rounding)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         rehearsal = self._rehearsal
@@ -321,7 +322,10 @@ def _facts(func: Any) -> _Facts:
     )
 
 
-def _round_differently(tensor: Tensor, func: Any, generator: torch.Generator) -> None:
+def _round_differently(
+    tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
+) -> None:
+    """Change a result by about one unit in the last place; a sum by that of its terms, which may cancel."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
     eps = torch.finfo(tensor.dtype).eps
@@ -330,6 +334,11 @@ def _round_differently(tensor: Tensor, func: Any, generator: torch.Generator) ->
     with torch.no_grad():
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if real.device != generator.device or not real.numel():
+            return
+        if func in _SUMS and real is tensor:
+            sizes = func(args[0].abs(), *args[1:], **kwargs)
+            noise = torch.empty_like(sizes).uniform_(-2 * eps, 2 * eps, generator=generator).mul_(sizes)
+            tensor.add_(noise.masked_fill_(sizes == sizes.round(), 0))
             return
         for piece in _pieces(real):
             noise = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
