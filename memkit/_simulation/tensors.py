@@ -237,6 +237,9 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator without data."""
+        if self.guesses.place is not None:
+            is_blank = func is _aten.select.int and isinstance(args[0], FakeTensor) and args[0].constant is None
+            self.guesses.selected(has_values=not is_blank)
         if not types and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
             return func(*args, **kwargs)
         if func in self._results:
