@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -26,7 +26,7 @@ from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
-from memkit._torch.dispatch import OpOverload, keys_of, no_dispatch
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload, keys_of, no_dispatch, without_modes
 from memkit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -564,6 +564,42 @@ def pads_packed(original: Callable[..., Any]) -> Callable[..., Any]:
             mode.is_padding = False
 
     return pad_packed
+
+
+def makes_one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return torch's `one_hot`, with the operators that tensors with data take; for others torch has a second way."""
+
+    @cache
+    def checks() -> list[Callable[[Tensor], Any]]:  # of the labels, on the host
+        seen = _Looks()
+        with without_modes(), seen:
+            original(torch.zeros(1, dtype=torch.int64, device=_CPU), 1)
+        return seen.operators
+
+    @wraps(original)
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        is_blank = isinstance(tensor, FakeTensor) and tensor.dtype is torch.int64 and tensor.numel() > 0
+        if not is_blank or type(num_classes) is not int or num_classes < 1:
+            return original(tensor, num_classes)
+        for check in checks() if tensor.device == _CPU else ():
+            check(tensor)
+        zeros = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return one_hot
+
+
+class _Looks(LeanDispatchMode):
+    """Lists the operators of a call that look at a whole tensor and at nothing else, such as its largest number."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Callable[[Tensor], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim():
+            self.operators.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _Converter(FakeTensorConverter):

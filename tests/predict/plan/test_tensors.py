@@ -185,3 +185,30 @@ def test_warns_of_plan_for_other_mode():
     model.eval()
     with pytest.warns(MemkitWarning, match="not the planned one"), treat_saved_tensors(plan.saved_tensors):
         mean_square(model, x).backward()
+
+
+@pytest.mark.filterwarnings("error::memkit.MemkitWarning")
+def test_numbers_read_and_classes_marked_in_the_forward_are_as_planned():
+    """Neither has the operators in a dry run that it has with data, unless memkit sees to it."""
+
+    class Marking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.mark, self.back = nn.Linear(64, 64), nn.Linear(256, 64), nn.Linear(64, 64)
+            self.largest = 0.0
+
+        def forward(self, x):
+            self.largest = x.max().item()
+            classes = nn.functional.one_hot(x.long().abs().clamp(max=255), 256).float().mean(1)
+            return self.back(torch.tanh(self.read(x)) + torch.sigmoid(self.mark(classes)))
+
+    model, x = Marking(), torch.randn(64, 64)
+    plan = mk.plan_training(model, x, mean_square, "sgd", activation_budget=0.5)
+    optimizer = torch.optim.SGD(model.parameters())
+    with mk.Tracker(device="cpu") as tracker:
+        with treat_saved_tensors(plan.saved_tensors):
+            loss = mean_square(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert tracker.peak_bytes == plan.estimate.peak_bytes
