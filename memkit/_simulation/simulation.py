@@ -415,12 +415,12 @@ def simulate(
 
 
 @contextmanager
-def noting_failures(call: str, model: object, batch: object) -> Iterator[None]:
+def noting_failures(call: str, model: object, batch: object, guesses: Guesses) -> Iterator[None]:
     """Add a note to an error of the user's code; see `memkit._simulation.failures.note_failure`."""
     try:
         yield
     except Exception as error:
-        note_failure(call, error, model, batch)
+        note_failure(call, error, model, batch, guesses)
         raise
 
 
@@ -502,7 +502,7 @@ class TrainingStep:
         guesses = simulation.tensors.guesses
 
         def run(model: nn.Module, optimizer: Any, loss_fn: LossFn, batch: Any) -> Record:
-            with noting_failures(call, model, batch), spread(model, optimizer, place.device_type) as part:
+            with noting_failures(call, model, batch, guesses), spread(model, optimizer, place.device_type) as part:
                 for watch in simulation.passes():
                     num_before = guesses.num_true
                     with watch:
