@@ -147,6 +147,11 @@ class Guesses(Counter[str]):
         if line is not None and has_values:
             self._note_number(line)
 
+    def unsized(self, name: str) -> None:
+        """Note an operator whose result has fewer entries than it would have with data."""
+        line = self.note(name)
+        self.numbers[f"{_now(line)} makes a sparse tensor, whose size depends on data"] = None
+
     def array(self, dtype: torch.dtype) -> Any:
         """Answer with the number that fills an array."""
         line = self.note("Tensor.numpy")
