@@ -212,3 +212,25 @@ def test_numbers_read_and_classes_marked_in_the_forward_are_as_planned():
         optimizer.step()
         optimizer.zero_grad()
     assert tracker.peak_bytes == plan.estimate.peak_bytes
+
+
+def test_what_a_graph_saved_that_died_in_the_forward_does_not_wait():
+    class Sparse(nn.Module):
+        """Attends to a few rows, which scores of another kind have found."""
+
+        def __init__(self):
+            super().__init__()
+            self.score, self.lift, self.drop = nn.Linear(64, 512), nn.Linear(64, 128), nn.Linear(128, 64)
+
+        def forward(self, x):
+            found = torch.tanh(self.score(x)).exp().sum(-1).topk(8).indices
+            return self.drop(torch.sigmoid(torch.tanh(self.lift(x)))) * x[found].mean()
+
+    model, x = Sparse(), torch.randn(256, 64)
+    plan = mk.plan_training(model, x, mean_square, "sgd", activation_budget=0.5).saved_tensors
+    with mk.Tracker(device="cpu") as tracker:
+        before = tracker.live_bytes
+        loss = mean_square(model, x)
+        left = tracker.live_bytes - before
+    assert abs(left - x.nbytes - sum(each.nbytes for each in model.parameters()) - plan.saved_bytes) < 4096
+    del loss
