@@ -1,11 +1,12 @@
 """Notes on errors of the user's own code that ran on tensors without data: the place and the way out.
 
-The error and its traceback stay unchanged: real data would cause the same error, or a similar one.
+The error and its traceback stay unchanged: unless values were guessed, real data would cause the same error, or a
+similar one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from memkit._torch.pytree import tree_leaves
 _LONGEST = 80  # characters of a module's own description
 
 
-def note_failure(call: str, error: Exception, model: object, batch: object) -> None:
+def note_failure(call: str, error: Exception, model: object, batch: object, guesses: Iterable[str]) -> None:
     """Add a note to an error of the user's code: where in the model it arose, and what to try.
 
     Args:
@@ -26,6 +27,7 @@ def note_failure(call: str, error: Exception, model: object, batch: object) -> N
         error: The error.
         model: The model, whose modules are named.
         batch: The batch.
+        guesses: The reads that were answered without data, in order.
 
     Raises:
         InputTypeError: The batch is a shape instead of tensors, and the code could not use it.
@@ -40,15 +42,21 @@ def note_failure(call: str, error: Exception, model: object, batch: object) -> N
             expected="a batch of tensors, as in the training step",
             fix=f"write sample_batch=torch.empty{shape}; on the meta device it takes no memory.",
         ) from error
-    error.add_note(_note(call, error, model))
+    error.add_note(_note(call, error, model, list(guesses)))
 
 
-def _note(call: str, error: Exception, model: object) -> str:
+def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) -> str:
     text = f"memkit: {call} ran this code on tensors without data"
     place = _module_at(error.__traceback__, model)
     text += "." if place is None else f"; it failed in {place}."
     if "convert cuda" in str(error) and "numpy" in str(error):
         return f"{text} NumPy cannot read tensors of a GPU: compute with torch, or write .detach().cpu().numpy()."
+    if guesses:
+        return (
+            f"{text} Way out: run loss_fn(model, sample_batch) once by itself. If it runs, what was answered without "
+            f"data does not fit together (such as {guesses[-1]}): if masks select, selected_fraction=1.0 makes their "
+            "sizes equal; otherwise watch a real step with mk.Tracker()."
+        )
     return f"{text} Way out: run loss_fn(model, sample_batch) once by itself, which fails on the same line."
 
 

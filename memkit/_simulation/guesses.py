@@ -31,6 +31,7 @@ from memkit._torch.files import WRAPPERS
 READ = "aten._local_scalar_dense.default"  # the operator behind `Tensor.item`
 KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same, and known
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
+_INDEXING = ("BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_OP")  # the last one since Python 3.14, and for arithmetic
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _FILLING = str(_TORCH / "nn" / "init.py")  # fills weights with random numbers
@@ -73,6 +74,7 @@ class Guesses(Counter[str]):
         numbers: Lines whose number passes into code where it cannot be followed: it may become a size.
         assumptions: Lines that raise an error unless the answer is the given one.
         num_true: How often a value was read that a tensor does have: it needed no guess.
+        place: The line of ``x[place]`` whose place was answered, and where the selection is still to come.
     """
 
     def __init__(self, answers: Answers = PLAIN) -> None:
@@ -82,6 +84,7 @@ class Guesses(Counter[str]):
         self.numbers: dict[str, None] = {}
         self.assumptions: dict[str, None] = {}
         self.num_true = 0
+        self.place: str | None = None
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -128,10 +131,26 @@ class Guesses(Counter[str]):
 
     def inside(self, name: str, dtype: torch.dtype, num_tensors: int) -> Any:
         """Answer a PyTorch operator that reads a number itself, for example to use it as a size."""
-        self._note_number(self.note(name))
+        line = self.note(name)
+        is_place = name == READ and dtype not in (torch.bool, torch.uint8)
+        if is_place and operation_of(_frame((*_BETWEEN, str(_MEMKIT)))) in _INDEXING:  # modes may stand between
+            self.place = line
+            return 0  # the only place that each dimension has
+        self._note_number(line)
         if num_tensors > 1 or dtype is torch.bool:
             return self.answers.truth
         return self.answers.real if dtype.is_floating_point else self.answers.whole
+
+    def selected(self, *, has_values: bool) -> None:
+        """Note what was selected at the guessed `place`: without values it does not matter which, all are alike."""
+        line, self.place = self.place, None
+        if line is not None and has_values:
+            self._note_number(line)
+
+    def unsized(self, name: str) -> None:
+        """Note an operator whose result has fewer entries than it would have with data."""
+        line = self.note(name)
+        self.numbers[f"{_now(line)} makes a sparse tensor, whose size depends on data"] = None
 
     def array(self, dtype: torch.dtype) -> Any:
         """Answer with the number that fills an array."""
@@ -207,10 +226,10 @@ def _named(line: str) -> str:
     return "a guessed value" if _now(line) == line else f"a value that was guessed at {line}"
 
 
-def _frame() -> FrameType:
+def _frame(between: tuple[str, ...] = _BETWEEN) -> FrameType:
     """Return the frame that reads the number."""
     frame = sys._getframe(1)  # noqa: SLF001 - no public form
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(between):
         frame = frame.f_back
     return frame
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -37,7 +38,7 @@ from memkit._simulation.failures import note_failure
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
-from memkit._simulation.tensors import Tensors, pads_packed
+from memkit._simulation.tensors import Tensors, makes_one_hot, pads_packed
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.modules import PAD_PACKED, rnn_functions
@@ -215,6 +216,7 @@ def _reading() -> list[Patches]:
     return [
         Patches(FakeTensor, "numbers that code reads from tensors without data are guessed and counted", values),
         Patches(rnn_functions, "lengths of packed rows have data", padding),
+        Patches(functional, "one-hot tensors are made as with data", {"one_hot": makes_one_hot(functional.one_hot)}),
     ]
 
 
@@ -413,12 +415,12 @@ def simulate(
 
 
 @contextmanager
-def noting_failures(call: str, model: object, batch: object) -> Iterator[None]:
+def noting_failures(call: str, model: object, batch: object, guesses: Guesses) -> Iterator[None]:
     """Add a note to an error of the user's code; see `memkit._simulation.failures.note_failure`."""
     try:
         yield
     except Exception as error:
-        note_failure(call, error, model, batch)
+        note_failure(call, error, model, batch, guesses)
         raise
 
 
@@ -500,7 +502,7 @@ class TrainingStep:
         guesses = simulation.tensors.guesses
 
         def run(model: nn.Module, optimizer: Any, loss_fn: LossFn, batch: Any) -> Record:
-            with noting_failures(call, model, batch), spread(model, optimizer, place.device_type) as part:
+            with noting_failures(call, model, batch, guesses), spread(model, optimizer, place.device_type) as part:
                 for watch in simulation.passes():
                     num_before = guesses.num_true
                     with watch:

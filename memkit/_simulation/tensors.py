@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -26,7 +26,7 @@ from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
-from memkit._torch.dispatch import OpOverload, keys_of, no_dispatch
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload, keys_of, no_dispatch, without_modes
 from memkit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,9 +36,10 @@ from memkit._torch.fake import (
     default_device,
     guard_data_pointer,
 )
+from memkit._torch.graph import current_node
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves
-from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
+from memkit._torch.tensors import MAKE_SUBCLASS, storage_key, strided_parts
 
 CALL = "a step on tensors without data"  # a placeholder for the user's call, which is not known here
 _aten = torch.ops.aten
@@ -237,6 +238,9 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator without data."""
+        if self.guesses.place is not None:
+            is_blank = func is _aten.select.int and isinstance(args[0], FakeTensor) and args[0].constant is None
+            self.guesses.selected(has_values=not is_blank)
         if not types and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
             return func(*args, **kwargs)
         if func in self._results:
@@ -312,6 +316,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             if self._counts_up(func, args, kwargs):
                 return args[0]
             out: Any = super().dispatch(func, types, args, kwargs)
+            if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
+                return self._sparse(func, args, out)
             self.guesses.num_true += not _READ_VALUES.isdisjoint(func.tags)  # without values it raises an error
             return out
         recipe = _recipes.get(key)
@@ -332,6 +338,15 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - a test compares them
         """Make an operator's result again from its recipe."""
         return self._follow(recipe, args)
+
+    def _sparse(self, func: Any, args: Any, out: Tensor) -> Tensor:
+        """Return a sparse result with as many entries as it has with data; the shape function's often has none."""
+        if func is _aten.clone.default:
+            return _cloned_entries(args[0])
+        given = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.layout is out.layout]
+        if _num_entries(out) < sum(map(_num_entries, given)):
+            self.guesses.unsized(str(func))
+        return out
 
     def _counts_up(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Add a number to a known tensor in place, as layers that count their batches do; torch would copy it."""
@@ -528,6 +543,30 @@ def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *
     return (None if out[0] is None else x.new_empty(x.shape)), *typed
 
 
+def _bag_gradient(out: Tensor, gradient: Tensor, indices: Tensor, *_: Any) -> Tensor:
+    """Give a sparse gradient an entry for each index; the shape function's has none."""
+    if out.layout is torch.strided:
+        return out
+    return _entries(indices.view(1, -1), gradient.new_empty((len(indices), gradient.shape[1])), out.shape)
+
+
+def _cloned_entries(tensor: Tensor) -> Tensor:
+    """Clone a sparse tensor; without dispatch modes a parameter would take over its first gradient instead."""
+    indices, values = strided_parts(tensor)
+    node = current_node()
+    if node is None or "AccumulateGrad" not in node.name():
+        indices, values = indices.clone(), values.clone()
+    return _entries(indices, values, tensor.shape)
+
+
+def _entries(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+
+
+def _num_entries(tensor: Tensor) -> int:
+    return len(strided_parts(tensor)[1])
+
+
 _MEAN, _SUM = 1, 2  # at::Reduction
 _RESULTS: Kernels = {  # on all devices
     **dict.fromkeys(
@@ -537,6 +576,7 @@ _RESULTS: Kernels = {  # on all devices
         _reduced_in_place,
     ),
     **dict.fromkeys(aten.overloads("native_layer_norm_backward.default"), _layer_norm_backward),
+    **dict.fromkeys(aten.overloads("_embedding_bag_backward.default"), _bag_gradient),
 }
 
 
@@ -561,6 +601,42 @@ def pads_packed(original: Callable[..., Any]) -> Callable[..., Any]:
             mode.is_padding = False
 
     return pad_packed
+
+
+def makes_one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return torch's `one_hot`, with the operators that tensors with data take; for others torch has a second way."""
+
+    @cache
+    def checks() -> list[Callable[[Tensor], Any]]:  # of the labels, on the host
+        seen = _Looks()
+        with without_modes(), seen:
+            original(torch.zeros(1, dtype=torch.int64, device=_CPU), 1)
+        return seen.operators
+
+    @wraps(original)
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        is_blank = isinstance(tensor, FakeTensor) and tensor.dtype is torch.int64 and tensor.numel() > 0
+        if not is_blank or type(num_classes) is not int or num_classes < 1:
+            return original(tensor, num_classes)
+        for check in checks() if tensor.device == _CPU else ():
+            check(tensor)
+        zeros = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return one_hot
+
+
+class _Looks(LeanDispatchMode):
+    """Lists the operators of a call that look at a whole tensor and at nothing else, such as its largest number."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Callable[[Tensor], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim():
+            self.operators.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _Converter(FakeTensorConverter):

@@ -75,7 +75,8 @@ class ValueNote:
         nbytes: Bytes of the storage.
         makers: Numbers of the operators that made and changed it.
         death: Moment at which the forward has let go of it.
-        is_saved: Whether autograd saves it for more than its shape.
+        is_saved: Whether autograd saves it for a backward that needs more than its shape. A graph may die before: that
+            of scores, if the forward only looks for the highest ones.
         is_saved_for_shape: Whether autograd saves it where backward reads the shape alone.
         first_use: Moment at which backward first needs it.
         readers: Operators that have read it since it last changed.
@@ -119,16 +120,19 @@ class ForwardNotes(LeanDispatchMode):
         self._storages: Storages[ValueNote] = Storages()
         self._fresh: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of values that backward has asked for
         self._from_outside: list[tuple[weakref.ref[Tensor], int, OperatorNote]] = []
+        self._packed: list[weakref.ref[_Dropped]] = []
         self._is_packing = False
-        self._latest: list[
-            tuple[_Dropped, bool]
-        ] = []  # what was packed since the last operator; if it was saved before
+        self._latest: list[_Dropped] = []  # what was packed since the last operator
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Take notes on a forward within the block; on its backward, whenever that runs."""
         with self, saved_tensors_hooks(self._pack, self._unpack):
             yield
+        self._latest.clear()
+        for packed in (each() for each in self._packed):
+            if packed is not None and not packed.is_shape_only:
+                packed.value.is_saved = True
         for given, version, operator in self._from_outside:
             tensor = given()
             if tensor is not None and version_of(tensor) != version:  # changed by the forward: it cannot be had again
@@ -178,10 +182,9 @@ class ForwardNotes(LeanDispatchMode):
     def _note_shape_only(self, note: OperatorNote, tensor: Tensor | None) -> None:
         """Note that a tensor, packed right before, is needed for its shape alone."""
         value = None if tensor is None else self._storages.find(tensor)
-        for packed, was_saved in reversed(self._latest):
+        for packed in reversed(self._latest):
             if packed.value is value:
                 packed.is_shape_only = note.is_shape_only = packed.value.is_saved_for_shape = True
-                packed.value.is_saved = was_saved
                 break
         self._latest.clear()
 
@@ -203,8 +206,8 @@ class ForwardNotes(LeanDispatchMode):
             finally:
                 self._is_packing = False
         packed = _Dropped(value, View.of(tensor))
-        self._latest.append((packed, value.is_saved))
-        value.is_saved = True
+        self._latest.append(packed)
+        self._packed.append(weakref.ref(packed))
         return packed
 
     def _unpack(self, packed: Any) -> Tensor:
@@ -213,6 +216,7 @@ class ForwardNotes(LeanDispatchMode):
         if packed.is_shape_only:
             return packed.view.stand_in()
         value = packed.value
+        value.is_saved = True  # for a backward inside of the forward
         if value.first_use is None:
             value.first_use = self._clock()
         known = self._fresh.get(value.number)
@@ -232,7 +236,7 @@ def noting_calls(noted: list[OperatorCounts]) -> Iterator[None]:
         noted.append(frozenset(tape.num_calls().items()))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Dropped:
     """Placeholder for a saved tensor until backward needs it."""
 

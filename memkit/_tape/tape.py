@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import StateError
+from memkit._torch import aten
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload, below_autograd, below_modes, counting_in_views
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_backward, current_node, keeps_graph
@@ -89,10 +90,12 @@ def leaves_unfilled(func: Any) -> bool:
 def counts(func: Any) -> bool:
     """Return whether an operator counts on a tape.
 
-    Views do not: they make nothing, and autograd makes more of them in some forwards than in others. Nor do questions
-    that only stand-ins are asked, and operators that DistributedDataParallel and profilers run around a forward.
+    Views do not: they make nothing, and autograd makes more of them in some forwards than in others. Nor do reads of a
+    number, which stand-ins mostly answer without an operator, questions that only stand-ins are asked, and operators
+    that DistributedDataParallel and profilers run around a forward.
     """
-    return not getattr(func, "is_view", False) and getattr(func, "namespace", "") not in _NOT_COUNTED
+    is_empty = getattr(func, "is_view", False) or func is aten.local_scalar_dense
+    return not is_empty and getattr(func, "namespace", "") not in _NOT_COUNTED
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -246,6 +246,7 @@ def _plan(
     allowed = trials if activation_budget is None else [each for each in trials if each.arrangement.tensors]
     finalists = fastest(allowed, budget_bytes)[:_NUM_FINALISTS]
     if not finalists:
+        notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
         _refuse(call, budget, budget_bytes, min(allowed, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
@@ -665,10 +666,19 @@ def _time_step(run_for_real: RunForReal, arrangement: Arrangement) -> float:
     return min(seconds)
 
 
+def _about_workspace(trials: Sequence[Trial], budget_bytes: int) -> list[str]:
+    """Say how to find the workspace of kernels, if only its bound does not fit."""
+    fits = any(_fits_without_workspace(each, budget_bytes) for each in trials)
+    return ["Part of it is a bound for the kernels' workspace: measure=True finds what they take."] if fits else []
+
+
+def _fits_without_workspace(trial: Trial, budget_bytes: int) -> bool:
+    return trial.required_bytes - (trial.estimate.workspace_bytes or 0) <= budget_bytes
+
+
 def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial:
     """Replace the workspace bound by the measured workspace, if whether the trial fits depends on it."""
-    least_bytes = trial.required_bytes - (trial.estimate.workspace_bytes or 0)
-    if not least_bytes <= budget_bytes < trial.required_bytes:
+    if trial.required_bytes <= budget_bytes or not _fits_without_workspace(trial, budget_bytes):
         return trial
     recorder = Recorder(marks=WorkspaceMarks())
     with run_for_real(trial.arrangement) as step, recorder:

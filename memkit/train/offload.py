@@ -119,7 +119,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         def pack(tensor: torch.Tensor) -> _Packed:
             return self.pack(tensor, lasting)
 
-        with saved_tensors_hooks(_uncompiled(pack), _uncompiled(_Packed.unpack)):
+        with saved_tensors_hooks(_uncompiled(pack), _uncompiled(_Packed.unpack_for_node)):
             yield self
 
     def pack(self, tensor: torch.Tensor, lasting: Collection[int] = ()) -> _Packed:
@@ -280,12 +280,17 @@ class _Packed:
         if self._record is None:
             _check_version(self._tensor, self._saved_version)
             return self._tensor
-        node = current_node()
-        if node is not None and node.name().startswith(_UNFILLED_NODE) and not self._record.is_kept:
-            _refuse_unfilled()
         storage, first = self._record.load()
         dtype, device, offset, shape, stride = self._layout
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset - first // dtype.itemsize, shape, stride)
+
+    def unpack_for_node(self) -> torch.Tensor:
+        """Return the tensor as it was saved, unless it may have been saved before it had its values."""
+        node = current_node()
+        is_moved = self._record is not None and not self._record.is_kept
+        if is_moved and node is not None and node.name().startswith(_UNFILLED_NODE):
+            _refuse_unfilled()
+        return self.unpack()
 
 
 def _uncompiled(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, NotSimulatedError
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import find_gpu
 from memkit.predict.presets import get_preset_config
@@ -239,6 +239,57 @@ def test_numbers_in_the_batch_are_true():
         estimate = estimate_memory_usage(nn.Linear(8, 100), batch, loss_fn=loss_fn)
         assert estimate.guesses == ()
         assert estimate.activations_bytes + estimate.temporaries_bytes >= 2 * longest * 100 * 4
+
+
+class Recommender(nn.Module):
+    """The gradient of its table is sparse and waits for that of a perceptron."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.table = kind(1000, 64, sparse=True, **({"mode": "sum"} if kind is nn.EmbeddingBag else {}))
+        self.mlp = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+
+    def forward(self, x, chosen):
+        rows = self.mlp(x)  # the first in the forward has the last backward
+        looked_up = self.table(chosen)
+        return (rows * (looked_up.sum(1) if looked_up.dim() == 3 else looked_up)).sum()
+
+
+@pytest.fixture(params=[nn.EmbeddingBag, nn.Embedding])
+def recommending(request):
+    batch = torch.randn(256, 64), torch.randint(1000, (256, 100))
+    return Step(Recommender(request.param), batch, lambda model, batch: model(*batch), "sgd")
+
+
+def test_a_sparse_gradient_has_an_entry_for_each_index(recommending):
+    estimate = estimate_of(recommending)
+    table, last = 256 * 100 * 64 * 4, sum(each.nbytes for each in recommending.model.mlp[2].parameters())
+    assert estimate.gradients_bytes == table + last
+    assert estimate.doubts == ()
+
+
+@pytest.mark.slow  # the profiler prints
+def test_a_step_with_a_sparse_gradient_takes_what_the_profiler_saw(recommending):
+    recommending.optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    run = real_step(recommending)
+    run()
+    assert estimate_of(recommending).peak_bytes == allocated_peak(run, recommending.model, recommending.batch)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_sparse_gradients_that_are_put_together_are_not_known(recommending, accumulation_steps):
+    if accumulation_steps == 1:
+        # It adds up the entries of equal rows.
+        recommending.optimizer = torch.optim.SparseAdam(recommending.model.table.parameters())
+    recommending.accumulation_steps = accumulation_steps
+    assert "makes a sparse tensor, whose size depends on data" in str(estimate_of(recommending).doubts)
+
+
+def test_on_a_card_sparse_gradients_are_refused(recommending):
+    with pytest.raises(NotSimulatedError, match=r"sparse_coo.*CUDA's sparse kernels are not simulated"):
+        estimate_memory_usage(
+            recommending.model, recommending.batch, recommending.loss_fn, optimizer="sgd", target="T4"
+        )
 
 
 def test_data_dependent_sizes_need_a_bound():

@@ -239,6 +239,25 @@ def test_shape_mismatch_names_the_place_without_logs(call, caplog):
     assert note.endswith("which fails on the same line.")
 
 
+@pytest.mark.parametrize("call", [estimate, lambda *args, **kwargs: plan(*args, budget="T4", **kwargs), advise])
+def test_guessed_sizes_that_do_not_fit_together_are_not_the_users_fault(call):
+    def matched(model, batch):
+        rows = model(batch[0])
+        found = rows[batch[0].sum(1) > 0]
+        assert len(found) == len(rows)
+        return found.sum()
+
+    batch = (torch.ones(8, 4), None)
+    matched(MODEL, batch)
+    with pytest.raises(AssertionError) as caught:
+        call(MODEL, batch, matched, selected_fraction=0.5)
+    (note,) = set(caught.value.__notes__)
+    assert "fails on the same line" not in note
+    assert "If it runs, what was answered without data" in note
+    assert "aten.nonzero" in note
+    assert "selected_fraction=1.0" in note
+
+
 def test_the_log_of_torch_is_as_before_afterwards():
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled

@@ -355,3 +355,11 @@ def test_wrong_arguments(batch):
         advise(mlp(64, 10), batch, classify, optimizer="adamm")
     with pytest.raises(mk.errors.InputError, match="8 bytez"):  # before any step: there may be no advice to ask it of
         advise(mlp(64, 10), batch, lambda model, batch: pytest.fail("it ran"), budget="8 bytez")
+
+
+def test_sparse_gradients_are_compared_too():
+    model = nn.Sequential(nn.EmbeddingBag(50, 8, mode="sum", sparse=True), nn.Linear(8, 4))
+    advices = advise(model, torch.randint(50, (64, 5)), lambda model, x: model(x).square().mean(), optimizer="sgd")
+    compared = [each for each in advices if each.difference is not None]
+    assert compared
+    assert all(each.difference < 1e-5 for each in compared)

@@ -237,6 +237,23 @@ def test_error_if_nothing_fits():
     assert plan_training(make_model(), digits(), loss_fn, budget=least, micro_batch_size=1)
 
 
+def test_if_only_the_bound_for_kernels_does_not_fit_the_way_out_is_to_measure_them():
+    model, batch = nn.Sequential(nn.Conv3d(1, 4, 3), nn.Flatten(), nn.LazyLinear(2)), torch.randn(1, 1, 24, 24, 24)
+    model(batch)
+    settings = {"micro_batch_size": 1, "treat": "tensors"}
+
+    def plan(budget, **more):
+        return plan_training(model, batch, lambda model, x: model(x).square().mean(), budget=budget, **settings, **more)
+
+    roomy = plan("1GiB")
+    least_bytes = roomy.required_bytes - roomy.estimate.workspace_bytes
+    with pytest.raises(ConfigError, match="measure=True finds what they take"):
+        plan(least_bytes)
+    with pytest.raises(ConfigError) as raised:
+        plan(least_bytes // 2)
+    assert "measure=True" not in str(raised.value)
+
+
 @pytest.mark.parametrize("size", [0, 7, 1.5, "2"])
 def test_rejects_more_micro_batches_than_rows(size):
     with pytest.raises(ConfigError, match=r"of a batch of 6 rows.*a whole number from 1 to 6"):

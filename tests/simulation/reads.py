@@ -112,6 +112,11 @@ def index_of_a_list(m, x):
     return [m(x).sum(), m(m(x)).sum()][m(x).long().max().item()]
 
 
+def size_at_a_place(m, x):
+    sizes = torch.tensor([1, 2, 3, 4])
+    return m(x).repeat(int(sizes[m(x)[:, 0].argmax()]), 1).sum()
+
+
 def arange(m, x):
     return torch.arange(m(x).long().max().item(), device=x.device).float().sum() + m(x).sum()
 
@@ -203,10 +208,10 @@ def equal(m, x):
 
 DECIDING = (
     any_of_a_mask, a_mask_alone, not_any, bool_of, and_then, item_as_size, int_plus_one, item_of_a_float, rounded,
-    list_of_sizes, loop_over_range, loop_in_a_helper, slice_by_a_tensor, slice_by_an_item, index_of_a_list, arange,
-    one_hot, while_loop, while_tensor, threshold, threshold_of_a_sum, perplexity, logarithm, through_numpy,
-    numpy_function, float_compared, truth_of_a_number, contained, kept_on_an_object, dictionary, stored_and_returned,
-    copied, equal,
+    list_of_sizes, loop_over_range, loop_in_a_helper, slice_by_a_tensor, slice_by_an_item, index_of_a_list,
+    size_at_a_place, arange, one_hot, while_loop, while_tensor, threshold, threshold_of_a_sum, perplexity, logarithm,
+    through_numpy, numpy_function, float_compared, truth_of_a_number, contained, kept_on_an_object, dictionary,
+    stored_and_returned, copied, equal,
 )  # fmt: skip
 
 
@@ -303,7 +308,14 @@ def printed_by_numpy(m, x):
     return m(x).sum()
 
 
+def best_row(m, x):
+    y = m(x)
+    best = y[:, 0].argmax()
+    y[0, best] = y[1, best]
+    return y[best].sum() + y[:1][y[:1, 0].argmax()].sum()  # the last one has one row
+
+
 ORDINARY = (
     logged, appended, averaged, accuracy, norm_clipped, not_a_number, watched_for_anomalies, skipped_if_not_finite,
-    checked, scaled, weighted, printed_by_numpy,
+    checked, scaled, weighted, printed_by_numpy, best_row,
 )  # fmt: skip

@@ -17,6 +17,7 @@ from tests.simulation.reads import (
     ORDINARY,
     accuracy,
     any_of_a_mask,
+    best_row,
     int_plus_one,
     list_of_sizes,
     logged,
@@ -52,6 +53,14 @@ def test_logged_or_checked_guess_does_not_matter(step):
     assert estimate.doubts == ()
     assert estimate.verdict("1TiB") == "fits"
     assert estimate.fits("1TiB")
+
+
+@pytest.mark.filterwarnings("error::memkit.MemkitWarning")
+def test_a_place_does_not_matter_in_a_plan_either():
+    """The modes of a plan stand between the step and the answer."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    plan = mk.plan_training(model, torch.randn(256, 8), best_row, "sgd", activation_budget=0.6)
+    assert plan.estimate.doubts == ()
 
 
 @pytest.mark.parametrize("target", ["T4"])

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +134,23 @@ def test_numbers_from_the_card_are_guessed_and_counted(card):
     assert lengths.sum().item() == 5
     assert sum(card.guesses.values()) == 2
     assert all("test_virtual_gpu.py" in guess for guess in card.guesses)
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.filterwarnings("ignore:To copy construct")  # torch's own
+def test_new_tensors_and_types_are_those_of_another_tensor():
+    x = torch.ones(3, device="cuda")
+    for data in ([1, 2], 5, torch.arange(4), x, [x[0], x[1]], np.ones(2)):
+        made = x.new_tensor(data)
+        assert (made.shape, made.dtype, made.device) == (torch.as_tensor(data).shape, x.dtype, x.device)
+    assert x.new_tensor([1], dtype=torch.int64, device="cpu", requires_grad=False).tolist() == [1]
+    assert x.long().new_tensor([2, 3]).tolist() == [2, 3]
+    assert x.new_tensor([1.0], requires_grad=True).requires_grad
+    assert torch.ones(2).new_tensor([1, 2]).tolist() == [1.0, 2.0]
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert (torch.ones(2).type(), x.cpu().half().type()) == ("torch.FloatTensor", "torch.HalfTensor")
+    assert torch.arange(3).type(x.type()).type() == x.type()
+    assert x.type("torch.FloatTensor").device.type == "cpu"
 
 
 @pytest.mark.usefixtures("card")

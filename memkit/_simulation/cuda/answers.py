@@ -49,7 +49,7 @@ _FACTORIES = (
     "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor", "tril_indices",
     "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
-_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_NEW = ("new_empty", "new_full", "new_ones", "new_zeros")
 _NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
@@ -344,6 +344,7 @@ class _Event:
 
 def _methods(old_types: dict[str, type]) -> dict[str, Any]:
     type_of, new, set_item = Tensor.type, Tensor.new, Tensor.__setitem__
+    names = {dtype: name for name, dtype in _OLD_TYPES.items()}
 
     def put(self: Tensor, index: Any, value: Any) -> None:
         if isinstance(value, (GuessedFloat, GuessedInt)) and not isinstance(self, FakeTensor):
@@ -356,6 +357,8 @@ def _methods(old_types: dict[str, type]) -> dict[str, Any]:
         return _made(args, self.dtype, self.device)
 
     def typed(self: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
+        if dtype is None and isinstance(self, FakeTensor) and self.is_cuda and self.dtype in names:
+            return f"torch.cuda.{names[self.dtype]}"
         name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
         short = name.rpartition(".")[2]
         if dtype in old_types.values() or (isinstance(dtype, str) and ".cuda." in dtype):
@@ -372,11 +375,17 @@ def _methods(old_types: dict[str, type]) -> dict[str, Any]:
     return {
         "__setitem__": put,
         "new": made_new,
+        "new_tensor": _new_tensor,
         "type": typed,
         "data_ptr": address,
         "pin_memory": lambda self, device=None: self,  # noqa: ARG005 - torch's own signature
         "record_stream": _nothing,
     }
+
+
+def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+    device = self.device if device is None else device
+    return torch.tensor(data, dtype=self.dtype if dtype is None else dtype, device=device, **options)
 
 
 def _parsing(parse: Callable[..., Any]) -> Callable[..., Any]:

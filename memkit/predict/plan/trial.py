@@ -215,7 +215,8 @@ class StepTrials:
 
         def run(model: nn.Module, given: Any, loss_fn: LossFn, batch: Any) -> _Recorded:
             optimizer = optimizer_maker(given)(model.parameters())
-            with noting_failures(self.call, model, batch), self.arrange(model, optimizer, arrangement) as train_step:
+            noting = noting_failures(self.call, model, batch, simulation.tensors.guesses)
+            with noting, self.arrange(model, optimizer, arrangement) as train_step:
                 for watch in simulation.passes():
                     trace = StepTimes(self.speeds, names, self.kept_operators)
                     with trace if watch.is_recording else nullcontext(), watch:

@@ -270,15 +270,17 @@ def _ratio(changed: Observation, plain: Observation) -> float:
 
 def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """Largest difference relative to the largest value of the plain step; missing tensors count as zero."""
-    zero = torch.zeros(())
     largest = _largest(theirs.values())
-    difference = _largest(ours.get(name, zero) - theirs.get(name, zero) for name in {**ours, **theirs})
+    both = ours.keys() & theirs.keys()
+    missing = [each for named in (ours, theirs) for name, each in named.items() if name not in both]
+    difference = _largest([*(ours[name] - theirs[name] for name in both), *missing])
     return difference / largest if largest else difference
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
     """The largest absolute value; NaN if there is one, which Python's `max` would drop."""
-    values = [float(each.abs().max()) for each in tensors if each.numel()]
+    dense = [each.coalesce().values() if each.layout is torch.sparse_coo else each for each in tensors]
+    values = [float(each.abs().max()) for each in dense if each.numel()]
     return float(np.max(values, initial=0.0))
 
 

@@ -147,7 +147,7 @@ def observe_step(training: Training, change: StepChange, make_place: Callable[[]
     """
     simulation = Simulation(make_place(), selected_fraction=training.selected_fraction)
     values = training.model, training.optimizer, training.loss_fn, training.batch
-    with noting_failures("advise", training.model, training.batch):
+    with noting_failures("advise", training.model, training.batch, simulation.tensors.guesses):
         return simulate("advise", simulation, values, partial(_observe, training, change, simulation))
 
 

@@ -185,3 +185,52 @@ def test_warns_of_plan_for_other_mode():
     model.eval()
     with pytest.warns(MemkitWarning, match="not the planned one"), treat_saved_tensors(plan.saved_tensors):
         mean_square(model, x).backward()
+
+
+@pytest.mark.filterwarnings("error::memkit.MemkitWarning")
+def test_numbers_read_and_classes_marked_in_the_forward_are_as_planned():
+    """Neither has the operators in a dry run that it has with data, unless memkit sees to it."""
+
+    class Marking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.mark, self.back = nn.Linear(64, 64), nn.Linear(256, 64), nn.Linear(64, 64)
+            self.largest = 0.0
+
+        def forward(self, x):
+            self.largest = x.max().item()
+            classes = nn.functional.one_hot(x.long().abs().clamp(max=255), 256).float().mean(1)
+            return self.back(torch.tanh(self.read(x)) + torch.sigmoid(self.mark(classes)))
+
+    model, x = Marking(), torch.randn(64, 64)
+    plan = mk.plan_training(model, x, mean_square, "sgd", activation_budget=0.5)
+    optimizer = torch.optim.SGD(model.parameters())
+    with mk.Tracker(device="cpu") as tracker:
+        with treat_saved_tensors(plan.saved_tensors):
+            loss = mean_square(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert tracker.peak_bytes == plan.estimate.peak_bytes
+
+
+def test_what_a_graph_saved_that_died_in_the_forward_does_not_wait():
+    class Sparse(nn.Module):
+        """Attends to a few rows, which scores of another kind have found."""
+
+        def __init__(self):
+            super().__init__()
+            self.score, self.lift, self.drop = nn.Linear(64, 512), nn.Linear(64, 128), nn.Linear(128, 64)
+
+        def forward(self, x):
+            found = torch.tanh(self.score(x)).exp().sum(-1).topk(8).indices
+            return self.drop(torch.sigmoid(torch.tanh(self.lift(x)))) * x[found].mean()
+
+    model, x = Sparse(), torch.randn(256, 64)
+    plan = mk.plan_training(model, x, mean_square, "sgd", activation_budget=0.5).saved_tensors
+    with mk.Tracker(device="cpu") as tracker:
+        before = tracker.live_bytes
+        loss = mean_square(model, x)
+        left = tracker.live_bytes - before
+    assert abs(left - x.nbytes - sum(each.nbytes for each in model.parameters()) - plan.saved_bytes) < 4096
+    del loss
