@@ -11,6 +11,7 @@ fits is then found by a dry run of it.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ _CHAINS = (1, 2, 4, 8, 16, 32, 64, 128)  # all saved bytes over those of the lon
 _NUM_POINTS = 48  # of each order, for which memory is added up
 _SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
 _MOST_REFINEMENTS = 200
+_LAST = 1e-6  # of a rate: after all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,8 @@ class TensorChoices:
     def choices(self) -> list[TensorChoice]:
         """Choices that are worth a trial, fastest first: each needs less memory than all before."""
         found = [self._choice(frozenset(), frozenset())]
-        for chains in _CHAINS:
-            found += self._choices_with(self.saved_bytes // chains)
+        for chains, moves_last in itertools.product(_CHAINS, (False, True)):
+            found += self._choices_with(self.saved_bytes // chains, moves_last=moves_last)
         front: list[TensorChoice] = []
         for each in sorted(found, key=lambda each: (each.seconds, each.peak_bytes)):
             if not front or each.peak_bytes < front[-1].peak_bytes:
@@ -129,9 +131,9 @@ class TensorChoices:
             saved_bytes=self.saved_bytes,
         )
 
-    def _choices_with(self, chain_bytes: int) -> Iterator[TensorChoice]:
+    def _choices_with(self, chain_bytes: int, *, moves_last: bool) -> Iterator[TensorChoice]:
         """Yield choices from nearly everything kept to as little as possible, with chains of at most so many bytes."""
-        steps = list(_Descent(self, chain_bytes).steps())
+        steps = list(_Descent(self, chain_bytes, moves_last).steps())
         for place in sorted({round(each) for each in np.linspace(1, len(steps), _NUM_POINTS)} if steps else ()):
             recomputed = frozenset(number for step in steps[:place] for number in step.operators)
             offloaded = frozenset(step.value for step in steps[:place] if not step.operators)
@@ -258,10 +260,13 @@ class _Descent:
     Attributes:
         choices: What to choose from.
         chain_bytes: The most saved bytes that are made at once.
+        moves_last: Whether a value is offloaded only if it cannot run again, or only in too long a chain. The order of
+            bytes per second is a rule of thumb: what it takes in one way may be faster, or need less, in the other.
     """
 
     choices: TensorChoices
     chain_bytes: int
+    moves_last: bool
     _again: set[int] = field(default_factory=set)
     _held: set[int] = field(default_factory=set)
     _moved: set[int] = field(default_factory=set)
@@ -290,11 +295,12 @@ class _Descent:
     def _best(self, value: ValueNote) -> _Move | None:
         if self._is_gone(value):
             return None
-        moves = [self._recomputing(value, holds=holds) for holds in (True, False)]
-        if value.is_saved:
+        found = [self._recomputing(value, holds=holds) for holds in (True, False)]
+        moves = [each for each in found if each is not None and each.rate > 0]
+        if value.is_saved and not (moves and self.moves_last):
             rate = value.nbytes / self.choices.moving_seconds(value.nbytes)
-            moves.append(_Move(value.number, frozenset(), frozenset(), rate))
-        return max((each for each in moves if each is not None), key=lambda each: each.rate, default=None)
+            moves.append(_Move(value.number, frozenset(), frozenset(), rate * (_LAST if self.moves_last else 1)))
+        return max(moves, key=lambda each: each.rate, default=None)
 
     def _is_gone(self, value: ValueNote) -> bool:
         is_kept = (value.is_saved and value.number not in self._moved) or value.number in self._held
