@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -143,9 +144,9 @@ def without_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 class ForwardTape(LeanDispatchMode):
     """A forward whose operators are counted, and some of them written down."""
 
+    @abstractmethod
     def num_calls(self) -> dict[str, int]:
         """Return how often each operator has run, by name."""
-        raise NotImplementedError
 
 
 class Value:

@@ -55,7 +55,7 @@ Fate = Literal["recompute", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class _Fates:
-    """What a plan says of one operator.
+    """The plan for the calls of one operator.
 
     Attributes:
         num_calls: How often it runs.
@@ -154,6 +154,7 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
                 stack.enter_context(forward)
                 stack.enter_context(saved_tensors_hooks(forward.pack, forward.unpack))
                 stack.push(lambda kind, *_: self._note(forward) if kind is None else None)
+                stack.callback(forward.settle_packed)
             self._running = stack.pop_all()
         return self
 
@@ -191,7 +192,7 @@ class _Operator:
 
 
 class _Replaceable:
-    """What autograd keeps of a tensor, until it is known that the tensor's shape is enough."""
+    """A saved tensor that can still be let go: its shape may turn out to be enough."""
 
     __slots__ = ("key", "source")
 
@@ -237,7 +238,7 @@ class _Forward(ForwardTape):
             return operator.run(*args, **kwargs)
         fate = operator.fates.get(operator.count)
         if self._packed:
-            self._settle_packed(shape_only_argument(func, args) if operator.count in operator.shape_only else None)
+            self.settle_packed(shape_only_argument(func, args) if operator.count in operator.shape_only else None)
         operator.count += 1
         self._latest = func
         if operator.changes:
@@ -316,8 +317,8 @@ class _Forward(ForwardTape):
             (self._leaves.learn(tensor, []) if leaves is None else leaves).append(weakref.ref(leaf))
         return leaf
 
-    def _settle_packed(self, shape_only: Tensor | None) -> None:
-        """Let go of a tensor that was packed right before, if its shape alone is needed."""
+    def settle_packed(self, shape_only: Tensor | None = None) -> None:
+        """Let go of a tensor that was packed right before, if its shape alone is needed; the others stay packed."""
         if shape_only is not None and is_plain(shape_only):
             storage, view = id(shape_only.untyped_storage()), View.of(shape_only)
             packed = next((each for each in reversed(self._packed) if each.key == (storage, view)), None)
