@@ -143,6 +143,7 @@ class Events(NamedTuple):
         places: For each event, the place where its storage was created.
         bounds: int64, shape ``(num_kernels,)``: for each kernel that may allocate internally, live bytes plus the
             maximum that it may allocate.
+        bound_at: int64, shape ``(num_kernels,)``: the places of these live bytes in ``live``.
     """
 
     live: IntArray
@@ -150,6 +151,13 @@ class Events(NamedTuple):
     is_growth: tuple[bool, ...]
     places: tuple[OperatorPlace, ...]
     bounds: IntArray
+    bound_at: IntArray
+
+    def highest(self) -> IntArray:
+        """Return live bytes, raised by what the kernels may allocate: int64, shape ``(num_events + 1,)``."""
+        highest = self.live.copy()
+        np.maximum.at(highest, self.bound_at, self.bounds)
+        return highest
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
@@ -295,6 +303,7 @@ class Recorder(LeanDispatchMode):
             is_growth=tuple(num_bytes > 0 for num_bytes in self._event_bytes[event:]),
             places=tuple(self._places[number] for number in storages),
             bounds=_int64([int(live[index - event]) + bound for index, bound in self._bounds if index >= event]),
+            bound_at=_int64([index - event for index, _ in self._bounds if index >= event]),
         )
 
     def moment(self) -> RecorderMark:

@@ -6,6 +6,7 @@ their place in backward. So it is seen when the forward itself lets go of a tens
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,15 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memkit._tape.plan import OperatorCounts
+from memkit._tape.plan import ForwardCounts
 from memkit._tape.tape import (
-    ForwardTape,
+    PlannedForward,
+    SavedKind,
     Storages,
     View,
     are_counts,
     counts,
     is_plain,
     is_random,
+    leaves_unfilled,
     repeats,
     selects_by_values,
     shape_only_argument,
@@ -32,8 +35,8 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import LeanDispatchMode, current_modes
-from memkit._torch.graph import current_backward
+from memkit._torch.dispatch import LeanDispatchMode
+from memkit._torch.graph import current_backward, saving_hooks
 from memkit._torch.tensors import version_of
 
 _NO_BACKWARD = -1
@@ -80,6 +83,7 @@ class ValueNote:
         is_saved_for_shape: Whether autograd saves it where backward reads the shape alone.
         first_use: Moment at which backward first needs it.
         readers: Operators that have read it since it last changed.
+        is_filled: Whether it has content yet.
     """
 
     number: int
@@ -90,6 +94,22 @@ class ValueNote:
     is_saved_for_shape: bool = False
     first_use: int | None = None
     readers: list[OperatorNote] = field(default_factory=list)
+    is_filled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNote:
+    """A tensor that autograd saves.
+
+    Attributes:
+        kind: Its kind, as text.
+        value: What it shows; None for parameters and inputs.
+        is_filled: Whether it has content by then.
+    """
+
+    kind: str
+    value: ValueNote | None
+    is_filled: bool
 
 
 class ForwardNotes(LeanDispatchMode):
@@ -103,6 +123,7 @@ class ForwardNotes(LeanDispatchMode):
     Attributes:
         operators: The operators of the forward.
         values: The storages that they made.
+        saves: What autograd saves, in order.
     """
 
     supports_higher_order_operators = True
@@ -116,6 +137,7 @@ class ForwardNotes(LeanDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[OperatorNote] = []
         self.values: list[ValueNote] = []
+        self.saves: list[SaveNote] = []
         self._clock, self._seconds, self._flops = clock, seconds, flops
         self._storages: Storages[ValueNote] = Storages()
         self._fresh: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of values that backward has asked for
@@ -153,6 +175,7 @@ class ForwardNotes(LeanDispatchMode):
         note.changes = [each for each in map(self._storages.find, written_arguments(func, args, kwargs)) if each]
         for value in note.changes:
             value.makers.append(number)
+            value.is_filled = True
             for reader in value.readers:  # what they have read is gone then
                 reader.repeats = reader.repeats and reader is note
             value.readers = []
@@ -165,7 +188,7 @@ class ForwardNotes(LeanDispatchMode):
             elif are_counts(tensor):
                 continue
             elif id(tensor.untyped_storage()) not in given and self._storages.find(tensor) is None:
-                self._note_value(tensor, number, note)
+                self._note_value(tensor, number, note).is_filled = not leaves_unfilled(func)
         return out
 
     def _note_sources(self, note: OperatorNote, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -188,17 +211,20 @@ class ForwardNotes(LeanDispatchMode):
                 break
         self._latest.clear()
 
-    def _note_value(self, tensor: Tensor, number: int, note: OperatorNote) -> None:
+    def _note_value(self, tensor: Tensor, number: int, note: OperatorNote) -> ValueNote:
         value = ValueNote(len(self.values), tensor.untyped_storage().nbytes(), [number])
         self.values.append(value)
         note.makes.append(value)
-        self._storages.learn(tensor, value, self._note_death)
+        return self._storages.learn(tensor, value, self._note_death)
 
     def _note_death(self, value: ValueNote) -> None:
         value.death = self._clock()
 
     def _pack(self, tensor: Tensor) -> Any:
         value = self._storages.find(tensor)
+        self.saves.append(
+            SaveNote(str(SavedKind(tensor.is_floating_point(), tensor.dim())), value, value is None or value.is_filled)
+        )
         if value is None:
             self._is_packing = True
             try:
@@ -228,12 +254,13 @@ class ForwardNotes(LeanDispatchMode):
 
 
 @contextmanager
-def noting_calls(noted: list[OperatorCounts]) -> Iterator[None]:
-    """Note how often each operator runs in the forward under a plan that ends with the block."""
+def noting_calls(noted: list[ForwardCounts]) -> Iterator[None]:
+    """Note what the forward under a plan that ends with the block has run or saved."""
     yield
-    tape = next((each for each in current_modes() if isinstance(each, ForwardTape)), None)
-    if tape is not None:
-        noted.append(frozenset(tape.num_calls().items()))
+    hooks = saving_hooks()
+    forward = None if hooks is None else getattr(inspect.unwrap(hooks[0]), "__self__", None)
+    if isinstance(forward, PlannedForward):
+        noted.append(frozenset(forward.counts().items()))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

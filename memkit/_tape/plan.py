@@ -10,15 +10,17 @@ from memkit._charts.overview import Overview, Overviewed
 from memkit._core.settings import check_version
 from memkit._core.units import format_bytes
 
-_VERSION = 4
-OperatorCounts: TypeAlias = frozenset[tuple[str, int]]  # name and number of each operator of a forward
+_VERSION = 5
+# How often each operator of a forward runs, by name; where nothing runs again, how often each kind of tensor is saved.
+ForwardCounts: TypeAlias = frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensorPlan(Overviewed):
     """Treatment of each tensor that a forward saves for its backward, identified by the operator that made it.
 
-    Operators are counted from the start of the forward. A tensor whose operator is in neither set stays.
+    Operators and saved tensors are counted from the start of the forward. A tensor whose operator is in neither set
+    stays.
 
     Attributes:
         operators: Names of all operators of the forward, in order.
@@ -27,6 +29,9 @@ class SavedTensorPlan(Overviewed):
             memory.
         shape_only: Numbers of the operators that save an argument of which backward reads the shape alone
             (`index_add`): for them it is not kept.
+        saves: What autograd saves, in order: kind and number of dimensions of each tensor, such as ``"floating 3-D"``. With
+            it, a plan that only offloads does not have to follow operators.
+        moved: Numbers of the saved tensors that wait elsewhere.
         recomputed_bytes: Saved bytes that are not kept because they are recomputed.
         offloaded_bytes: Saved bytes that wait elsewhere.
         shape_only_bytes: Saved bytes that are not kept because backward reads their shape alone.
@@ -34,7 +39,8 @@ class SavedTensorPlan(Overviewed):
         recomputed_flops: Floating point operations of the operators that run again, as torch counts them.
         num_random: Operators among the recomputed ones that draw random numbers.
         saved_bytes: All bytes that the forward saves without a plan, apart from parameters and inputs.
-        rehearsed: Forwards that it was rehearsed with, one for each kind of batch: how often each operator runs.
+        rehearsed: Forwards that it was rehearsed with, one for each kind of batch: how often each operator runs, or how
+            often each kind of tensor is saved.
 
     Example:
         >>> import torch
@@ -51,6 +57,8 @@ class SavedTensorPlan(Overviewed):
     recomputed: frozenset[int] = frozenset()
     offloaded: frozenset[int] = frozenset()
     shape_only: frozenset[int] = frozenset()
+    saves: tuple[str, ...] = ()
+    moved: frozenset[int] = frozenset()
     recomputed_bytes: int = 0
     offloaded_bytes: int = 0
     shape_only_bytes: int = 0
@@ -58,7 +66,7 @@ class SavedTensorPlan(Overviewed):
     recomputed_flops: int = 0
     num_random: int = 0
     saved_bytes: int = 0
-    rehearsed: frozenset[OperatorCounts] = field(default=frozenset(), compare=False)
+    rehearsed: frozenset[ForwardCounts] = field(default=frozenset(), compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain types, ready for JSON; `from_dict` reads it."""
@@ -68,6 +76,8 @@ class SavedTensorPlan(Overviewed):
             "recomputed": sorted(self.recomputed),
             "offloaded": sorted(self.offloaded),
             "shape_only": sorted(self.shape_only),
+            "saves": list(self.saves),
+            "moved": sorted(self.moved),
             "recomputed_bytes": self.recomputed_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "shape_only_bytes": self.shape_only_bytes,
@@ -91,6 +101,8 @@ class SavedTensorPlan(Overviewed):
             recomputed=frozenset(state["recomputed"]),
             offloaded=frozenset(state["offloaded"]),
             shape_only=frozenset(state["shape_only"]),
+            saves=tuple(state["saves"]),
+            moved=frozenset(state["moved"]),
             recomputed_bytes=state["recomputed_bytes"],
             offloaded_bytes=state["offloaded_bytes"],
             shape_only_bytes=state["shape_only_bytes"],
@@ -100,6 +112,11 @@ class SavedTensorPlan(Overviewed):
             saved_bytes=state["saved_bytes"],
             rehearsed=frozenset(frozenset((name, count) for name, count in each) for each in state["rehearsed"]),
         )
+
+    @property
+    def needs_tape(self) -> bool:
+        """Whether the operators of the forward have to be followed, and not only what autograd saves."""
+        return bool(self.recomputed or self.shape_only or (self.offloaded and not self.saves))
 
     @property
     def waiting_bytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memkit._core.errors import StateError
 from memkit._torch import aten
-from memkit._torch.dispatch import LeanDispatchMode, OpOverload, below_autograd, below_modes, counting_in_views
+from memkit._torch.dispatch import OpOverload, below_autograd, below_modes, counting_in_views
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_backward, current_node, keeps_graph
 from memkit._torch.operators import schema_of
@@ -141,12 +141,28 @@ def without_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if place in places[:2] else each for place, each in enumerate(args))
 
 
-class ForwardTape(LeanDispatchMode):
-    """A forward whose operators are counted, and some of them written down."""
+class PlannedForward(ABC):
+    """A forward under a plan. Its hooks on saved tensors are its methods."""
 
     @abstractmethod
-    def num_calls(self) -> dict[str, int]:
-        """Return how often each operator has run, by name."""
+    def counts(self) -> dict[str, int]:
+        """Return what the plan goes by, and how often there was each."""
+
+
+class SavedKind(NamedTuple):
+    """What tells saved tensors apart, whatever the precision and the size of the batch: ``"floating 3-D"``."""
+
+    is_floating: bool
+    num_dims: int
+
+    @classmethod
+    def parse(cls, text: str) -> SavedKind:
+        """Read it from its text."""
+        name, num_dims = text.split()
+        return cls(name == "floating", int(num_dims.removesuffix("-D")))
+
+    def __str__(self) -> str:
+        return f"{'floating' if self.is_floating else 'other'} {self.num_dims}-D"
 
 
 class Value:

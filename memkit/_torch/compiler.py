@@ -1,12 +1,22 @@
 """torch.compile queries that do not load it, since loading takes a second."""
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 
 def is_loaded() -> bool:
     """Return whether torch.compile has been loaded."""
     return "torch._dynamo" in sys.modules
+
+
+def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
+    """Keep torch.compile from compiling a hook, as it does after a graph break in the surrounding layer."""
+    return torch.compiler.disable(hook) if is_loaded() else hook  # type: ignore[no-untyped-call]
 
 
 def count_graphs() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memkit._core.errors import StateError, warn_user
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import parse_bytes
-from memkit._torch import compiler
+from memkit._torch.compiler import uncompiled
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_node
 from memkit._torch.tensors import base_of, is_view, is_zero_tensor, storage_key, version_of
@@ -119,7 +119,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         def pack(tensor: torch.Tensor) -> _Packed:
             return self.pack(tensor, lasting)
 
-        with saved_tensors_hooks(_uncompiled(pack), _uncompiled(_Packed.unpack_for_node)):
+        with saved_tensors_hooks(uncompiled(pack), uncompiled(_Packed.unpack_for_node)):
             yield self
 
     def pack(self, tensor: torch.Tensor, lasting: Collection[int] = ()) -> _Packed:
@@ -291,11 +291,6 @@ class _Packed:
         if is_moved and node is not None and node.name().startswith(_UNFILLED_NODE):
             _refuse_unfilled()
         return self.unpack()
-
-
-def _uncompiled(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keep torch.compile from compiling a hook, as it does after a graph break in the surrounding layer."""
-    return torch.compiler.disable(hook) if compiler.is_loaded() else hook  # type: ignore[no-untyped-call]
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

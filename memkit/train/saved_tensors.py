@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from memkit._core.errors import InputTypeError, StateError, warn_user
 from memkit._core.printable import counted
 from memkit._tape.plan import SavedTensorPlan
 from memkit._tape.tape import (
-    ForwardTape,
     GeneratorState,
     Leaf,
     OperatorInput,
+    PlannedForward,
     Reading,
     Rerun,
     Saved,
+    SavedKind,
     Step,
     Storages,
     Unpackable,
@@ -41,7 +43,8 @@ from memkit._tape.tape import (
     without_statistics,
     written_arguments,
 )
-from memkit._torch.dispatch import OpOverload, fake_mode
+from memkit._torch.compiler import uncompiled
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
 from memkit._torch.graph import current_backward, saving_hooks
 from memkit._torch.operators import kernel_of
 from memkit._torch.script import as_written
@@ -49,6 +52,7 @@ from memkit.train.offload import offload_activations
 
 _CALL = "with treat_saved_tensors(plan): ..."
 _NO_BACKWARD = -1
+_PLACES: tuple[Literal["disk", "host"], ...] = ("disk", "host")
 _SEED = torch.ops.aten.ones_like.default
 Fate = Literal["recompute", "offload"]
 
@@ -66,6 +70,34 @@ class _Fates:
     num_calls: int = 0
     results: dict[int, Fate] = field(default_factory=dict)
     shape_only: frozenset[int] = frozenset()
+
+
+_Offloads: TypeAlias = Mapping[Literal["disk", "host"], offload_activations]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """A plan for saved tensors that are moved or kept.
+
+    Attributes:
+        counts: How many of each kind are saved.
+        moved: Kind and number within that kind of those that are moved.
+    """
+
+    counts: dict[str, int]
+    moved: frozenset[tuple[tuple[bool, int], int]]
+
+    @classmethod
+    def of(cls, plan: SavedTensorPlan) -> Self:
+        """Read it from a plan."""
+        counts: dict[str, int] = {}
+        moved = set()
+        for number, kind in enumerate(plan.saves):
+            place = counts.get(kind, 0)
+            counts[kind] = place + 1
+            if number in plan.moved:
+                moved.add((SavedKind.parse(kind), place))
+        return cls(counts, frozenset(moved))
 
 
 class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noqa: N801 - used like a function
@@ -125,9 +157,7 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
             )
         self.plan = plan
         self.num_recomputed = 0
-        self._fates = {} if plan is None else _fates(plan)
-        has_offloads = plan is not None and bool(plan.offloaded)
-        self._offloads = {to: offload_activations(to=to, min_bytes=0) for to in ("disk", "host") if has_offloads}
+        self._make_forward: Callable[[], _Taped | _Moving] | None = None if plan is None else _forwards(plan)
         self._running: ExitStack | None = None
         self._is_told = False
 
@@ -140,7 +170,7 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
                 expected="one forward at a time for each treat_saved_tensors(plan)",
                 fix="make another treat_saved_tensors(plan) for the inner forward, or write one block after the other.",
             )
-        if self._fates and torch.is_grad_enabled() and saving_hooks() is not None:
+        if self._make_forward is not None and torch.is_grad_enabled() and saving_hooks() is not None:
             raise StateError(
                 _CALL,
                 got="other hooks on saved tensors around it, such as those of offload_activations or of a checkpoint",
@@ -148,13 +178,11 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
                 fix="leave the outer ones out; a plan offloads by itself.",
             )
         with ExitStack() as stack:
-            if self._fates and torch.is_grad_enabled():
-                forward = _Forward(self._fates, self._offloads)
+            if self._make_forward is not None and torch.is_grad_enabled():
+                forward = self._make_forward()
                 stack.enter_context(as_written())  # fused operators of TorchScript come and go
-                stack.enter_context(forward)
-                stack.enter_context(saved_tensors_hooks(forward.pack, forward.unpack))
+                stack.enter_context(forward.following())
                 stack.push(lambda kind, *_: self._note(forward) if kind is None else None)
-                stack.callback(forward.settle_packed)
             self._running = stack.pop_all()
         return self
 
@@ -164,19 +192,21 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
         if running is not None:
             running.__exit__(*error)
 
-    def _note(self, forward: _Forward) -> None:
+    def _note(self, forward: _Taped | _Moving) -> None:
         self.num_recomputed = forward.num_recomputed
-        if self._is_told or fake_mode() is not None:
+        if self._is_told or fake_mode() is not None or self.plan is None:
             return
-        missing, more = forward.differences()
-        rehearsed = frozenset() if self.plan is None else self.plan.rehearsed
-        if (missing or more) and frozenset(forward.num_calls().items()) not in rehearsed:
+        counts, planned = forward.counts(), forward.planned_counts
+        if counts != planned and frozenset(counts.items()) not in self.plan.rehearsed:
             self._is_told = True
+            by_name = {name: counts.get(name, 0) - planned.get(name, 0) for name in {*counts, *planned}}
+            fewer = {name: -number for name, number in by_name.items() if number < 0}
+            more = {name: number for name, number in by_name.items() if number > 0}
+            told = [_listed(forward.noun, each, how) for each, how in ((fewer, "fewer"), (more, "more")) if each]
             warn_user(
-                f"{_CALL}: this forward is not the planned one: {_listed(missing, 'did not run')}"
-                f"{' and ' if missing and more else ''}{_listed(more, 'ran besides')}. Gradients are the same, but it "
-                "may take more memory than planned. Way out: plan with a batch and modes as they are in training, or "
-                "with a loader of all kinds of batch."
+                f"{_CALL}: this forward is not the planned one: {' and '.join(told)}. Gradients are the "
+                "same, but it may take more memory than planned. Way out: plan with a batch and modes as they are in "
+                "training, or with a loader of all kinds of batch."
             )
 
 
@@ -200,15 +230,55 @@ class _Replaceable:
         self.source, self.key = source, key
 
 
-class _Forward(ForwardTape):
-    """One forward under a plan.
+class _Moving(PlannedForward):
+    """One forward under a plan by which nothing runs again: what autograd saves is all that it goes by.
+
+    Saved tensors are counted by kind, so one of another kind that is not in the plan does not shift the others.
+    """
+
+    noun, num_recomputed = "saved tensor", 0
+
+    def __init__(self, moves: _Moves, offloads: _Offloads) -> None:
+        self.planned_counts, self._moved, self._offloads = moves.counts, moves.moved, offloads
+        self._counts: dict[tuple[bool, int], int] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the forward that runs in the block."""
+        with saved_tensors_hooks(uncompiled(self.pack), uncompiled(self.unpack)):
+            yield
+
+    def pack(self, tensor: Tensor) -> Saved | Unpackable:
+        """Keep a tensor that autograd saves, or move it out."""
+        if current_backward() != _NO_BACKWARD:
+            return Saved(tensor)
+        kind = tensor.is_floating_point(), tensor.dim()
+        place = self._counts.get(kind, 0)
+        self._counts[kind] = place + 1
+        if (kind, place) in self._moved:
+            return Unpackable(self._offloads[_place_of(tensor)].pack(tensor).unpack)
+        return Saved(tensor)
+
+    @staticmethod
+    def unpack(source: Saved | Unpackable) -> Tensor:
+        """Return a saved tensor."""
+        return source.unpack()
+
+    def counts(self) -> dict[str, int]:
+        """Return how many tensors of each kind were saved."""
+        return {str(SavedKind(*kind)): number for kind, number in self._counts.items()}
+
+
+class _Taped(LeanDispatchMode, PlannedForward):
+    """One forward under a plan by which operators run again: those are written down.
 
     Operators are counted by name, so one that is not in the plan does not shift the others.
     """
 
+    noun = "operator"
     supports_higher_order_operators = True
 
-    def __init__(self, fates: Mapping[str, _Fates], offloads: Mapping[Any, offload_activations]) -> None:
+    def __init__(self, fates: Mapping[str, _Fates], offloads: _Offloads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_recomputed, self._is_packing = 0, False
         self._planned, self._offloads = fates, offloads
@@ -219,6 +289,20 @@ class _Forward(ForwardTape):
         self._rerun = Rerun()
         self._has_shape_only = any(each.shape_only for each in fates.values())
         self._packed: list[_Replaceable] = []  # since the last operator, if there are some that need a shape alone
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the forward that runs in the block."""
+        try:
+            with self, saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self._settle_packed()
+
+    @property
+    def planned_counts(self) -> dict[str, int]:
+        """How often each operator runs by the plan, by name."""
+        return {name: each.num_calls for name, each in self._planned.items()}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -238,7 +322,7 @@ class _Forward(ForwardTape):
             return operator.run(*args, **kwargs)
         fate = operator.fates.get(operator.count)
         if self._packed:
-            self.settle_packed(shape_only_argument(func, args) if operator.count in operator.shape_only else None)
+            self._settle_packed(shape_only_argument(func, args) if operator.count in operator.shape_only else None)
         operator.count += 1
         self._latest = func
         if operator.changes:
@@ -310,14 +394,14 @@ class _Forward(ForwardTape):
         if isinstance(known, Value) and not known.is_lost:
             return Reading.of(tensor, known)
         if known == "offload":
-            return Unpackable(self._offload(tensor).pack(tensor).unpack)
+            return self._moved(tensor)
         leaf = Leaf(tensor)
         if is_plain(tensor):
             leaves = self._leaves.find(tensor)
             (self._leaves.learn(tensor, []) if leaves is None else leaves).append(weakref.ref(leaf))
         return leaf
 
-    def settle_packed(self, shape_only: Tensor | None = None) -> None:
+    def _settle_packed(self, shape_only: Tensor | None = None) -> None:
         """Let go of a tensor that was packed right before, if its shape alone is needed; the others stay packed."""
         if shape_only is not None and is_plain(shape_only):
             storage, view = id(shape_only.untyped_storage()), View.of(shape_only)
@@ -340,7 +424,7 @@ class _Forward(ForwardTape):
             return Reading.of(tensor, known)
         self._is_packing = True
         try:
-            return Unpackable(self._offload(tensor).pack(tensor).unpack) if known == "offload" else Saved(tensor)
+            return self._moved(tensor) if known == "offload" else Saved(tensor)
         finally:
             self._is_packing = False
 
@@ -348,25 +432,32 @@ class _Forward(ForwardTape):
         """Return a saved tensor."""
         return self._rerun.tensor(source.source if isinstance(source, _Replaceable) else source)
 
-    def _offload(self, tensor: Tensor) -> offload_activations:
-        return self._offloads["disk" if tensor.device.type == "cpu" else "host"]
+    def _moved(self, tensor: Tensor) -> Unpackable:
+        return Unpackable(self._offloads[_place_of(tensor)].pack(tensor).unpack)
 
-    def num_calls(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return how often each operator ran, by name."""
         return {str(func): operator.count for func, operator in self._operators.items() if operator.count}
-
-    def differences(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return how many operators of the plan did not run, and how many ran besides, by name."""
-        ran = self.num_calls()
-        names = {*ran, *self._planned}
-        by_name = {name: ran.get(name, 0) - self._planned.get(name, _Fates()).num_calls for name in names}
-        missing = {name: -count for name, count in by_name.items() if count < 0}
-        return missing, {name: count for name, count in by_name.items() if count > 0}
 
 
 def _may_leave(tensor: Tensor) -> bool:
     """Whether the memory of a result can be given up until the backward needs it."""
     return is_plain(tensor) and not are_counts(tensor)
+
+
+def _place_of(tensor: Tensor) -> Literal["disk", "host"]:
+    """Return where a tensor goes that is moved out."""
+    return "disk" if tensor.device.type == "cpu" else "host"
+
+
+def _forwards(plan: SavedTensorPlan) -> Callable[[], _Taped | _Moving] | None:
+    """Return what makes each forward under a plan; None if the plan keeps everything."""
+    if not (plan.recomputed or plan.offloaded or plan.shape_only):
+        return None
+    offloads: _Offloads = {to: offload_activations(to=to, min_bytes=0) for to in _PLACES} if plan.offloaded else {}
+    if plan.needs_tape:
+        return partial(_Taped, _fates(plan), offloads)
+    return partial(_Moving, _Moves.of(plan), offloads)
 
 
 def _fates(plan: SavedTensorPlan) -> dict[str, _Fates]:
@@ -380,11 +471,9 @@ def _fates(plan: SavedTensorPlan) -> dict[str, _Fates]:
         elif number in plan.offloaded:
             results[call] = "offload"
         found[name] = _Fates(call + 1, results, shape_only | {call} if number in plan.shape_only else shape_only)
-    return found if plan.recomputed or plan.offloaded or plan.shape_only else {}
+    return found
 
 
-def _listed(counts: Mapping[str, int], what: str) -> str:
-    if not counts:
-        return ""
+def _listed(noun: str, counts: Mapping[str, int], fewer_or_more: str) -> str:
     shown = ", ".join(f"{count} x {name}" for name, count in list(counts.items())[:3])
-    return f"{counted(sum(counts.values()), 'operator')} {what} ({shown}{', ...' * (len(counts) > 3)})"
+    return f"{counted(sum(counts.values()), noun)} {fewer_or_more} ({shown}{', ...' * (len(counts) > 3)})"

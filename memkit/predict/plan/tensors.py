@@ -15,12 +15,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from memkit._recorder.recording import IntArray
-from memkit._tape.notes import OperatorNote, ValueNote
+from memkit._tape.notes import OperatorNote, SaveNote, ValueNote
 from memkit._tape.plan import SavedTensorPlan
 from memkit.predict.plan.cuts import Recomputations
 
@@ -29,6 +29,7 @@ _NUM_POINTS = 48  # of each order, for which memory is added up
 _SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
 _MOST_REFINEMENTS = 200
 _LAST = 1e-6  # of a rate: after all others
+Order: TypeAlias = Literal["by rate", "moves last", "moves alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class TensorChoice:
     Attributes:
         recomputed: Numbers of the operators that run again.
         offloaded: Numbers of the values that wait elsewhere.
-        peak_bytes: Peak bytes in live tensors of the step, added up.
+        peak_bytes: Peak bytes of the step, added up.
         seconds: Time that it adds to a micro-batch.
     """
 
@@ -55,18 +56,23 @@ class TensorChoices:
     Attributes:
         operators: The operators of its forward.
         values: What they made.
-        base: int64, shape ``(num_moments,)``: live bytes of the step if nothing that is saved were kept.
+        saves: What autograd saves of that, and else, in order.
+        base: int64, shape ``(num_moments,)``: bytes that the step takes if nothing that is saved were kept, with
+            scratch memory inside kernels.
         random_state_bytes: Bytes of a generator's state.
         moving_seconds: Time to move a tensor of so many bytes elsewhere and back.
         operator_seconds: Python's time for an operator that runs again.
+        tape_seconds: Python's time to write down a forward, which nothing can run again without.
     """
 
     operators: Sequence[OperatorNote]
     values: Sequence[ValueNote]
+    saves: Sequence[SaveNote]
     base: IntArray
     random_state_bytes: int
     moving_seconds: Callable[[int], float]
     operator_seconds: float
+    tape_seconds: float
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -81,9 +87,7 @@ class TensorChoices:
     @cached_property
     def choices(self) -> list[TensorChoice]:
         """Choices that are worth a trial, fastest first: each needs less memory than all before."""
-        found = [self._choice(frozenset(), frozenset())]
-        for chains, moves_last in itertools.product(_CHAINS, (False, True)):
-            found += self._choices_with(self.saved_bytes // chains, moves_last=moves_last)
+        found = [self._choice(frozenset(), frozenset()), *itertools.chain.from_iterable(self._descents)]
         front: list[TensorChoice] = []
         for each in sorted(found, key=lambda each: (each.seconds, each.peak_bytes)):
             if not front or each.peak_bytes < front[-1].peak_bytes:
@@ -92,8 +96,19 @@ class TensorChoices:
 
     def within(self, peak_bytes: int) -> TensorChoice | None:
         """Return the fastest choice with such a peak; None if there is none."""
-        fitting = next((each for each in self.choices if each.peak_bytes <= peak_bytes), None)
-        return None if fitting is None else self._refined(fitting, peak_bytes)
+        fitting = [
+            self._refined(choice, peak_bytes)
+            for descent in self._descents
+            if (choice := next((each for each in descent if each.peak_bytes <= peak_bytes), None))
+        ]
+        return min(fitting, key=lambda each: each.seconds, default=None)
+
+    @cached_property
+    def _descents(self) -> list[list[TensorChoice]]:
+        """Choices from nearly everything kept to as little as possible, in each way of `_Descent`."""
+        orders: tuple[Order, ...] = ("by rate", "moves last")
+        ways = [("moves alone", 1), *itertools.product(orders, _CHAINS)]
+        return [list(self._descent(order, self.saved_bytes // chains)) for order, chains in ways]
 
     @cached_property
     def by_flops(self) -> Recomputations:
@@ -122,6 +137,12 @@ class TensorChoices:
             recomputed=choice.recomputed,
             offloaded=frozenset(maker for each in moved for maker in each.makers),
             shape_only=frozenset(number for number, each in enumerate(self.operators) if each.is_shape_only),
+            saves=tuple(each.kind for each in self.saves) if all(each.is_filled for each in self.saves) else (),
+            moved=frozenset(
+                number
+                for number, each in enumerate(self.saves)
+                if each.value is not None and each.value.number in choice.offloaded
+            ),
             recomputed_bytes=dropped_bytes,
             shape_only_bytes=self.shape_only_bytes,
             offloaded_bytes=sum(each.nbytes for each in moved),
@@ -131,25 +152,36 @@ class TensorChoices:
             saved_bytes=self.saved_bytes,
         )
 
-    def _choices_with(self, chain_bytes: int, *, moves_last: bool) -> Iterator[TensorChoice]:
+    def _descent(self, order: Order, chain_bytes: int) -> Iterator[TensorChoice]:
         """Yield choices from nearly everything kept to as little as possible, with chains of at most so many bytes."""
-        steps = list(_Descent(self, chain_bytes, moves_last).steps())
+        steps = list(_Descent(self, chain_bytes, order).steps())
         for place in sorted({round(each) for each in np.linspace(1, len(steps), _NUM_POINTS)} if steps else ()):
             recomputed = frozenset(number for step in steps[:place] for number in step.operators)
             offloaded = frozenset(step.value for step in steps[:place] if not step.operators)
             yield self._choice(recomputed, offloaded)
 
     def _refined(self, choice: TensorChoice, peak_bytes: int) -> TensorChoice:
-        """Keep again what the memory allows, the dearest first."""
-        dropped = [each for each in self.values if each.is_saved and choice.recomputed.issuperset(each.makers)]
-        dropped.sort(key=lambda each: -self._seconds_of(each.makers))
-        for each in dropped[:_MOST_REFINEMENTS]:
-            if choice.recomputed.issuperset(each.makers):
-                kept = self._needed(choice.recomputed.difference(each.makers))
-                tried = self._choice(kept, choice.offloaded)
-                if tried.peak_bytes <= peak_bytes and tried.seconds < choice.seconds:
-                    choice = tried
-        return choice
+        """Keep again what the memory allows, the most seconds per byte first."""
+        recomputed, offloaded = choice.recomputed, choice.offloaded
+        rates = {
+            each.number: (self.moving_seconds(each.nbytes) if is_moved else self._seconds_of(each.makers)) / each.nbytes
+            for each in self.values
+            if each.is_saved and ((is_moved := each.number in offloaded) or recomputed.issuperset(each.makers))
+        }
+        levels, num_tried = self._levels(recomputed, offloaded), 0
+        for value in sorted((self.values[number] for number in rates), key=lambda each: -rates[each.number]):
+            if value.number in offloaded:
+                while_kept = levels[self._death(value) : self._first_use(value)]
+                if while_kept.max(initial=0) + value.nbytes <= peak_bytes:
+                    while_kept += value.nbytes
+                    offloaded -= {value.number}
+            elif recomputed.issuperset(value.makers) and num_tried < _MOST_REFINEMENTS:
+                num_tried += 1
+                fewer = self._needed(recomputed.difference(value.makers))
+                tried = self._levels(fewer, offloaded)
+                if tried.max(initial=0) <= peak_bytes:
+                    recomputed, levels = fewer, tried
+        return self._choice(recomputed, offloaded)
 
     def _needed(self, recomputed: frozenset[int]) -> frozenset[int]:
         """Return the operators among these that have to run for what is saved and not kept."""
@@ -169,6 +201,17 @@ class TensorChoices:
 
     def _choice(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> TensorChoice:
         """Add up memory and time."""
+        moving_seconds = sum(self.moving_seconds(self.values[number].nbytes) for number in offloaded)
+        tape_seconds = self.tape_seconds if recomputed else 0.0
+        return TensorChoice(
+            recomputed,
+            offloaded,
+            int(self._levels(recomputed, offloaded).max(initial=0)),
+            self._seconds_of(recomputed) + moving_seconds + tape_seconds,
+        )
+
+    def _levels(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> IntArray:
+        """Return the bytes at each moment."""
         made_at = self._moments(recomputed)
         spans: list[tuple[int, int, int]] = []  # first event, last event, bytes
         inside: dict[int, list[int]] = {}  # moment: bytes of what is made on the way
@@ -190,14 +233,9 @@ class TensorChoices:
             table = np.asarray([each for each in spans if each[0] < each[1]], dtype=np.int64).reshape(-1, 3)
             np.add.at(changes, np.minimum(table[:, 0], len(self.base)), table[:, 2])
             np.subtract.at(changes, np.minimum(table[:, 1], len(self.base)), table[:, 2])
-        peak_bytes = int((self.base + np.cumsum(changes)[:-1]).max(initial=0))
         num_random = sum(self.operators[number].is_random for number in recomputed)
-        return TensorChoice(
-            recomputed,
-            offloaded,
-            peak_bytes + num_random * self.random_state_bytes,
-            self._seconds_of(recomputed) + sum(self.moving_seconds(self.values[number].nbytes) for number in offloaded),
-        )
+        levels: IntArray = self.base + np.cumsum(changes)[:-1] + num_random * self.random_state_bytes
+        return levels
 
     def _moments(self, recomputed: frozenset[int]) -> dict[int, int]:
         """Return the moment at which each value that is not kept is made again, by its number."""
@@ -260,13 +298,14 @@ class _Descent:
     Attributes:
         choices: What to choose from.
         chain_bytes: The most saved bytes that are made at once.
-        moves_last: Whether a value is offloaded only if it cannot run again, or only in too long a chain. The order of
-            bytes per second is a rule of thumb: what it takes in one way may be faster, or need less, in the other.
+        order: ``"by rate"``, ``"moves last"`` if a value is offloaded only where it cannot run again, or only in too
+            long a chain, or ``"moves alone"`` if nothing runs again. Bytes per second are a rule of thumb: what is
+            taken in one order may be faster, or need less, in another.
     """
 
     choices: TensorChoices
     chain_bytes: int
-    moves_last: bool
+    order: Order
     _again: set[int] = field(default_factory=set)
     _held: set[int] = field(default_factory=set)
     _moved: set[int] = field(default_factory=set)
@@ -295,11 +334,13 @@ class _Descent:
     def _best(self, value: ValueNote) -> _Move | None:
         if self._is_gone(value):
             return None
-        found = [self._recomputing(value, holds=holds) for holds in (True, False)]
+        found = [] if self.order == "moves alone" else [self._recomputing(value, holds=each) for each in (True, False)]
         moves = [each for each in found if each is not None and each.rate > 0]
-        if value.is_saved and not (moves and self.moves_last):
+        if value.is_saved and not (moves and self.order == "moves last"):
             rate = value.nbytes / self.choices.moving_seconds(value.nbytes)
-            moves.append(_Move(value.number, frozenset(), frozenset(), rate * (_LAST if self.moves_last else 1)))
+            if self.order == "moves last":
+                rate *= _LAST
+            moves.append(_Move(value.number, frozenset(), frozenset(), rate))
         return max(moves, key=lambda each: each.rate, default=None)
 
     def _is_gone(self, value: ValueNote) -> bool:

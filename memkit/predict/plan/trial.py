@@ -25,7 +25,7 @@ from memkit._simulation.simulation import (
     simulate,
 )
 from memkit._tape.notes import ForwardNotes, noting_calls
-from memkit._tape.plan import OperatorCounts, SavedTensorPlan
+from memkit._tape.plan import ForwardCounts, SavedTensorPlan
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
 from memkit.predict.plan.speeds import OperatorTimes, num_flops
@@ -93,7 +93,7 @@ class Trial:
             that the step and its treated blocks keep.
         seconds: Time of its operators.
         block_costs: Savings and cost of each treatment of each block, for micro-batches of this size.
-        forwards: The operators of its forwards, where saved tensors are treated by them.
+        forwards: What its forwards have run or saved, where saved tensors are treated.
     """
 
     arrangement: Arrangement
@@ -101,7 +101,7 @@ class Trial:
     required_bytes: int
     seconds: float
     block_costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]
-    forwards: frozenset[OperatorCounts] = frozenset()
+    forwards: frozenset[ForwardCounts] = frozenset()
 
 
 # Takes the whole batch and runs at most its first two micro-batches: a third starts from the same memory as the second,
@@ -119,14 +119,14 @@ class _Recorded(NamedTuple):
         trace: Its time.
         left_bytes: Bytes that each micro-batch keeps until the end of the step.
         device_type: Where it ran.
-        live: int64, shape ``(num_events + 1,)``: live bytes by the recorder's own count of events.
+        highest: int64, shape ``(num_events + 1,)``: live bytes and scratch memory, by the recorder's count of events.
     """
 
     record: Record
     trace: StepTimes
     left_bytes: int
     device_type: str
-    live: IntArray
+    highest: IntArray
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class StepTrials:
             arrangement: The arrangement.
             plain: The trial of the same micro-batches without treatments; None if the arrangement has none.
         """
-        forwards: list[OperatorCounts] = []
+        forwards: list[ForwardCounts] = []
         counting = None if arrangement.tensors is None else lambda _: noting_calls(forwards)
         record, trace, left_bytes, device_type, _ = self._record(arrangement, counting)
         estimate = MemoryEstimate.of(record)
@@ -176,8 +176,8 @@ class StepTrials:
             return Trial(arrangement, estimate, required_bytes, seconds, costs, frozenset(forwards))
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         if tensors is not None:
-            launches = _TAPE_LAUNCHES * len(tensors.operators) + _RERUN_LAUNCHES * len(tensors.recomputed)
-            launches += _MOVE_LAUNCHES * len(tensors.offloaded)
+            launches = _TAPE_LAUNCHES * len(tensors.operators) if tensors.needs_tape else 0
+            launches += _RERUN_LAUNCHES * len(tensors.recomputed) + _MOVE_LAUNCHES * len(tensors.offloaded)
             unseen = self.speeds.moving_seconds(tensors.offloaded_bytes) + launches * self.speeds.operator_seconds
             seconds += arrangement.accumulation_steps * unseen
         return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs, frozenset(forwards))
@@ -195,10 +195,12 @@ class StepTrials:
         return TensorChoices(
             notes.operators,
             notes.values,
-            base=recorded.live,
+            notes.saves,
+            base=recorded.highest,
             random_state_bytes=torch.get_rng_state().nbytes if recorded.device_type == "cpu" else 0,
             moving_seconds=self._moving_seconds,
             operator_seconds=_RERUN_LAUNCHES * self.speeds.operator_seconds,
+            tape_seconds=_TAPE_LAUNCHES * len(notes.operators) * self.speeds.operator_seconds,
         )
 
     def _moving_seconds(self, num_bytes: int) -> float:
@@ -225,8 +227,8 @@ class StepTrials:
                         if around is not None and watch.is_recording:
                             watched = _within(partial(around, watch), loss_fn)
                         left_bytes = train_step(batch, _announced(watched, trace))
-            live = watch.recorder.events_since(0).live
-            return _Recorded(watch.record(), trace, left_bytes, place.device_type, live)
+            highest = watch.recorder.events_since(0).highest()
+            return _Recorded(watch.record(), trace, left_bytes, place.device_type, highest)
 
         return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
