@@ -29,8 +29,8 @@ class SavedTensorPlan(Overviewed):
             memory.
         shape_only: Numbers of the operators that save an argument of which backward reads the shape alone
             (`index_add`): for them it is not kept.
-        saves: What autograd saves, in order: kind and number of dimensions of each tensor, such as ``"floating 3-D"``. With
-            it, a plan that only offloads does not have to follow operators.
+        saves: What autograd saves, in order: the kind of each tensor, such as ``"floating 3-D"``. With it, a plan that
+            only offloads does not have to follow operators.
         moved: Numbers of the saved tensors that wait elsewhere.
         recomputed_bytes: Saved bytes that are not kept because they are recomputed.
         offloaded_bytes: Saved bytes that wait elsewhere.
