@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -14,13 +15,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from memkit._core.errors import FileFormatError, InputTypeError, MemkitWarning, StateError
 from memkit._tape.plan import SavedTensorPlan
-from memkit._tape.tape import counts
-from memkit._torch.dispatch import TorchDispatchMode
+from memkit._tape.tape import SavedKind, counts
+from memkit._torch.dispatch import TorchDispatchMode, current_modes
 from memkit.train.saved_tensors import treat_saved_tensors
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, gradients
@@ -46,6 +48,25 @@ def operators_of(forward: Callable[[], object]) -> tuple[str, ...]:
     return tuple(seen.names)
 
 
+@contextmanager
+def all_saved() -> Iterator[list[str]]:
+    """Kinds of the tensors that a forward saves."""
+    saves: list[str] = []
+
+    def pack(tensor):
+        saves.append(str(SavedKind(tensor.is_floating_point(), tensor.dim())))
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saves
+
+
+def all_moved(names: tuple[str, ...], saves: list[str]) -> SavedTensorPlan:
+    """Everything is offloaded, by what autograd saves."""
+    numbers = frozenset(range(len(saves)))
+    return SavedTensorPlan(operators=names, offloaded=frozenset(range(len(names))), saves=tuple(saves), moved=numbers)
+
+
 def additions(names: tuple[str, ...]) -> frozenset[int]:
     return frozenset(number for number, name in enumerate(names) if name.startswith("aten.index_add"))
 
@@ -67,27 +88,27 @@ def mixed(names: tuple[str, ...], seed: int) -> SavedTensorPlan:
     )
 
 
-def trained(name: str, make_plan: Callable[[tuple[str, ...]], SavedTensorPlan] | None) -> list[Tensor]:
+def trained(name: str, make_plan: Callable[[tuple[str, ...], list[str]], SavedTensorPlan] | None) -> list[Tensor]:
     """Parameters, buffers and the next random number after two steps, each forward under a plan of its own."""
     torch.manual_seed(0)
     case = CASES[name]()
-    forwards: list[tuple[str, ...]] = []
+    forwards: list[tuple[tuple[str, ...], list[str]]] = []
 
     @contextmanager
     def observed(phase: str) -> Iterator[None]:
         if phase != "forward":
             yield
             return
-        with Names() as seen:
+        with Names() as seen, all_saved() as saves:
             yield
-        forwards.append(tuple(seen.names))
+        forwards.append((tuple(seen.names), saves))
 
     before = copy.deepcopy(case.model.state_dict())
     case.step(observed)
     case.model.load_state_dict(before)
     torch.manual_seed(1)
     for _ in range(2):
-        plans = iter([] if make_plan is None else map(make_plan, forwards))
+        plans = iter([] if make_plan is None else itertools.starmap(make_plan, forwards))
         case.step(lambda phase, plans=plans: treat_saved_tensors(next(plans, None) if phase == "forward" else None))
     return [each.clone() for each in (*case.model.parameters(), *case.model.buffers())] + [torch.rand(2)]
 
@@ -95,8 +116,9 @@ def trained(name: str, make_plan: Callable[[tuple[str, ...]], SavedTensorPlan] |
 @pytest.mark.parametrize("name", CASES)
 def test_any_plan_trains_like_the_plain_step(name):
     plain = trained(name, None)
-    plans = [everything, elsewhere, lambda names: mixed(names, 1), lambda names: mixed(names, 2)]
-    for make_plan in plans:
+    by_operators = [everything, elsewhere, lambda names: mixed(names, 1), lambda names: mixed(names, 2)]
+    plans = [lambda names, _, make=each: make(names) for each in by_operators]
+    for make_plan in [*plans, all_moved]:
         treated = trained(name, make_plan)
         assert all(torch.equal(a, b) for a, b in zip(treated, plain, strict=True)), make_plan
 
@@ -105,7 +127,7 @@ def test_a_tensor_of_another_value_would_be_noticed():
     """The comparison above can fail: one random number more, drawn in the forward, changes the training."""
     plain = trained("encoder_dropout", None)
 
-    def disturbed(names):
+    def disturbed(names, _):
         torch.rand(1)
         return everything(names)
 
@@ -128,10 +150,11 @@ def outcome(forward: Callable[[], Tensor], model: nn.Module, backward=lambda los
 def compared(model: nn.Module, forward: Callable[[], Tensor], backward=lambda loss: loss.backward()) -> None:
     """Hold treated forwards against the plain one."""
     state = copy.deepcopy(model.state_dict())
-    names = operators_of(forward)
+    with all_saved() as saves:
+        names = operators_of(forward)
     model.load_state_dict(state)
     plain = outcome(forward, model, backward)
-    for plan in (everything(names), elsewhere(names), mixed(names, 5)):
+    for plan in (everything(names), elsewhere(names), mixed(names, 5), all_moved(names, saves)):
         model.load_state_dict(state)
 
         def treated(plan=plan) -> Tensor:
@@ -451,6 +474,50 @@ def test_other_forward_keeps_gradients_and_warns():
     assert all(torch.equal(a, b) for a, b in zip([*gradients(model), torch.rand(1)], want, strict=True))
     with treated:  # once
         model(long).abs().relu().sum()
+
+
+def test_offload_alone_follows_no_operators():
+    model, x = block(), torch.randn(8, 32)
+    forward = lambda: model(x).square().mean()  # noqa: E731 - as short as it is
+    with all_saved() as saves:
+        names = operators_of(forward)
+    plain = outcome(forward, model)
+    by_operators, by_saves = treat_saved_tensors(elsewhere(names)), treat_saved_tensors(all_moved(names, saves))
+    for treated, num_modes in ((by_operators, 1), (by_saves, 0)):
+        torch.manual_seed(3)
+        model.zero_grad()
+        with treated:
+            assert len(current_modes()) == num_modes
+            loss = forward()
+        loss.backward()
+        assert all(map(torch.equal, [*gradients(model), torch.rand(1)], plain))
+    with treated:  # another size, and a backward inside, are no other forward
+        model(torch.randn(12, 32)).square().mean().backward()
+    with pytest.warns(MemkitWarning, match=r"1 saved tensor more \(1 x floating 0-D\)"), treated:
+        loss = forward().exp()
+    loss.backward()
+
+
+@pytest.mark.parametrize("num_moved", [0, 3, 8])
+def test_what_is_moved_by_the_plan_leaves_memory(num_moved):
+    x, places = torch.randn(1024, 64), []
+    model = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(64, 64), nn.Tanh())))
+    with saved_tensors_hooks(lambda tensor: places.append(tensor.data_ptr()), lambda packed: packed):
+        kept = [x := layer(x) for layer in model][1::2]  # the results of Tanh, each saved by two layers
+    with all_saved() as saves:
+        names = operators_of(lambda: model(torch.randn(1024, 64)))
+    chosen = {each.data_ptr() for each in kept[:num_moved]}
+    moved = frozenset(number for number, place in enumerate(places) if place in chosen)
+    plan = SavedTensorPlan(operators=names, offloaded=frozenset({0}), saves=tuple(saves), moved=moved)
+    inputs = torch.randn(1024, 64)
+    held = []
+
+    def forward():
+        with treat_saved_tensors(plan):
+            held.append(model(inputs).sum())
+
+    live = trace_allocations(forward).live[-1]
+    assert (8 - num_moved) * x.nbytes <= live < (8 - num_moved) * x.nbytes + 10_000
 
 
 def test_rejects_tensors_changed_after_the_forward():

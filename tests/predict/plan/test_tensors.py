@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit._core.errors import ConfigError, MemkitWarning
 from memkit._recorder.recorder import Recorder
+from memkit._tape.notes import OperatorNote, SaveNote, ValueNote
 from memkit.predict.plan import trial
 from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.tensors import TensorChoices
@@ -66,9 +68,8 @@ def test_sums_match_dry_runs(name, choices_of):
     plain = plan.candidates[0]
     for each in plan.candidates[1:]:
         choice = by_plan[each.saved_tensors]
-        # Scratch memory inside kernels is the dry run's alone: it may move the peak.
         less, found = choices.choices[0].peak_bytes - choice.peak_bytes, plain.required_bytes - each.required_bytes
-        assert abs(less - found) <= 0.04 * plain.required_bytes + (name == "unet") * plain.required_bytes * 0.15
+        assert abs(less - found) <= 0.03 * plain.required_bytes
         assert each.seconds >= plain.seconds
     assert plan.least_bytes == min(each.required_bytes for each in plan.candidates) < 0.75 * plain.required_bytes
 
@@ -110,6 +111,45 @@ def test_no_choice_of_all_is_faster_at_its_memory(choices_of):
     for budget in [each.peak_bytes for each in choices.choices if not each.offloaded]:
         best = min(each.seconds for each in found if each.peak_bytes <= budget)
         assert choices.within(budget).seconds <= 1.15 * best + 1e-9
+
+
+def test_keeps_what_is_gone_by_the_peak():
+    """The later of two tensors is larger, so moving it saves more per second; but the peak comes when it is gone."""
+    operators = [OperatorNote("aten.bernoulli.default", 0.0, 0, repeats=False, is_random=True) for _ in "12"]
+    early = ValueNote(0, 1000, [0], death=1, is_saved=True, first_use=9)
+    late = ValueNote(1, 4000, [1], death=2, is_saved=True, first_use=4)
+    operators[0].makes, operators[1].makes = [early], [late]
+    base = np.array([0, 1000, 5000, 0, 4000, 0, 9000, 0, 0, 1000, 0])
+    saves = [SaveNote("floating 2-D", each, is_filled=True) for each in (early, late)]
+    choices = TensorChoices(operators, [early, late], saves, base, 0, lambda size: 1 + size / 1000, 1.0, 1.0)
+    assert choices.choices[0].peak_bytes == 10_000
+    found = choices.within(9000)
+    assert (found.offloaded, found.peak_bytes) == ({0}, 9000)
+    assert choices.plan(found).moved == {0}
+    assert choices.within(8999) is None
+
+
+def test_scratch_memory_inside_a_kernel_decides_what_goes(choices_of):
+    """oneDNN's backward of an LSTM takes more than all that waits: only what waits by then is worth giving up."""
+    torch.manual_seed(0)
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.Tanh())))
+            self.net, self.head = nn.LSTM(64, 64, batch_first=True), nn.Sequential(nn.Linear(64, 256), nn.Tanh())
+
+        def forward(self, x):
+            return self.head(self.net(self.first(x))[0])
+
+    model, x = Tagger(), torch.randn(16, 64, 64)
+    whole = mk.plan_training(model, x, mean_square, "sgd", budget="1GiB", micro_batch_size=16).required_bytes
+    plan, choices = choices_of(model, x, curve=False, budget=whole - x.nbytes * 3 // 2)
+    chosen = plan.saved_tensors
+    lstm = next(number for number, name in enumerate(chosen.operators) if "rnn" in name)
+    assert chosen.recomputed_bytes + chosen.offloaded_bytes == 2 * x.nbytes
+    assert all(number < lstm for number in chosen.recomputed | chosen.offloaded)
+    assert choices.saved_bytes > 10 * x.nbytes
 
 
 def _unsaved(choices: TensorChoices, again: set[int], held: set[int]) -> set[int]:
