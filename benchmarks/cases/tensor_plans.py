@@ -59,8 +59,10 @@ ROOMY, LEAST = 2**40, 1
 def trainable(model: nn.Module, part: str) -> Iterator[nn.Module]:
     """Within it only this part of the model takes gradients."""
     model.requires_grad_(requires_grad=False)
-    yield model.get_submodule(part).requires_grad_()
-    model.requires_grad_()
+    try:
+        yield model.get_submodule(part).requires_grad_()
+    finally:
+        model.requires_grad_()
 
 
 def adamw(part: nn.Module) -> torch.optim.Optimizer:

@@ -213,9 +213,11 @@ def _treat_tensors(
     more_bytes = plain.required_bytes - choices.choices[0].peak_bytes  # than the sum says
     best_bytes, num_misses = 0, 0  # of a trial that fits; of those that do not
     seen: set[TensorChoice] = set()
-    for _ in range(_MOST_TRIALS):
+    for number in range(_MOST_TRIALS):
         margin_bytes = round(num_misses * _MARGIN * budget_bytes)
-        choice = choices.within(budget_bytes - more_bytes - margin_bytes) or choices.choices[-1]
+        choice = choices.within(budget_bytes - more_bytes - margin_bytes) or choices.least
+        if number == num_misses == _MOST_TRIALS - 1:
+            choice = choices.least
         if choice in seen or plain.seconds + num_steps * choice.seconds >= limit_seconds:
             break
         seen.add(choice)

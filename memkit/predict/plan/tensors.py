@@ -111,6 +111,11 @@ class TensorChoices:
         return [list(self._descent(order, self.saved_bytes // chains)) for order, chains in ways]
 
     @cached_property
+    def least(self) -> TensorChoice:
+        """The choice that needs the least memory: all that is saved waits elsewhere."""
+        return self._choice(frozenset(), frozenset(each.number for each in self.values if each.is_saved))
+
+    @cached_property
     def by_flops(self) -> Recomputations:
         """Recomputations by the bytes that wait for backward: the fewest FLOPs, then the fewest bytes touched."""
         touched = [
@@ -200,7 +205,8 @@ class TensorChoices:
     # --------------------------------------------------------------------------------------------------- memory
 
     def _choice(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> TensorChoice:
-        """Add up memory and time."""
+        """Add up memory and time; what runs again does not have to be moved."""
+        offloaded = frozenset(each for each in offloaded if not recomputed.issuperset(self.values[each].makers))
         moving_seconds = sum(self.moving_seconds(self.values[number].nbytes) for number in offloaded)
         tape_seconds = self.tape_seconds if recomputed else 0.0
         return TensorChoice(
@@ -315,7 +321,7 @@ class _Descent:
     def steps(self) -> Iterator[_Move]:
         """Yield the moves in order."""
         values = self.choices.values
-        least_bytes = max(1, self.choices.saved_bytes // _SMALL)
+        least_bytes = 1 if self.order == "moves alone" else max(1, self.choices.saved_bytes // _SMALL)
         queue = [(-float("inf"), each.number) for each in values if each.is_saved and each.nbytes >= least_bytes]
         while queue:
             _, number = heapq.heappop(queue)
