@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -27,6 +28,7 @@ _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
 _HOT_BYTES = 2**19  # smaller operands stay near, but other kernels evict code and other data
 _COLD_BYTES = 2**20  # after a kernel on so many bytes, Python starts in a cold cache
 _FAST_CACHE_BYTES = 2**22
+_MOST_CACHE_BYTES = 2**24  # from then on what was not used for an operator or two comes from memory
 _CACHE_BYTES = 2**25
 # glibc gives large blocks back to the system until one of their size, up to 32 MiB, was freed; from then on it keeps
 # them. Training steps soon are in that state, and so is measuring: before a call is timed, a block as large as its
@@ -65,13 +67,14 @@ class HostTimes:
         self._seconds: dict[Any, float | None] = {}  # None: cannot be run
         self._scales: dict[Any, tuple[float, float]] = {}  # by operator: seconds of its longest call, and their ratio
         self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
+        self._following_seconds = (0.0, 0.0)  # hot and cold
         self._clock_seconds = self.operator_seconds = self.measuring_seconds = 0.0
         self._kept_bytes = 0
         with without_modes(), random_state.preserved():
             self._cache_filler = _bytes_beside_the_heap(_CACHE_BYTES)
             self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
             self._roofline = self._measure_roofline()
-            self.operator_seconds, self._added_seconds = self._measure_python()
+            self.operator_seconds, self._added_seconds, self._following_seconds = self._measure_python()
             self._moving_seconds = self._measure_file()
 
     @property
@@ -100,9 +103,11 @@ class HostTimes:
         seconds = self._seconds[key]
         if seconds is None:
             seconds = self._by_roofline(func, args, kwargs, out)
-        hot, cold = self._added_seconds[torch.is_grad_enabled()]
-        size = num_bytes((args, tuple(kwargs.values()), out))
-        return seconds + hot + (cold - hot) * min(1.0, size / _COLD_BYTES)
+        return seconds + _between(self._added_seconds[torch.is_grad_enabled()], args, kwargs, out)
+
+    def following_seconds(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        """Return Python's time for an operator call that a dispatch mode follows, beside the call's own."""
+        return _between(self._following_seconds, args, kwargs, out)
 
     def moving_seconds(self, num_bytes: int) -> float:
         """Return the time to write so many bytes to a temporary file and to read them back."""
@@ -201,8 +206,11 @@ class HostTimes:
     def _shortest(self, call: Callable[[], object]) -> float:
         return min(self._time(call) for _ in range(_NUM_PROBES))
 
-    def _measure_python(self) -> tuple[float, dict[bool, tuple[float, float]]]:
-        """Measure a small operator, and what a step adds to it in forward and backward, in a hot and a cold cache."""
+    def _measure_python(self) -> tuple[float, dict[bool, tuple[float, float]], tuple[float, float]]:
+        """Measure a small operator, what a step adds to it in forward and backward, and what a dispatch mode adds.
+
+        Each in a hot and in a cold cache.
+        """
         with torch.device("cpu"):  # timing within it would count it too
             x = torch.ones(_SMALL_WIDTH, _SMALL_WIDTH)
             kinds = (nn.LayerNorm, partial(nn.Linear, out_features=_SMALL_WIDTH), lambda _: nn.GELU())
@@ -210,15 +218,23 @@ class HostTimes:
         with torch.enable_grad():
             with _Tally(self) as tally:
                 nn.Sequential(*layers)(x).sum().backward()
-            hot, cold = (self._time_passes(layers, x, num_bytes) for num_bytes in (0, _FAST_CACHE_BYTES))
+            plain = {size: self._time_passes(layers, x, size) for size in (0, _FAST_CACHE_BYTES, _MOST_CACHE_BYTES)}
+            followed = {size: self._time_passes(layers, x, size, _Followed()) for size in (0, _MOST_CACHE_BYTES)}
         added = {
-            is_forward: (max(0.0, hot[is_forward] - own) / number, max(0.0, cold[is_forward] - own) / number)
+            is_forward: tuple(max(0.0, plain[size][is_forward] - own) / number for size in (0, _FAST_CACHE_BYTES))
             for is_forward, (number, own) in tally.sums.items()
         }
-        return hot[True] / tally.sums[True][0], added
+        num_operators = tally.sums[True][0]
+        hot_s, cold_s = (max(0.0, followed[size][True] - plain[size][True]) / num_operators for size in followed)
+        return plain[0][True] / num_operators, added, (hot_s, cold_s)
 
-    def _time_passes(self, layers: Sequence[nn.Module], x: Tensor, num_bytes: int) -> dict[bool, float]:
-        """Time forward and backward with so many bytes of the cache overwritten between layers, not counting that."""
+    def _time_passes(
+        self, layers: Sequence[nn.Module], x: Tensor, num_bytes: int, around: AbstractContextManager[Any] | None = None
+    ) -> dict[bool, float]:
+        """Time forward and backward with so many bytes of the cache overwritten between layers, not counting that.
+
+        Layers run within ``around``.
+        """
         seconds: dict[bool, list[float]] = {True: [], False: []}
         overwriting = 0.0
 
@@ -229,7 +245,8 @@ class HostTimes:
         def forward() -> Tensor:
             y = x
             for layer in layers:
-                y = layer(y)
+                with around or nullcontext():
+                    y = layer(y)
                 if num_bytes:
                     y.register_hook(overwrite)
                     overwrite()
@@ -259,6 +276,25 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         number, seconds = self.sums[torch.is_grad_enabled()]
         self.sums[torch.is_grad_enabled()] = number + 1, seconds + self._times.seconds(func, args, kwargs or {}, out)
         return out
+
+
+def _between(hot_and_cold: tuple[float, float], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Return the time that Python adds to a call: the larger what it computes on, the colder is the cache by then."""
+    hot, cold = hot_and_cold
+    return hot + (cold - hot) * min(1.0, num_bytes((args, tuple(kwargs.values()), out)) / _COLD_BYTES)
+
+
+class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Runs operators and does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        return func(*args, **(kwargs or {}))
 
 
 def _bytes_beside_the_heap(size: int) -> Tensor:

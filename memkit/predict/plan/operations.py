@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -36,6 +37,24 @@ class BlockForward:
     input_bytes: int = 0
 
 
+@dataclass
+class Following:
+    """Python's time if a dispatch mode followed a forward.
+
+    Attributes:
+        seconds: The time.
+        num_operators: Number of operators in the forward.
+    """
+
+    seconds: float = 0.0
+    num_operators: int = 0
+
+    @property
+    def mean_seconds(self) -> float:
+        """Time for an operator."""
+        return self.seconds / max(1, self.num_operators)
+
+
 class StepTimes(LeanDispatchMode):
     """Adds up the times of a step's operators, part by part. Enter it beneath the recorder.
 
@@ -46,6 +65,7 @@ class StepTimes(LeanDispatchMode):
 
     Attributes:
         parts: Seconds of each part: before the first micro-batch, of each micro-batch, of the optimizer's step.
+        following: Of each part, Python's seconds if a dispatch mode followed its forward, and the operators there.
         forwards: Each block's forward, over all micro-batches.
     """
 
@@ -53,7 +73,7 @@ class StepTimes(LeanDispatchMode):
 
     def __init__(self, speeds: OperatorTimes, blocks: Mapping[nn.Module, str], kept_operators: frozenset[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.parts = [0.0]
+        self.parts, self.following = [0.0], [Following()]
         self.forwards = {name: BlockForward() for name in blocks.values()}
         self._speeds, self._blocks, self._kept_operators = speeds, blocks, kept_operators
         self._running: list[str] = []
@@ -79,6 +99,7 @@ class StepTimes(LeanDispatchMode):
     def begin_part(self, *_: object) -> None:
         """Count the following operators toward the next part."""
         self.parts.append(0.0)
+        self.following.append(Following())
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,7 +111,11 @@ class StepTimes(LeanDispatchMode):
             return out
         seconds = self._speeds.seconds(func, args, kwargs, out)
         self.parts[-1] += seconds
-        if self._running and current_backward() == _NO_BACKWARD:
+        if current_backward() != _NO_BACKWARD or not torch.is_grad_enabled():
+            return out
+        self.following[-1].seconds += self._speeds.following_seconds(args, kwargs, out)
+        self.following[-1].num_operators += 1
+        if self._running:
             forward = self.forwards[self._running[-1]]
             forward.num_operators += 1
             forward.seconds += seconds

@@ -36,6 +36,9 @@ class OperatorTimes(Protocol):
     def moving_seconds(self, num_bytes: int) -> float:
         """Return the time to move so many bytes to the place where activations can be offloaded, and back."""
 
+    def following_seconds(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        """Return Python's time for an operator call that a dispatch mode follows, beside the call's own."""
+
 
 @dataclass(frozen=True)
 class Speeds:
@@ -69,6 +72,10 @@ class Speeds:
     def moving_seconds(self, num_bytes: int) -> float:
         """Return the time to move so many bytes over the link and back."""
         return 2 * num_bytes / self.link_bandwidth
+
+    def following_seconds(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:  # noqa: ARG002 - interface
+        """Return a launch: Python's part of it is most of it."""
+        return self.operator_seconds
 
 
 def num_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

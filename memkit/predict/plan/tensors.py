@@ -62,6 +62,7 @@ class TensorChoices:
         random_state_bytes: Bytes of a generator's state.
         moving_seconds: Time to move a tensor of so many bytes elsewhere and back.
         operator_seconds: Python's time for an operator that runs again.
+        saving_seconds: Python's time to treat what a forward saves one by one.
         tape_seconds: Python's time to write down a forward, which nothing can run again without.
     """
 
@@ -72,6 +73,7 @@ class TensorChoices:
     random_state_bytes: int
     moving_seconds: Callable[[int], float]
     operator_seconds: float
+    saving_seconds: float
     tape_seconds: float
 
     @cached_property
@@ -208,12 +210,13 @@ class TensorChoices:
         """Add up memory and time; what runs again does not have to be moved."""
         offloaded = frozenset(each for each in offloaded if not recomputed.issuperset(self.values[each].makers))
         moving_seconds = sum(self.moving_seconds(self.values[number].nbytes) for number in offloaded)
-        tape_seconds = self.tape_seconds if recomputed else 0.0
+        python_seconds = self.saving_seconds if recomputed or offloaded else 0.0
+        python_seconds += self.tape_seconds if recomputed else 0.0
         return TensorChoice(
             recomputed,
             offloaded,
             int(self._levels(recomputed, offloaded).max(initial=0)),
-            self._seconds_of(recomputed) + moving_seconds + tape_seconds,
+            self._seconds_of(recomputed) + moving_seconds + python_seconds,
         )
 
     def _levels(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> IntArray:

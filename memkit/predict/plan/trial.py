@@ -39,8 +39,10 @@ _PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
     "full": (280, 2),
     "offload": (0, 5),
 }
-# The same for a tape: for each operator under it, each that runs again, and each tensor that is moved.
-_TAPE_LAUNCHES, _RERUN_LAUNCHES, _MOVE_LAUNCHES = 1, 6, 8
+_MOVE_LAUNCHES = 8  # for each tensor that is moved
+# For each saved tensor under a plan, each operator under a tape, and each that runs again: in times of a dispatch mode
+# that only follows an operator.
+_SAVE_FOLLOWING, _TAPE_FOLLOWING, _RERUN_FOLLOWING = 1.0, 1.2, 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +178,13 @@ class StepTrials:
             return Trial(arrangement, estimate, required_bytes, seconds, costs, frozenset(forwards))
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         if tensors is not None:
-            launches = _TAPE_LAUNCHES * len(tensors.operators) if tensors.needs_tape else 0
-            launches += _RERUN_LAUNCHES * len(tensors.recomputed) + _MOVE_LAUNCHES * len(tensors.offloaded)
-            unseen = self.speeds.moving_seconds(tensors.offloaded_bytes) + launches * self.speeds.operator_seconds
+            unseen = self.speeds.moving_seconds(tensors.offloaded_bytes)
+            unseen += _MOVE_LAUNCHES * len(tensors.offloaded) * self.speeds.operator_seconds
+            following = trace.following[-2]  # of the last micro-batch
+            unseen += _SAVE_FOLLOWING * following.mean_seconds * len(tensors.saves)
+            if tensors.needs_tape:
+                unseen += _TAPE_FOLLOWING * following.seconds
+                unseen += _RERUN_FOLLOWING * following.mean_seconds * len(tensors.recomputed)
             seconds += arrangement.accumulation_steps * unseen
         return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs, frozenset(forwards))
 
@@ -191,7 +197,8 @@ class StepTrials:
             return all_notes[-1].forward()
 
         recorded = self._record(arrangement, noting)
-        notes = all_notes[-1]  # of the last micro-batch, which begins with gradients
+        # Of the last micro-batch, which begins with gradients.
+        notes, following = all_notes[-1], recorded.trace.following[-2]
         return TensorChoices(
             notes.operators,
             notes.values,
@@ -199,8 +206,9 @@ class StepTrials:
             base=recorded.highest,
             random_state_bytes=torch.get_rng_state().nbytes if recorded.device_type == "cpu" else 0,
             moving_seconds=self._moving_seconds,
-            operator_seconds=_RERUN_LAUNCHES * self.speeds.operator_seconds,
-            tape_seconds=_TAPE_LAUNCHES * len(notes.operators) * self.speeds.operator_seconds,
+            operator_seconds=_RERUN_FOLLOWING * following.mean_seconds,
+            saving_seconds=_SAVE_FOLLOWING * following.mean_seconds * len(notes.saves),
+            tape_seconds=_TAPE_FOLLOWING * following.seconds,
         )
 
     def _moving_seconds(self, num_bytes: int) -> float:

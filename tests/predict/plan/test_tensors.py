@@ -69,7 +69,7 @@ def test_sums_match_dry_runs(name, choices_of):
     for each in plan.candidates[1:]:
         choice = by_plan[each.saved_tensors]
         less, found = choices.choices[0].peak_bytes - choice.peak_bytes, plain.required_bytes - each.required_bytes
-        assert abs(less - found) <= 0.03 * plain.required_bytes
+        assert abs(less - found) <= 0.04 * plain.required_bytes
         assert each.seconds >= plain.seconds
     assert plan.least_bytes == min(each.required_bytes for each in plan.candidates) < 0.75 * plain.required_bytes
 
@@ -121,7 +121,7 @@ def test_keeps_what_is_gone_by_the_peak():
     operators[0].makes, operators[1].makes = [early], [late]
     base = np.array([0, 1000, 5000, 0, 4000, 0, 9000, 0, 0, 1000, 0])
     saves = [SaveNote("floating 2-D", each, is_filled=True) for each in (early, late)]
-    choices = TensorChoices(operators, [early, late], saves, base, 0, lambda size: 1 + size / 1000, 1.0, 1.0)
+    choices = TensorChoices(operators, [early, late], saves, base, 0, lambda size: 1 + size / 1000, 1.0, 1.0, 1.0)
     assert choices.choices[0].peak_bytes == 10_000
     found = choices.within(9000)
     assert (found.offloaded, found.peak_bytes) == ({0}, 9000)
