@@ -128,8 +128,9 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
             rehearsed with.
 
     Memory cost: what the plan keeps; with random operators that run again, their generator's state for each (5 kB on
-    the CPU). Time cost: about 5 microseconds of Python for each operator of the forward,
-    and about 30 for each that runs again.
+    the CPU). Time cost, in Python: of a plan that only offloads, some microseconds for each saved tensor; of others
+    besides 5 to 30 for each operator of the forward, the more the larger what kernels evict from the caches in between,
+    and seven times as much for each that runs again.
 
     Source: ``docs/plan.md``; the tape is `memkit/_tape/tape.py`.
 

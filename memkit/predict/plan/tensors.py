@@ -4,8 +4,9 @@ An operator that runs again in backward takes its time once and makes its result
 choice is the sum over the operators that it runs again. Tensors are chosen in the order of bytes saved per second. What
 runs again needs tensors that stay, or others that run again: such a chain is made at once, and its saved results stay
 until backward has used them. Longer chains keep less in between, and more at that moment; so the order is gone through
-several times, with chains of at most so many bytes. The memory of a choice is added up from the notes; whether a plan
-fits is then found by a dry run of it.
+several times, with chains of at most so many bytes. The memory of a choice is added up from the notes, moment by moment
+and with scratch memory inside kernels; what is not there at the peak, or still fits, is kept again. Whether a plan fits
+is then found by a dry run of it.
 """
 
 from __future__ import annotations
