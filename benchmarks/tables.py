@@ -127,10 +127,14 @@ def ratios(key: str) -> Callable[[Row], str]:
     return lambda row: ", ".join(f"{each[key]:.2f}" for each in row["budgets"])
 
 
-def by_tensors(row: Row) -> list[dict[str, Any]]:
+def by_tensors(row: Row, budgets: str = "budgets") -> list[dict[str, Any]]:
     """The plans by saved tensors that were carried out, each with its budget's figures."""
-    found = ((budget, budget["ways"]["tensors"]) for budget in row["budgets"])
+    found = ((budget, budget["ways"]["tensors"]) for budget in row[budgets])
     return [budget | figures for budget, figures in found if "error" not in figures]
+
+
+def all_by_tensors(row: Row) -> list[dict[str, Any]]:
+    return by_tensors(row) + by_tensors(row, "without_offload")
 
 
 def over_blocks(key: str) -> Callable[[Row], str]:
@@ -139,6 +143,11 @@ def over_blocks(key: str) -> Callable[[Row], str]:
         return ", ".join(f"{each:.2f}" for each in ratios[1:])  # of the first budget nothing is treated
 
     return shown
+
+
+def over_recomputed_blocks(row: Row) -> str:
+    ratios = [each.get("time_of_best_by_blocks") for each in by_tensors(row, "without_offload")]
+    return ", ".join(f"{each:.2f}" for each in ratios if each)
 
 
 def share_of_plain(way: str) -> Callable[[Row], float]:
@@ -608,19 +617,21 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     "tensor_plans": Table(
         "{model}",
         "model | plain step | budgets that held | bits equal | least: by blocks, by tensors | "
-        "time over the best by blocks, at equal peaks | the same without `treat` | predicted bytes off by | "
-        "predicted time over measured | in order",
+        "time over the best by blocks, at equal peaks | the same without `treat` | without offload | "
+        "predicted bytes off by | predicted time over measured | in order",
         "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num} | {summary/are_bits_equal:yes|no} | "
-        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {chosen} | {summary/largest_off_bytes:,} | "
+        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {chosen} | {recomputing} | "
+        "{summary/largest_off_bytes:,} | "
         "{low:.2f} to {high:.2f} | {order/tensors/in_order} of {order/tensors/pairs}",
         {
             "ms": lambda row: 1000 * row["plain/seconds"],
-            "plans": by_tensors,
-            "held": lambda row: sum(each["peak_bytes"] <= each["budget_bytes"] for each in by_tensors(row)),
+            "plans": all_by_tensors,
+            "held": lambda row: sum(each["peak_bytes"] <= each["budget_bytes"] for each in all_by_tensors(row)),
             "by_blocks": share_of_plain("blocks"),
             "by_tensors": share_of_plain("tensors"),
             "ratios": over_blocks("time_of_best_by_blocks"),
             "chosen": over_blocks("chosen_time_of_best_by_blocks"),
+            "recomputing": over_recomputed_blocks,
             "low": lambda row: min(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
             "high": lambda row: max(each["predicted_seconds"] / each["seconds"] for each in by_tensors(row)),
         },

@@ -3,7 +3,8 @@
 The models are those of `benchmarks.ten_models`, all rows of their batches at once, so that plans differ in activations
 alone. A budget is a share of what the plain step needs beyond what cannot shrink: parameters, buffers, batch, gradients
 and optimizer state. Where a plan by blocks fits a share, the budget becomes what that plan needs, so that both ways are
-compared at equal peaks. The last budgets are the least that each way can plan for.
+compared at equal peaks. The last budgets are the least that each way can plan for. Then the same shares are planned for
+with ``may_offload=False``, as where the disk is slow: the best that blocks allow is then all that they recompute.
 
 Each plan is run by the wrapper. Its peak is the allocator's, of a first and of a warm step, with model, batch and
 state; "off" is how far the recorded live tensors of a warm step are from the predicted ones: what kernels take inside
@@ -116,16 +117,17 @@ def plan_part(training: Training, part: str, **settings: Any) -> TrainingPlan:
         )
 
 
-def plan_all(training: Training, budget: int, way: Treat) -> Plans:
+def plan_all(training: Training, budget: int, way: Treat, *, may_offload: bool = True) -> Plans:
     start = time.process_time()
-    parts = {part: plan_part(training, part, budget=f"{budget}B", treat=way) for part in training.losses}
+    settings = {"budget": f"{budget}B", "treat": way, "may_offload": may_offload}
+    parts = {part: plan_part(training, part, **settings) for part in training.losses}
     return Plans(parts, time.process_time() - start)
 
 
-def try_plans(training: Training, budget: int, way: Treat) -> Plans | str:
+def try_plans(training: Training, budget: int, way: Treat, *, may_offload: bool = True) -> Plans | str:
     """The plans, or why there are none."""
     try:
-        return plan_all(training, budget, way)
+        return plan_all(training, budget, way, may_offload=may_offload)
     except Exception as error:  # noqa: BLE001 - a model that cannot be planned is a figure too
         return said(error)
 
@@ -269,49 +271,68 @@ def measure(name: str) -> dict[str, Any]:
     least = {way: least_bytes(training, way) for way in WAYS}
     coarse = [Run(training, Plans(dict.fromkeys(training.losses, each))) for each in coarse_treatments(training.model)]
     coarse_peaks = [max(map(run.peak_bytes, training.losses)) for run in coarse]
-    rows, planned = [], {}
-    for share, budget, by_blocks in budgets(training, plain_plans, least):
-        row: dict[str, Any] = {"share": share, "budget_bytes": budget, "ways": {}}
-        rows.append(row)
-        for way in WAYS:
-            plans = by_blocks if way == "blocks" else try_plans(training, budget, way)
-            try:
-                if isinstance(plans, str):
-                    row["ways"][way] = {"error": plans}
-                elif plans is plain_plans:
-                    planned[budget, way], row["ways"][way] = plain, dict(figures)
-                else:
-                    planned[budget, way], row["ways"][way] = observe(training, plans, wanted)
-            except Exception as error:  # noqa: BLE001 - a plan that fails is a figure too
-                row["ways"][way] = {"error": said(error)}
-    runs = {"plain": plain, "by hand": Run(training), **dict(enumerate(coarse)), **planned}
+    rows, planned = observe_budgets(training, wanted, budgets(training, plain_plans, least))
+    smaller = budgets(training, plain_plans, {}, may_offload=False)
+    recomputing, without = observe_budgets(training, wanted, smaller, may_offload=False)
+    runs = {"plain": plain, "by hand": Run(training), **dict(enumerate(coarse)), **planned, **without}
     seconds = in_turns({key: run.step for key, run in runs.items()}, ROUNDS)
-    for row in rows:
+    for row in rows + recomputing:
         compare(row, seconds, coarse_peaks)
     figures["seconds"] = statistics.median(seconds["plain"])
     figures["fixed_bytes"] = fixed_bytes(training)
     figures["is_control_equal"] = are_equal(Run(one_bit_off(training)).bits(), wanted)
     figures["time_of_loop_by_hand"] = median_ratio(seconds["plain"], seconds["by hand"])
     return {
-        "summary": summary(rows),
+        "summary": summary(rows + recomputing),
         "plain": figures,
         "least_bytes": least,
         "budgets": rows,
+        "without_offload": recomputing,
         "order": {way: order(rows, way) for way in WAYS},
     }
 
 
-def budgets(training: Training, plain: Plans, least: dict[str, int]) -> list[tuple[str, int, Plans | str]]:
+Planned = dict[tuple[int, Treat, bool], "Run"]
+
+
+def observe_budgets(
+    training: Training,
+    wanted: list[Tensor],
+    wanted_budgets: list[tuple[str, int, Plans | str]],
+    *,
+    may_offload: bool = True,
+) -> tuple[list[dict[str, Any]], Planned]:
+    """The figures of both ways at each budget, and their runs."""
+    rows, planned = [], {}
+    for share, budget, by_blocks in wanted_budgets:
+        row: dict[str, Any] = {"share": share, "budget_bytes": budget, "may_offload": may_offload, "ways": {}}
+        rows.append(row)
+        for way in WAYS:
+            plans = by_blocks if way == "blocks" else try_plans(training, budget, way, may_offload=may_offload)
+            try:
+                if isinstance(plans, str):
+                    row["ways"][way] = {"error": plans}
+                else:
+                    planned[budget, way, may_offload], row["ways"][way] = observe(training, plans, wanted)
+            except Exception as error:  # noqa: BLE001 - a plan that fails is a figure too
+                row["ways"][way] = {"error": said(error)}
+    return rows, planned
+
+
+def budgets(
+    training: Training, plain: Plans, least: dict[str, int], *, may_offload: bool = True
+) -> list[tuple[str, int, Plans | str]]:
     """Shares of what can shrink, then the least of each way: as bytes, with the plans by blocks or why there are none.
 
-    Where there are some, the bytes are those that they need.
+    Where there are some, the bytes are those that they need. Without offload all below the plain need.
     """
     fixed, found = fixed_bytes(training), {}
     wanted = {f"{share:.0%}": fixed + int(share * (plain.required_bytes - fixed)) for share in SHARES}
     for share, budget in (wanted | {f"least by {way}": each for way, each in least.items()}).items():
-        if budget < min(least.values()):
+        if budget < min(least.values(), default=0) or (budget == plain.required_bytes and not may_offload):
             continue
-        by_blocks = plain if budget == plain.required_bytes else try_plans(training, budget, "blocks")
+        is_plain = budget == plain.required_bytes
+        by_blocks = plain if is_plain else try_plans(training, budget, "blocks", may_offload=may_offload)
         needed = budget if isinstance(by_blocks, str) else by_blocks.required_bytes
         found.setdefault(needed, (share, needed, by_blocks))
     return [found[budget] for budget in sorted(found, reverse=True)]
@@ -344,7 +365,7 @@ def compare(row: dict[str, Any], seconds: dict[Any, list[float]], coarse_peaks: 
     What nobody planned may take as much as the planned steps were measured to take.
     """
     ran = {way: found for way, found in row["ways"].items() if "error" not in found}
-    taken = {way: seconds[row["budget_bytes"], way] for way in ran}
+    taken = {way: seconds[row["budget_bytes"], way, row["may_offload"]] for way in ran}
     for way, found in ran.items():
         found["seconds"] = statistics.median(taken[way])
         found["time_of_plain"] = median_ratio(taken[way], seconds["plain"])

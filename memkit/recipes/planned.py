@@ -73,6 +73,7 @@ def plan_training(
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     treat: Treat | None = None,
+    may_offload: bool = True,
     activation_budget: int | str | float | None = None,
     curve: bool = False,
     measure: bool = False,
@@ -102,6 +103,8 @@ def plan_training(
             ``micro_batch_size=len(batch)`` plans only the blocks. None: the plan chooses.
         treat: ``"tensors"`` decides for each tensor that autograd saves whether it is kept, recomputed or offloaded,
             ``"blocks"`` for whole blocks of the model. None tries both.
+        may_offload: Whether saved tensors may wait on disk, or from a card in host memory. If not, they are recomputed
+            or kept: for a disk that is slow, or shared with others.
         activation_budget: The most that a forward may leave for its backward, apart from parameters and batch: a size,
             or a share of what it leaves without a plan, such as 0.5. The plan is then not the fastest step within
             ``budget``, which may be left out, but the one that runs the fewest FLOPs again, with nothing offloaded;
@@ -155,6 +158,7 @@ def plan_training(
         precisions=precisions,
         micro_batch_size=micro_batch_size,
         treat=treat,
+        may_offload=may_offload,
         activation_budget=activation_budget,
         curve=curve,
         measure=measure,
@@ -175,6 +179,7 @@ def _plan(
     precisions: Sequence[PlannedPrecision | None],
     micro_batch_size: int | None,
     treat: Treat | None,
+    may_offload: bool,
     activation_budget: int | str | float | None,
     curve: bool,
     measure: bool,
@@ -225,6 +230,7 @@ def _plan(
             speeds=speeds,
             blocks=_blocks(model),
             kept_operators=KEPT_OPERATORS,
+            may_offload=may_offload,
             num_rows=_rows_to_plan(call, batch)[0],
             call=call,
         )
@@ -247,6 +253,7 @@ def _plan(
     finalists = fastest(allowed, budget_bytes)[:_NUM_FINALISTS]
     if not finalists:
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
+        notes += [] if may_offload else ["Offloaded tensors may take less: leave may_offload=False out."]
         _refuse(call, budget, budget_bytes, min(allowed, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
@@ -343,6 +350,7 @@ def prepare(
     precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     treat: Treat | None = None,
+    may_offload: bool = True,
     activation_budget: int | str | float | None = None,
     curve: bool = False,
     measure: bool = False,
@@ -363,6 +371,7 @@ def prepare(
         precisions: As for `plan_training`.
         micro_batch_size: As for `plan_training`.
         treat: As for `plan_training`.
+        may_offload: As for `plan_training`.
         activation_budget: As for `plan_training`.
         curve: As for `plan_training`.
         measure: As for `plan_training`.
@@ -407,6 +416,7 @@ def prepare(
         precisions=precisions,
         micro_batch_size=micro_batch_size,
         treat=treat,
+        may_offload=may_offload,
         activation_budget=activation_budget,
         curve=curve,
         measure=measure,

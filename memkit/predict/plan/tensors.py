@@ -30,7 +30,7 @@ _NUM_POINTS = 48  # of each order, for which memory is added up
 _SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
 _MOST_REFINEMENTS = 200
 _LAST = 1e-6  # of a rate: after all others
-Order: TypeAlias = Literal["by rate", "moves last", "moves alone"]
+Order: TypeAlias = Literal["by rate", "moves last", "moves alone", "recompute alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class TensorChoices:
         base: int64, shape ``(num_moments,)``: bytes that the step takes if nothing that is saved were kept, with
             scratch memory inside kernels.
         random_state_bytes: Bytes of a generator's state.
+        may_offload: Whether tensors may wait elsewhere.
         moving_seconds: Time to move a tensor of so many bytes elsewhere and back.
         operator_seconds: Python's time for an operator that runs again.
         saving_seconds: Python's time to treat what a forward saves one by one.
@@ -72,6 +73,7 @@ class TensorChoices:
     saves: Sequence[SaveNote]
     base: IntArray
     random_state_bytes: int
+    may_offload: bool
     moving_seconds: Callable[[int], float]
     operator_seconds: float
     saving_seconds: float
@@ -109,13 +111,17 @@ class TensorChoices:
     @cached_property
     def _descents(self) -> list[list[TensorChoice]]:
         """Choices from nearly everything kept to as little as possible, in each way of `_Descent`."""
-        orders: tuple[Order, ...] = ("by rate", "moves last")
-        ways = [("moves alone", 1), *itertools.product(orders, _CHAINS)]
+        orders: tuple[Order, ...] = ("by rate", "moves last") if self.may_offload else ("recompute alone",)
+        ways = list(itertools.product(orders, _CHAINS))
+        if self.may_offload:
+            ways.append(("moves alone", 1))
         return [list(self._descent(order, self.saved_bytes // chains)) for order, chains in ways]
 
     @cached_property
     def least(self) -> TensorChoice:
-        """The choice that needs the least memory: all that is saved waits elsewhere."""
+        """The choice that needs the least memory: all that is saved waits elsewhere, if it may."""
+        if not self.may_offload:
+            return self.choices[-1]
         return self._choice(frozenset(), frozenset(each.number for each in self.values if each.is_saved))
 
     @cached_property
@@ -309,8 +315,8 @@ class _Descent:
         choices: What to choose from.
         chain_bytes: The most saved bytes that are made at once.
         order: ``"by rate"``, ``"moves last"`` if a value is offloaded only where it cannot run again, or only in too
-            long a chain, or ``"moves alone"`` if nothing runs again. Bytes per second are a rule of thumb: what is
-            taken in one order may be faster, or need less, in another.
+            long a chain, ``"moves alone"`` if nothing runs again, or ``"recompute alone"`` if nothing is offloaded.
+            Bytes per second are a rule of thumb: what is taken in one order may be faster, or need less, in another.
     """
 
     choices: TensorChoices
@@ -346,7 +352,8 @@ class _Descent:
             return None
         found = [] if self.order == "moves alone" else [self._recomputing(value, holds=each) for each in (True, False)]
         moves = [each for each in found if each is not None and each.rate > 0]
-        if value.is_saved and not (moves and self.order == "moves last"):
+        is_movable = value.is_saved and self.order != "recompute alone"
+        if is_movable and not (moves and self.order == "moves last"):
             rate = value.nbytes / self.choices.moving_seconds(value.nbytes)
             if self.order == "moves last":
                 rate *= _LAST

@@ -139,6 +139,7 @@ class StepTrials:
         call: Name of the user's call, for messages.
         blocks: Modules that can be treated, by name.
         kept_operators: Operators whose results a "selective" block keeps.
+        may_offload: Whether saved tensors may wait elsewhere.
         num_rows: Rows of the batch.
     """
 
@@ -152,6 +153,7 @@ class StepTrials:
     speeds: OperatorTimes
     blocks: Mapping[str, nn.Module]
     kept_operators: frozenset[Any]
+    may_offload: bool
     num_rows: int
     call: str = "plan_training"
 
@@ -205,6 +207,7 @@ class StepTrials:
             notes.saves,
             base=recorded.highest,
             random_state_bytes=torch.get_rng_state().nbytes if recorded.device_type == "cpu" else 0,
+            may_offload=self.may_offload,
             moving_seconds=self._moving_seconds,
             operator_seconds=_RERUN_FOLLOWING * following.mean_seconds,
             saving_seconds=_SAVE_FOLLOWING * following.mean_seconds * len(notes.saves),
@@ -272,6 +275,7 @@ class StepTrials:
                     unseen_seconds=scale * (moving[treatment] + number * self.speeds.operator_seconds),
                 )
                 for treatment, number in launches.items()
+                if self.may_offload or treatment != "offload"
             }
         return costs
 

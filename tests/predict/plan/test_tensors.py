@@ -16,7 +16,7 @@ from memkit.predict.plan import trial
 from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.tensors import TensorChoices
 from memkit.train.saved_tensors import treat_saved_tensors
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 from tests.train.test_treatments import UNet
 
 
@@ -121,12 +121,33 @@ def test_keeps_what_is_gone_by_the_peak():
     operators[0].makes, operators[1].makes = [early], [late]
     base = np.array([0, 1000, 5000, 0, 4000, 0, 9000, 0, 0, 1000, 0])
     saves = [SaveNote("floating 2-D", each, is_filled=True) for each in (early, late)]
-    choices = TensorChoices(operators, [early, late], saves, base, 0, lambda size: 1 + size / 1000, 1.0, 1.0, 1.0)
+    choices = TensorChoices(operators, [early, late], saves, base, 0, True, lambda size: 1 + size / 1000, 1.0, 1.0, 1.0)
     assert choices.choices[0].peak_bytes == 10_000
     found = choices.within(9000)
     assert (found.offloaded, found.peak_bytes) == ({0}, 9000)
     assert choices.plan(found).moved == {0}
     assert choices.within(8999) is None
+
+
+@pytest.mark.parametrize("treat", ["tensors", "blocks"])
+def test_offload_can_be_ruled_out(treat):
+    model, x = encoder(), torch.randn(8, 64, 64)
+    settings = {"micro_batch_size": 8, "treat": treat, "may_offload": False}
+    whole = mk.plan_training(model, x, mean_square, "sgd", budget="1GiB", micro_batch_size=8).required_bytes
+    plan = mk.plan_training(model, x, mean_square, "sgd", budget=int(0.8 * whole), **settings)
+    treated = plan.saved_tensors
+    assert "offload" not in (plan.checkpoint or {}).values()
+    assert treated is None or (treated.offloaded, treated.moved, treated.offloaded_bytes) == (
+        frozenset(),
+        frozenset(),
+        0,
+    )
+    assert treated is not None or plan.checkpoint
+    assert_refused(
+        lambda: mk.plan_training(model, x, mean_square, "sgd", budget="100KiB", **settings),
+        ConfigError,
+        "leave may_offload=False out",
+    )
 
 
 def test_scratch_memory_inside_a_kernel_decides_what_goes(choices_of):
