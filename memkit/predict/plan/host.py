@@ -35,7 +35,7 @@ _CACHE_BYTES = 2**25
 # largest tensor is freed. That holds for the rest of the process and cannot be undone, so nothing larger is freed here.
 _MOST_KEPT_BYTES, _PAGE_BYTES = 2**25 - 2**16, 2**12
 _DISK_BANDWIDTH = 2e8  # a plain disk, without the page cache in front of it
-_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES = 256, 16, 2**24, 8, 9
+_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES, _NUM_COLD_PROBES = 256, 16, 2**24, 8, 9, 3
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -252,7 +252,7 @@ class HostTimes:
                     overwrite()
             return y.sum()
 
-        for _ in range(_NUM_PROBES):
+        for _ in range(_NUM_PROBES if num_bytes < _MOST_CACHE_BYTES else _NUM_COLD_PROBES):
             loss = forward()
             for is_forward, run in ((True, forward), (False, loss.backward)):
                 overwriting = 0.0

@@ -177,13 +177,14 @@ class TensorChoices:
     def _refined(self, choice: TensorChoice, peak_bytes: int) -> TensorChoice:
         """Keep again what the memory allows, the most seconds per byte first."""
         recomputed, offloaded = choice.recomputed, choice.offloaded
-        rates = {
-            each.number: (self.moving_seconds(each.nbytes) if is_moved else self._seconds_of(each.makers)) / each.nbytes
-            for each in self.values
-            if each.is_saved and ((is_moved := each.number in offloaded) or recomputed.issuperset(each.makers))
-        }
+
+        def rate(value: ValueNote) -> float:
+            is_moved = value.number in offloaded
+            seconds = self.moving_seconds(value.nbytes) if is_moved else self._seconds_of(value.makers)
+            return seconds / max(1, value.nbytes)
+
         levels, num_tried = self._levels(recomputed, offloaded), 0
-        for value in sorted((self.values[number] for number in rates), key=lambda each: -rates[each.number]):
+        for value in sorted((each for each in self.values if each.is_saved), key=rate, reverse=True):
             if value.number in offloaded:
                 while_kept = levels[self._death(value) : self._first_use(value)]
                 if while_kept.max(initial=0) + value.nbytes <= peak_bytes:
