@@ -129,6 +129,19 @@ def test_keeps_what_is_gone_by_the_peak():
     assert choices.within(8999) is None
 
 
+@pytest.mark.parametrize(("tape_seconds", "is_moved"), [(10.0, True), (1.0, False)])
+def test_time_of_the_tape_decides_between_offload_and_recomputation(tape_seconds, is_moved):
+    operator = OperatorNote("aten.gelu.default", 1.0, 0, repeats=True, is_random=False)
+    value = ValueNote(0, 1000, [0], death=1, is_saved=True, first_use=4)
+    operator.makes = [value]
+    saves = [SaveNote("floating 2-D", value, is_filled=True)]
+    base = np.array([0, 1000, 5000, 0, 1000, 0])
+    choices = TensorChoices([operator], [value], saves, base, 0, True, lambda size: size / 200, 1.0, 1.0, tape_seconds)
+    found = choices.within(5500)
+    assert (found.offloaded == {0}, found.recomputed == {0}) == (is_moved, not is_moved)
+    assert found.seconds == (6.0 if is_moved else 4.0)  # to save, and to move; or the operator, Python and the tape
+
+
 @pytest.mark.parametrize("treat", ["tensors", "blocks"])
 def test_offload_can_be_ruled_out(treat):
     model, x = encoder(), torch.randn(8, 64, 64)
