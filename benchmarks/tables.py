@@ -616,13 +616,12 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "tensor_plans": Table(
         "{model}",
-        "model | plain step | budgets that held | bits equal | least: by blocks, by tensors | "
-        "time over the best by blocks, at equal peaks | the same without `treat` | without offload | "
-        "predicted bytes off by | predicted time over measured | in order",
-        "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num} | {summary/are_bits_equal:yes|no} | "
-        "{by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {chosen} | {recomputing} | "
-        "{summary/largest_off_bytes:,} | "
-        "{low:.2f} to {high:.2f} | {order/tensors/in_order} of {order/tensors/pairs}",
+        "model | plain step | budgets that held, bits equal, bytes off by | least: by blocks, by tensors | "
+        "time over the best by blocks, at equal peaks | without `treat` | without offload | "
+        "predicted time over measured, pairs in order",
+        "{model} | {plain/peak_bytes:.0f MB}, {ms:.0f} ms | {held} of {plans:num}, {summary/are_bits_equal:yes|no}, "
+        "{summary/largest_off_bytes:,} | {by_blocks:.0%}, {by_tensors:.0%} | {ratios} | {chosen} | {recomputing} | "
+        "{low:.2f} to {high:.2f}, {order/tensors/in_order} of {order/tensors/pairs}",
         {
             "ms": lambda row: 1000 * row["plain/seconds"],
             "plans": all_by_tensors,
