@@ -218,6 +218,8 @@ def _treat_tensors(
         choice = choices.within(budget_bytes - more_bytes - margin_bytes) or choices.least
         if number == num_misses == _MOST_TRIALS - 1:
             choice = choices.least
+        if not best_bytes and choice in seen:
+            choice = choices.least
         if choice in seen or plain.seconds + num_steps * choice.seconds >= limit_seconds:
             break
         seen.add(choice)

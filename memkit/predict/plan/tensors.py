@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -30,6 +30,8 @@ _NUM_POINTS = 48  # of each order, for which memory is added up
 _SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
 _MOST_REFINEMENTS = 200
 _LAST = 1e-6  # of a rate: after all others
+# Without a dispatch mode torch runs other operators instead, which save other tensors: lengths as lists.
+_ONLY_FOLLOWED = frozenset({"aten._ctc_loss.Tensor"})
 Order: TypeAlias = Literal["by rate", "moves last", "moves alone", "recompute alone"]
 
 
@@ -119,9 +121,14 @@ class TensorChoices:
 
     @cached_property
     def least(self) -> TensorChoice:
-        """The choice that needs the least memory: all that is saved waits elsewhere, if it may."""
+        """The choice that needs the least memory, whatever the times: all that is saved waits elsewhere, if it may."""
         if not self.may_offload:
-            return self.choices[-1]
+            alike = replace(
+                self, operators=[replace(each, seconds=0.0) for each in self.operators], operator_seconds=1.0
+            )
+            found = itertools.chain.from_iterable(alike._descents)
+            least = min(found, key=lambda each: each.peak_bytes, default=self.choices[0])
+            return self._choice(least.recomputed, least.offloaded)
         return self._choice(frozenset(), frozenset(each.number for each in self.values if each.is_saved))
 
     @cached_property
@@ -151,7 +158,7 @@ class TensorChoices:
             recomputed=choice.recomputed,
             offloaded=frozenset(maker for each in moved for maker in each.makers),
             shape_only=frozenset(number for number, each in enumerate(self.operators) if each.is_shape_only),
-            saves=tuple(each.kind for each in self.saves) if all(each.is_filled for each in self.saves) else (),
+            saves=tuple(each.kind for each in self.saves) if self._may_go_by_saves else (),
             moved=frozenset(
                 number
                 for number, each in enumerate(self.saves)
@@ -165,6 +172,12 @@ class TensorChoices:
             num_random=sum(self.operators[number].is_random for number in choice.recomputed),
             saved_bytes=self.saved_bytes,
         )
+
+    @cached_property
+    def _may_go_by_saves(self) -> bool:
+        """Whether a forward that nobody follows saves the same tensors, and each has content by then."""
+        is_same = _ONLY_FOLLOWED.isdisjoint(each.name for each in self.operators)
+        return is_same and all(each.is_filled for each in self.saves)
 
     def _descent(self, order: Order, chain_bytes: int) -> Iterator[TensorChoice]:
         """Yield choices from nearly everything kept to as little as possible, with chains of at most so many bytes."""

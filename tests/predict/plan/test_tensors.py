@@ -1,7 +1,9 @@
 """Choices of saved tensors: their sums against dry runs and against every choice there is."""
 
 import copy
+import dataclasses
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -219,6 +221,20 @@ def test_reports_least_possible_budget():
     assert f"{plan.least_bytes} bytes" in str(caught.value)
 
 
+def test_least_without_offload_is_the_same_each_time(choices_of):
+    """Times are measured within the budget; the least budget that an error names must do in the next call."""
+    torch.manual_seed(0)
+    _, choices = choices_of(UNet(), torch.randn(4, 3, 64, 64))
+    found = set()
+    for seed in range(3):
+        drawn = np.random.default_rng(seed).exponential(1.0, len(choices.operators))
+        timed = [
+            dataclasses.replace(each, seconds=seconds) for each, seconds in zip(choices.operators, drawn, strict=True)
+        ]
+        found.add(dataclasses.replace(choices, operators=timed, may_offload=False).least.recomputed)
+    assert len(found) == 1
+
+
 def test_does_not_recompute_from_changed_buffer(choices_of):
     """A codebook that is updated in place after it was read: what was made from it stays."""
 
@@ -308,3 +324,44 @@ def test_what_a_graph_saved_that_died_in_the_forward_does_not_wait():
         left = tracker.live_bytes - before
     assert abs(left - x.nbytes - sum(each.nbytes for each in model.parameters()) - plan.saved_bytes) < 4096
     del loss
+
+
+def test_a_loss_that_saves_other_tensors_when_it_is_followed(monkeypatch):
+    """CTC under a dispatch mode, as in the simulation, saves lengths; else floats made from them."""
+    monkeypatch.setattr(HostTimes, "moving_seconds", lambda *_: 1e-9)
+    model, x = nn.Sequential(chain(), nn.LogSoftmax(-1)), torch.randn(8, 40, 64)
+    batch = x, torch.randint(1, 64, (8, 6)), torch.full((8,), 40), torch.full((8,), 6)
+
+    def ctc(model, batch):
+        x, targets, lengths, target_lengths = batch
+        return nn.functional.ctc_loss(model(x).transpose(0, 1), targets, lengths, target_lengths)
+
+    whole = mk.plan_training(model, batch, ctc, "sgd", budget="1GiB", micro_batch_size=8).required_bytes
+    settings = {"micro_batch_size": 8, "treat": "tensors"}
+    plan = mk.plan_training(model, batch, ctc, "sgd", budget=int(0.9 * whole), **settings).saved_tensors
+    assert plan.offloaded
+    assert not plan.recomputed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MemkitWarning)
+        with treat_saved_tensors(plan):
+            loss = ctc(model, batch)
+    loss.backward()
+
+
+def test_copies_for_a_recovery_are_no_operators_of_the_forward():
+    """A discriminator with buffers, which the wrapper copies when the forward first runs it."""
+    model, x = chain(), torch.randn(512, 64)
+    judge = nn.utils.spectral_norm(nn.Linear(64, 64))
+
+    def judged(model, x):
+        return judge(model(x)).square().mean()
+
+    plan = mk.plan_training(model, x, judged, "sgd", activation_budget=0.5, micro_batch_size=512)
+    assert plan.saved_tensors.recomputed
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with (
+        warnings.catch_warnings(),
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False, **plan.wrapper_settings()) as trainer,
+    ):
+        warnings.simplefilter("error", MemkitWarning)
+        trainer.train_step(x, judged)
