@@ -216,9 +216,7 @@ def _treat_tensors(
     for number in range(_MOST_TRIALS):
         margin_bytes = round(num_misses * _MARGIN * budget_bytes)
         choice = choices.within(budget_bytes - more_bytes - margin_bytes) or choices.least
-        if number == num_misses == _MOST_TRIALS - 1:
-            choice = choices.least
-        if not best_bytes and choice in seen:
+        if not best_bytes and (choice in seen or number == _MOST_TRIALS - 1):  # nothing has fit
             choice = choices.least
         if choice in seen or plain.seconds + num_steps * choice.seconds >= limit_seconds:
             break

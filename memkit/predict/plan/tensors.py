@@ -126,7 +126,7 @@ class TensorChoices:
             alike = replace(
                 self, operators=[replace(each, seconds=0.0) for each in self.operators], operator_seconds=1.0
             )
-            found = itertools.chain.from_iterable(alike._descents)
+            found = itertools.chain.from_iterable(alike._descents)  # noqa: SLF001 - its own
             least = min(found, key=lambda each: each.peak_bytes, default=self.choices[0])
             return self._choice(least.recomputed, least.offloaded)
         return self._choice(frozenset(), frozenset(each.number for each in self.values if each.is_saved))
