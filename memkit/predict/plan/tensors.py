@@ -94,7 +94,7 @@ class TensorChoices:
     @cached_property
     def choices(self) -> list[TensorChoice]:
         """Choices that are worth a trial, fastest first: each needs less memory than all before."""
-        found = [self._choice(frozenset(), frozenset()), *itertools.chain.from_iterable(self._descents)]
+        found = [self._choice(frozenset(), frozenset()), *itertools.chain.from_iterable(self.descents)]
         front: list[TensorChoice] = []
         for each in sorted(found, key=lambda each: (each.seconds, each.peak_bytes)):
             if not front or each.peak_bytes < front[-1].peak_bytes:
@@ -105,13 +105,13 @@ class TensorChoices:
         """Return the fastest choice with such a peak; None if there is none."""
         fitting = [
             self._refined(choice, peak_bytes)
-            for descent in self._descents
+            for descent in self.descents
             if (choice := next((each for each in descent if each.peak_bytes <= peak_bytes), None))
         ]
         return min(fitting, key=lambda each: each.seconds, default=None)
 
     @cached_property
-    def _descents(self) -> list[list[TensorChoice]]:
+    def descents(self) -> list[list[TensorChoice]]:
         """Choices from nearly everything kept to as little as possible, in each way of `_Descent`."""
         orders: tuple[Order, ...] = ("by rate", "moves last") if self.may_offload else ("recompute alone",)
         ways = list(itertools.product(orders, _CHAINS))
@@ -126,7 +126,7 @@ class TensorChoices:
             alike = replace(
                 self, operators=[replace(each, seconds=0.0) for each in self.operators], operator_seconds=1.0
             )
-            found = itertools.chain.from_iterable(alike._descents)  # noqa: SLF001 - its own
+            found = itertools.chain.from_iterable(alike.descents)
             least = min(found, key=lambda each: each.peak_bytes, default=self.choices[0])
             return self._choice(least.recomputed, least.offloaded)
         return self._choice(frozenset(), frozenset(each.number for each in self.values if each.is_saved))
