@@ -151,7 +151,7 @@ class PlannedForward(ABC):
 
 
 class SavedKind(NamedTuple):
-    """What tells saved tensors apart, whatever the precision and the size of the batch: ``"floating 3-D"``."""
+    """Kind of a saved tensor, which depends neither on its precision nor on its sizes; as text ``"floating 3-D"``."""
 
     is_floating: bool
     num_dims: int

@@ -257,7 +257,8 @@ class _Moving(PlannedForward):
         place = self._counts.get(kind, 0)
         self._counts[kind] = place + 1
         if (kind, place) in self._moved:
-            return Unpackable(self._offloads[_place_of(tensor)].pack(tensor).unpack)
+            # A forward that is not the planned one may save noise here that is drawn later: its backward refuses.
+            return Unpackable(self._offloads[_place_of(tensor)].pack(tensor).unpack_for_node)
         return Saved(tensor)
 
     @staticmethod

@@ -498,6 +498,19 @@ def test_offload_alone_follows_no_operators():
     loss.backward()
 
 
+def test_noise_of_a_forward_that_was_not_planned_is_refused():
+    layer, x = nn.Linear(6, 6), torch.randn(5, 6)
+    with all_saved() as saves:
+        names = operators_of(lambda: layer(x).sigmoid().tanh().sum())
+    with (
+        pytest.warns(MemkitWarning, match="not the planned one"),
+        treat_saved_tensors(all_moved(names, saves * 2)),
+    ):
+        loss = noise_that_is_saved_before_it_is_drawn(layer, x).sum()
+    with pytest.raises(StateError, match="rrelu"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("num_moved", [0, 3, 8])
 def test_what_is_moved_by_the_plan_leaves_memory(num_moved):
     x, places = torch.randn(1024, 64), []

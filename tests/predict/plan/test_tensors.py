@@ -348,6 +348,24 @@ def test_a_loss_that_saves_other_tensors_when_it_is_followed(monkeypatch):
     loss.backward()
 
 
+def test_noise_that_is_saved_before_it_is_drawn_keeps_the_tape(monkeypatch):
+    """What autograd saves does not tell when a tensor has content; operators do."""
+    monkeypatch.setattr(HostTimes, "moving_seconds", lambda *_: 1e-9)
+    model, x = nn.Sequential(chain(), nn.RReLU()), torch.randn(512, 64)
+    whole = mk.plan_training(model, x, mean_square, "sgd", budget="1GiB", micro_batch_size=512).required_bytes
+    settings = {"micro_batch_size": 512, "treat": "tensors"}
+    plan = mk.plan_training(model, x, mean_square, "sgd", budget=int(0.8 * whole), **settings).saved_tensors
+    assert plan.offloaded
+    assert plan.needs_tape
+    found = []
+    for treated in (treat_saved_tensors(None), treat_saved_tensors(plan)):
+        torch.manual_seed(3)
+        with treated:
+            loss = mean_square(model, x)
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *found))
+
+
 def test_copies_for_a_recovery_are_no_operators_of_the_forward():
     """A discriminator with buffers, which the wrapper copies when the forward first runs it."""
     model, x = chain(), torch.randn(512, 64)
