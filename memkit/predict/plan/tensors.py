@@ -4,16 +4,17 @@ An operator that runs again in backward takes its time once and makes its result
 choice is the sum over the operators that it runs again. Tensors are chosen in the order of bytes saved per second. What
 runs again needs tensors that stay, or others that run again: such a chain is made at once, and its saved results stay
 until backward has used them. Longer chains keep less in between, and more at that moment; so the order is gone through
-several times, with chains of at most so many bytes. The memory of a choice is added up from the notes, moment by moment
-and with scratch memory inside kernels; what is not there at the peak, or still fits, is kept again. Whether a plan fits
-is then found by a dry run of it.
+several times, with chains of at most so many bytes; and once with an eye on the peak: only what lowers it goes, and may
+bring back what went before. The memory of a choice is added up from the notes, moment by moment and with scratch memory
+inside kernels; what is not there at the peak, or still fits, is kept again. Whether a plan fits is then found by a dry
+run of it.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -29,10 +30,12 @@ _CHAINS = (1, 2, 4, 8, 16, 32, 64, 128)  # all saved bytes over those of the lon
 _NUM_POINTS = 48  # of each order, for which memory is added up
 _SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
 _MOST_REFINEMENTS = 200
+_UNKNOWN = -float("inf")  # instead of a rate with its sign changed, which orders a queue
 _LAST = 1e-6  # of a rate: after all others
 # Without a dispatch mode torch runs other operators instead, which save other tensors: lengths as lists.
 _ONLY_FOLLOWED = frozenset({"aten._ctc_loss.Tensor"})
-Order: TypeAlias = Literal["by rate", "moves last", "moves alone", "recompute alone"]
+_NONE: frozenset[int] = frozenset()
+Order: TypeAlias = Literal["by rate", "moves last", "moves alone", "at the peak"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +116,11 @@ class TensorChoices:
     @cached_property
     def descents(self) -> list[list[TensorChoice]]:
         """Choices from nearly everything kept to as little as possible, in each way of `_Descent`."""
-        orders: tuple[Order, ...] = ("by rate", "moves last") if self.may_offload else ("recompute alone",)
+        orders: tuple[Order, ...] = ("by rate", "moves last") if self.may_offload else ("by rate",)
         ways = list(itertools.product(orders, _CHAINS))
         if self.may_offload:
             ways.append(("moves alone", 1))
+        ways.append(("at the peak", 1))
         return [list(self._descent(order, self.saved_bytes // chains)) for order, chains in ways]
 
     @cached_property
@@ -181,11 +185,13 @@ class TensorChoices:
 
     def _descent(self, order: Order, chain_bytes: int) -> Iterator[TensorChoice]:
         """Yield choices from nearly everything kept to as little as possible, with chains of at most so many bytes."""
-        steps = list(_Descent(self, chain_bytes, order).steps())
-        for place in sorted({round(each) for each in np.linspace(1, len(steps), _NUM_POINTS)} if steps else ()):
-            recomputed = frozenset(number for step in steps[:place] for number in step.operators)
-            offloaded = frozenset(step.value for step in steps[:place] if not step.operators)
-            yield self._choice(recomputed, offloaded)
+        moves = list(_Descent(self, chain_bytes, order).moves())
+        places = {round(each) for each in np.linspace(1, len(moves), _NUM_POINTS)} if moves else set()
+        recomputed, offloaded = _NONE, _NONE
+        for place, move in enumerate(moves, 1):
+            recomputed, offloaded = move.after(recomputed, offloaded)
+            if place in places:
+                yield self._choice(recomputed, offloaded)
 
     def _refined(self, choice: TensorChoice, peak_bytes: int) -> TensorChoice:
         """Keep again what the memory allows, the most seconds per byte first."""
@@ -196,7 +202,7 @@ class TensorChoices:
             seconds = self.moving_seconds(value.nbytes) if is_moved else self._seconds_of(value.makers)
             return seconds / max(1, value.nbytes)
 
-        levels, num_tried = self._levels(recomputed, offloaded), 0
+        levels, num_tried = self.levels(recomputed, offloaded), 0
         for value in sorted((each for each in self.values if each.is_saved), key=rate, reverse=True):
             if value.number in offloaded:
                 while_kept = levels[self._death(value) : self._first_use(value)]
@@ -205,13 +211,13 @@ class TensorChoices:
                     offloaded -= {value.number}
             elif recomputed.issuperset(value.makers) and num_tried < _MOST_REFINEMENTS:
                 num_tried += 1
-                fewer = self._needed(recomputed.difference(value.makers))
-                tried = self._levels(fewer, offloaded)
+                fewer = self.needed(recomputed.difference(value.makers))
+                tried = self.levels(fewer, offloaded)
                 if tried.max(initial=0) <= peak_bytes:
                     recomputed, levels = fewer, tried
         return self._choice(recomputed, offloaded)
 
-    def _needed(self, recomputed: frozenset[int]) -> frozenset[int]:
+    def needed(self, recomputed: frozenset[int]) -> frozenset[int]:
         """Return the operators among these that have to run for what is saved and not kept."""
         needed: set[int] = set()
         waiting = [each for each in self.values if each.is_saved and recomputed.issuperset(each.makers)]
@@ -236,17 +242,17 @@ class TensorChoices:
         return TensorChoice(
             recomputed,
             offloaded,
-            int(self._levels(recomputed, offloaded).max(initial=0)),
+            int(self.levels(recomputed, offloaded).max(initial=0)),
             self._seconds_of(recomputed) + moving_seconds + python_seconds,
         )
 
-    def _levels(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> IntArray:
+    def levels(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> IntArray:
         """Return the bytes at each moment."""
         made_at = self._moments(recomputed)
         spans: list[tuple[int, int, int]] = []  # first event, last event, bytes
         inside: dict[int, list[int]] = {}  # moment: bytes of what is made on the way
         for value in self.values:
-            moments = [made_at[each] for each in self._users_again(value, recomputed) if each in made_at]
+            moments = [made_at[each] for each in self.made_from(value, recomputed) if each in made_at]
             if value.number in made_at and recomputed.issuperset(value.makers):
                 if value.is_saved:
                     spans.append((made_at[value.number], self._first_use(value), value.nbytes))
@@ -282,11 +288,24 @@ class TensorChoices:
                         moments[source.number] = min(moment, moments.get(source.number, moment))
         return moments
 
-    def _users_again(self, value: ValueNote, recomputed: frozenset[int]) -> Iterator[int]:
+    def made_from(self, value: ValueNote, recomputed: frozenset[int]) -> Iterator[int]:
         """Yield the numbers of the values that are made again from this one."""
         for number in self.users[value.number]:
             if number in recomputed:
                 yield from (each.number for each in (*self.operators[number].makes, *self.operators[number].changes))
+
+    def saved_from(self, value: ValueNote, recomputed: frozenset[int]) -> list[ValueNote]:
+        """Return the saved values that are made again from this one, by way of others that are not saved."""
+        found, waiting = [], [value]
+        while waiting:
+            made = [self.values[number] for number in self.made_from(waiting.pop(), recomputed)]
+            found += [each for each in made if each.is_saved]
+            waiting += [each for each in made if not each.is_saved]
+        return found
+
+    def is_there(self, value: ValueNote, moment: int) -> bool:
+        """Return whether a saved value is there at a moment only because it is kept."""
+        return self._death(value) <= moment < self._first_use(value)
 
     @cached_property
     def users(self) -> list[list[int]]:
@@ -313,12 +332,19 @@ class _Move(NamedTuple):
         operators: Operators that do not run again so far.
         held: Numbers of unsaved values that have to stay for them.
         rate: Bytes saved per second.
+        kept: Operators that no longer run again.
     """
 
     value: int
     operators: frozenset[int]
     held: frozenset[int]
     rate: float
+    kept: frozenset[int] = _NONE
+
+    def after(self, recomputed: Set[int], offloaded: Set[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the operators that run again, and the values that are offloaded, after this move."""
+        moved: Set[int] = _NONE if self.operators else {self.value}
+        return frozenset(recomputed - self.kept | self.operators), frozenset(offloaded | moved)
 
 
 @dataclass
@@ -329,8 +355,9 @@ class _Descent:
         choices: What to choose from.
         chain_bytes: The most saved bytes that are made at once.
         order: ``"by rate"``, ``"moves last"`` if a value is offloaded only where it cannot run again, or only in too
-            long a chain, ``"moves alone"`` if nothing runs again, or ``"recompute alone"`` if nothing is offloaded.
-            Bytes per second are a rule of thumb: what is taken in one order may be faster, or need less, in another.
+            long a chain, ``"moves alone"`` if nothing runs again, or ``"at the peak"`` if each move has to lower the
+            peak, where it is by then. Bytes per second are a rule of thumb: what is taken in one order may be faster,
+            or need less, in another.
     """
 
     choices: TensorChoices
@@ -342,31 +369,78 @@ class _Descent:
     _parents: dict[int, int] = field(default_factory=dict)  # of the operators in one chain
     _chain: dict[int, int] = field(default_factory=dict)  # bytes of a chain, by its root
 
-    def steps(self) -> Iterator[_Move]:
+    def moves(self) -> Iterator[_Move]:
         """Yield the moves in order."""
-        values = self.choices.values
-        least_bytes = 1 if self.order == "moves alone" else max(1, self.choices.saved_bytes // _SMALL)
-        queue = [(-float("inf"), each.number) for each in values if each.is_saved and each.nbytes >= least_bytes]
+        numbers = self._large_enough(each for each in self.choices.values if each.is_saved)
+        if self.order == "at the peak":
+            yield from self._moves_at_peak(dict.fromkeys(numbers, _UNKNOWN))
+            return
+        queue = [(_UNKNOWN, number) for number in numbers]
+        for move in self._best_of(queue):
+            self._take(move)
+            yield move
+            for number in self._large_enough(self._touched(move)):
+                heapq.heappush(queue, (_UNKNOWN, number))
+
+    def _moves_at_peak(self, ranks: dict[int, float]) -> Iterator[_Move]:
+        choices, exchanged = self.choices, set[int]()
+        levels = choices.levels(_NONE, _NONE)
+        while True:
+            peak = int(levels.argmax())
+            queue = [(rank, number) for number, rank in ranks.items() if choices.is_there(choices.values[number], peak)]
+            heapq.heapify(queue)
+            useless: list[_Move] = []
+            for move in itertools.chain(self._best_of(queue), self._exchanges(useless)):
+                tried = choices.levels(*move.after(self._again, self._moved))
+                if tried[peak] < levels[peak] and tried.max() <= levels.max():
+                    break
+                ranks[move.value] = -move.rate
+                if not move.kept and move.value not in exchanged:
+                    useless.append(move)
+            else:
+                return
+            if move.kept:
+                exchanged.add(move.value)
+            levels = tried
+            self._take(move)
+            yield move
+            ranks |= dict.fromkeys(self._large_enough(self._touched(move)), _UNKNOWN)
+
+    def _best_of(self, queue: list[tuple[float, int]]) -> Iterator[_Move]:
+        """Take the moves out of a queue, the best first."""
         while queue:
             _, number = heapq.heappop(queue)
-            move = self._best(values[number])
+            move = self._best(self.choices.values[number])
             if move is None or move.rate <= 0:
                 continue
             if queue and move.rate < -queue[0][0]:  # others come first
                 heapq.heappush(queue, (-move.rate, number))
                 continue
-            self._take(move)
             yield move
-            for other in self._touched(move):
-                if other.nbytes >= least_bytes:
-                    heapq.heappush(queue, (-float("inf"), other.number))
+
+    def _exchanges(self, useless: Sequence[_Move]) -> Iterator[_Move]:
+        """Yield moves that give up a value and keep what would be made from it, which needs it earlier."""
+        again = self._again
+        for value in (self.choices.values[each.value] for each in useless):
+            made = self.choices.saved_from(value, frozenset(again))
+            if not made:
+                continue
+            self._again = set(self.choices.needed(frozenset(again).difference(*(each.makers for each in made))))
+            move, kept = self._recomputing(value, holds=True), frozenset(again - self._again)
+            self._again = again
+            if move is not None:
+                yield move._replace(kept=kept)
+
+    def _large_enough(self, values: Iterable[ValueNote]) -> Iterator[int]:
+        least_bytes = 1 if self.order == "moves alone" else max(1, self.choices.saved_bytes // _SMALL)
+        return (each.number for each in values if each.nbytes >= least_bytes)
 
     def _best(self, value: ValueNote) -> _Move | None:
         if self._is_gone(value):
             return None
         found = [] if self.order == "moves alone" else [self._recomputing(value, holds=each) for each in (True, False)]
         moves = [each for each in found if each is not None and each.rate > 0]
-        is_movable = value.is_saved and self.order != "recompute alone"
+        is_movable = value.is_saved and self.choices.may_offload
         if is_movable and not (moves and self.order == "moves last"):
             rate = value.nbytes / self.choices.moving_seconds(value.nbytes)
             if self.order == "moves last":
@@ -425,6 +499,7 @@ class _Descent:
         if not move.operators:
             self._moved.add(move.value)
             return
+        self._again -= move.kept
         dropped = self._dropped(set(move.operators))
         total = self._joined_bytes(set(move.operators), dropped)
         roots = self._roots(move.operators)

@@ -131,6 +131,23 @@ def test_keeps_what_is_gone_by_the_peak():
     assert choices.within(8999) is None
 
 
+def test_keeps_again_what_would_need_more_at_the_peak():
+    """The second value is cheap to make again, but from the first one, which would then be there earlier."""
+    heavy, light = (OperatorNote(f"operator {number}", 1.0 - number / 2, 0, True, False) for number in range(2))
+    first, second = (ValueNote(number, 1_000, [number], death=2, is_saved=True) for number in range(2))
+    first.first_use, second.first_use = 9, 5
+    heavy.makes, light.makes, light.sources = [first], [second], [first]
+    base = np.array([0, 0, 0, 0, 0, 500, 500, 500, 0, 0, 0])
+    choices = TensorChoices([heavy, light], [first, second], [], base, 0, False, lambda size: 1.0, 0.0, 0.0, 0.0)
+    greedy = [choices.levels(frozenset({1}), frozenset()), choices.levels(frozenset({0, 1}), frozenset())]
+    assert [each.max() for each in greedy] == [
+        1_500,
+        1_500,
+    ]  # nothing is won by the second value, with the first or not
+    assert choices.within(1_000).recomputed == {0}
+    assert choices.least.recomputed == {0}
+
+
 @pytest.mark.parametrize(("tape_seconds", "is_moved"), [(10.0, True), (1.0, False)])
 def test_time_of_the_tape_decides_between_offload_and_recomputation(tape_seconds, is_moved):
     operator = OperatorNote("aten.gelu.default", 1.0, 0, repeats=True, is_random=False)
