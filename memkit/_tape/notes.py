@@ -77,7 +77,7 @@ class ValueNote:
         number: Its number, in the order of the forward.
         nbytes: Bytes of the storage.
         makers: Numbers of the operators that made and changed it.
-        death: Moment at which the forward has let go of it.
+        death: Moment by which the forward has let go of it.
         is_saved: Whether autograd saves it for a backward that needs more than its shape. A graph may die before: that
             of scores, if the forward only looks for the highest ones.
         is_saved_for_shape: Whether autograd saves it where backward reads the shape alone.
@@ -104,12 +104,16 @@ class SaveNote:
     Attributes:
         kind: Its kind, as text.
         value: What it shows; None for parameters and inputs.
+        num_operators: Number of operators by then.
         is_filled: Whether it has content by then.
+        is_in_backward: Whether a backward inside of the forward saves it.
     """
 
     kind: str
     value: ValueNote | None
-    is_filled: bool
+    num_operators: int = 0
+    is_filled: bool = True
+    is_in_backward: bool = False
 
 
 class ForwardNotes(LeanDispatchMode):
@@ -218,12 +222,18 @@ class ForwardNotes(LeanDispatchMode):
         return self._storages.learn(tensor, value, self._note_death)
 
     def _note_death(self, value: ValueNote) -> None:
-        value.death = self._clock()
+        value.death = self._clock() + 1  # the recorder hears of it next
 
     def _pack(self, tensor: Tensor) -> Any:
         value = self._storages.find(tensor)
         self.saves.append(
-            SaveNote(str(SavedKind(tensor.is_floating_point(), tensor.dim())), value, value is None or value.is_filled)
+            SaveNote(
+                str(SavedKind(tensor.is_floating_point(), tensor.dim())),
+                value,
+                len(self.operators),
+                is_filled=value is None or value.is_filled,
+                is_in_backward=current_backward() != _NO_BACKWARD,
+            )
         )
         if value is None:
             self._is_packing = True

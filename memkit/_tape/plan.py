@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
@@ -10,7 +11,7 @@ from memkit._charts.overview import Overview, Overviewed
 from memkit._core.settings import check_version
 from memkit._core.units import format_bytes
 
-_VERSION = 5
+_VERSION = 6
 # How often each operator of a forward runs, by name; where nothing runs again, how often each kind of tensor is saved.
 ForwardCounts: TypeAlias = frozenset[tuple[str, int]]
 
@@ -32,6 +33,9 @@ class SavedTensorPlan(Overviewed):
         saves: What autograd saves, in order: the kind of each tensor, such as ``"floating 3-D"``. With it, a plan that
             only offloads does not have to follow operators.
         moved: Numbers of the saved tensors that wait elsewhere.
+        last_save: Number of saved tensors up to the last one that is recomputed or waits elsewhere: so far a forward
+            has to be followed. 0 is to its end.
+        last_operator: Number of operators by then.
         recomputed_bytes: Saved bytes that are not kept because they are recomputed.
         offloaded_bytes: Saved bytes that wait elsewhere.
         shape_only_bytes: Saved bytes that are not kept because backward reads their shape alone.
@@ -59,6 +63,8 @@ class SavedTensorPlan(Overviewed):
     shape_only: frozenset[int] = frozenset()
     saves: tuple[str, ...] = ()
     moved: frozenset[int] = frozenset()
+    last_save: int = 0
+    last_operator: int = 0
     recomputed_bytes: int = 0
     offloaded_bytes: int = 0
     shape_only_bytes: int = 0
@@ -78,6 +84,8 @@ class SavedTensorPlan(Overviewed):
             "shape_only": sorted(self.shape_only),
             "saves": list(self.saves),
             "moved": sorted(self.moved),
+            "last_save": self.last_save,
+            "last_operator": self.last_operator,
             "recomputed_bytes": self.recomputed_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "shape_only_bytes": self.shape_only_bytes,
@@ -103,6 +111,8 @@ class SavedTensorPlan(Overviewed):
             shape_only=frozenset(state["shape_only"]),
             saves=tuple(state["saves"]),
             moved=frozenset(state["moved"]),
+            last_save=state["last_save"],
+            last_operator=state["last_operator"],
             recomputed_bytes=state["recomputed_bytes"],
             offloaded_bytes=state["offloaded_bytes"],
             shape_only_bytes=state["shape_only_bytes"],
@@ -117,6 +127,15 @@ class SavedTensorPlan(Overviewed):
     def needs_tape(self) -> bool:
         """Whether the operators of the forward have to be followed, and not only what autograd saves."""
         return bool(self.recomputed or self.shape_only or (self.offloaded and not self.saves))
+
+    def counts(self, *, is_whole: bool = True) -> dict[str, int]:
+        """Return how often each operator runs, or, without a tape, how often each kind of tensor is saved.
+
+        Args:
+            is_whole: Whether in the whole forward, or as far as it has to be followed.
+        """
+        names, last = (self.operators, self.last_operator) if self.needs_tape else (self.saves, self.last_save)
+        return dict(Counter(names if is_whole else names[:last]))
 
     @property
     def waiting_bytes(self) -> int:

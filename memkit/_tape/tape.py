@@ -36,7 +36,13 @@ _STATISTICS: Mapping[Any, tuple[int, int, int]] = {
     _aten.cudnn_batch_norm.default: (3, 4, 5),
     _aten.miopen_batch_norm.default: (3, 4, 5),
 }
-_COPIES = aten.overloads("_foreach_clone.default")  # of buffers, by `memkit._torch.foreach`
+_NOT_OF_A_FORWARD = frozenset(
+    {
+        aten.local_scalar_dense,
+        _aten.ones_like.default,
+        *aten.overloads("_foreach_clone.default"),  # of buffers, by `memkit._torch.foreach`
+    }
+)
 _NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"})
 # Their results have no content yet.
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
@@ -94,9 +100,10 @@ def counts(func: Any) -> bool:
 
     Views do not: they make nothing, and autograd makes more of them in some forwards than in others. Nor do reads of a
     number, which stand-ins mostly answer without an operator, questions that only stand-ins are asked, operators that
-    DistributedDataParallel and profilers run around a forward, and copies of buffers for a recovery.
+    DistributedDataParallel and profilers run around a forward, copies of buffers for a recovery, and the ones that a
+    backward inside of the block begins with.
     """
-    is_empty = getattr(func, "is_view", False) or func is aten.local_scalar_dense or func in _COPIES
+    is_empty = getattr(func, "is_view", False) or func in _NOT_OF_A_FORWARD
     return not is_empty and getattr(func, "namespace", "") not in _NOT_COUNTED
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +46,7 @@ from memkit._tape.tape import (
     written_arguments,
 )
 from memkit._torch.compiler import uncompiled
-from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload, current_modes, fake_mode
 from memkit._torch.graph import current_backward, saving_hooks
 from memkit._torch.operators import kernel_of
 from memkit._torch.script import as_written
@@ -52,8 +54,8 @@ from memkit.train.offload import offload_activations
 
 _CALL = "with treat_saved_tensors(plan): ..."
 _NO_BACKWARD = -1
+_WHOLE_EVERY = 64  # forwards: one is compared with the plan to its end
 _PLACES: tuple[Literal["disk", "host"], ...] = ("disk", "host")
-_SEED = torch.ops.aten.ones_like.default
 Fate = Literal["recompute", "offload"]
 
 
@@ -62,14 +64,12 @@ class _Fates:
     """The plan for the calls of one operator.
 
     Attributes:
-        num_calls: How often it runs.
         results: The fate of its results, by the number of the call.
         shape_only: Numbers of the calls that save an argument for its shape alone.
     """
 
-    num_calls: int = 0
     results: dict[int, Fate] = field(default_factory=dict)
-    shape_only: frozenset[int] = frozenset()
+    shape_only: set[int] = field(default_factory=set)
 
 
 _Offloads: TypeAlias = Mapping[Literal["disk", "host"], offload_activations]
@@ -80,24 +80,21 @@ class _Moves:
     """A plan for saved tensors that are moved or kept.
 
     Attributes:
-        counts: How many of each kind are saved.
         moved: Kind and number within that kind of those that are moved.
     """
 
-    counts: dict[str, int]
     moved: frozenset[tuple[tuple[bool, int], int]]
 
     @classmethod
     def of(cls, plan: SavedTensorPlan) -> Self:
         """Read it from a plan."""
-        counts: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         moved = set()
         for number, kind in enumerate(plan.saves):
-            place = counts.get(kind, 0)
-            counts[kind] = place + 1
             if number in plan.moved:
-                moved.add((SavedKind.parse(kind), place))
-        return cls(counts, frozenset(moved))
+                moved.add((SavedKind.parse(kind), seen[kind]))
+            seen[kind] += 1
+        return cls(frozenset(moved))
 
 
 class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noqa: N801 - used like a function
@@ -158,8 +155,9 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
             )
         self.plan = plan
         self.num_recomputed = 0
-        self._make_forward: Callable[[], _Taped | _Moving] | None = None if plan is None else _forwards(plan)
+        self._make_forward: Callable[[int], _Forward] | None = None if plan is None else _forwards(plan)
         self._running: ExitStack | None = None
+        self._num_forwards = 0
         self._is_told = False
 
     def __enter__(self) -> Self:
@@ -180,7 +178,7 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
             )
         with ExitStack() as stack:
             if self._make_forward is not None and torch.is_grad_enabled():
-                forward = self._make_forward()
+                forward = self._make_forward(self._last_save())
                 stack.enter_context(as_written())  # fused operators of TorchScript come and go
                 stack.enter_context(forward.following())
                 stack.push(lambda kind, *_: self._note(forward) if kind is None else None)
@@ -193,12 +191,19 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
         if running is not None:
             running.__exit__(*error)
 
-    def _note(self, forward: _Taped | _Moving) -> None:
+    def _last_save(self) -> int:
+        """Return how far to follow the next forward: to its end now and then, in rehearsals, and if kinds differ."""
+        if self.plan is None or len(self.plan.rehearsed) > 1 or fake_mode() is not None:
+            return 0
+        self._num_forwards += 1
+        return self.plan.last_save if self._num_forwards % _WHOLE_EVERY != 1 else 0
+
+    def _note(self, forward: _Forward) -> None:
         self.num_recomputed = forward.num_recomputed
-        if self._is_told or fake_mode() is not None or self.plan is None:
+        if fake_mode() is not None or self.plan is None:
             return
-        counts, planned = forward.counts(), forward.planned_counts
-        if counts != planned and frozenset(counts.items()) not in self.plan.rehearsed:
+        counts, planned = forward.counts(), self.plan.counts(is_whole=forward.is_whole)
+        if not self._is_told and counts != planned and frozenset(counts.items()) not in self.plan.rehearsed:
             self._is_told = True
             by_name = {name: counts.get(name, 0) - planned.get(name, 0) for name in {*counts, *planned}}
             fewer = {name: -number for name, number in by_name.items() if number < 0}
@@ -231,28 +236,67 @@ class _Replaceable:
         self.source, self.key = source, key
 
 
-class _Moving(PlannedForward):
+class _Forward(PlannedForward):
+    """One forward under a plan. It is followed up to the last tensor that is treated, or to its end.
+
+    Args:
+        offloads: Where tensors go that are moved out.
+        last_save: Number of tensors that are saved until nobody follows any more; 0 if that is its end.
+
+    Attributes:
+        noun: What is counted.
+        num_recomputed: Operators that are run again if their results are needed.
+        is_whole: Whether it was followed to its end.
+    """
+
+    noun: str
+    num_recomputed = 0
+
+    def __init__(self, offloads: _Offloads, last_save: int) -> None:
+        self.is_whole = True
+        self._offloads, self._last_save, self._num_saved = offloads, last_save, 0
+        self._following = ExitStack()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the forward that runs in the block."""
+        with self._following:
+            self._follow(self._following)
+            yield
+
+    @abstractmethod
+    def _follow(self, following: ExitStack) -> None:
+        """Enter what is needed to follow the forward."""
+
+    def _count_saved(self) -> None:
+        """Count a tensor that was just saved; after the last one that is treated, follow no further."""
+        self._num_saved += 1
+        if self._num_saved == self._last_save:
+            self.is_whole = False
+            self._following.close()
+
+
+class _Moving(_Forward):
     """One forward under a plan by which nothing runs again: what autograd saves is all that it goes by.
 
     Saved tensors are counted by kind, so one of another kind that is not in the plan does not shift the others.
     """
 
-    noun, num_recomputed = "saved tensor", 0
+    noun = "saved tensor"
 
-    def __init__(self, moves: _Moves, offloads: _Offloads) -> None:
-        self.planned_counts, self._moved, self._offloads = moves.counts, moves.moved, offloads
+    def __init__(self, moves: _Moves, offloads: _Offloads, last_save: int) -> None:
+        super().__init__(offloads, last_save)
+        self._moved = moves.moved
         self._counts: dict[tuple[bool, int], int] = {}
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the forward that runs in the block."""
-        with saved_tensors_hooks(uncompiled(self.pack), uncompiled(self.unpack)):
-            yield
+    def _follow(self, following: ExitStack) -> None:
+        following.enter_context(saved_tensors_hooks(uncompiled(self.pack), uncompiled(self.unpack)))
 
     def pack(self, tensor: Tensor) -> Saved | Unpackable:
         """Keep a tensor that autograd saves, or move it out."""
         if current_backward() != _NO_BACKWARD:
             return Saved(tensor)
+        self._count_saved()
         kind = tensor.is_floating_point(), tensor.dim()
         place = self._counts.get(kind, 0)
         self._counts[kind] = place + 1
@@ -271,7 +315,7 @@ class _Moving(PlannedForward):
         return {str(SavedKind(*kind)): number for kind, number in self._counts.items()}
 
 
-class _Taped(LeanDispatchMode, PlannedForward):
+class _Taped(_Forward, LeanDispatchMode):
     """One forward under a plan by which operators run again: those are written down.
 
     Operators are counted by name, so one that is not in the plan does not shift the others.
@@ -280,31 +324,29 @@ class _Taped(LeanDispatchMode, PlannedForward):
     noun = "operator"
     supports_higher_order_operators = True
 
-    def __init__(self, fates: Mapping[str, _Fates], offloads: _Offloads) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_recomputed, self._is_packing = 0, False
-        self._planned, self._offloads = fates, offloads
+    def __init__(self, fates: Mapping[str, _Fates], offloads: _Offloads, last_save: int) -> None:
+        LeanDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        super().__init__(offloads, last_save)
+        self._planned, self._is_packing = fates, False
         self._operators: dict[Any, _Operator] = {}
-        self._latest: Any = None
         self._storages: Storages[Value | Literal["offload", "unfilled"]] = Storages()
         self._leaves: Storages[list[weakref.ref[Leaf]]] = Storages()  # of operators that run again
         self._rerun = Rerun()
         self._has_shape_only = any(each.shape_only for each in fates.values())
         self._packed: list[_Replaceable] = []  # since the last operator, if there are some that need a shape alone
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the forward that runs in the block."""
-        try:
-            with self, saved_tensors_hooks(self.pack, self.unpack):
-                yield
-        finally:
-            self._settle_packed()
+    def _follow(self, following: ExitStack) -> None:
+        following.callback(self._settle_packed)
+        following.enter_context(self)
+        following.enter_context(saved_tensors_hooks(self.pack, self.unpack))
 
-    @property
-    def planned_counts(self) -> dict[str, int]:
-        """How often each operator runs by the plan, by name."""
-        return {name: each.num_calls for name, each in self._planned.items()}
+    def _count_saved(self) -> None:
+        """Count a tensor that was just saved, unless by a backward inside of the forward."""
+        if current_backward() != _NO_BACKWARD:
+            return
+        if current_modes()[-1:] != [self]:
+            self._last_save = 0  # another mode was entered inside: it is not easy to leave before that
+        super()._count_saved()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -315,7 +357,7 @@ class _Taped(LeanDispatchMode, PlannedForward):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_packing or self._is_in_backward():
+        if self._is_packing or current_backward() != _NO_BACKWARD:
             return func(*args, **kwargs)
         operator = self._operators.get(func)
         if operator is None:
@@ -326,7 +368,6 @@ class _Taped(LeanDispatchMode, PlannedForward):
         if self._packed:
             self._settle_packed(shape_only_argument(func, args) if operator.count in operator.shape_only else None)
         operator.count += 1
-        self._latest = func
         if operator.changes:
             self._before_change(written_arguments(func, args, kwargs), is_recorded=fate == "recompute")
         if fate is None:
@@ -338,15 +379,6 @@ class _Taped(LeanDispatchMode, PlannedForward):
                 self._storages.learn(tensor, where)
             return out
         return self._recorded(func, args, kwargs)
-
-    def _is_in_backward(self) -> bool:
-        """Return whether a backward runs inside of the block; the gradient it makes for the loss does not count."""
-        if current_backward() == _NO_BACKWARD:
-            return False
-        if self._latest is _SEED:
-            self._operators[_SEED].count -= 1
-        self._latest = None
-        return True
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it."""
@@ -415,6 +447,7 @@ class _Taped(LeanDispatchMode, PlannedForward):
     def pack(self, tensor: Tensor) -> OperatorInput | _Replaceable:
         """Keep a tensor that autograd saves, or only the way to recompute or reload it."""
         source = self._pack(tensor)
+        self._count_saved()
         if not self._has_shape_only or not is_plain(tensor):
             return source
         self._packed.append(_Replaceable(source, (id(tensor.untyped_storage()), View.of(tensor))))
@@ -452,8 +485,8 @@ def _place_of(tensor: Tensor) -> Literal["disk", "host"]:
     return "disk" if tensor.device.type == "cpu" else "host"
 
 
-def _forwards(plan: SavedTensorPlan) -> Callable[[], _Taped | _Moving] | None:
-    """Return what makes each forward under a plan; None if the plan keeps everything."""
+def _forwards(plan: SavedTensorPlan) -> Callable[[int], _Forward] | None:
+    """Return what makes each forward under a plan, from its ``last_save``; None if the plan keeps everything."""
     if not (plan.recomputed or plan.offloaded or plan.shape_only):
         return None
     offloads: _Offloads = {to: offload_activations(to=to, min_bytes=0) for to in _PLACES} if plan.offloaded else {}
@@ -465,14 +498,16 @@ def _forwards(plan: SavedTensorPlan) -> Callable[[], _Taped | _Moving] | None:
 def _fates(plan: SavedTensorPlan) -> dict[str, _Fates]:
     """Return what the plan says of each operator, by its name."""
     found: dict[str, _Fates] = {}
+    seen: Counter[str] = Counter()
     for number, name in enumerate(plan.operators):
-        known = found.get(name, _Fates())
-        call, results, shape_only = known.num_calls, known.results, known.shape_only
+        fates, call = found.setdefault(name, _Fates()), seen[name]
+        seen[name] += 1
         if number in plan.recomputed:
-            results[call] = "recompute"
+            fates.results[call] = "recompute"
         elif number in plan.offloaded:
-            results[call] = "offload"
-        found[name] = _Fates(call + 1, results, shape_only | {call} if number in plan.shape_only else shape_only)
+            fates.results[call] = "offload"
+        if number in plan.shape_only:
+            fates.shape_only.add(call)
     return found
 
 

@@ -8,6 +8,7 @@ import gc
 import itertools
 import random
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
 from memkit._core.errors import FileFormatError, InputTypeError, MemkitWarning, StateError
 from memkit._tape.plan import SavedTensorPlan
 from memkit._tape.tape import SavedKind, counts
 from memkit._torch.dispatch import TorchDispatchMode, current_modes
+from memkit._torch.graph import saving_hooks
 from memkit.train.saved_tensors import treat_saved_tensors
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, gradients
@@ -496,6 +499,105 @@ def test_offload_alone_follows_no_operators():
     with pytest.warns(MemkitWarning, match=r"1 saved tensor more \(1 x floating 0-D\)"), treated:
         loss = forward().exp()
     loss.backward()
+
+
+def first_layers_planned(model, x, may_offload):
+    """A plan that treats the first layers alone."""
+    need = mk.plan_training(model, x, mean_square, "sgd", budget="1GiB", micro_batch_size=len(x)).required_bytes
+    settings = {"budget": f"{need - 3 * x.nbytes}B", "micro_batch_size": len(x), "treat": "tensors"}
+    plan = mk.plan_training(model, x, mean_square, "sgd", may_offload=may_offload, **settings).saved_tensors
+    assert plan.needs_tape is not may_offload
+    assert 0 < plan.last_save < len(plan.saves)
+    return plan
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("may_offload", [True, False])
+def test_forwards_are_followed_no_further_than_the_last_treated_tensor(may_offload):
+    model = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(64, 64), nn.GELU())))
+    x, seen = torch.randn(1024, 64), []
+    treated = treat_saved_tensors(first_layers_planned(model, x, may_offload))
+    plain = outcome(lambda: mean_square(model, x), model)
+    model[0].register_forward_hook(lambda *_: seen.append((bool(saving_hooks()), len(current_modes()))))
+    model[-1].register_forward_hook(lambda *_: seen.append((bool(saving_hooks()), len(current_modes()))))
+    followed, alone = (True, 1 - may_offload), (False, 0)
+    for at_last in (followed, alone, alone):  # the first forward is compared with the plan to its end
+        torch.manual_seed(3)
+        model.zero_grad()
+        with treated:
+            loss = mean_square(model, x)
+        assert (saving_hooks(), current_modes()) == (None, [])
+        loss.backward()
+        assert all(map(torch.equal, [*gradients(model), torch.rand(1)], plain))
+        assert seen == [followed, at_last]
+        seen.clear()
+    with FlopCounterMode(display=False), treated:  # around it
+        mean_square(model, x)
+    assert seen.pop()[0] is False
+    model[0].register_forward_pre_hook(lambda *_: modes.enter_context(FlopCounterMode(display=False)) and None)
+    with treated, contextlib.ExitStack() as modes:  # inside, so that the tape cannot leave before it
+        mean_square(model, x)
+    assert seen[-1][0] is not may_offload
+
+
+@pytest.mark.parametrize("may_offload", [True, False])
+@pytest.mark.parametrize(
+    ("place", "num_planned", "is_told_by"), [(0, 0, "both"), (0, 1, "tape"), (-1, 0, "both"), (-1, 1, "none")]
+)
+def test_other_forward_is_told_as_far_as_it_is_followed(place, num_planned, is_told_by, may_offload):
+    """One of 64 forwards is followed to its end. Saved tensors of the same kind are told by their number alone."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+    model, x = nn.Sequential(*layers), torch.randn(1024, 64)
+    treated = treat_saved_tensors(first_layers_planned(model, x, may_offload))
+    for _ in range(num_planned):
+        with treated:
+            mean_square(model, x)
+    layers[place].append(nn.Tanh())
+    plain = outcome(lambda: mean_square(model, x), model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.manual_seed(3)
+        model.zero_grad()
+        with treated:
+            loss = mean_square(model, x)
+        is_told = len(told)
+        for _ in range(64):
+            with treated:
+                mean_square(model, x)
+    assert is_told == (is_told_by == "both" or (is_told_by == "tape" and not may_offload))
+    assert [each.category for each in told] == [MemkitWarning]
+    loss.backward()
+    assert all(map(torch.equal, [*gradients(model), torch.rand(1)], plain))
+
+
+@pytest.mark.parametrize("may_offload", [True, False])
+def test_backward_inside_of_the_loss_is_planned(may_offload):
+    """As in a WGAN with a gradient penalty."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)), nn.Linear(64, 1))
+    x = torch.randn(512, 64)
+
+    def loss_fn(model, x):
+        x = x.detach().requires_grad_()
+        scores = model(x).sum()
+        (slopes,) = torch.autograd.grad(scores, x, create_graph=True)
+        return (slopes.norm(dim=1) - 1).square().mean() + scores / 1000
+
+    need = mk.plan_training(model, x, loss_fn, "sgd", budget="1GiB", micro_batch_size=512).required_bytes
+    wanted = {"budget": f"{need - x.nbytes}B", "treat": "tensors"} if may_offload else {"activation_budget": 0.8}
+    plan = mk.plan_training(model, x, loss_fn, "sgd", micro_batch_size=512, **wanted).saved_tensors
+    assert plan.needs_tape is not may_offload
+    treated = treat_saved_tensors(plan)
+    plain = outcome(lambda: loss_fn(model, x), model)
+    for _ in range(2):
+        torch.manual_seed(3)
+        model.zero_grad()
+        with treated:
+            loss = loss_fn(model, x)
+        loss.backward()
+        assert all(map(torch.equal, [*gradients(model), torch.rand(1)], plain))
 
 
 def test_noise_of_a_forward_that_was_not_planned_is_refused():

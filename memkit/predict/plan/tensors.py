@@ -30,6 +30,7 @@ _CHAINS = (1, 2, 4, 8, 16, 32, 64, 128)  # all saved bytes over those of the lon
 _NUM_POINTS = 48  # of each order, for which memory is added up
 _SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
 _MOST_REFINEMENTS = 200
+_PARTS = 8  # of the saved bytes: only what is saved first is treated, so that the forward is followed no further
 _UNKNOWN = -float("inf")  # instead of a rate with its sign changed, which orders a queue
 _LAST = 1e-6  # of a rate: after all others
 # Without a dispatch mode torch runs other operators instead, which save other tensors: lengths as lists.
@@ -69,8 +70,8 @@ class TensorChoices:
         may_offload: Whether tensors may wait elsewhere.
         moving_seconds: Time to move a tensor of so many bytes elsewhere and back.
         operator_seconds: Python's time for an operator that runs again.
-        saving_seconds: Python's time to treat what a forward saves one by one.
-        tape_seconds: Python's time to write down a forward, which nothing can run again without.
+        saving_seconds: Python's time to treat a saved tensor, also one that is kept.
+        tape_seconds: Python's time to write down an operator of the forward, which nothing can run again without.
     """
 
     operators: Sequence[OperatorNote]
@@ -120,8 +121,10 @@ class TensorChoices:
         ways = list(itertools.product(orders, _CHAINS))
         if self.may_offload:
             ways.append(("moves alone", 1))
-        ways.append(("at the peak", 1))
-        return [list(self._descent(order, self.saved_bytes // chains)) for order, chains in ways]
+        found = [list(self._descent(order, self.saved_bytes // chains)) for order, chains in ways]
+        saved = np.cumsum([each.nbytes * each.is_saved for each in self.values])
+        ends = {int(np.searchsorted(saved, self.saved_bytes * part // _PARTS)) for part in range(1, _PARTS + 1)}
+        return found + [list(self._descent("at the peak", self.saved_bytes, end)) for end in sorted(ends)]
 
     @cached_property
     def least(self) -> TensorChoice:
@@ -157,17 +160,20 @@ class TensorChoices:
         dropped_bytes = sum(each.nbytes for each in dropped)
         moved = [self.values[number] for number in choice.offloaded]
         waiting_bytes = self.by_flops.waiting_bytes(choice.recomputed)
+        last_save, last_operator = self._last(choice.recomputed, choice.offloaded)
         return SavedTensorPlan(
             operators=tuple(each.name for each in self.operators),
             recomputed=choice.recomputed,
             offloaded=frozenset(maker for each in moved for maker in each.makers),
             shape_only=frozenset(number for number, each in enumerate(self.operators) if each.is_shape_only),
-            saves=tuple(each.kind for each in self.saves) if self._may_go_by_saves else (),
+            saves=tuple(each.kind for each in self._forward_saves) if self._may_go_by_saves else (),
             moved=frozenset(
                 number
-                for number, each in enumerate(self.saves)
+                for number, each in enumerate(self._forward_saves)
                 if each.value is not None and each.value.number in choice.offloaded
             ),
+            last_save=last_save,
+            last_operator=last_operator,
             recomputed_bytes=dropped_bytes,
             shape_only_bytes=self.shape_only_bytes,
             offloaded_bytes=sum(each.nbytes for each in moved),
@@ -179,13 +185,34 @@ class TensorChoices:
 
     @cached_property
     def _may_go_by_saves(self) -> bool:
-        """Whether a forward that nobody follows saves the same tensors, and each has content by then."""
+        """Whether a forward that nobody follows saves the same tensors, and each has content by then, and is new."""
         is_same = _ONLY_FOLLOWED.isdisjoint(each.name for each in self.operators)
-        return is_same and all(each.is_filled for each in self.saves)
+        return is_same and all(each.is_filled and not (each.is_in_backward and each.value) for each in self.saves)
 
-    def _descent(self, order: Order, chain_bytes: int) -> Iterator[TensorChoice]:
-        """Yield choices from nearly everything kept to as little as possible, with chains of at most so many bytes."""
-        moves = list(_Descent(self, chain_bytes, order).moves())
+    @cached_property
+    def _forward_saves(self) -> list[SaveNote]:
+        return [each for each in self.saves if not each.is_in_backward]
+
+    @cached_property
+    def _last_saves(self) -> dict[int, int]:
+        """For each value, the number of saved tensors up to the last time that it is saved."""
+        return {each.value.number: number for number, each in enumerate(self._forward_saves, 1) if each.value}
+
+    def _last(self, recomputed: frozenset[int], offloaded: frozenset[int]) -> tuple[int, int]:
+        """Return how many saved tensors and operators have to be followed; zeros for all of them."""
+        may_end = self._may_go_by_saves and not any(each.is_shape_only for each in self.operators)
+        numbers = [
+            last
+            for number, last in self._last_saves.items()
+            if number in offloaded or recomputed.issuperset(self.values[number].makers)
+        ]
+        if not may_end or not numbers:
+            return 0, 0
+        return max(numbers), self._forward_saves[max(numbers) - 1].num_operators
+
+    def _descent(self, order: Order, chain_bytes: int, last_value: int | None = None) -> Iterator[TensorChoice]:
+        """Yield choices from nearly everything kept to as little as possible, as `_Descent` finds them."""
+        moves = list(_Descent(self, chain_bytes, order, last_value).moves())
         places = {round(each) for each in np.linspace(1, len(moves), _NUM_POINTS)} if moves else set()
         recomputed, offloaded = _NONE, _NONE
         for place, move in enumerate(moves, 1):
@@ -237,8 +264,9 @@ class TensorChoices:
         """Add up memory and time; what runs again does not have to be moved."""
         offloaded = frozenset(each for each in offloaded if not recomputed.issuperset(self.values[each].makers))
         moving_seconds = sum(self.moving_seconds(self.values[number].nbytes) for number in offloaded)
-        python_seconds = self.saving_seconds if recomputed or offloaded else 0.0
-        python_seconds += self.tape_seconds if recomputed else 0.0
+        last_save, last_operator = self._last(recomputed, offloaded)
+        python_seconds = self.saving_seconds * (last_save or len(self.saves)) if recomputed or offloaded else 0.0
+        python_seconds += self.tape_seconds * (last_operator or len(self.operators)) if recomputed else 0.0
         return TensorChoice(
             recomputed,
             offloaded,
@@ -250,20 +278,27 @@ class TensorChoices:
         """Return the bytes at each moment."""
         made_at = self._moments(recomputed)
         spans: list[tuple[int, int, int]] = []  # first event, last event, bytes
-        inside: dict[int, list[int]] = {}  # moment: bytes of what is made on the way
+        chains: dict[int, list[tuple[int, bool, int]]] = {}  # moment: operator that runs again, whether after it, bytes
         for value in self.values:
             moments = [made_at[each] for each in self.made_from(value, recomputed) if each in made_at]
             if value.number in made_at and recomputed.issuperset(value.makers):
-                if value.is_saved:
-                    spans.append((made_at[value.number], self._first_use(value), value.nbytes))
-                else:
-                    spans.append((made_at[value.number], max(moments, default=0), value.nbytes))
-                    inside.setdefault(made_at[value.number], []).append(value.nbytes)
+                moment = made_at[value.number]
+                last = self._first_use(value) if value.is_saved else max(moments, default=0)
+                spans.append((moment, last, value.nbytes))
+                chain = chains.setdefault(moment, [])
+                chain.append((value.makers[0], False, value.nbytes))
+                if last > moment:  # it is in the span
+                    chain.append((len(self.operators), True, -value.nbytes))
+                elif not value.is_saved:
+                    chain.append((max(recomputed.intersection(self.users[value.number])), True, -value.nbytes))
             elif value.is_saved and value.number not in offloaded:
                 spans.append((self._death(value), self._first_use(value), value.nbytes))
             elif not value.is_saved and moments:
                 spans.append((self._death(value), max(moments), value.nbytes))
-        spans += [(moment, moment + 1, sum(sorted(sizes)[-2:])) for moment, sizes in inside.items()]
+        for moment, chain in chains.items():
+            at_most = max(itertools.accumulate(nbytes for *_, nbytes in sorted(chain)))
+            in_spans = -sum(nbytes for number, _, nbytes in chain if number == len(self.operators))
+            spans.append((moment, moment + 1, at_most - in_spans))
         changes = np.zeros(len(self.base) + 1, dtype=np.int64)
         if spans:
             table = np.asarray([each for each in spans if each[0] < each[1]], dtype=np.int64).reshape(-1, 3)
@@ -358,11 +393,13 @@ class _Descent:
             long a chain, ``"moves alone"`` if nothing runs again, or ``"at the peak"`` if each move has to lower the
             peak, where it is by then. Bytes per second are a rule of thumb: what is taken in one order may be faster,
             or need less, in another.
+        last_value: Number of the last value that is given up; None for no such limit.
     """
 
     choices: TensorChoices
     chain_bytes: int
     order: Order
+    last_value: int | None
     _again: set[int] = field(default_factory=set)
     _held: set[int] = field(default_factory=set)
     _moved: set[int] = field(default_factory=set)
@@ -371,7 +408,7 @@ class _Descent:
 
     def moves(self) -> Iterator[_Move]:
         """Yield the moves in order."""
-        numbers = self._large_enough(each for each in self.choices.values if each.is_saved)
+        numbers = self._worth_it(each for each in self.choices.values if each.is_saved)
         if self.order == "at the peak":
             yield from self._moves_at_peak(dict.fromkeys(numbers, _UNKNOWN))
             return
@@ -379,7 +416,7 @@ class _Descent:
         for move in self._best_of(queue):
             self._take(move)
             yield move
-            for number in self._large_enough(self._touched(move)):
+            for number in self._worth_it(self._touched(move)):
                 heapq.heappush(queue, (_UNKNOWN, number))
 
     def _moves_at_peak(self, ranks: dict[int, float]) -> Iterator[_Move]:
@@ -404,7 +441,7 @@ class _Descent:
             levels = tried
             self._take(move)
             yield move
-            ranks |= dict.fromkeys(self._large_enough(self._touched(move)), _UNKNOWN)
+            ranks |= dict.fromkeys(self._worth_it(self._touched(move)), _UNKNOWN)
 
     def _best_of(self, queue: list[tuple[float, int]]) -> Iterator[_Move]:
         """Take the moves out of a queue, the best first."""
@@ -431,9 +468,10 @@ class _Descent:
             if move is not None:
                 yield move._replace(kept=kept)
 
-    def _large_enough(self, values: Iterable[ValueNote]) -> Iterator[int]:
+    def _worth_it(self, values: Iterable[ValueNote]) -> Iterator[int]:
         least_bytes = 1 if self.order == "moves alone" else max(1, self.choices.saved_bytes // _SMALL)
-        return (each.number for each in values if each.nbytes >= least_bytes)
+        last = len(self.choices.values) if self.last_value is None else self.last_value
+        return (each.number for each in values if each.nbytes >= least_bytes and each.number <= last)
 
     def _best(self, value: ValueNote) -> _Move | None:
         if self._is_gone(value):

@@ -183,9 +183,10 @@ class StepTrials:
             unseen = self.speeds.moving_seconds(tensors.offloaded_bytes)
             unseen += _MOVE_LAUNCHES * len(tensors.offloaded) * self.speeds.operator_seconds
             following = trace.following[-2]  # of the last micro-batch
-            unseen += _SAVE_FOLLOWING * following.mean_seconds * len(tensors.saves)
+            unseen += _SAVE_FOLLOWING * following.mean_seconds * (tensors.last_save or len(tensors.saves))
             if tensors.needs_tape:
-                unseen += _TAPE_FOLLOWING * following.seconds
+                share = tensors.last_operator / len(tensors.operators) if tensors.last_operator else 1.0
+                unseen += _TAPE_FOLLOWING * following.seconds * share
                 unseen += _RERUN_FOLLOWING * following.mean_seconds * len(tensors.recomputed)
             seconds += arrangement.accumulation_steps * unseen
         return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs, frozenset(forwards))
@@ -210,8 +211,8 @@ class StepTrials:
             may_offload=self.may_offload,
             moving_seconds=self._moving_seconds,
             operator_seconds=_RERUN_FOLLOWING * following.mean_seconds,
-            saving_seconds=_SAVE_FOLLOWING * following.mean_seconds * len(notes.saves),
-            tape_seconds=_TAPE_FOLLOWING * following.seconds,
+            saving_seconds=_SAVE_FOLLOWING * following.mean_seconds,
+            tape_seconds=_TAPE_FOLLOWING * following.seconds / max(1, len(notes.operators)),
         )
 
     def _moving_seconds(self, num_bytes: int) -> float:

@@ -68,11 +68,14 @@ def test_sums_match_dry_runs(name, choices_of):
     plan, choices = choices_of(make(), torch.randn(shape))
     by_plan = {choices.plan(each): each for each in choices.choices}
     plain = plan.candidates[0]
+    num_equal = 0
     for each in plan.candidates[1:]:
         choice = by_plan[each.saved_tensors]
         less, found = choices.choices[0].peak_bytes - choice.peak_bytes, plain.required_bytes - each.required_bytes
         assert abs(less - found) <= 0.04 * plain.required_bytes
+        num_equal += abs(less - found) <= 0.001 * plain.required_bytes
         assert each.seconds >= plain.seconds
+    assert num_equal >= 0.7 * len(plan.candidates[1:])
     assert plan.least_bytes == min(each.required_bytes for each in plan.candidates) < 0.75 * plain.required_bytes
 
 
@@ -122,7 +125,7 @@ def test_keeps_what_is_gone_by_the_peak():
     late = ValueNote(1, 4000, [1], death=2, is_saved=True, first_use=4)
     operators[0].makes, operators[1].makes = [early], [late]
     base = np.array([0, 1000, 5000, 0, 4000, 0, 9000, 0, 0, 1000, 0])
-    saves = [SaveNote("floating 2-D", each, is_filled=True) for each in (early, late)]
+    saves = [SaveNote("floating 2-D", each) for each in (early, late)]
     choices = TensorChoices(operators, [early, late], saves, base, 0, True, lambda size: 1 + size / 1000, 1.0, 1.0, 1.0)
     assert choices.choices[0].peak_bytes == 10_000
     found = choices.within(9000)
@@ -153,7 +156,7 @@ def test_time_of_the_tape_decides_between_offload_and_recomputation(tape_seconds
     operator = OperatorNote("aten.gelu.default", 1.0, 0, repeats=True, is_random=False)
     value = ValueNote(0, 1000, [0], death=1, is_saved=True, first_use=4)
     operator.makes = [value]
-    saves = [SaveNote("floating 2-D", value, is_filled=True)]
+    saves = [SaveNote("floating 2-D", value)]
     base = np.array([0, 1000, 5000, 0, 1000, 0])
     choices = TensorChoices([operator], [value], saves, base, 0, True, lambda size: size / 200, 1.0, 1.0, tape_seconds)
     found = choices.within(5500)
