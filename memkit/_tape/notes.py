@@ -53,6 +53,9 @@ class OperatorNote:
         repeats: Whether it may run again.
         is_random: Whether it draws random numbers.
         is_shape_only: Whether it saves an argument of which backward reads the shape alone.
+        begin: Moment at which it begins.
+        end: Moment at which it has made its results.
+        scratch_bytes: Bytes that it takes inside, beside its results.
         sources: The values that it needs.
         makes: The values whose storages it makes.
         changes: The values that it changes in place.
@@ -64,6 +67,9 @@ class OperatorNote:
     repeats: bool
     is_random: bool
     is_shape_only: bool = False
+    begin: int = 0
+    end: int = 0
+    scratch_bytes: int = 0
     sources: list[ValueNote] = field(default_factory=list)
     makes: list[ValueNote] = field(default_factory=list)
     changes: list[ValueNote] = field(default_factory=list)
@@ -184,7 +190,9 @@ class ForwardNotes(LeanDispatchMode):
                 reader.repeats = reader.repeats and reader is note
             value.readers = []
         given = {id(each.untyped_storage()) for each in tensors_in((args, kwargs)) if is_plain(each)}
+        note.begin = self._clock()
         out = func(*args, **kwargs)
+        note.end = self._clock()
         note.seconds, note.flops = self._seconds(func, args, kwargs, out), self._flops(func, args, kwargs, out)
         for tensor in tensors_in(out):
             if not is_plain(tensor):

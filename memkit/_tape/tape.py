@@ -22,7 +22,7 @@ from memkit._torch import aten
 from memkit._torch.dispatch import OpOverload, below_autograd, below_modes, counting_in_views
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import current_backward, current_node, keeps_graph
-from memkit._torch.operators import schema_of
+from memkit._torch.operators import kernel_of, schema_of
 from memkit._torch.tensors import is_zero_tensor, version_of
 
 T = TypeVar("T")
@@ -107,9 +107,14 @@ def counts(func: Any) -> bool:
     return not is_empty and getattr(func, "namespace", "") not in _NOT_COUNTED
 
 
+def may_be_random(func: Any) -> bool:
+    """Return whether an operator can draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator draws random numbers; attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not may_be_random(func):
         return False
     names = [argument.name for argument in schema_of(func).arguments]
     if "dropout_p" not in names:
@@ -179,21 +184,21 @@ class Value:
     Attributes:
         steps: The operators; empty if they are no longer needed.
         num_steps: Their number.
-        storage: The storage, as soon as it was made again.
+        made: The tensor that its first operator has returned, as soon as it was made again.
         is_read: Whether the content after the last operator may be asked for.
         is_lost: Whether the storage was changed since, by an operator that is not written down.
         is_filled: Whether there is content yet.
     """
 
-    __slots__ = ("__weakref__", "_is_read_between", "is_filled", "is_lost", "is_read", "num_steps", "steps", "storage")
+    __slots__ = ("__weakref__", "_is_read_between", "is_filled", "is_lost", "is_read", "made", "num_steps", "steps")
 
     def __init__(self, step: Step) -> None:
-        self.steps, self.num_steps, self.storage = [step], 1, None
+        self.steps, self.num_steps, self.made = [step], 1, None
         self.is_read = self.is_lost = self._is_read_between = False
         self.is_filled = not leaves_unfilled(step.func)
 
     steps: list[Step]
-    storage: torch.UntypedStorage | None
+    made: Tensor | None
 
     def append(self, step: Step) -> None:
         """Append an operator that changes the storage in place."""
@@ -203,12 +208,12 @@ class Value:
         self._is_read_between |= self.is_read
         self.is_read = False
 
-    def fill(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def fill(self, made: Tensor) -> Tensor:
         """Hold the content; the operators are dropped unless they may be needed again."""
-        self.storage = storage
+        self.made = made
         if not self._is_read_between and current_backward() != _NO_BACKWARD and not keeps_graph():
             self.steps = []
-        return storage
+        return made
 
 
 class Storages(Generic[T]):
@@ -259,19 +264,29 @@ class View(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     offset: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     stride: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
         """Describe a plain tensor."""
-        offset = int(tensor.storage_offset())
-        return cls(tensor.dtype, tensor.device, offset, tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(tensor.dtype, tensor.device, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """Return such a view of a storage."""
         view = torch.empty(0, dtype=self.dtype, device=self.device)
         return view.set_(storage, self.offset, self.shape, self.stride)
+
+    def beside(self, tensor: Tensor) -> Tensor:
+        """Return such a view of a plain tensor's storage: the tensor itself, if it is one."""
+        if (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+        ):
+            return tensor
+        return self.on(tensor.untyped_storage())
 
     def stand_in(self) -> Tensor:
         """Return a tensor of this shape without data, for an operator's backward that reads nothing else."""
@@ -300,15 +315,19 @@ class Leaf:
 
     Args:
         tensor: The tensor, below autograd.
+
+    Attributes:
+        is_plain: Whether it is just a view of one storage.
     """
 
-    __slots__ = ("__weakref__", "_num_bytes", "_seen_version", "_tensor")
+    __slots__ = ("__weakref__", "_num_bytes", "_seen_version", "_tensor", "is_plain")
 
     def __init__(self, tensor: Tensor) -> None:
         with counting_in_views():
             self._tensor = tensor.detach()  # an operator's own result would keep its graph alive
         self._seen_version = version_of(self._tensor)
-        self._num_bytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
+        self.is_plain = is_plain(tensor)
+        self._num_bytes = tensor.untyped_storage().nbytes() if self.is_plain else 0
 
     def copy(self) -> None:
         """Keep a copy instead: the tensor is about to change."""
@@ -364,6 +383,8 @@ class Unpackable(NamedTuple):
 
 
 OperatorInput: TypeAlias = Reading | Leaf | Saved | Unpackable
+_INPUTS = frozenset({Reading, Leaf, Saved, Unpackable, Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 class Step:
@@ -371,30 +392,35 @@ class Step:
 
     Args:
         func: The operator.
-        args: Its arguments, with a `OperatorInput` in place of each tensor.
+        args: Its arguments, with an `OperatorInput` in place of each tensor.
         kwargs: Its named arguments, likewise.
         random: The random state that it started from; None if it draws no numbers.
+
+    Attributes:
+        uses: The values that it needs.
+        results: For each tensor among its results the value, if there is one.
     """
 
-    __slots__ = ("_has_gradients", "args", "func", "kwargs", "random", "results")
+    __slots__ = ("_has_gradients", "_run", "args", "func", "kwargs", "random", "results", "uses")
 
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], random: GeneratorState | None
     ) -> None:
         self.func, self.args, self.kwargs, self.random = func, args, kwargs, random
+        self._run = kernel_of(func) if type(func) is OpOverload else func
+        self.uses = [each for each in _leaves((*args, *kwargs.values())) if type(each) is Reading]
         self._has_gradients = torch.is_grad_enabled()  # kernels of recurrent layers look at it
         self.results: list[weakref.ref[Value] | None] = []  # of each tensor among its results
 
-    def uses(self) -> Iterator[Reading]:
-        """Yield the values that it needs."""
-        return (each for each in _leaves((self.args, *self.kwargs.values())) if isinstance(each, Reading))
-
     def run(self, find: Callable[[OperatorInput], Tensor]) -> list[Tensor]:
-        """Run it again; return the tensors among its results."""
-        args, kwargs = mapped(find, self.args), mapped(find, self.kwargs)
+        """Run it again, with gradients enabled; return the tensors among its results."""
+        args = [mapped(find, each) for each in self.args]
+        kwargs = mapped(find, self.kwargs) if self.kwargs else {}
+        if self.random is None and self._has_gradients:  # contexts take as long as small operators
+            return tensors_in(self._run(*args, **kwargs))
         random = contextlib.nullcontext() if self.random is None else self.random.again()
         with random, torch.set_grad_enabled(self._has_gradients):
-            return tensors_in(self.func(*args, **kwargs))
+            return tensors_in(self._run(*args, **kwargs))
 
 
 class GeneratorState:
@@ -440,79 +466,81 @@ class Rerun:
         """Return the tensor of a source, made again if need be."""
         if not isinstance(source, Reading):
             return source.unpack()
-        with self._lock, below_autograd(), _without_autocast(source.view.device.type):
-            return self._view(source)
+        with self._lock:
+            made = source.value.made
+            if made is not None and source.num_steps == source.value.num_steps:
+                return source.view.beside(made)
+            device_type = source.view.device.type
+            is_autocasting = torch.is_autocast_enabled(device_type)
+            autocast = torch.autocast(device_type, enabled=False) if is_autocasting else contextlib.nullcontext()
+            with below_autograd(), torch.enable_grad(), autocast:
+                return self._view(source)
 
     def _view(self, source: OperatorInput) -> Tensor:
         if not isinstance(source, Reading):
             return source.unpack()
-        if source.num_steps < source.value.num_steps:
-            return source.view.on(self._run(source.value, source.num_steps))
-        return source.view.on(source.value.storage or self._make(source.value))
+        value = source.value
+        if source.num_steps < value.num_steps:
+            return source.view.beside(self._run(value, source.num_steps))
+        return source.view.beside(self._make(value) if value.made is None else value.made)
 
-    def _make(self, wanted: Value) -> torch.UntypedStorage:
+    def _make(self, wanted: Value) -> Tensor:
         """Make a value and, before it, the values that it needs. A loop: chains are longer than Python's stack."""
         waiting = [wanted]
         while waiting:
             value = waiting[-1]
-            missing = [] if value.storage is not None else _missing(value)
+            missing = [] if value.made is not None else _missing(value)
             waiting += missing
             if not missing:
                 waiting.pop()
-                made = value.storage or value.fill(self._run(value, value.num_steps))
+                made = value.fill(self._run(value, value.num_steps)) if value.made is None else value.made
             del value, missing  # nothing is held longer than it is needed
         return made
 
-    def _run(self, value: Value, num_steps: int) -> torch.UntypedStorage:
+    def _run(self, value: Value, num_steps: int) -> Tensor:
         """Run the first operators of a value on a new storage."""
-        storage: torch.UntypedStorage | None = None
+        own: Tensor | None = None
 
         def find(source: OperatorInput) -> Tensor:
-            if isinstance(source, Reading) and source.value is value and storage is not None:
-                return source.view.on(storage)
+            if own is not None and type(source) is Reading and source.value is value:
+                return source.view.beside(own)
             return self._view(source)
 
         for step in value.steps[:num_steps]:
             results = step.run(find)
-            if storage is None:
+            if own is None:
                 for number, made in enumerate(step.results):
                     other = None if made is None else made()
                     if other is value:
-                        storage = results[number].untyped_storage()
-                    elif other is not None and other.num_steps == 1 and other.storage is None:
-                        other.fill(results[number].untyped_storage())
+                        own = results[number]
+                    elif other is not None and other.num_steps == 1 and other.made is None:
+                        other.fill(results[number])
             del results
-        if storage is None:
+        if own is None:
             raise StateError(
                 "backward() of what treat_saved_tensors has packed",
                 got=f"{value.steps[0].func}, which made another number of tensors when it ran again",
                 expected="operators that do the same each time",
                 fix="plan with treat='blocks'.",
             )
-        return storage
+        return own
 
 
 def _missing(value: Value) -> list[Value]:
-    uses = (use for step in value.steps for use in step.uses())
     return [
         use.value
-        for use in uses
-        if use.value is not value and use.value.storage is None and use.num_steps == use.value.num_steps
+        for step in value.steps
+        for use in step.uses
+        if use.value is not value and use.value.made is None and use.num_steps == use.value.num_steps
     ]
-
-
-@contextlib.contextmanager
-def _without_autocast(device_type: str) -> Iterator[None]:
-    if torch.is_autocast_enabled(device_type):
-        with torch.autocast(device_type, enabled=False):
-            yield
-    else:
-        yield
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Replace each source, or each tensor, inside of arguments by what a function returns for it."""
-    if isinstance(value, (Tensor, Reading, Leaf, Saved, Unpackable)):
+    kind = type(value)
+    if kind in _NUMBERS:
+        return value
+    if kind in _INPUTS or isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
         return type(value)([mapped(function, each) for each in value])
@@ -525,6 +553,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     """List the tensors inside of arguments or results."""
     if isinstance(value, Tensor):
         return [value]
+    if type(value) in _NUMBERS:
+        return []
     if isinstance(value, dict):
         value = list(value.values())
     return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, (list, tuple)) else []

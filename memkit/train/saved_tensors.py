@@ -39,6 +39,7 @@ from memkit._tape.tape import (
     is_random,
     leaves_unfilled,
     mapped,
+    may_be_random,
     repeats,
     shape_only_argument,
     tensors_in,
@@ -104,7 +105,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     same tensors and with the same random numbers; no module runs twice, and statistics of BatchNorm are updated once.
     The same object can be entered again for each forward. A forward that runs other operators than the planned one (for
     a batch of another shape, or by another branch) gives the same gradients too, but may take more memory: tensors
-    whose operators are not in the plan stay. A warning says so once. A change through ``.data`` or NumPy, which
+    whose operators are not in the plan stay. A warning says so once: forwards are compared with the plan up to the last
+    tensor that it treats, and the first of 64 to its end. A change through ``.data`` or NumPy, which
     autograd does not see, reaches the plain step's backward; here backward gets the value that was saved.
 
     Args:
@@ -125,9 +127,9 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
             rehearsed with.
 
     Memory cost: what the plan keeps; with random operators that run again, their generator's state for each (5 kB on
-    the CPU). Time cost, in Python: of a plan that only offloads, some microseconds for each saved tensor; of others
-    besides 5 to 30 for each operator of the forward, the more the larger what kernels evict from the caches in between,
-    and seven times as much for each that runs again.
+    the CPU). Time cost, in Python, up to the last tensor that is treated: of a plan that only offloads, some
+    microseconds for each saved tensor; of others besides 5 to 30 for each operator, the more the larger what kernels
+    evict from the caches in between, and four to five times as much for each that runs again.
 
     Source: ``docs/plan.md``; the tape is `memkit/_tape/tape.py`.
 
@@ -219,11 +221,12 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
 class _Operator:
     """The fate of one operator's results, call by call."""
 
-    __slots__ = ("changes", "count", "counts", "fates", "run", "shape_only")
+    __slots__ = ("changes", "count", "counts", "draws", "fates", "repeats", "run", "shape_only")
 
     def __init__(self, func: Any, fates: _Fates) -> None:
         self.count, self.fates, self.shape_only = 0, fates.results, fates.shape_only
         self.changes, self.counts = changes_arguments(func), counts(func)
+        self.repeats, self.draws = repeats(func), may_be_random(func)
         self.run = kernel_of(func) if type(func) is OpOverload else func
 
 
@@ -344,7 +347,7 @@ class _Taped(_Forward, LeanDispatchMode):
         """Count a tensor that was just saved, unless by a backward inside of the forward."""
         if current_backward() != _NO_BACKWARD:
             return
-        if current_modes()[-1:] != [self]:
+        if self._num_saved + 1 == self._last_save and current_modes()[-1:] != [self]:
             self._last_save = 0  # another mode was entered inside: it is not easy to leave before that
         super()._count_saved()
 
@@ -378,28 +381,27 @@ class _Taped(_Forward, LeanDispatchMode):
             for tensor in filter(_may_leave, tensors_in(out)):
                 self._storages.learn(tensor, where)
             return out
-        return self._recorded(func, args, kwargs)
+        return self._recorded(operator, func, args, kwargs) if operator.repeats else func(*args, **kwargs)
 
-    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recorded(self, operator: _Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it."""
-        if not repeats(func):
-            return func(*args, **kwargs)
         self.num_recomputed += 1
         random = None
-        if is_random(func, args, kwargs):
+        if operator.draws and is_random(func, args, kwargs):
             device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
             random = GeneratorState(kwargs.get("generator"), device)
-        changed = [each for each in map(self._value_of, written_arguments(func, args, kwargs)) if each]
+        written = written_arguments(func, args, kwargs) if operator.changes else ()
+        changed = [each for each in map(self._value_of, written) if each]
         were_read = [each.is_read for each in changed]
         step = Step(func, mapped(self._source, without_statistics(func, args)), mapped(self._source, kwargs), random)
-        given = {id(each.untyped_storage()) for each in tensors_in((args, kwargs)) if is_plain(each)}
         for value, was_read in zip(changed, were_read, strict=True):
             value.is_read = was_read or len(changed) > 1  # each needs the others before it; itself does not count
             value.append(step)
-        out = func(*args, **kwargs)
+        out = operator.run(*args, **kwargs)
         for tensor in tensors_in(out):
             made = None
-            if _may_leave(tensor) and id(tensor.untyped_storage()) not in given:
+            is_given = self._storages.find(tensor) is not None or self._leaves.find(tensor) is not None
+            if not is_given and _may_leave(tensor):
                 made = Value(step)
                 self._storages.learn(tensor, made)
             step.results.append(None if made is None else weakref.ref(made))
@@ -430,7 +432,7 @@ class _Taped(_Forward, LeanDispatchMode):
         if known == "offload":
             return self._moved(tensor)
         leaf = Leaf(tensor)
-        if is_plain(tensor):
+        if leaf.is_plain:
             leaves = self._leaves.find(tensor)
             (self._leaves.learn(tensor, []) if leaves is None else leaves).append(weakref.ref(leaf))
         return leaf

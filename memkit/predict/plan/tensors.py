@@ -279,6 +279,7 @@ class TensorChoices:
         made_at = self._moments(recomputed)
         spans: list[tuple[int, int, int]] = []  # first event, last event, bytes
         chains: dict[int, list[tuple[int, bool, int]]] = {}  # moment: operator that runs again, whether after it, bytes
+        runs: dict[int, set[int]] = {}  # moment: operators that run again
         for value in self.values:
             moments = [made_at[each] for each in self.made_from(value, recomputed) if each in made_at]
             if value.number in made_at and recomputed.issuperset(value.makers):
@@ -287,6 +288,7 @@ class TensorChoices:
                 spans.append((moment, last, value.nbytes))
                 chain = chains.setdefault(moment, [])
                 chain.append((value.makers[0], False, value.nbytes))
+                runs.setdefault(moment, set()).update(value.makers)
                 if last > moment:  # it is in the span
                     chain.append((len(self.operators), True, -value.nbytes))
                 elif not value.is_saved:
@@ -296,6 +298,9 @@ class TensorChoices:
             elif not value.is_saved and moments:
                 spans.append((self._death(value), max(moments), value.nbytes))
         for moment, chain in chains.items():
+            for number in runs[moment]:
+                scratch_bytes = self.operators[number].scratch_bytes
+                chain.extend([(number, False, scratch_bytes), (number, True, -scratch_bytes)])
             at_most = max(itertools.accumulate(nbytes for *_, nbytes in sorted(chain)))
             in_spans = -sum(nbytes for number, _, nbytes in chain if number == len(self.operators))
             spans.append((moment, moment + 1, at_most - in_spans))

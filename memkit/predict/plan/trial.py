@@ -42,7 +42,7 @@ _PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
 _MOVE_LAUNCHES = 8  # for each tensor that is moved
 # For each saved tensor under a plan, each operator under a tape, and each that runs again: in times of a dispatch mode
 # that only follows an operator.
-_SAVE_FOLLOWING, _TAPE_FOLLOWING, _RERUN_FOLLOWING = 1.0, 1.2, 7.0
+_SAVE_FOLLOWING, _TAPE_FOLLOWING, _RERUN_FOLLOWING = 1.0, 1.2, 4.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +121,15 @@ class _Recorded(NamedTuple):
         trace: Its time.
         left_bytes: Bytes that each micro-batch keeps until the end of the step.
         device_type: Where it ran.
-        highest: int64, shape ``(num_events + 1,)``: live bytes and scratch memory, by the recorder's count of events.
+        live: int64, shape ``(num_events + 1,)``: live bytes, by the recorder's count of events.
+        highest: The same with scratch memory inside kernels.
     """
 
     record: Record
     trace: StepTimes
     left_bytes: int
     device_type: str
+    live: IntArray
     highest: IntArray
 
 
@@ -166,7 +168,7 @@ class StepTrials:
         """
         forwards: list[ForwardCounts] = []
         counting = None if arrangement.tensors is None else lambda _: noting_calls(forwards)
-        record, trace, left_bytes, device_type, _ = self._record(arrangement, counting)
+        record, trace, left_bytes, device_type, *_ = self._record(arrangement, counting)
         estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
@@ -202,6 +204,9 @@ class StepTrials:
         recorded = self._record(arrangement, noting)
         # Of the last micro-batch, which begins with gradients.
         notes, following = all_notes[-1], recorded.trace.following[-2]
+        for each in notes.operators:
+            within = recorded.highest[each.begin : each.end + 1]
+            each.scratch_bytes = max(0, int(within.max() - recorded.live[each.end]))
         return TensorChoices(
             notes.operators,
             notes.values,
@@ -239,8 +244,8 @@ class StepTrials:
                         if around is not None and watch.is_recording:
                             watched = _within(partial(around, watch), loss_fn)
                         left_bytes = train_step(batch, _announced(watched, trace))
-            highest = watch.recorder.events_since(0).highest()
-            return _Recorded(watch.record(), trace, left_bytes, place.device_type, highest)
+            events = watch.recorder.events_since(0)
+            return _Recorded(watch.record(), trace, left_bytes, place.device_type, events.live, events.highest())
 
         return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
