@@ -9,9 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from memkit._torch.ranks import missing_for_lockstep
+from tests.versions import lacks
+
+TOGETHER = pytest.mark.skipif(
+    bool(missing_for_lockstep()),
+    reason=lacks("torch.distributed.fsdp.FSDPModule.reset_iter_state", "ranks cannot recover together"),
+)
+"""For tests of ranks of `fully_shard` that recover from out-of-memory."""
 
 # Threads of the parent do not survive in a forked child, so children are forks of a process that has only imported.
 mp.set_forkserver_preload(["torch.distributed.fsdp", "memkit.train.wrapper"])

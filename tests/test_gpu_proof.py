@@ -18,6 +18,7 @@ from benchmarks.gpu.ranks import train_both
 from memkit._core.units import MIB
 from memkit.errors import FileFormatError
 from tests.helpers import assert_refused
+from tests.ranks import TOGETHER
 
 CARD = "RTX 4060"
 FEW = ["measured/gan", "predicted/gan"]
@@ -259,10 +260,11 @@ def test_page_matches_committed_files():
 # ------------------------------------------------------------------------------------------------- what the cases hold
 
 
-def test_ranks_end_with_the_losses_of_one_process():
-    for kind, found in train_both("cpu", width=16).items():
-        assert found["largest_difference"] < 1e-5, kind
-        assert max(found["num_ooms"]) == 1, kind
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=TOGETHER)])
+def test_ranks_end_with_the_losses_of_one_process(kind):
+    found = train_both("cpu", width=16, kinds=[kind])[kind]
+    assert found["largest_difference"] < 1e-5
+    assert max(found["num_ooms"]) == 1
 
 
 def test_every_training_fits_a_small_card():

@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,12 @@ def both(place: Place) -> dict[str, Any]:
     return train_both("cpu" if place.virtual else "cuda")
 
 
-def train_both(device: str, *, width: int = WIDTH) -> dict[str, Any]:
+def train_both(device: str, *, width: int = WIDTH, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         expected = train(net(width).to(device), *data(width, device))
         figures: dict[str, Any] = {}
-        mp.start_processes(worker, (folder, device, width), 2, start_method="spawn")
-        for kind in KINDS:
+        mp.start_processes(worker, (folder, device, width, kinds), 2, start_method="spawn")
+        for kind in kinds:
             found = [json.loads(Path(folder, f"{kind}{rank}.json").read_text()) for rank in range(2)]
             means = [sum(each["losses"][step] for each in found) / 2 for step in range(NUM_STEPS)]
             figures[kind] = {
@@ -47,7 +48,7 @@ def train_both(device: str, *, width: int = WIDTH) -> dict[str, Any]:
     return figures
 
 
-def worker(rank: int, folder: str, device: str, width: int) -> None:
+def worker(rank: int, folder: str, device: str, width: int, kinds: Sequence[str]) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     here = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -55,7 +56,7 @@ def worker(rank: int, folder: str, device: str, width: int) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=dt.timedelta(seconds=60))
     x, y = data(width, here)
-    for kind in KINDS:
+    for kind in kinds:
         model = spread(kind, net(width).to(here))
         found = train(model, x.chunk(2)[rank], y.chunk(2)[rank], is_short=rank == 1)
         Path(folder, f"{kind}{rank}.json").write_text(json.dumps(found))

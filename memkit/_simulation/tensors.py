@@ -55,6 +55,7 @@ _LOOKING = frozenset(
         _aten.unbind.int,
     }
 )
+_WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
@@ -241,7 +242,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if self.guesses.place is not None:
             is_blank = func is _aten.select.int and isinstance(args[0], FakeTensor) and args[0].constant is None
             self.guesses.selected(has_values=not is_blank)
-        if not types and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
+        if types in _WITHOUT_FAKES and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
             return func(*args, **kwargs)
         if func in self._results:
             return self._results[func](self._infer(func, types, args, kwargs), *args)

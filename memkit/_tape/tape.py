@@ -21,6 +21,7 @@ from memkit._core.errors import StateError
 from memkit._torch import aten
 from memkit._torch.dispatch import OpOverload, below_autograd, below_modes, counting_in_views
 from memkit._torch.fake import FakeTensor
+from memkit._torch.foreach import COPIES
 from memkit._torch.graph import current_backward, current_node, keeps_graph
 from memkit._torch.operators import kernel_of, schema_of
 from memkit._torch.tensors import is_zero_tensor, version_of
@@ -36,13 +37,7 @@ _STATISTICS: Mapping[Any, tuple[int, int, int]] = {
     _aten.cudnn_batch_norm.default: (3, 4, 5),
     _aten.miopen_batch_norm.default: (3, 4, 5),
 }
-_NOT_OF_A_FORWARD = frozenset(
-    {
-        aten.local_scalar_dense,
-        _aten.ones_like.default,
-        *aten.overloads("_foreach_clone.default"),  # of buffers, by `memkit._torch.foreach`
-    }
-)
+_NOT_OF_A_FORWARD = frozenset({aten.local_scalar_dense, _aten.ones_like.default, *COPIES})
 _NOT_COUNTED = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "fsdp"})
 # Their results have no content yet.
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import sys
 import weakref
 
 import numpy as np
@@ -238,12 +239,21 @@ def test_a_kept_last_product_takes_no_memory_and_the_others_do():
     assert kept.num_bytes >= 3 * len(user) * 256 * 4
 
 
+def graphs_count_in_python():
+    """Whether a graph that has saved a tensor refers to its Python object, too: not in 2.8."""
+    saved = torch.ones(1, requires_grad=True) * 1
+    before = sys.getrefcount(saved)
+    held = saved.sin()
+    return held.requires_grad and sys.getrefcount(saved) > before
+
+
 @pytest.mark.parametrize("name", ["use_count", "storage_use_count", "getrefcount"])
 def test_foreign_reference_counts_hide_no_reads(name, monkeypatch):
     """Other versions of Python or torch may count one less; by constants, what is read would then be NaN."""
     target = kept_results.sys if name == "getrefcount" else kept_results
     real = getattr(target, name)
-    for count, is_known in ((lambda each: real(each) - 1, True), (lambda _: 1, name == "use_count")):
+    is_told_twice = name == "use_count" and graphs_count_in_python()
+    for count, is_known in ((lambda each: real(each) - 1, True), (lambda _: 1, is_told_twice)):
         kept_results._references_if_unread.cache_clear()
         monkeypatch.setattr(target, name, count)
         for is_read in (True, False):

@@ -14,19 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
-from memkit._torch.ranks import missing_for_lockstep
 from memkit.train.lockstep import Lockstep
 from tests.helpers import is_same
-from tests.ranks import join, leave, spawn
+from tests.ranks import TOGETHER, join, leave, spawn
 from tests.toys import fits, mean_square, out_of_memory
 from tests.train.faults import FailingOperator
 from tests.train.limit_child import MIB, limit, mlp
-from tests.versions import lacks
-
-TOGETHER = pytest.mark.skipif(
-    bool(missing_for_lockstep()),
-    reason=lacks("torch.distributed.fsdp.FSDPModule.reset_iter_state", "ranks cannot recover together"),
-)
 
 STEPS, ROWS = 3, 8
 SHARDING = {}  # options of fully_shard, for the whole process

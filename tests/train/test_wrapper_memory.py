@@ -15,6 +15,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._recovery.snapshot import Rollback, StateWatch
 from tests.helpers import FunctionsEntered, assert_same
 from tests.toys import mean_square, trainer_of
+from tests.versions import has, lacks
 
 TASKS = {
     "transformer": lambda: transformer(width=32, length=64),
@@ -175,7 +176,9 @@ def test_a_warm_step_enters_few_functions(on_oom, most, most_more):
     assert in_parts[1] - in_parts[0] <= most_more
 
 
-@pytest.mark.skipif(not hasattr(torch, "_foreach_clone"), reason="copies one tensor after the other")
+@pytest.mark.skipif(
+    not has("torch._foreach_clone"), reason=lacks("torch._foreach_clone", "buffers are copied one after the other")
+)
 def test_a_snapshot_of_many_batch_norms_takes_no_more_operators():
     class Operators(TorchDispatchMode):
         def __init__(self):
