@@ -77,8 +77,10 @@ def growth_of(values: Sequence[int], *, least_rate: float = LEAST_RATE) -> HeldG
 def is_of_inputs(growth: HeldGrowth, peaks: Sequence[int]) -> bool:
     """Whether the steps' peaks rise faster than the memory they hold: then the steps take more, and free it again.
 
-    A leak raises both equally. Growing resolutions or lengths raise the peaks more.
+    A leak raises both equally. Growing resolutions or lengths raise the peaks more. The first peak does not count: the
+    first step's backward runs before the optimizer has its state.
     """
+    peaks = peaks[1:]
     if len(peaks) < 2:
         return False
     first, last = (statistics.median(part) for part in (peaks[: len(peaks) // 2], peaks[len(peaks) // 2 :]))

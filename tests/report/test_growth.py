@@ -70,6 +70,7 @@ def test_growing_inputs_are_no_leak():
     growth = growth_of(held)
     assert is_of_inputs(growth, [value + 10 * n * MIB for n, value in enumerate(held)])
     assert not is_of_inputs(growth, [value + 50 * MIB for value in held])
+    assert not is_of_inputs(growth, [80 * MIB, *(value + 50 * MIB for value in held[1:4])])  # no state yet
 
 
 def test_negligible_changes_are_not_growth():

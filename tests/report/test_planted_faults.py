@@ -127,7 +127,8 @@ def test_report_is_consistent_with_its_first_line(tmp_path):
     assert int(tiles["rating"].split()[0]) <= 40
     page = "\n".join(node.text for section in report.sections for node in section.nodes if isinstance(node, Paragraph))
     assert "does not grow" not in page
-    clean = make_report(log_of("clean", "cuda untracked", tmp_path / "clean.jsonl"))
+    with mk.VirtualGPU("RTX 4090", torch="2.13"):  # by 2.15, half of what so small a run reserves is unused
+        clean = make_report(planted.run(planted.clean, tmp_path / "clean.jsonl", device="cuda", track=False))
     assert dict(clean.highlights)["growth of tensors per step"] == "none"
     assert int(dict(clean.highlights)["rating"].split()[0]) > 40
 
