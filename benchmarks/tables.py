@@ -241,11 +241,20 @@ def lacks(result: Any) -> Rows:
 
 
 def peaks_that_differ(result: Any) -> Rows:
-    versions = [row["peak_bytes"] for row in result["figures"].values()]
-    for place in ("cpu", "RTX 4090"):
-        for model in sorted({model for peaks in versions for model in peaks[place]}):
-            if len({peaks[place][model] for peaks in versions if model in peaks[place]}) > 1:
-                yield {"model": model, "place": place}
+    versions = [row["peak_bytes"]["cpu"] for row in result["figures"].values()]
+    for model in sorted({model for peaks in versions for model in peaks}):
+        if len({peaks[model] for peaks in versions if model in peaks}) > 1:
+            yield {"model": model}
+
+
+def peaks_on_a_card(result: Any) -> Rows:
+    """How each version's peaks differ from those of the version that CI runs."""
+    usual = result["figures"][OF_CI]["peak_bytes"]["RTX 4090"]
+    for version, row in result["figures"].items():
+        pairs = [(peak, usual.get(model)) for model, peak in row["peak_bytes"]["RTX 4090"].items()]
+        more = [peak - other for peak, other in pairs if isinstance(peak, int) and isinstance(other, int)]
+        if version != OF_CI:
+            yield {"version": version, "num": len(more), "equal": more.count(0), "least": min(more), "most": max(more)}
 
 
 TABLES: dict[str, Table | tuple[Table, ...]] = {
@@ -377,10 +386,15 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
     ),
     "torch_versions.peaks": Table(
         peaks_that_differ,
-        "model | on",
-        "{model} | {place}",
-        across=Across("{version}", "{version}", "{version/peak_bytes/@place/@model?None:,}"),
+        "model",
+        "{model}",
+        across=Across("{version}", "{version}", "{version/peak_bytes/cpu/@model?None:,}"),
         empty="None differs.\n",
+    ),
+    "torch_versions.card": Table(
+        peaks_on_a_card,
+        "version | models | of these with the same peak | least difference | greatest",
+        "{version} | {num} | {equal} | {least:+,} | {most:+,}",
     ),
     "silence": Table(
         "",
