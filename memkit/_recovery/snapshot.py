@@ -344,7 +344,7 @@ def _all_cloned(buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in buffers):
         return [cloned(each) for each in buffers]
     with torch.inference_mode(mode=False), torch.no_grad():
-        return foreach.clone(buffers)
+        return foreach.clone_aside(buffers)
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

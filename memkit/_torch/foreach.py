@@ -12,16 +12,21 @@ norm = torch._foreach_norm
 
 
 def clone(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy tensors; in 2.10 and earlier, one after the other, and contiguously."""
+    """Copy tensors; in 2.10 and earlier, one after the other."""
     if _clone is None:
-        return [torch.detach_copy(each) for each in tensors]
+        return [each.clone() for each in tensors]
     copies: Sequence[Tensor] = _clone(tensors)
     return copies
+
+
+def clone_aside(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy strided tensors by `COPIES`, which do not count as operators of a forward that runs meanwhile."""
+    return clone(tensors) if _clone is not None else [torch.detach_copy(each) for each in tensors]
 
 
 _clone = getattr(torch, "_foreach_clone", None)
 
 COPIES = overloads("_foreach_clone.default") or overloads("detach_copy.default")
-"""The operators that `clone` runs, and models do not."""
+"""The operators that `clone_aside` runs, and models do not."""
 
-__all__ = ["COPIES", "clone", "multiply_", "norm"]
+__all__ = ["COPIES", "clone", "clone_aside", "multiply_", "norm"]
