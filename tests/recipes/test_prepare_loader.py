@@ -204,8 +204,8 @@ def test_a_worst_batch_without_data_will_do():
         MANY_AND_LONG, model, loss_fn, make_batch=lambda shape: torch.empty(shape, dtype=torch.long, device="meta")
     )
     plans = [mk.plan_training(model, each, loss_fn, budget="20MiB") for each in (loader, bare)]
-    assert plans[0].wrapper_settings() == plans[1].wrapper_settings()
-    assert plans[0].required_bytes == plans[1].required_bytes
+    required = [{each.accumulation_steps: each.required_bytes for each in plan.candidates} for plan in plans]
+    assert required[0] == required[1]  # which of these is the fastest is a matter of measured times
     assert (plans[0].is_split_exact, plans[1].is_split_exact) == (True, None)
     assert "Whether the batch may be split was not checked: the batch has no data." in plans[1].notes
 
