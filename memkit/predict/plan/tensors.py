@@ -30,7 +30,8 @@ _CHAINS = (1, 2, 4, 8, 16, 32, 64, 128)  # all saved bytes over those of the lon
 _NUM_POINTS = 48  # of each order, for which memory is added up
 _SMALL = 4_000  # a tensor of less than this part of the saved bytes stays
 _MOST_REFINEMENTS = 200
-_PARTS = 8  # of the saved bytes: only what is saved first is treated, so that the forward is followed no further
+_MOST_PARTS = 8  # of the saved bytes: only what is saved first is treated, so that the forward is followed no further
+_MOST_OPERATORS = 4_000  # of all parts together: each takes time in proportion to their number squared
 _UNKNOWN = -float("inf")  # instead of a rate with its sign changed, which orders a queue
 _LAST = 1e-6  # of a rate: after all others
 # Without a dispatch mode torch runs other operators instead, which save other tensors: lengths as lists.
@@ -123,7 +124,8 @@ class TensorChoices:
             ways.append(("moves alone", 1))
         found = [list(self._descent(order, self.saved_bytes // chains)) for order, chains in ways]
         saved = np.cumsum([each.nbytes * each.is_saved for each in self.values])
-        ends = {int(np.searchsorted(saved, self.saved_bytes * part // _PARTS)) for part in range(1, _PARTS + 1)}
+        parts = min(_MOST_PARTS, max(1, _MOST_OPERATORS // max(1, len(self.operators))))
+        ends = {int(np.searchsorted(saved, self.saved_bytes * part // parts)) for part in range(1, parts + 1)}
         return found + [list(self._descent("at the peak", self.saved_bytes, end)) for end in sorted(ends)]
 
     @cached_property

@@ -14,11 +14,11 @@ import memkit as mk
 from memkit._core.errors import ConfigError, MemkitWarning
 from memkit._recorder.recorder import Recorder
 from memkit._tape.notes import OperatorNote, SaveNote, ValueNote
-from memkit.predict.plan import trial
+from memkit.predict.plan import tensors, trial
 from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.tensors import TensorChoices
 from memkit.train.saved_tensors import treat_saved_tensors
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import FunctionsEntered, assert_refused, assert_same
 from tests.train.test_treatments import UNet
 
 
@@ -146,6 +146,24 @@ def test_keeps_again_what_would_need_more_at_the_peak():
         assert choices.levels(frozenset(again), frozenset()).max() == 2_500  # as without
     assert choices.within(1_500).recomputed == {0}
     assert choices.least.recomputed == {0}
+
+
+def test_memory_is_added_up_in_proportion_to_the_operators(monkeypatch):
+    """Each sum goes through all of them, and a descent has as many moves: models of thousands need fewer descents."""
+    monkeypatch.setattr(tensors, "_MOST_OPERATORS", 80)
+    num_sums = []
+    for depth in (20, 80):
+        operators = [OperatorNote(f"operator {number}", 1.0, 0, True, False) for number in range(depth)]
+        values = [ValueNote(number, 100, [number], death=depth, is_saved=True) for number in range(depth)]
+        for number, (operator, value) in enumerate(zip(operators, values, strict=True)):
+            value.first_use = 2 * depth - number
+            operator.makes, operator.sources = [value], values[max(0, number - 1) : number]
+        base = np.zeros(2 * depth + 1, dtype=np.int64)
+        choices = TensorChoices(operators, values, [], base, 0, False, lambda size: 1.0, 0.0, 0.0, 0.0)
+        with FunctionsEntered() as entered:
+            assert choices.within(depth * 75) is not None
+        num_sums.append(entered.own.count(TensorChoices.levels.__code__))
+    assert num_sums[1] < 3 * num_sums[0]
 
 
 @pytest.mark.parametrize(("tape_seconds", "is_moved"), [(10.0, True), (1.0, False)])
