@@ -1,11 +1,11 @@
 """Cost of an always-on MemoryManager: a training loop with phases and step() against the same loop bare.
 
-Processor time of single steps, each beside a bare one, so that a busy machine disturbs both alike; the mean of the
-differences, with its standard error. All ways train the same model, four transformer blocks of width 64, 9 ms for a
-step. ``"bare again"`` is the bare loop a second time: what it differs from itself is the error of the method. Since
-every other step is bare, the log is written after half as many steps as in a real loop. ``"calls"`` are the same calls
-with nothing between: in a training step they take several times longer, because the step leaves nothing of them in the
-caches.
+Processor time of a dozen steps, each dozen beside a bare one, so that a busy machine disturbs both alike; the mean of
+the differences, with its standard error. A dozen takes a tenth of a second, so that it has what is done once in that
+time: writing the log. All ways train the same model, four transformer blocks of width 64, 9 ms for a step. ``"bare
+again"`` is the bare loop a second time: what it differs from itself is the error of the method. ``"calls"`` are the same
+calls with nothing between: in a training step they take several times longer, because the step leaves nothing of them
+in the caches.
 
 Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.manager_cost
 """
@@ -29,10 +29,11 @@ from benchmarks.models import Task, transformer
 from benchmarks.result import write_result
 from benchmarks.timing import seconds_of
 
-ROUNDS = 2
-PAIRS = 150  # of a round
-WARM_UP = 10
-NUM_CUT = 4  # of the largest and of the smallest values of a round: one step in six writes the log, and stays
+ROUNDS = 3
+PAIRS = 24  # of a round
+WARM_UP = 2
+NUM_CUT = 2  # of the largest and of the smallest values of a round
+STEPS = 12  # of each half of a pair
 CALLS = 20_000  # of a phase or a step alone
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -72,15 +73,13 @@ def _nothing() -> None:
 
 
 def extra_seconds(step: Callable[[], None], bare: Callable[[], None]) -> list[float]:
-    """How much longer than a bare step beside it each of some steps takes, without the outermost values."""
+    """How much longer than bare steps the steps take: means of some dozens, without the outermost values."""
     extra = []
     for number in range(PAIRS + WARM_UP):
-        if number % 2:
-            bare_s = seconds_of(bare)
-            extra.append(seconds_of(step) - bare_s)
-        else:
-            step_s = seconds_of(step)
-            extra.append(step_s - seconds_of(bare))
+        seconds = {}
+        for each in (step, bare) if number % 2 else (bare, step):
+            seconds[each] = seconds_of(lambda each=each: [each() for _ in range(STEPS)])
+        extra.append((seconds[step] - seconds[bare]) / STEPS)
     return sorted(extra[WARM_UP:])[NUM_CUT:-NUM_CUT]
 
 
@@ -89,14 +88,14 @@ def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, 
     loop = Loop(task, torch.optim.AdamW(task.model.parameters(), lr=1e-3))
     empty: AbstractContextManager[None] = nullcontext()
     steps: dict[str, Callable[[], None]] = {
-        "bare again": loop.bare,
+        "bare again": partial(loop.bare),
         "3 empty contexts": lambda: loop.with_three_phases(lambda _: empty, _nothing),
     }
     for name, manager in managers.items():
         steps[f"{name}: step()"] = partial(_bare_then, loop, manager.step)
         steps[f"{name}: 3 phases, step()"] = partial(loop.with_three_phases, manager.phase, manager.step)
         steps[f"{name}: 4 phases, step()"] = partial(loop.with_four_phases, manager.phase, manager.step)
-    bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS))
+    bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS * WARM_UP))
     extra: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():

@@ -13,8 +13,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from glob import glob
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import torch
@@ -24,12 +25,23 @@ from memkit._core.records import DeviceMemory, HostMemory
 from memkit._machine.host import cgroups, read_text
 from memkit._torch import machine
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+
+    def _getrusage(_: int) -> Any:
+        return SimpleNamespace(ru_maxrss=psutil.Process().memory_info().peak_wset)
+
+    _WHO = 0
+else:
     import resource
+
+    # Looked up once: between two blocks of a training step, each lookup is a cache miss.
+    _getrusage = resource.getrusage
+    # On Linux, a thread's counter gives the process's peak too, and is quicker: it skips every other thread.
+    _WHO = resource.RUSAGE_THREAD if sys.platform == "linux" else resource.RUSAGE_SELF
 
 _PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
 _WITHOUT_PEAK = frozenset({"cpu", "meta", "mps"})
-_USAGE_UNIT = 1 if sys.platform == "darwin" else 1024
+_USAGE_UNIT = 1 if sys.platform in ("darwin", "win32") else 1024
 _CGROUP_FILES = {  # by version: limit, use, and the key of the reclaimable cache in memory.stat
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -241,8 +253,12 @@ def children_bytes() -> int | None:
     each child of 1 GB.
     """
     total = None
-    for tasks in glob("/proc/self/task/*/children"):  # noqa: PTH207 - it is read in training steps, and `Path` is slower
-        for pid in _read(tasks).split():
+    try:
+        threads = os.listdir("/proc/self/task")  # noqa: PTH208 - read in training steps, where `Path` is slower
+    except OSError:
+        return None
+    for thread in threads:
+        for pid in _read(f"/proc/self/task/{thread}/children").split():
             text = read_text(Path("/proc", pid.decode(), "smaps_rollup"))  # empty if gone by now, or another user's
             kilobytes = [int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")]
             if kilobytes:
@@ -278,13 +294,10 @@ class ResidentPeak:
         On Linux, the quick counter (``ru_maxrss``) starts at the value of the process that launched this program, which
         may have been larger: if the two cannot be distinguished, the process's own peak is read, in 15 microseconds.
         """
-        if sys.platform == "win32":
-            return int(psutil.Process().memory_info().peak_wset)
-        # On Linux, a thread's counter gives the process's peak too, and is quicker: it skips every other thread.
-        who = resource.RUSAGE_THREAD if sys.platform == "linux" else resource.RUSAGE_SELF
-        peak = resource.getrusage(who).ru_maxrss * _USAGE_UNIT
-        if peak >= self._own_from:
-            return peak
+        peak: int = _getrusage(_WHO).ru_maxrss * _USAGE_UNIT
+        return peak if peak >= self._own_from else self._tell_apart(peak)
+
+    def _tell_apart(self, peak: int) -> int:
         own = _status_bytes(Path("/"), "VmHWM") or peak
         if own >= peak:
             self._own_from = peak
