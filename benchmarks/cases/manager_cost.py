@@ -2,10 +2,11 @@
 
 Processor time of a dozen steps, each dozen beside a bare one, so that a busy machine disturbs both alike; the mean of
 the differences, with its standard error. A dozen takes a tenth of a second, so that it has what is done once in that
-time: writing the log. All ways train the same model, four transformer blocks of width 64, 9 ms for a step. ``"bare
-again"`` is the bare loop a second time: what it differs from itself is the error of the method. ``"calls"`` are the same
-calls with nothing between: in a training step they take several times longer, because the step leaves nothing of them
-in the caches.
+time: writing the log. All ways train the same model, four transformer blocks of width 64, 9 ms for a step.
+
+``"bare again"`` is the bare loop a second time: what it differs from itself is the error of the method. ``"calls"`` are
+the same calls with nothing between: in a training step they take several times longer, because the step leaves nothing
+of them in the caches.
 
 Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.manager_cost
 """
