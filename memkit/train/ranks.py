@@ -261,11 +261,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients together, computed in float32 for half-precision ones."""
+    """Return the norm of all gradients together, computed in float32 for half-precision ones.
+
+    A sparse gradient takes the memory of a second one meanwhile, in which the entries of a row are added up.
+    """
     half, others = list[torch.Tensor](), list[torch.Tensor]()
     for each in gradients:
-        is_half = each.dtype in {torch.bfloat16, torch.float16} and not each.is_sparse
-        (half if is_half else others).append(each)
+        values = each.coalesce().values() if each.is_sparse else each
+        (half if values.dtype in {torch.bfloat16, torch.float16} else others).append(values)
     norms = foreach.norm(half, dtype=torch.float32) if half else []  # as get_total_norm
     return nn.utils.get_total_norm([*norms, *others])
 

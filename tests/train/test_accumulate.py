@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from itertools import pairwise, product
 
 import pytest
@@ -443,6 +444,20 @@ class TestSideBySide:
             accumulator.backward(embed(part).pow(2).mean(), count=len(part))
             accumulator.step()
         torch.testing.assert_close(seen[0], want.weight.grad.to_dense())
+
+    @pytest.mark.parametrize("max_norm", [0.1, math.inf])
+    def test_sparse_gradients_are_clipped_as_dense_ones(self, max_norm):
+        """A row that is read twice has two entries, and the norm is that of their sum."""
+        rows, stepped = torch.tensor([1, 2, 2, 5, 1]), []
+        for is_sparse in (False, True):
+            torch.manual_seed(0)
+            bag, head = nn.Embedding(10, 3, sparse=is_sparse), nn.Linear(3, 1)
+            optimizer = torch.optim.SGD([*bag.parameters(), *head.parameters()], lr=0.1)
+            accumulator = mk.GradientAccumulator(optimizer, max_grad_norm=max_norm)
+            accumulator.backward(head(bag(rows)).pow(2).mean())
+            assert accumulator.step() is True
+            stepped.append((accumulator.grad_norm, bag.weight.detach(), head.weight.detach()))
+        torch.testing.assert_close(stepped[1], stepped[0])
 
 
 class _FailsInBackward(torch.autograd.Function):
