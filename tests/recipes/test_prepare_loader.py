@@ -205,7 +205,9 @@ def test_a_worst_batch_without_data_will_do():
     )
     plans = [mk.plan_training(model, each, loss_fn, budget="20MiB") for each in (loader, bare)]
     required = [{each.accumulation_steps: each.required_bytes for each in plan.candidates} for plan in plans]
-    assert required[0] == required[1]  # which of these is the fastest is a matter of measured times
+    tried_by_both = required[0].keys() & required[1].keys()  # measured times decide what is tried, and what is fastest
+    assert len(tried_by_both) > 1
+    assert all(required[0][each] == required[1][each] for each in tried_by_both)
     assert (plans[0].is_split_exact, plans[1].is_split_exact) == (True, None)
     assert "Whether the batch may be split was not checked: the batch has no data." in plans[1].notes
 
