@@ -1,8 +1,8 @@
 """Cost of an always-on MemoryManager: a training loop with phases and step() against the same loop bare.
 
-Processor time of a dozen steps, each dozen beside a bare one, so that a busy machine disturbs both alike; the mean of
-the differences, with its standard error. A dozen takes a tenth of a second, so that it has what is done once in that
-time: writing the log. All ways train the same model, four transformer blocks of width 64, 9 ms for a step.
+Processor time of two dozen steps beside as many bare ones, so that a busy machine disturbs both alike; the mean of the
+differences, with its standard error. They take a fifth of a second, so that they have what is done once in that time:
+writing the log. All ways train the same model, four transformer blocks of width 64, 9 ms for a step.
 
 ``"bare again"`` is the bare loop a second time: what it differs from itself is the error of the method. ``"calls"`` are
 the same calls with nothing between: in a training step they take several times longer, because the step leaves nothing
@@ -31,10 +31,10 @@ from benchmarks.result import write_result
 from benchmarks.timing import seconds_of
 
 ROUNDS = 3
-PAIRS = 24  # of a round
+PAIRS = 16  # of a round
 WARM_UP = 2
 NUM_CUT = 2  # of the largest and of the smallest values of a round
-STEPS = 12  # of each half of a pair
+STEPS = 24  # of each half of a pair
 CALLS = 20_000  # of a phase or a step alone
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -74,7 +74,7 @@ def _nothing() -> None:
 
 
 def extra_seconds(step: Callable[[], None], bare: Callable[[], None]) -> list[float]:
-    """How much longer than bare steps the steps take: means of some dozens, without the outermost values."""
+    """How much longer than bare steps the steps take: means of two dozen each, without the outermost values."""
     extra = []
     for number in range(PAIRS + WARM_UP):
         seconds = {}

@@ -2,7 +2,7 @@
 
 Between two blocks of a training step, none of this code is in the CPU caches: code that takes 5 microseconds in a tight
 loop takes 40 there. So a block only records the counters at its ends. Computing the totals and the events waits until
-they are read; for a tenth of a second at most with a log, otherwise for at most a second or a thousand blocks.
+they are read; for a fifth of a second at most with a log, otherwise for at most a second or a thousand blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memkit.memory.journal import EventJournal
 from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, larger, peak_by_record
 from memkit.memory.track import Tracker
 
-_WRITTEN_NS, _KEPT_NS = 100_000_000, 1_000_000_000  # longest wait of events for a log, and of events only in memory
+_WRITTEN_NS, _KEPT_NS = 200_000_000, 1_000_000_000  # longest wait of events for a log, and of events only in memory
 _MOST_ENDED = 1000  # blocks that wait; more are settled earlier
 _CHILDREN_NS, _CHILDREN_SHARE = 250_000_000, 200  # child processes: a reading each 250 ms, in at most 1/200 of the time
 _FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors after 4 steps, 16, 64 and so on

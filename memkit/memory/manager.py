@@ -105,7 +105,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
             other code; a phase's own peak is then known only if it sets a new record. True makes every phase's peak
             exact, by resetting the counters (on the CPU under Linux, the kernel's count for the process) at each phase.
         log: A file to which every event is appended, readable even after the process is killed: marks are written
-            immediately, ends of phases and steps are batched if several come within a tenth of a second. With several
+            immediately, ends of phases and steps are batched if several come within a fifth of a second. With several
             ranks, each writes its own file:
             ``"memory_events.jsonl"`` becomes ``"memory_events.rank3.jsonl"``.
         line_every: Log a line at level INFO to the logger ``"memkit"`` every this many steps; None disables it.
