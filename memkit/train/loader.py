@@ -38,7 +38,8 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
             not wait for the copy; back to the host it does.
 
     Returns:
-        The same containers with the moved tensors; a tensor already on the device is returned as is.
+        The same containers with the moved tensors; a tensor already on the device is returned as is, and so is a batch
+        of nothing else.
 
     Raises:
         ConfigError: The device name is unknown, or this machine does not have the device.
@@ -52,7 +53,17 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
         device(type='meta')
     """
     target = device if isinstance(device, torch.device) else devices.resolve_device(device)
-    return map_leaves(lambda leaf: _move(leaf, target), batch, _moves_itself)
+    return batch if _is_there(batch, target) else map_leaves(lambda leaf: _move(leaf, target), batch, _moves_itself)
+
+
+def _is_there(batch: Any, device: torch.device) -> bool:
+    """Whether a plain container has nothing but tensors on the device: each batch, in training on a CPU."""
+    kind = type(batch)
+    leaves = batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,)
+    for leaf in leaves:  # noqa: SIM110 - faster than a generator
+        if type(leaf) is not torch.Tensor or leaf.device != device:
+            return False
+    return True
 
 
 def _moves_itself(node: Any) -> bool:
