@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import subprocess
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import memkit as mk
 from benchmarks.__main__ import main
-from benchmarks.gpu import command, evidence, page
+from benchmarks.gpu import child, command, evidence, page
 from benchmarks.gpu.cases import CASES, Case, Place, predicted
 from benchmarks.gpu.models import TRAININGS
 from benchmarks.gpu.observe import Ledger, Operator, differing_operators, events_of
@@ -127,27 +129,31 @@ def test_events_are_those_of_the_snapshot():
 # ---------------------------------------------------------------------------------------------- cases that end badly
 
 
-def run_one(work, monkeypatch, case, body):
-    """Run a case whose process is `body` instead of the cases' own child."""
-    monkeypatch.setattr(command.sys, "executable", str(body))
-    return command.Run(work, CARD).one("card", case)
+def fail(name, place, log):
+    child.main("no such case", place, log)
 
 
-def script(folder, text):
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o700)
-    return path
+def speak_and_fail(name, place, log):
+    os.setsid()
+    log.write_text("RuntimeError: no file /home/ada/secret/train.py\n")
+    os._exit(3)
 
 
-def test_a_failed_case_says_its_reason_without_folders(tmp_path, monkeypatch):
-    body = script(tmp_path, "echo 'RuntimeError: no file /home/ada/secret/train.py' >&2; exit 3")
-    outcome = run_one(tmp_path, monkeypatch, Case(predicted), body)
+def hang(name, place, log):
+    os.setsid()
+    subprocess.run(["sleep", "60"], check=False)
+
+
+def test_a_failed_case_says_its_reason_without_folders(tmp_path):
+    run = command.Run(tmp_path, CARD)
+    outcome = run.one("card", CASES["card"], target=speak_and_fail)
     assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: no file train.py")
+    outcome = run.one("card", CASES["card"], target=fail)
+    assert (outcome.status, outcome.reason) == ("failed", "KeyError: 'no such case'")
 
 
-def test_kills_hanging_case(tmp_path, monkeypatch):
-    outcome = run_one(tmp_path, monkeypatch, Case(predicted, limit_s=1), script(tmp_path, "sleep 60"))
+def test_kills_hanging_case(tmp_path):
+    outcome = command.Run(tmp_path, CARD).one("card", Case(predicted, limit_s=1), target=hang)
     assert (outcome.status, outcome.reason) == ("timed out", "over 1 s")
     assert outcome.seconds < 30
 

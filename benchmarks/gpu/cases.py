@@ -24,14 +24,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from benchmarks.gpu import ranks
-from benchmarks.gpu.models import TRAININGS, Task, decoder, regressing, unet2d, unit
+from benchmarks.gpu.models import TRAININGS, Task, decoder, numbers, regressing, unet2d, unit
 from benchmarks.gpu.observe import Ledger, Operator, differing_operators, observe
 from benchmarks.tables import ROOT
 from benchmarks.timing import in_turns
 from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
+from memkit.chunk.segments import chunked_segment_reduce
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 from memkit.predict.calibration import calibrate_gpu
@@ -320,6 +322,143 @@ def losses(place: Place) -> dict[str, Any]:
     return {way: row | {"ms": times[way]} for way, row in figures.items()}
 
 
+def plans(place: Place) -> dict[str, Any]:
+    """Trainings planned for 70% of what they reserve, and run within it: bytes, losses and time, told and found."""
+    return {
+        "decoder": planned(place, decoder),
+        "unet": planned(place, partial(unet2d, 8)),
+        "with BatchNorm": planned(place, with_batch_norm),
+    }
+
+
+def planned(place: Place, build: Callable[[], Task]) -> dict[str, Any]:
+    del place
+    losses, reserved_bytes = losses_by_hand(build)
+    limit_bytes = int(SHARE * reserved_bytes)
+    context_bytes = mk.find_gpu("cuda").context_bytes
+    model, batch, loss_fn = build_on_gpu(build)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    start = time.perf_counter()
+    trainer = mk.prepare(
+        model, optimizer, batch, loss_fn, budget=limit_bytes + context_bytes, micro_batch_size=len(batch[0])
+    )
+    planning_s = time.perf_counter() - start
+    with limited_to(limit_bytes):
+        torch.cuda.reset_peak_memory_stats()
+        results = [trainer.train_step(batch, loss_fn) for _ in range(3)]
+        peak_bytes, within_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+    def by_hand() -> None:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+
+    times = milliseconds_of({"by hand": by_hand, "planned": partial(trainer.train_step, batch, loss_fn)})
+    estimate = trainer.plan.estimate
+    return {
+        "plain_reserved_bytes": reserved_bytes,
+        "limit_bytes": limit_bytes,
+        "predicted_reserved_bytes": trainer.plan.required_bytes - context_bytes,
+        "reserved_bytes": within_bytes,
+        "predicted_peak_bytes": estimate.peak_bytes,
+        "peak_bytes": peak_bytes,
+        "num_ooms": sum(result.num_ooms for result in results),
+        "are_losses_equal": [float(result.loss) for result in results] == losses,
+        "plan": str(trainer.plan.saved_tensors or "").partition("\n")[0],
+        "planning_s": planning_s,
+        "ratio": times["planned"] / times["by hand"],
+        "predicted_ratio": trainer.plan.predicted_slowdown,
+    }
+
+
+def edges_in_chunks(place: Place) -> dict[str, Any]:
+    """An edge MLP over a million edges: plain, a checkpoint for each chunk, and memkit's chunks."""
+    num_nodes, num_edges, width, size = 50_000, 1_000_000, 128, 65_536
+    torch.manual_seed(0)
+    layers = [(nn.Linear(a, width), nn.LayerNorm(width), nn.SiLU()) for a in (6, width, width)]
+    net = nn.Sequential(*(layer for each in layers for layer in each), nn.Linear(width, 64)).cuda()
+    rows, index = numbers(num_edges, 6).cuda(), (torch.arange(num_edges) * 7919 % num_nodes).cuda()
+    upstream = numbers(num_nodes, 64).cuda()
+
+    def plain() -> Tensor:
+        return rows.new_zeros(num_nodes, 64).index_add_(0, index, net(rows))
+
+    def checkpointed() -> Tensor:
+        out = rows.new_zeros(num_nodes, 64)
+        for part, ids in zip(rows.split(size), index.split(size), strict=True):
+            out = out.index_add(0, ids, checkpoint(net, part, use_reentrant=False))
+        return out
+
+    within = partial(chunked_segment_reduce, net, rows, index=index, num_segments=num_nodes, memory_budget="256MiB")
+    ways: dict[str, Callable[[], Tensor]] = {
+        "plain": plain,
+        "checkpoints": checkpointed,
+        "memkit, 256 MiB": within,
+        "memkit, chunks of 65,536": partial(
+            chunked_segment_reduce, net, rows, index=index, num_segments=num_nodes, chunk_size=size
+        ),
+    }
+
+    def step(way: str) -> None:
+        net.zero_grad()
+        ways[way]().backward(upstream)
+
+    figures: dict[str, dict[str, Any]] = {}
+    expected: list[Tensor] = []
+    for way in ways:
+        step(way)
+        net.zero_grad()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(way)
+        found = [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
+        expected = expected or found
+        off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+        figures[way] = {
+            "peak_bytes": torch.cuda.max_memory_allocated() - before,
+            "difference": None if place.virtual else off,
+        }
+    times = milliseconds_of({way: partial(step, way) for way in ways})
+    return {way: row | {"ms": times[way]} for way, row in figures.items()}
+
+
+def tracked(place: Place) -> dict[str, Any]:
+    """A step in a tracker and a memory manager's phases: their peaks beside the allocator's, and the tracker's time."""
+    del place
+    model, batch, loss_fn = build_on_gpu(partial(decoder, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    memory = mk.MemoryManager()
+
+    def step() -> None:
+        with memory.phase("forward"):
+            loss = loss_fn(model, batch)
+        with memory.phase("backward"):
+            loss.backward()
+        with memory.phase("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        memory.step()
+
+    def in_tracker() -> mk.Tracker:
+        with memory.track() as tracker:
+            step()
+        return tracker
+
+    step()  # the optimizer's state, and the libraries' workspaces
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    phases = memory.phases
+    times = milliseconds_of({"bare": step, "tracked": in_tracker})
+    return {
+        "peak_bytes": peak_bytes,
+        "tracked_peak_bytes": in_tracker().peak_bytes,
+        "phase_peak_bytes": {name: each.peak_bytes for name, each in phases.items()},
+        "ratio": times["tracked"] / times["bare"],
+    }
+
+
 # -------------------------------------------------------------------------------------------------------- what it costs
 
 
@@ -462,6 +601,9 @@ CASES: dict[str, Case] = {
     "recovery": Case(recovery),
     "offload": Case(offload),
     "losses": Case(losses),
+    "plans": Case(plans, needs_data=True, limit_s=180),
+    "edges in chunks": Case(edges_in_chunks),
+    "tracked": Case(tracked),
     "cost": Case(cost),
     "sampler": Case(sampler, needs_data=True),
     "workspaces": Case(workspaces, limit_s=300),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -12,12 +14,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
 import memkit
-from benchmarks.gpu import evidence, page
+from benchmarks.gpu import child, evidence, page
 from benchmarks.gpu.cases import CASES, Case, Place
 from benchmarks.gpu.evidence import Card, Evidence, Outcome, Software
 from benchmarks.result import commit, version_of
@@ -26,6 +31,7 @@ WORK = Path("memkit-gpu-work")
 DONE = 0
 FAILED = 1  # a case failed; the others are in the file
 REFUSED = 2  # no GPU, or a file that cannot be read
+MOST_AT_ONCE = 16  # simulations, each of about 1 GB of host memory
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -97,25 +103,41 @@ class Run:
         (work / "logs").mkdir(parents=True, exist_ok=True)
         self.outcomes: dict[str, Outcome] = {}
         self.software = software()
+        # Its server has imported everything and has no context of CUDA, so that a case begins within milliseconds.
+        self.processes = multiprocessing.get_context("forkserver")
+        self.processes.set_forkserver_preload(["benchmarks.gpu.child"])
 
     def cases(self, names: list[str], *, is_again: bool) -> int:
         if not is_again:
             self.outcomes = self.earlier()
         if "card" not in self.outcomes:
             names = ["card", *(name for name in names if name != "card")]
-        for number, name in enumerate(names, 1):
-            if name in self.outcomes and self.outcomes[name].status == "done" and not is_again:
-                continue
-            print(f"[{number}/{len(names)}] {name} ... ", end="", flush=True)
-            self.outcomes[name] = outcome = self.one(name, CASES[name])
-            print(f"{outcome.status}, {outcome.seconds:.0f} s{outcome.reason and ': ' + outcome.reason}", flush=True)
-            if "card" not in self.outcomes or self.outcomes["card"].status != "done":
+        numbers = {name: number for number, name in enumerate(names, 1)}
+        for name, outcome in self.run_in_turn([name for name in names if is_again or not self.is_done(name)]):
+            self.outcomes[name] = outcome
+            words = f"{outcome.status}, {outcome.seconds:.0f} s{outcome.reason and ': ' + outcome.reason}"
+            print(f"[{numbers[name]}/{len(names)}] {name} ... {words}", flush=True)
+            if not self.is_done("card"):
                 print("Without the card's own figures nothing else can run.", file=sys.stderr)
                 return FAILED
             self.evidence().write(self.file)
         found = self.evidence()
         print(page.of([found]), f"\nWritten to {self.file}", sep="\n")
         return FAILED if any(each.status in {"failed", "timed out"} for each in found.cases.values()) else DONE
+
+    def is_done(self, name: str) -> bool:
+        return name in self.outcomes and self.outcomes[name].status == "done"
+
+    def run_in_turn(self, names: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
+        """One case after the other; those that do not see the GPU, and so cannot disturb each other, at once."""
+        for is_simulation, group in groupby(names, lambda name: CASES[name].hides_gpu):
+            num = min(MOST_AT_ONCE, max(1, len(os.sched_getaffinity(0)) - 1)) if is_simulation else 1
+            pool = ThreadPoolExecutor(num)
+            try:
+                waiting = {pool.submit(self.one, name, CASES[name]): name for name in group}
+                yield from ((waiting[done], done.result()) for done in as_completed(waiting))
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def earlier(self) -> dict[str, Outcome]:
         """Results of an earlier run of the same commit and PyTorch on the same machine."""
@@ -127,7 +149,7 @@ class Run:
             return {}
         return {name: each for name, each in found.cases.items() if each.status == "done"}
 
-    def one(self, name: str, case: Case) -> Outcome:
+    def one(self, name: str, case: Case, target: Callable[..., None] = child.main) -> Outcome:
         """Run a case in its own process."""
         if case.num_gpus > self.num_gpus:
             return Outcome(status="skipped", seconds=0, reason=f"needs {case.num_gpus} GPUs")
@@ -135,26 +157,24 @@ class Run:
             return Outcome(status="skipped", seconds=0, reason="needs a GPU with data")
         stem = self.place.stem(name)
         stem.with_suffix(".json").unlink(missing_ok=True)
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if case.hides_gpu or self.place.virtual else {})
-        command = [sys.executable, "-m", "benchmarks.gpu.child", name, str(self.place.work)]
-        command += [self.place.virtual] if self.place.virtual else []
-        start = time.monotonic()
         log = self.place.work / "logs" / f"{stem.name}.txt"
-        with log.open("w") as text:
-            child = subprocess.Popen(command, env=environment, stdout=text, stderr=text, start_new_session=True)
-            try:
-                code = child.wait(case.limit_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
-                child.wait()
-                return Outcome(status="timed out", seconds=time.monotonic() - start, reason=f"over {case.limit_s} s")
-            except BaseException:  # Ctrl-C does not reach a session of its own
-                os.killpg(child.pid, signal.SIGKILL)
-                raise
+        log.write_text("")
+        process = self.processes.Process(target=target, args=(name, self.place, log))
+        start = time.monotonic()
+        process.start()
+        try:
+            process.join(case.limit_s)
+        finally:  # also at Ctrl-C, which does not reach a session of its own
+            is_late = process.is_alive()
+            kill_group(process.pid)
+            process.kill()  # which may not have begun its own session yet
+            process.join()
         seconds = time.monotonic() - start
-        if code:
+        if is_late:
+            return Outcome(status="timed out", seconds=seconds, reason=f"over {case.limit_s} s")
+        if process.exitcode:
             lines = log.read_text(errors="replace").strip().splitlines()
-            reason = evidence.without_paths(lines[-1])[:300] if lines else f"exit code {code}"
+            reason = evidence.without_paths(lines[-1])[:300] if lines else f"exit code {process.exitcode}"
             return Outcome(status="failed", seconds=seconds, reason=reason)
         return Outcome(
             status="done", seconds=seconds, figures=json.loads(stem.with_suffix(".json").read_text())["figures"]
@@ -174,6 +194,12 @@ class Run:
             software=self.software,
             cases={name: self.outcomes[name] for name in order},
         )
+
+
+def kill_group(pid: int | None) -> None:
+    """Kill the processes that a case has left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def software() -> Software:
