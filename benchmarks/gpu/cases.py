@@ -107,6 +107,7 @@ def card(place: Place) -> dict[str, Any]:
 def tests(place: Place) -> dict[str, Any]:
     """`pytest -m gpu`; on a virtual card they are only collected."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--no-header", "-rfE"]
+    command += ["-p", "no:benchmark"]  # pytest-benchmark, where it is installed, warns
     command += ["--collect-only"] if place.virtual else []
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -389,11 +390,11 @@ def edges_in_chunks(place: Place) -> dict[str, Any]:
             out = out.index_add(0, ids, checkpoint(net, part, use_reentrant=False))
         return out
 
-    within = partial(chunked_segment_reduce, net, rows, index=index, num_segments=num_nodes, memory_budget="256MiB")
+    processor = mk.ChunkedProcessor(net, memory_budget="256MiB")
     ways: dict[str, Callable[[], Tensor]] = {
         "plain": plain,
         "checkpoints": checkpointed,
-        "memkit, 256 MiB": within,
+        "memkit, 256 MiB": partial(processor.segment_reduce, rows, index=index, num_segments=num_nodes),
         "memkit, chunks of 65,536": partial(
             chunked_segment_reduce, net, rows, index=index, num_segments=num_nodes, chunk_size=size
         ),
@@ -514,7 +515,8 @@ def sampler(place: Place) -> dict[str, Any]:
     points = np.random.default_rng(0).random((1_000_000, 3), dtype=np.float32)
     index = GridIndex.from_coords(points, 0.028)  # some 46,000 cells
     found = [name for name in ("numba", "triton") if find_spec(name)]
-    samplers = {name: GridAwareSampler(backend=name) for name in ("numpy", "torch", *found)}
+    devices = {"numpy": "cpu", "numba": "cpu", "torch": "cuda", "triton": "cuda"}
+    samplers = {name: GridAwareSampler(backend=name, device=devices[name]) for name in ("numpy", "torch", *found)}
     ways = {name: partial(each.sample_scenarios, index) for name, each in samplers.items()}
     times = milliseconds_of(ways, num_calls=1)
     return {name: {"ms": times[name], "is_identical": are_identical(name)} for name in ways}
@@ -548,16 +550,19 @@ OPERATORS = {"aten.convolution.default": "forward", "aten.convolution_backward.d
 LAYOUTS = {"": torch.contiguous_format, "channels last": torch.channels_last}
 
 
-def workspaces(place: Place) -> dict[str, Any]:
-    """Scratch memory of cuDNN's convolutions, by shape, dtype, layout and ``cudnn.benchmark``: forward and backward."""
+def workspaces(place: Place, *, is_tuned: bool) -> dict[str, Any]:
+    """Scratch memory of cuDNN's convolutions, by shape, dtype and layout: forward and backward.
+
+    Without and with ``cudnn.benchmark`` are two cases: PyTorch keeps the algorithm that a process has once used.
+    """
     del place
+    torch.backends.cudnn.benchmark = is_tuned
     rows = {}
-    for is_tuned, (name, shape), dtype, layout in product((False, True), SHAPES.items(), DTYPES, LAYOUTS):
+    for (name, shape), dtype, layout in product(SHAPES.items(), DTYPES, LAYOUTS):
         if layout and len(shape[0]) != IMAGES:
             continue
-        torch.backends.cudnn.benchmark = is_tuned
-        words = (name, str(dtype).removeprefix("torch."), layout, "tuned" if is_tuned else "")
-        rows[", ".join(filter(None, words))] = workspace(*shape, dtype, LAYOUTS[layout]) | {"is_tuned": is_tuned}
+        words = (name, str(dtype).removeprefix("torch."), layout)
+        rows[", ".join(filter(None, words))] = workspace(*shape, dtype, LAYOUTS[layout])
     return rows
 
 
@@ -606,6 +611,7 @@ CASES: dict[str, Case] = {
     "tracked": Case(tracked),
     "cost": Case(cost),
     "sampler": Case(sampler, needs_data=True),
-    "workspaces": Case(workspaces, limit_s=300),
+    "workspaces": Case(partial(workspaces, is_tuned=False), limit_s=300),
+    "workspaces, tuned": Case(partial(workspaces, is_tuned=True), limit_s=300),
     "ranks": Case(ranks.both, num_gpus=2, limit_s=180, needs_data=True),
 }

@@ -60,7 +60,8 @@ class Training:
         if self.is_channels_last:
             model.to(memory_format=torch.channels_last)
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
-        scaler = torch.amp.GradScaler("cuda", enabled=self.precision == "fp16")
+        # The usual first scale of 65,536 overflows in some of them, whose first steps would be skipped.
+        scaler = torch.amp.GradScaler("cuda", init_scale=256.0, enabled=self.precision == "fp16")
 
         def step() -> None:
             for _ in range(self.num_microbatches):
