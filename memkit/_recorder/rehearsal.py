@@ -535,9 +535,17 @@ def _may_hold_state(value: object) -> bool:
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
     kind = type(value)
-    if isinstance(value, (type, types.ModuleType, Tensor, torch.optim.Optimizer)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (type, types.ModuleType, Tensor, torch.optim.Optimizer)) or not _has_attributes(value):
         return False
     return kind.__module__.partition(".")[0] not in _FOREIGN
+
+
+def _has_attributes(value: object) -> bool:
+    """Whether an object has a dict of its own, whatever its class's `__getattr__` raises."""
+    try:
+        return hasattr(value, "__dict__")
+    except Exception:  # noqa: BLE001 - pydantic's unfinished models, for one, raise errors of their own
+        return False
 
 
 def _held_by_function(fn: Any) -> Iterator[object]:

@@ -194,8 +194,9 @@ class _Surroundings:
             yield from self._of_module(value)
         elif self._is_looked_into(value):
             yield type(value), ""
-            if hasattr(value, "__dict__"):
-                yield from self._named(value, vars(value), "names")
+            names = _own(value, "__dict__")
+            if names is not None:
+                yield from self._named(value, names, "names")
             if self._has_slots(type(value)):
                 yield from self._named(value, _in_slots(value), "slots")
 
@@ -324,7 +325,16 @@ def _slots(kind: type) -> Iterator[str]:
 
 
 def _in_slots(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    found = {name: _own(value, name, _MISSING) for name in _slots(type(value))}
+    return {name: each for name, each in found.items() if each is not _MISSING}
+
+
+def _own(value: object, name: str, default: Any = None) -> Any:
+    """Return an attribute, or the default whatever the class's `__getattr__` raises."""
+    try:
+        return getattr(value, name)
+    except Exception:  # noqa: BLE001 - pydantic's unfinished models, for one, raise errors of their own
+        return default
 
 
 # ----------------------------------------------------------------------------------------------- after
@@ -424,7 +434,7 @@ def _path_from(tensor: Tensor, is_end: Callable[[Any], bool]) -> _Own:
 def _own_name(value: Any) -> str:
     if isinstance(value, ModuleType):
         return value.__name__
-    name = getattr(value, "__qualname__", None)
+    name = _own(value, "__qualname__")
     if name is None:
         return f"a {type(value).__name__}"
     return f"the generator {name}" if isinstance(value, GeneratorType) else f"{value.__module__}.{name}"
@@ -437,7 +447,7 @@ def _label(holder: Any, held: Any) -> str:
         return next((f".{key}" if is_module else f"[{key!r}]" for key, item in holder.items() if item is held), "")
     if isinstance(holder, (list, tuple)):
         return next((f"[{number}]" for number, item in enumerate(holder) if item is held), "")
-    return next((f".{name}" for name, item in getattr(holder, "__dict__", {}).items() if item is held), "")
+    return next((f".{name}" for name, item in _own(holder, "__dict__", {}).items() if item is held), "")
 
 
 # ------------------------------------------------------------------------------------------------------------ patches

@@ -94,7 +94,8 @@ def plan_training(
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A GPU, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all memory of
-            the GPU that is the ``target``; on the CPU, with ``activation_budget``, all of the machine's memory.
+            the GPU that is the ``target``, or that the model is on; on the CPU, with ``activation_budget``, all of the
+            machine's memory.
         target: Device for a budget in bytes: a GPU, or ``"cpu"``, where live bytes are counted. None: the model's
             device.
         precisions: The precisions to choose from. None is the model's own; bf16 changes the numbers, so it is used only
@@ -470,15 +471,16 @@ def _find_place(
     call: str, model: nn.Module, budget: CapacityLike | None, target: str | GPU | None
 ) -> tuple[GPU | None, CapacityLike, int]:
     """Return the GPU, None for the CPU; the budget; and the budget in bytes."""
+    where = target or device_of(model).type
     if budget is None:
-        if target is None or target == "cpu":
+        if where in ("cpu", "meta"):
             raise ConfigError(
                 f"{call}(...)",
                 got="no budget",
                 expected="a budget: the memory that a step may take",
                 fix=f"write {call}(..., budget='24GiB'), or budget='RTX 4090' for all memory of a GPU.",
             )
-        card = look_up(target, f"{call}(..., target={_shown(target)})")
+        card = look_up(where, f"{call}(..., target={_shown(where)})")
         return card, card, card.total_bytes
     try:
         num_bytes = parse_bytes(budget, name="budget", is_large=True)  # type: ignore[arg-type]  # a GPU is not a size
@@ -495,7 +497,6 @@ def _find_place(
                 fix=f"write budget={_shown(budget)} without target, or a size such as budget='20GiB'.",
             ) from None
         return gpu, budget, gpu.total_bytes
-    where = target or device_of(model).type
     return (
         (None if where in ("cpu", "meta") else look_up(where, f"{call}(..., target={_shown(where)})")),
         budget,

@@ -212,7 +212,7 @@ class ChunkedStep:
             raise
         except BaseException:  # an interrupt not raised by a signal
             optimizer.param_groups = groups
-            if self.num_stepped or (self._work and self._work[0].progress):
+            if self.num_stepped or any(each.progress for each in self._work or ()):
                 self._step_chunks(self._work or [])
             raise
         finally:
@@ -231,7 +231,9 @@ class ChunkedStep:
 
     def _step_whole(self, optimizer: Optimizer, journal: StepJournal) -> None:
         try:
-            outcome = attempt(own_step(optimizer), optimizer)
+            step = own_step(optimizer)
+            watched = journal.watched
+            outcome = attempt(step, optimizer) if watched is None else attempt(watched.run, step, optimizer)
             if isinstance(outcome, Done):
                 self._num_before, self._work = len(journal.parameters), []
             else:
@@ -244,13 +246,10 @@ class ChunkedStep:
     def _rest(self, journal: StepJournal) -> list[_Work]:
         """Return the remaining work of an interrupted step."""
         journal.cut_off(self._optimizer)
-        self._num_before = max(0, journal.num_begun - 1)
-        done = {id(parameter) for _, parameter in journal.parameters[: journal.num_begun]}
-        work = self._plan(done)
-        if journal.num_begun:
-            group, parameter = journal.parameters[journal.num_begun - 1]
-            work.insert(0, _Work(group, [parameter], progress=journal.progress))
-        return work
+        self._num_before = journal.num_done
+        done = [parameter for _, parameter in journal.parameters[: journal.num_done]]
+        begun = [_Work(each.group, [each.parameter], progress=each.progress) for each in journal.interrupted]
+        return begun + self._plan({id(each) for each in (*done, *(each.parameters[0] for each in begun))})
 
     def _plan(self, without: Collection[int] = ()) -> list[_Work]:
         groups = self._optimizer.param_groups

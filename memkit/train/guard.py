@@ -30,9 +30,8 @@ _NUM_GUARDED_STEPS = 2  # the first creates the optimizer's state, the second is
 class StepGuard:
     """Protects the steps of optimizers that may run out of memory.
 
-    Optimizers that step one tensor after the other run in one piece, resuming where they were interrupted, until a step
-    runs out of memory (`memkit.train.resume`). Torch's other optimizers, and those of `register_parameterwise`, step in
-    atomic chunks (`atomic_steps`).
+    Most of torch's optimizers run in one piece, resuming where they were interrupted, until a step runs out of memory
+    (`memkit.train.resume`). Its others, and those of `register_parameterwise`, step in atomic chunks (`atomic_steps`).
 
     An unknown optimizer is protected by a copy of the parameters, gradients and state of all optimizers that step
     together, made before steps that may run out of memory. These are the first two, when the state is created (the

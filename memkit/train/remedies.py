@@ -38,6 +38,8 @@ class Remedies:
         is_sharded: Whether its parameters are sharded over ranks, which must all do the same.
         checkpoint: The user's choice of blocks, or None.
         offload: The user's ``offload`` setting.
+        has_plan: Whether the user has a plan for saved tensors. Blocks that run again would save others than planned;
+            if activations are offloaded, all of them are, and the plan ends.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Remedies:
         is_sharded: bool = False,
         checkpoint: object = None,
         offload: Collection[str] = (),
+        has_plan: bool = False,
     ) -> None:
-        self._model, self._call = model, call
+        self._model, self._call, self._has_plan = model, call, has_plan
         may_change = not is_sharded and not any(is_compiled(each) for each in model.modules())
-        self._can: list[RemedyName] = ["recompute"] if may_change and may_check and checkpoint is None else []
+        may_recompute = may_change and may_check and checkpoint is None and not has_plan
+        self._can: list[RemedyName] = ["recompute"] if may_recompute else []
         self._can += ["offload"] if may_change and "activations" not in offload else []
         self._left = [each for each in self._can if each == "recompute" or device_of(model).type != "cpu"]
         self._checkpointing: Checkpointing | None = None
@@ -72,6 +76,11 @@ class Remedies:
     def recomputed(self) -> tuple[str, ...]:
         """Names of the blocks that are recomputed in backward."""
         return self._checkpointing.recomputed if self._checkpointing else ()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether all activations are offloaded."""
+        return self._offload is not None
 
     @property
     def is_unproven(self) -> bool:
@@ -151,7 +160,9 @@ class Remedies:
         self._offload = make_offload({"activations"}, self._model, [], contextlib.ExitStack())
         place = "the disk" if device_of(self._model).type == "cpu" else "host memory"
         known = self._known["offload"].filled(place=place)
-        return f"from now on activations are offloaded: {known.effect}. {known.arguments} does so from the start."
+        which = "all activations are offloaded instead of those in the plan" if self._has_plan else ""
+        which = which or "activations are offloaded"
+        return f"from now on {which}: {known.effect}. {known.arguments} does so from the start."
 
     def _close_checkpointing(self) -> None:
         if self._checkpointing is not None:

@@ -1,26 +1,30 @@
 """Resume an interrupted optimizer step by skipping the in-place operators that were already applied.
 
-If an optimizer steps one tensor after the other, each operator that writes to a parameter or its state increments that
-tensor's version. So the versions before and after tell how far a step has come, without any copies. To resume, the
-same step runs again and skips the operators already applied.
+Where an optimizer steps one tensor after the other, each operator that writes to a parameter or its state increments
+that tensor's version, so the versions before and after tell how far a step has come. Operators on all tensors of a
+group at once, the default on a GPU, are a dozen in a step, and are counted as they run. Neither takes a copy. To
+resume, the same step runs again, for one parameter after the other, and skips the operators already applied.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
 from torch.optim import Optimizer
 
 from memkit._core.errors import StateError
-from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.dispatch import TorchDispatchMode, current_modes
 from memkit._torch.fake import FakeTensor
-from memkit._torch.operators import schema_of
+from memkit._torch.operators import kernel_of, schema_of
 from memkit._torch.tensors import live_versions, version_of
-from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group
+from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group, writes_gradients
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes the real one's path
 Progress = dict[str, int]  # applied in-place operators by state name, "" for the parameter itself
@@ -28,28 +32,41 @@ Progress = dict[str, int]  # applied in-place operators by state name, "" for th
 # Not resumable: Adadelta computes its update from state that it has already changed, and ASGD its decayed gradient from
 # the parameter that it then changes twice.
 _RESUMABLE = frozenset(ELEMENTWISE) - {optim.Adadelta, optim.ASGD}
+# Nor is Rprop with all tensors at once: it copies the gradients over the previous ones, and then reads both.
+_RESUMABLE_TOGETHER = _RESUMABLE - {optim.Rprop}
+
+
+class Interrupted(NamedTuple):
+    """A parameter whose step may be half done."""
+
+    group: Group
+    parameter: torch.Tensor
+    progress: Progress
 
 
 class StepJournal:
-    """The parameters that an optimizer steps one by one, and the progress of the current step.
+    """The parameters that an optimizer steps, in the order of the step, and where the current step was interrupted.
 
     It does not keep the state alive, so another one may be loaded.
 
     Args:
-        entries: The parameters with a gradient, with their groups and states, in the order of the step.
+        entries: The parameters with a gradient, with their groups and states.
         others: The optimizer's parameters without a gradient.
 
     Attributes:
         parameters: Those with a gradient, with their groups.
-        num_begun: Number of parameters begun when the step was interrupted.
-        progress: Progress of the last of these.
+        num_done: Number of parameters that were stepped before the step was interrupted.
+        interrupted: The parameters after these that were begun: one, or those of a group that is stepped at once.
+        watched: What must run the step and counts its operators; None where versions tell.
     """
 
     def __init__(
         self, entries: Sequence[tuple[Group, torch.Tensor, dict[str, torch.Tensor]]], others: list[torch.Tensor]
     ) -> None:
         self.parameters, self._others = [(group, parameter) for group, parameter, _ in entries], others
-        self.num_begun, self.progress = 0, Progress()
+        self.num_done, self.interrupted = 0, list[Interrupted]()
+        is_together = any(_steps_together(group) for group, _ in self.parameters)
+        self.watched = CountApplied() if is_together else None
         # For each tensor: its parameter's index, its name.
         self._keys = [(number, name) for number, (_, _, state) in enumerate(entries) for name in ("", *state)]
         tensors = [each for _, parameter, state in entries for each in (parameter, *state.values())]
@@ -59,10 +76,11 @@ class StepJournal:
     @classmethod
     def of(cls, optimizer: Optimizer) -> StepJournal | None:
         """Make a journal; None if the next step cannot be resumed."""
-        if known_kind(optimizer) not in _RESUMABLE or not _num_stepped_singly(optimizer):
+        if not _num_resumable(optimizer):
             return None
         entries, others = [], []
         for group in optimizer.param_groups:
+            kinds = set()
             for parameter in group["params"]:
                 if parameter.grad is None:
                     others.append(parameter)
@@ -71,11 +89,14 @@ class StepJournal:
                 if state is None:
                     return None
                 entries.append((group, parameter, state))
+                kinds.add((parameter.device, parameter.dtype))
+            if len(kinds) > 1 and _steps_together(group):  # one kind after the other, in no known order
+                return None
         return cls(entries, others)
 
     def describes(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer still steps these parameters, with this state."""
-        if _num_stepped_singly(optimizer) != len(self.parameters) + len(self._others):
+        if _num_resumable(optimizer) != len(self.parameters) + len(self._others):
             return False
         if not self.parameters or (self._others and any(each.grad is not None for each in self._others)):
             return False
@@ -89,12 +110,12 @@ class StepJournal:
         return versions is not None
 
     def cut_off(self, optimizer: Optimizer) -> None:
-        """Record the progress of an interrupted step.
+        """Find where a step was interrupted.
 
         Raises:
             StateError: A state tensor was replaced in the meantime, so the progress is unknown.
         """
-        self.num_begun, self.progress = 0, {}
+        applied: dict[int, Progress] = {}
         for (number, name), noted, version in zip(self._keys, self._tensors, self._versions, strict=True):
             parameter = self.parameters[number][1]
             tensor = optimizer.state.get(parameter, {}).get(name) if name else parameter
@@ -105,67 +126,124 @@ class StepJournal:
                     expected="an optimizer that changes its state in place",
                     fix="resume from the last checkpoint.",
                 )
-            applied = version_of(tensor) - version
-            if applied and number >= self.num_begun:
-                self.num_begun, self.progress = number + 1, {}
-            if applied and number == self.num_begun - 1:
-                self.progress[name] = applied
+            num = version_of(tensor) - version if self.watched is None else self.watched.counts[id(tensor)]
+            if num:
+                applied.setdefault(number, {})[name] = num
+        self.num_done = 0
+        if applied:
+            last = max(applied)
+            group = self.parameters[last][0]
+            self.num_done = (
+                last if not _steps_together(group) else [id(each) for each, _ in self.parameters].index(id(group))
+            )
+        self.interrupted = [
+            Interrupted(*self.parameters[number], progress)
+            for number, progress in applied.items()
+            if number >= self.num_done
+        ]
 
 
 def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress: Progress) -> None:
     """Run the rest of a parameter's step; if it is interrupted again, update ``progress``."""
     state = {name: each for name, each in optimizer.state.get(parameter, {}).items() if each is not None}
     tensors = {"": parameter, **state}
-    versions = {name: version_of(each) for name, each in tensors.items()}
+    skipping = _SkipApplied({id(each): progress.get(name, 0) for name, each in tensors.items()})
     try:
-        with _SkipApplied({id(each): progress.get(name, 0) for name, each in tensors.items()}):
-            step_group(optimizer, group, [parameter])
+        skipping.run(lambda optimizer: step_group(optimizer, group, [parameter]), optimizer)
     except BaseException:
-        for name, each in tensors.items():  # skipped operators have raised versions too
-            progress[name] = max(progress.get(name, 0), version_of(each) - versions[name])
+        for name, each in tensors.items():
+            progress[name] = max(progress.get(name, 0), skipping.counts[id(each)])
         raise
 
 
-class _SkipApplied(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Skips the first in-place operators on some tensors.
+class CountApplied(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Counts the in-place operators that are applied to each tensor, by its id.
+
+    Versions do not tell: beneath a dispatch mode operators on many tensors leave them, and fused ones always do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[int] = Counter()
+
+    def run(self, step: Callable[..., object], optimizer: Optimizer) -> None:
+        """Run a step, and count anew."""
+        self.counts.clear()
+        try:
+            try:
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+                step(optimizer)
+            finally:
+                self._leave()
+        finally:
+            self._leave()  # again, in case an interrupt cut it short
+
+    def _leave(self) -> None:
+        if current_modes()[-1:] == [self]:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not schema_of(func).is_mutable:
+            return func(*args, **kwargs)
+        note = partial(self.counts.update, [id(each) for each in _written(func, args, kwargs)])
+        # Both calls are made from C, so that no interrupt comes between them.
+        result, _ = map(operator.call, (partial(kernel_of(func), *args, **kwargs), note))
+        return result
+
+
+class _SkipApplied(CountApplied):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Skips the first in-place operators on some tensors, and counts them with those that are applied.
 
     Args:
         applied: Number of operators to skip, by id of the tensor.
     """
 
     def __init__(self, applied: Mapping[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._left = dict(applied)
+        super().__init__()
+        self._applied_before = applied
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if schema_of(func).is_mutable:
-            for written in _written(func, args, kwargs):
-                if self._left.get(id(written), 0) > 0:
-                    self._left[id(written)] -= 1
-                    return written
-        return func(*args, **kwargs)
+            written = list(_written(func, args, kwargs or {}))
+            if any(self.counts[id(each)] < self._applied_before.get(id(each), 0) for each in written):
+                self.counts.update(map(id, written))
+                return written[0] if schema_of(func).returns else None
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes to; operators of single-tensor steps write to one."""
+    """Yield the tensors that an operator writes to: of one parameter, whichever way its optimizer steps."""
     for number, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            if isinstance(value, torch.Tensor):
-                yield value
+            yield from (each for each in (value if isinstance(value, (list, tuple)) else (value,)) if _is_tensor(each))
 
 
-def _num_stepped_singly(optimizer: Optimizer) -> int:
-    """Count the parameters of an optimizer that steps them one by one; 0 if it may step several at once."""
-    number = 0
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _steps_together(group: Group) -> bool:
+    """Whether the tensors of a group may be stepped by the same operators."""
+    if group.get("foreach") is None and not group.get("fused"):
+        return bool(group["params"]) and not group["params"][0].is_cpu  # off the CPU it is the default
+    return bool(group.get("foreach") or group.get("fused"))
+
+
+def _num_resumable(optimizer: Optimizer) -> int:
+    """Count the parameters of an optimizer whose step can be resumed; 0 if there is one whose step cannot."""
+    kind, number = known_kind(optimizer), 0
     for group in optimizer.param_groups:
-        get, parameters = group.get, group["params"]
-        if get("foreach") or get("fused") or get("capturable") or get("differentiable"):
+        is_together = _steps_together(group)
+        if group.get("capturable") or group.get("differentiable"):
             return 0
-        if parameters and not parameters[0].is_cpu:  # off the CPU, foreach is the default
+        if kind not in (_RESUMABLE_TOGETHER if is_together else _RESUMABLE):
             return 0
-        number += len(parameters)
+        # Nesterov's momentum is added to the gradients, which are not looked at; a fused step changes all at once.
+        if is_together and not group.get("fused") and writes_gradients(optimizer, group):
+            return 0
+        number += len(group["params"])
     return number
 
 
@@ -173,9 +251,16 @@ def _complete_state(optimizer: Optimizer, group: Group, parameter: torch.Tensor)
     """Return a parameter's state if it is complete and the parameter is stepped directly; else None."""
     gradient = parameter.grad
     is_plain = type(parameter) in _PLAIN and not parameter.is_complex()
-    if gradient is None or not is_plain or gradient.layout != torch.strided or not parameter.is_cpu:
+    if gradient is None or not is_plain or gradient.layout != torch.strided:
         return None
     state = {name: each for name, each in optimizer.state.get(parameter, {}).items() if each is not None}
     needs_none = known_kind(optimizer) is optim.SGD and group["momentum"] == 0
     is_there = bool(state) or needs_none
-    return state if is_there and all(isinstance(each, torch.Tensor) for each in state.values()) else None
+    if not is_there or not all(isinstance(each, torch.Tensor) for each in state.values()):
+        return None
+    if _steps_together(group):
+        # An operator on tensors of one kind is one kernel; on others it is a loop, which may end in its middle.
+        like_it = [gradient, *(each for each in state.values() if each.dim())]
+        if any((each.device, each.dtype) != (parameter.device, parameter.dtype) for each in like_it):
+            return None
+    return state

@@ -243,6 +243,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                     is_sharded=is_sharded,
                     checkpoint=checkpoint,
                     offload=offload,
+                    has_plan=saved_tensors is not None,
                 )
                 cleanup.callback(self._remedies.close)
             is_alone = self._sum.ranks is None or not exchanges_statistics(model)
@@ -486,7 +487,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
 
     @contextlib.contextmanager
     def _around_forward(self, autocast: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        with autocast, self._offload or contextlib.nullcontext(), self._treated or contextlib.nullcontext():
+        # A check of few rows, whose statistics are not updated, is not the planned forward.
+        is_planned = not isinstance(self._driver.current, CheckAttempt)
+        is_planned = is_planned and not (self._remedies is not None and self._remedies.offloads)
+        treated = self._treated if is_planned else None
+        with autocast, self._offload or contextlib.nullcontext(), treated or contextlib.nullcontext():
             yield
 
     def backward(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from memkit._core.errors import ConfigError, NotSimulatedError
@@ -217,6 +218,41 @@ def test_batch_norm_runs_in_inference_mode():
     with mk.VirtualGPU("RTX 4090"), torch.inference_mode():
         layer = nn.BatchNorm1d(8).cuda()
         assert layer(torch.zeros(4, 8, 16, device="cuda")).shape == (4, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "affine", "shape", "name"),
+    [
+        (torch.float32, True, (4, 16, 32, 32), "cudnn_batch_norm"),
+        (torch.float16, True, (4, 16, 32), "cudnn_batch_norm"),
+        (torch.bfloat16, True, (4, 16, 32), "native_batch_norm"),
+        (torch.float32, True, (4, 16), "native_batch_norm"),
+        (torch.float32, False, (4, 16, 32), "native_batch_norm"),
+    ],
+)
+def test_batch_norm_is_the_operator_of_a_card(dtype, affine, shape, name):
+    """As an H100 recorded it; a plan whose operators have other names would be told not to fit the forward."""
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    with mk.VirtualGPU("RTX 4090"), Operators() as seen:
+        layer = kind(16, affine=affine).cuda()
+        layer(torch.zeros(shape, device="cuda", dtype=dtype, requires_grad=True)).sum().backward()
+        assert layer.num_batches_tracked == 1
+    assert {each for each in seen.names if "batch_norm" in each} == {
+        f"aten.{name}.default",
+        f"aten.{name}_backward.default",
+    }
+
+
+class Operators(TorchDispatchMode):
+    """The names of what runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_materialized_lazy_layer_moves():

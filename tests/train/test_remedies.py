@@ -103,6 +103,45 @@ def normed():
     return make(norm=nn.BatchNorm1d)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_plan_that_does_not_suffice_gives_way(norm):
+    """A batch that may be split is split under the plan; otherwise all is offloaded instead of what the plan says."""
+    plain, planned = make(norm=norm), make(norm=norm)
+    batch = X.double()
+    plan = mk.plan_training(planned, batch, mean_square, "sgd", activation_budget=0.6, micro_batch_size=8).saved_tensors
+    assert plan.recomputed or plan.offloaded
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        mean_square(plain, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    may_split = norm is nn.LayerNorm
+    loss_fn = Fails(most=4) if may_split else FailsFirst()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with trainer_of(planned, saved_tensors=plan) as trainer:
+            results = [trainer.train_step(batch, loss_fn) for _ in range(2)]
+    told = [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
+    assert [result.num_microbatches for result in results] == ([2, 2] if may_split else [1, 1])
+    assert not any("run again in backward" in each or "not the planned one" in each for each in told), told
+    assert any("all activations are offloaded instead of those in the plan" in each for each in told) is not may_split
+    same(planned, plain, **({"rtol": 1e-12, "atol": 1e-14} if may_split else {"rtol": 0, "atol": 0}))
+
+
+class FailsFirst:
+    """Runs out in the first forward."""
+
+    def __init__(self):
+        self.has_failed = False
+
+    def __call__(self, model, x):
+        loss = mean_square(model, x)
+        if not self.has_failed:
+            self.has_failed = True
+            out_of_memory()
+        return loss
+
+
 def test_an_inexact_split_is_refused_with_the_cause():
     model = normed()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -358,6 +358,7 @@ def _batch_norm(
     """`_batch_norm_impl_index`: cuDNN gets, and saves for the backward, a contiguous copy of the input if needed."""
     if _is_for_cudnn(x, weight, bias, mean, var, training=training):
         x = x.contiguous(memory_format=memory_format_of(x))
+        return torch.cudnn_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
     return torch.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
 
 
