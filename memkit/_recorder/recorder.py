@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
+from operator import attrgetter, eq
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol, Self
@@ -36,8 +38,9 @@ from memkit._recorder.recording import (
 from memkit._torch.dispatch import (
     LeanDispatchMode,
     OpOverload,
-    current_modes,
     is_traceable_wrapper_subclass_type,
+    mode_at,
+    num_modes,
     pop_mode,
     push_mode,
 )
@@ -65,8 +68,14 @@ WRITES = frozenset(
         _aten.put.default,
     }
 )
-REUSING = WRITES | {ADD}
-# Types of arguments without tensors: checking them with `isinstance` would take longer than all other work on them.
+# By `id`: an operator's own hash is a function of Python.
+_ACCUMULATIONS = frozenset(map(id, ACCUMULATIONS))
+_REUSING = frozenset(map(id, WRITES | {ADD}))
+_IN_BACKWARD = _ACCUMULATIONS | _REUSING
+# Unbound: looking a method up takes longer than calling it.
+_storage_of, _nbytes_of = Tensor.untyped_storage, torch.UntypedStorage.nbytes
+# Types of nearly all tensors, and of arguments without tensors: `isinstance` would take longer than all other work.
+_PLAIN = frozenset({Tensor, Parameter})
 _NO_TENSORS = {int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str}
 _LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) returns the tensor that it created below the dispatcher
 _DEVICE = torch.ops.prim.device.default
@@ -76,6 +85,7 @@ _Holders = tuple[int, int, int]
 # Code in these folders is not the user's: the source line is the innermost frame outside them.
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _NO_BACKWARD = -1
+_OWN_FRAMES = 1  # of the recorder, at least, between an operator and the lookup of its place
 UNSHARD = "fsdp.unshard"  # creator of a storage that FSDP gathers into and empties again
 
 
@@ -161,12 +171,14 @@ class Events(NamedTuple):
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to a storage, with its record number and size: the weakref callback receives nothing else."""
+    """Weak reference to a storage, with its record number: the weakref callback receives nothing else."""
 
-    __slots__ = ("key", "nbytes", "number")
+    __slots__ = ("key", "number")
     key: int
-    nbytes: int
     number: int
+
+
+_number_of = attrgetter("number")
 
 
 class Recorder(LeanDispatchMode):
@@ -202,13 +214,17 @@ class Recorder(LeanDispatchMode):
         self._beneath, self._marks = beneath, marks
         self._operator: Any = ""  # the one whose storages are being counted
         self._bounds: list[tuple[int, int]] = []  # number of events so far, bytes
-        self._reusing = REUSING if as_without_recorder else frozenset()
+        self._reusing = _REUSING if as_without_recorder else frozenset[int]()
         self._unshared: _Holders | None = None  # reference counts of an unshared gradient
         self._is_probing = False
         self._cleanup = ExitStack()
         self._was_entered = False
         self._where = StepPosition()
-        self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it does
+        # By id() of the storage's Python object, which lives as long as the storage does.
+        self._blocks: dict[int, _Block] = {}
+        self._sizes: dict[int, int] = {}
+        # Size of a storage that needs no second look; marks are told the device of each tensor.
+        self._settled_size: Callable[[int], int | None] = (self._sizes if marks is None else dict[int, int]()).get
         self._live: dict[torch.device, int] = {}  # live bytes after the first `_num_summed` events
         self._num_summed = 0
         # One entry per event, and the storages that existed before: (event before which they count, number, bytes).
@@ -259,6 +275,7 @@ class Recorder(LeanDispatchMode):
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
         self._blocks.clear()  # drops the weakref callbacks too: storages freed from here on were live at the end
+        self._sizes.clear()
 
     def live_bytes(self, device: torch.device | str | None = None) -> int:
         """Return bytes in live storages now (after the block, at its end), on one device or on all."""
@@ -317,29 +334,84 @@ class Recorder(LeanDispatchMode):
 
     # ------------------------------------------------------------------------------------------- operators
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # noqa: C901 - one function: it runs at each operator, where each step of Python counts
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        is_marked: bool = False,
     ) -> Any:
-        if self._marks is None:
-            return self._run(func, types, args, kwargs or {})
-        return self._marks.around(func, partial(self._run, func, types, args, kwargs or {}), self.moment)
-
-    def _run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is _DEVICE:  # C++ asks for `.device` of a fake tensor, which Python answers without a dispatch
-            return getattr(args[0], "fake_device", None) or args[0].device
-        if types and not self._plain_types.issuperset(types) and self._is_wrapped(types):
-            return NotImplemented  # a wrapper around other tensors unwraps itself; its inner operators then come here
-        if self._beneath is not None and torch.is_inference_mode_enabled():
-            divided = self._beneath.divided(func, args)
+        if self._marks is not None and not is_marked:
+            run = partial(self.__torch_dispatch__, func, types, args, kwargs, is_marked=True)
+            return self._marks.around(func, run, self.moment)
+        if types:
+            if func is _DEVICE:  # C++ asks for `.device` of a fake tensor, which Python answers without a dispatch
+                return getattr(args[0], "fake_device", None) or args[0].device
+            if not self._plain_types.issuperset(types) and self._is_wrapped(types):
+                return NotImplemented  # a wrapper around other tensors unwraps itself; its operators then come here
+        beneath = self._beneath
+        if beneath is not None and torch.is_inference_mode_enabled():
+            divided = beneath.divided(func, args)
             if divided is not None:
-                return self._run_divided(divided, args, kwargs)
+                return self._run_divided(divided, args, kwargs or {})
         where = self._where
-        place = where.update()  # None: looked up if a storage is born
-        is_candidate = where.phase == "backward" and func in self._reusing
-        reused = self._reused_otherwise(func, args) if is_candidate else None
-        out = (kernel_of(func) if type(func) is OpOverload else func)(*args, **kwargs)
-        if not self._is_probing:
-            self._note_operator(func, args, kwargs, out, place, reused)
+        backward = current_backward()
+        if backward == where.backward and next_sequence_number() == where.next_sequence_number:
+            place = None  # looked up if a storage is born; otherwise as `update` would leave it
+            phase = where.phase = where.outside_backward if backward == _NO_BACKWARD else "backward"
+        else:
+            place = where.update()
+            phase = where.phase
+        is_special = phase == "backward" and id(func) in _IN_BACKWARD
+        reused = self._reused_otherwise(func, args) if is_special and id(func) in self._reusing else None
+        kernel = kernel_of(func) if type(func) is OpOverload else func
+        out = kernel(*args, **kwargs) if kwargs else kernel(*args)
+        if phase != self._phase:
+            if self._is_probing:
+                return out
+            self._phase = phase
+            self._phases.append((len(self._event_storage), phase))
+        settled_size = self._settled_size
+        known = () if func is _LIFT else args
+        for value in known:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                try:
+                    storage = _storage_of(value)
+                    if _nbytes_of(storage) == settled_size(id(storage)):
+                        continue
+                except (NotImplementedError, RuntimeError):  # no storage of its own
+                    pass
+                self._note(value, None, None)
+            elif kind not in _NO_TENSORS and (kernel is func or not (kind is list and value and type(value[0]) is int)):
+                # Not sizes: an operator's lists hold values of one type; those of a higher-order one may mix them.
+                self._note_all((value,), None, None)
+        if kwargs and not _NO_TENSORS.issuperset(map(type, kwargs.values())):
+            self._note_all(kwargs.values(), None, None)
+        if reused is not None:
+            self._reuse(reused, out)
+        if not known or out is not known[0]:  # in place, the result is the first argument
+            if type(out) is Tensor:
+                try:
+                    storage = _storage_of(out)
+                    is_new = _nbytes_of(storage) != settled_size(id(storage))
+                except (NotImplementedError, RuntimeError):
+                    is_new = True
+                if is_new:
+                    self._note(out, func, place or where.place(_OWN_FRAMES))
+            else:
+                self._note_all((out,), func, place)
+        if is_special and id(func) in _ACCUMULATIONS:
+            node = current_node()
+            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+                self.label(out, "gradient")
+        if beneath is not None:
+            self._operator = func
+            bound = beneath.run_inside(func, args, kwargs or {}, out)
+            if bound:
+                self._bounds.append((len(self._event_bytes), bound))
         return out
 
     def _is_wrapped(self, types: Sequence[type]) -> bool:
@@ -355,37 +427,6 @@ class Recorder(LeanDispatchMode):
         finally:
             pop_mode()
 
-    def _note_operator(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        place: OperatorPlace | None,
-        reused: _Block | None,
-    ) -> None:
-        phase = self._where.phase
-        if phase != self._phase:
-            self._phase = phase
-            self._phases.append((len(self._event_storage), phase))
-        if func is not _LIFT:
-            self._note_all(args, None, None)
-            if kwargs:
-                self._note_all(kwargs.values(), None, None)
-        if reused is not None:
-            self._reuse(reused, out)
-        if func is _LIFT or not args or out is not args[0]:
-            self._note_all((out,), func, place)
-        if phase == "backward" and func in ACCUMULATIONS:
-            node = current_node()
-            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-                self.label(out, "gradient")
-        if self._beneath is not None:
-            self._operator = func
-            bound = self._beneath.run_inside(func, args, kwargs, out)
-            if bound:
-                self._bounds.append((len(self._event_bytes), bound))
-
     def _note_all(self, values: Iterable[Any], operator: Any, place: OperatorPlace | None) -> None:
         """Register the storages of all tensors in ``values``.
 
@@ -394,22 +435,20 @@ class Recorder(LeanDispatchMode):
             operator: The operator that created those that are unknown; None if they existed before.
             place: Its place, if known.
         """
-        blocks, is_marked = self._blocks, self._marks is not None
+        settled_size = self._settled_size
         for value in values:
             kind = type(value)
             if kind in _NO_TENSORS:
                 continue
-            if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
+            if kind in _PLAIN or isinstance(value, Tensor):
                 try:
                     storage = value.untyped_storage()
-                    block = blocks.get(id(storage))
-                    if block is not None and storage.nbytes() == block.nbytes and not is_marked:
-                        continue
                 except (NotImplementedError, RuntimeError):  # no storage of its own
-                    pass
-                if place is None and operator is not None:
-                    place = self._where.place()
-                self._note(value, operator, place)
+                    storage = None
+                if storage is None or storage.nbytes() != settled_size(id(storage)):
+                    if place is None and operator is not None:
+                        place = self._where.place(_OWN_FRAMES)
+                    self._note(value, operator, place)
             elif isinstance(value, (list, tuple)):
                 self._note_all(value, operator, place)
             elif isinstance(value, dict):
@@ -435,15 +474,6 @@ class Recorder(LeanDispatchMode):
             return self._book_again(block, storage, operator)
         return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator, place)
 
-    def _known_number(self, tensor: Tensor) -> int | None:
-        """Return the number of a tensor's storage; None if it is not known in this size."""
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        block = self._blocks.get(id(storage))
-        return block.number if block is not None and block.nbytes == storage.nbytes() else None
-
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         if not self._is_active():
             return
@@ -458,14 +488,14 @@ class Recorder(LeanDispatchMode):
 
     def _book_again(self, block: _Block, storage: torch.UntypedStorage, operator: Any) -> int:
         """Register the new size of a storage."""
-        change = storage.nbytes() - block.nbytes
+        change = storage.nbytes() - self._sizes[block.key]
         if change:
             if self._beneath is not None:
                 self._operator = operator
                 self._beneath.resize(storage)
             self._event_storage.append(block.number)
             self._event_bytes.append(change)
-            block.nbytes += change
+            self._sizes[block.key] += change
         return block.number
 
     def _book(
@@ -473,9 +503,11 @@ class Recorder(LeanDispatchMode):
     ) -> int | None:
         """Count a storage that was not seen before."""
         nbytes = storage.nbytes()
-        if nbytes == 0 or (self._beneath is not None and not self._beneath.counts(device)):
+        if nbytes == 0:
             return None
         if self._beneath is not None:
+            if not self._beneath.counts(device):
+                return None
             self._operator = operator
             self._beneath.hold(storage)
         number = len(self._devices)
@@ -498,13 +530,14 @@ class Recorder(LeanDispatchMode):
         block = _Block(storage, self._died)
         block.key = key = id(storage)
         block.number = number
-        block.nbytes = nbytes
         self._blocks[key] = block
+        self._sizes[key] = nbytes
 
     def _died(self, block: _Block) -> None:
-        del self._blocks[block.key]
+        key = block.key
+        del self._blocks[key]
         self._event_storage.append(block.number)
-        self._event_bytes.append(-block.nbytes)
+        self._event_bytes.append(-self._sizes.pop(key))
 
     def _parts(self, tensor: torch.Tensor, operator: Any) -> Iterator[torch.Tensor]:
         """Yield the plain tensors that hold the memory of a sparse or wrapper tensor."""
@@ -540,7 +573,8 @@ class Recorder(LeanDispatchMode):
         if block is None:
             return None
         if func is ADD:
-            is_free = holders == self._unshared and is_dense(tensor) and self._may_be_summed(block)
+            is_filled = tensor.is_contiguous() or is_dense(tensor)  # the second takes hundreds of steps of Python
+            is_free = holders == self._unshared and is_filled and self._may_be_summed(block)
         else:
             is_free = block.number == len(self._devices) - 1 and self._operators[block.number] in FILLS
         return block if is_free and self._where.called_by_engine() else None
@@ -561,7 +595,7 @@ class Recorder(LeanDispatchMode):
         if self._beneath is not None:
             self._beneath.pass_on(block.key, out.untyped_storage())
         del self._blocks[block.key]
-        self._follow(out.untyped_storage(), block.number, block.nbytes)
+        self._follow(out.untyped_storage(), block.number, self._sizes.pop(block.key))
 
     def _probe(self) -> None:
         """Measure the reference counts of an unshared gradient at this point, in this version of Python and torch."""
@@ -575,7 +609,10 @@ class Recorder(LeanDispatchMode):
     # ------------------------------------------------------------------------------------------------ hooks
 
     def _is_active(self) -> bool:
-        return self in current_modes()  # hooks are global, recorders belong to a thread
+        for place in range(num_modes()):  # noqa: SIM110 - a generator would take longer than the search
+            if mode_at(place) is self:  # hooks are global, recorders belong to a thread
+                return True
+        return False
 
     def _before_module(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self._is_active() or not self._where.enter_module(module):
@@ -583,10 +620,14 @@ class Recorder(LeanDispatchMode):
         if not torch.is_grad_enabled():
             self._step_start = len(self._event_storage)
         self._where.outside_backward = "forward"
-        for child in module.modules():
-            owner = self._where.name_of(child)
-            self.label(list(parameters_of(child).values()), "parameter", owner)
-            self.label(list(buffers_of(child).values()), "buffer", owner)
+        owners = [(child, self._where.name_of(child)) for child in module.modules()]
+        members = [
+            each for child, _ in owners for each in (*parameters_of(child).values(), *buffers_of(child).values())
+        ]
+        if not self._are_labeled([each for each in members if each is not None], with_module=True):
+            for child, owner in owners:
+                self.label(list(parameters_of(child).values()), "parameter", owner)
+                self.label(list(buffers_of(child).values()), "buffer", owner)
         self.label(inputs, "input")
 
     def _after_module(self, *_: Any) -> None:
@@ -609,19 +650,53 @@ class Recorder(LeanDispatchMode):
 
     def label(self, value: Any, category: Category, module: str = "") -> None:
         """Label the storages of all tensors in `value`. The first label stays: a parameter never becomes an input."""
-        categories, places = self._categories, self._places
-        for tensor in _leaves_of(value):
-            if is_lazy(tensor):
+        categories, places, blocks, sizes = self._categories, self._places, self._blocks, self._sizes
+        leaves = _leaves_of(value)
+        if len(leaves) > 1 and self._are_labeled(leaves, with_module=bool(module)):
+            return
+        for tensor in leaves:
+            is_plain = type(tensor) in _PLAIN
+            if not is_plain and is_lazy(tensor):
                 continue
-            number = self._known_number(tensor)
+            number = None
+            try:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() == sizes.get(id(storage)):
+                    number = blocks[id(storage)].number
+            except (NotImplementedError, RuntimeError):  # no storage of its own
+                pass
             if number in categories and (not module or places[number].module):
+                continue
+            if number is not None and is_plain and self._marks is None:
+                self._categorize(number, category, module)
                 continue
             for part in self._parts(tensor, None):
                 number = self._note(part, None, None)
-                if number is None or (category == "input" and places[number].phase != "other"):
-                    continue  # a forward's result is an activation, even if it is another model's input
-                if categories.setdefault(number, category) == category and not places[number].module:
-                    places[number] = places[number]._replace(module=module)
+                if number is not None:
+                    self._categorize(number, category, module)
+
+    def _are_labeled(self, tensors: Sequence[Tensor], *, with_module: bool) -> bool:
+        """Whether all tensors have a label, as in most steps: without a step of Python for each."""
+        if not _PLAIN.issuperset(map(type, tensors)):
+            return False
+        try:
+            storages = list(map(_storage_of, tensors))
+        except (NotImplementedError, RuntimeError):  # sparse
+            return False
+        keys = list(map(id, storages))
+        if not all(map(eq, map(_nbytes_of, storages), map(self._sizes.get, keys))):
+            return False
+        numbers = list(map(_number_of, map(self._blocks.__getitem__, keys)))
+        if not all(map(self._categories.__contains__, numbers)):
+            return False
+        return not with_module or all(map(_module_of, map(self._places.__getitem__, numbers)))
+
+    def _categorize(self, number: int, category: Category, module: str) -> None:
+        place = self._places[number]
+        if category == "input" and place.phase != "other":
+            return  # a forward's result is an activation, even if it is another model's input
+        if self._categories.setdefault(number, category) == category and module and not place.module:
+            self._places[number] = place._replace(module=module)
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -658,19 +733,32 @@ class Recorder(LeanDispatchMode):
         return Recording(event_storage, event_bytes, codes, names, phases, tuple(self._untracked))
 
 
-def _leaves_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree; `tree_leaves` takes several times longer for plain containers."""
+def _leaves_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a tree; `tree_leaves` takes several times longer for plain containers."""
+    if type(value) in _PLAIN:
+        return [value]
+    if type(value) is list:  # of tensors, or an optimizer's states: without a step of Python for each
+        kinds = set(map(type, value))
+        inside = list(chain.from_iterable(map(dict.values, value))) if kinds == {dict} else value
+        if _PLAIN.issuperset(map(type, inside)):
+            return inside
+    leaves: list[Tensor] = []
+    _add_leaves(value, leaves)
+    return leaves
+
+
+def _add_leaves(value: Any, leaves: list[Tensor]) -> None:
     kind = type(value)
-    if isinstance(value, Tensor):
-        yield value
-    elif kind is list or kind is tuple or kind is dict:
+    if kind is list or kind is tuple or kind is dict:
         for each in value.values() if kind is dict else value:
-            if isinstance(each, Tensor):
-                yield each
+            if type(each) in _PLAIN:
+                leaves.append(each)
             else:
-                yield from _leaves_of(each)
+                _add_leaves(each, leaves)
+    elif isinstance(value, Tensor):
+        leaves.append(value)
     elif kind not in _NO_TENSORS:
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        leaves += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _texts(values: Sequence[object]) -> list[str]:
@@ -705,6 +793,7 @@ class OperatorPlace(NamedTuple):
 
 
 _BEFORE = OperatorPlace("other", "", None)
+_module_of = attrgetter("module")
 
 
 class StepPosition:
@@ -716,21 +805,24 @@ class StepPosition:
     Attributes:
         phase: Phase of the latest operator.
         outside_backward: Phase of operators that run outside autograd's engine.
+        backward: Autograd's number of the backward in which the latest operator ran; -1 outside of one.
+        next_sequence_number: Number of the next graph node, as of the latest operator.
     """
 
     def __init__(self) -> None:
         self.phase: StepPhase = "other"
         self.outside_backward: StepPhase = "other"
         self._thread = threading.get_ident()
-        self._next_sequence_number = next_sequence_number()
+        self.next_sequence_number = next_sequence_number()
         self._origins: dict[int, OperatorPlace] = {}
         self._places: dict[tuple[object, ...], OperatorPlace] = {}
-        self._backward = _NO_BACKWARD
+        self.backward = _NO_BACKWARD
         self._backward_depth = 0
         self._modules: list[str] = []
         self._module_names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: set[str] = set()
-        self._is_internal: dict[str, bool] = {}
+        self._internal: set[str] = set()  # files of torch and memkit, and others
+        self._external: set[str] = set()
 
     def update(self) -> OperatorPlace | None:
         """Detect changes since the last operator: a backward began or ended, or graph nodes were created.
@@ -739,52 +831,63 @@ class StepPosition:
             The place of the running operator, if it created nodes.
         """
         backward = current_backward()
-        if backward != self._backward:
-            if self._backward == _NO_BACKWARD:
+        if backward != self.backward:
+            if self.backward == _NO_BACKWARD:
                 self.outside_backward = "other"  # the forward has ended too once the backward ends
-            self._backward = backward
+            self.backward = backward
             self._backward_depth = len(self._modules)
         self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
         number = next_sequence_number()
         # The counter is per thread: on an accelerator, backward runs in another thread.
-        if number == self._next_sequence_number or threading.get_ident() != self._thread:
+        if number == self.next_sequence_number or threading.get_ident() != self._thread:
             return None
         if self.phase == "other":
             self.phase = self.outside_backward = "forward"
-        place = self.place()
-        for node in range(self._next_sequence_number, number):
+        place = self.place(_OWN_FRAMES)
+        for node in range(self.next_sequence_number, number):
             self._origins[node] = place
-        self._next_sequence_number = number
+        self.next_sequence_number = number
         return place
 
-    def place(self) -> OperatorPlace:
-        """Return the place of the running operator; the same object for the same place."""
+    def place(self, num_own: int = 0) -> OperatorPlace:
+        """Return the place of the running operator; the same object for the same place.
+
+        Args:
+            num_own: Number of the callers that are known to be of memkit: looking at a frame takes long.
+        """
         module = self._modules[-1] if self._modules else ""
         phase = self.phase
         node = current_node() if phase == "backward" else None
         origin = self._origins.get(sequence_number(node)) if node is not None else None
         if origin is not None and len(self._modules) <= self._backward_depth:  # deeper: a checkpoint reruns its module
             module = origin.module
-        frame, by_engine = self._caller()
+        frame = None
         key: tuple[object, ...]
-        if origin is not None and by_engine:
+        if origin is not None and self.called_by_engine(num_own + 1):
             key = module, id(origin)
-        elif frame is not None:  # not the line's number: finding it takes long
+        elif (frame := self._caller(num_own + 2)) is not None:  # not the line's number: finding it takes long
             key = phase, module, id(frame.f_code), frame.f_lasti
         else:
             key = phase, module
         place = self._places.get(key)
         if place is None:
-            if origin is not None and by_engine:
-                line = origin.line
+            if frame is not None:
+                line: SourceLine | None = SourceLine(frame.f_code, frame.f_lineno)  # keeps the code, and its id
             else:
-                line = None if frame is None else SourceLine(frame.f_code, frame.f_lineno)  # keeps the code, and its id
+                line = None if origin is None else origin.line
             self._places[key] = place = OperatorPlace(phase, module, line)
         return place
 
-    def called_by_engine(self) -> bool:
+    def called_by_engine(self, num_own: int = 0) -> bool:
         """Whether the operator is called by autograd's C++ code, not by Python code inside the backward."""
-        return self._caller()[1]
+        frame: FrameType | None = sys._getframe(num_own + 1)  # noqa: SLF001 - no public equivalent
+        while frame is not None:
+            if frame.f_code is ENGINE:
+                return True
+            if (name := frame.f_code.co_filename) not in self._internal and not self._is_internal(name):
+                return False
+            frame = frame.f_back
+        return True  # a thread of the engine: it has no Python frames of its own
 
     def enter_module(self, module: torch.nn.Module) -> bool:
         """Push a module call; True if it is the outermost one."""
@@ -820,20 +923,22 @@ class StepPosition:
             self._module_names.setdefault(child, f"{prefix}{path}" if path else root)
         return self._module_names[module]
 
-    def _caller(self) -> tuple[FrameType | None, bool]:
-        """Return the innermost frame of user code, and whether autograd's engine lies between it and the operator."""
-        by_engine = False
-        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - no public equivalent
+    def _caller(self, num_own: int) -> FrameType | None:
+        """Return the innermost frame of user code."""
+        internal, external = self._internal, self._external
+        frame: FrameType | None = sys._getframe(num_own)  # noqa: SLF001 - no public equivalent
         while frame is not None:
-            code = frame.f_code
-            is_internal = self._is_internal.get(code.co_filename)
-            if is_internal is None:
-                is_internal = self._is_internal[code.co_filename] = code.co_filename.startswith(_INTERNAL)
-            if not is_internal:
-                return frame, by_engine
-            by_engine = by_engine or code is ENGINE
+            name = frame.f_code.co_filename
+            if name not in internal and (name in external or not self._is_internal(name)):
+                return frame
             frame = frame.f_back
-        return None, True  # a thread of the engine: it has no Python frames of its own
+        return None
+
+    def _is_internal(self, filename: str) -> bool:
+        """Classify a file of code; the loops over frames look into the two sets first."""
+        is_internal = filename.startswith(_INTERNAL)
+        (self._internal if is_internal else self._external).add(filename)
+        return is_internal
 
 
 # ------------------------------------------------------------------------------------------------ resized storages

@@ -13,7 +13,9 @@ from torch._C import (
     _AutoDispatchBelowAutograd as below_autograd,  # a context in which autograd records nothing, as inside a mode
     _DisableTorchDispatch as below_modes,  # as long as the object lives; a context would take longer
     _ExcludeDispatchKeyGuard as without_keys,
+    _get_dispatch_stack_at as mode_at,  # as `current_modes`, one by one
     _get_privateuse1_backend_name as private_backend_name,
+    _len_torch_dispatch_stack as num_modes,
 )
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload  # an ordinary operator, as opposed to a higher-order one
@@ -80,7 +82,9 @@ __all__ = [
     "fake_mode",
     "is_traceable_wrapper_subclass_type",
     "keys_of",
+    "mode_at",
     "no_dispatch",
+    "num_modes",
     "pop_mode",
     "private_backend_name",
     "push_mode",

@@ -72,9 +72,8 @@ def test_an_operator_takes_few_functions():
         for run in runs:
             run()  # adopts both, and meets each operator and place
         in_place, view, born = map(functions_entered, runs)
-    assert in_place == ["__torch_dispatch__", "_run", "update", "_note_operator", "_note_all"]
-    assert view == [*in_place, "_note_all"]
-    assert born == [*view, "place", "_caller", "_note", "_book", "_follow", "_died"]
+    assert in_place == view == ["__torch_dispatch__"]
+    assert born == ["__torch_dispatch__", "place", "_caller", "_note", "_book", "_follow", "_died"]
 
 
 def test_looks_up_source_line_once_per_operator():
@@ -83,6 +82,52 @@ def test_looks_up_source_line_once_per_operator():
         x.add_(1)
         made = functions_entered(lambda: torch.native_layer_norm(x, (10,), None, None, 1e-5))
     assert (made.count("place"), made.count("_book")) == (1, 3)
+
+
+def test_labels_of_a_later_step_take_as_many_functions_for_any_number_of_tensors():
+    def entered(num_layers):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Recorder() as recorder:
+            first = functions_entered(lambda: train(model, optimizer))
+            assert first.count("_categorize") > 2 * num_layers
+            return [
+                *functions_entered(lambda: recorder._before_optimizer(optimizer)),
+                *functions_entered(lambda: recorder._after_optimizer(optimizer)),
+            ]
+
+    assert entered(1) == entered(9)
+    assert not {"_categorize", "_add_leaves"}.intersection(entered(9))
+
+
+def test_one_tensor_that_is_replaced_between_steps_is_labeled():
+    # Labels are checked for all tensors together: one new tensor among them is enough.
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with Recorder() as recorder:
+        train(model, optimizer)
+        optimizer.state[model[1].weight]["exp_avg"] = torch.zeros(10, 10)[:4, :4]
+        model[0].weight.data = torch.zeros(9, 9)[:4, :4]
+        train(model, optimizer)
+    recording = recorder.recording()
+    assert [(s.category, s.module) for s in by_size(recording, 100 * FLOAT)] == [("optimizer", "")]
+    assert [(s.category, s.module) for s in by_size(recording, 81 * FLOAT)] == [("parameter", "0")]
+
+
+def train(model, optimizer):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_lists_of_numbers_are_passed_over_and_lists_of_tensors_are_not():
+    x, y = torch.zeros(10), torch.zeros(20)
+    with Recorder() as recorder:
+        x.view(5, 2)
+        sizes = functions_entered(lambda: x.view(2, 5))
+        kept = torch.cat([x, y])
+    assert sizes == ["__torch_dispatch__"]
+    assert [s.nbytes for s in recorder.recording().storages()] == [40, 80, 120]
+    del kept
 
 
 def functions_entered(run) -> list[str]:
