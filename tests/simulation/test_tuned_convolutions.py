@@ -9,15 +9,19 @@ import torch
 
 import memkit as mk
 from benchmarks.gpu.observe import events_of
-from memkit._simulation.cuda.memory import Convolution, tuned_workspaces
+from memkit._simulation.cuda import memory
+from memkit._simulation.cuda.memory import Convolution, Processors, tuned_workspaces, workspaces
 from tests.simulation.allocator_replay import ALLOC, FREE_COMPLETED, replay_events
 
 
 def peak_of_convolution(
-    gpu, *, benchmark, dtype=torch.float32, layout=torch.contiguous_format, backward=True, size=3, **options
+    gpu, benchmark, *, dtype=torch.float32, layout=torch.contiguous_format, backward=True, size=3, **options
 ):
-    """The most that is allocated in a convolution of 2 images, 8 to 16 channels, 32 x 32 pixels."""
-    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark), mk.VirtualGPU(gpu):
+    """The most that is allocated in a convolution of 2 images, 8 to 16 channels, 32 x 32 pixels; None: no workspaces."""
+    flags = torch.backends.cudnn.flags(enabled=True, benchmark=bool(benchmark))
+    with pytest.MonkeyPatch.context() as patch, flags, mk.VirtualGPU(gpu):
+        if benchmark is None:
+            patch.setattr(memory, "workspaces", lambda *_: ())
         conv = torch.nn.Conv2d(8, 16, size, padding=size // 2, bias=False, **options).to(
             "cuda", dtype, memory_format=layout
         )
@@ -33,6 +37,79 @@ def peak_of_convolution(
 
 
 X, W, Y = 2 * 8 * 32 * 32, 16 * 8 * 3 * 3, 2 * 16 * 32 * 32
+
+
+# ------------------------------------------------------------------------------- without cudnn.benchmark, on an H100
+
+
+def convolution(x, weight, stride=1, *, passes, dtype=torch.float32, groups=1, is_transposed=False):
+    x, weight = torch.empty(x, dtype=dtype, device="meta"), torch.empty(weight, dtype=dtype, device="meta")
+    dims = x.dim() - 2
+    pad = [side // 2 - is_transposed for side in weight.shape[2:]]
+    y = torch.ops.aten.convolution(x, weight, None, [stride] * dims, pad, [1] * dims, is_transposed, [0] * dims, groups)
+    return Convolution(x, weight, y, (stride,) * dims, (1,) * dims, is_transposed, groups, passes)
+
+
+H100 = Processors(132, 2048)
+FORWARD, BACKWARD = ("output",), ("input gradient", "weight gradient")
+MIB = 2**20
+HALF = {"dtype": torch.float16}
+RECORDED = [  # input, weight, stride, options, passes, MiB that an H100 recorded
+    ((16, 128, 56, 56), (128, 128, 3, 3), 2, {}, FORWARD, 31.19),
+    ((16, 256, 28, 28), (256, 256, 3, 3), 1, {}, FORWARD, 26.75),
+    ((16, 64, 56, 56), (64, 64, 3, 3), 1, {}, FORWARD, 12.39),  # the result is written in order
+    ((16, 64, 56, 56), (64, 64, 3, 3), 1, HALF, FORWARD, 12.32),
+    ((4, 64, 256, 256), (64, 64, 3, 3), 1, {}, FORWARD, 128.14),
+    ((16, 64, 65536), (64, 64, 9), 2, {}, FORWARD, 256.14),
+    ((16, 64, 65536), (64, 64, 9), 2, {}, BACKWARD, 386.11),
+    ((16, 3, 224, 224), (64, 3, 7, 7), 2, {}, FORWARD, 58.22),
+    ((16, 3, 224, 224), (64, 3, 3, 3), 1, {}, FORWARD, 0),
+    ((16, 3, 224, 224), (64, 3, 3, 3), 1, {}, BACKWARD[1:], 0),
+    ((64, 128, 56, 56), (128, 128, 1, 1), 1, {}, FORWARD, 0),
+    ((64, 128, 56, 56), (128, 128, 1, 1), 1, {}, BACKWARD, 4),
+    ((16, 512, 7, 7), (2048, 512, 1, 1), 1, {}, FORWARD, 7.66),  # 49 positions: rows are not aligned
+    ((16, 512, 7, 7), (2048, 512, 1, 1), 1, {}, BACKWARD, 7.66),
+    ((32, 128, 56, 56), (256, 128, 1, 1), 2, {}, FORWARD, 73.5),
+    ((64, 128, 56, 56), (128, 1, 3, 3), 1, {"groups": 128}, BACKWARD, 0),
+    ((16, 128, 56, 56), (128, 32, 3, 3), 1, {"groups": 4}, FORWARD, 49.14),
+    ((16, 128, 64, 64), (128, 64, 4, 4), 2, {"is_transposed": True}, FORWARD, 96.5),
+    ((16, 64, 128, 128), (128, 64, 4, 4), 2, {}, BACKWARD, 101.54),
+    ((16, 128, 56, 56), (256, 128, 3, 3), 1, {}, BACKWARD, 82.5),
+    ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), 1, {}, FORWARD, 32.03),
+]
+
+
+@pytest.mark.parametrize(("x", "weight", "stride", "options", "passes", "recorded"), RECORDED)
+def test_the_heuristics_take_what_an_h100_recorded(x, weight, stride, options, passes, recorded):
+    found = workspaces(convolution(x, weight, stride, passes=passes, **options), (9, 0), H100)
+    assert max(found, default=0) / MIB == pytest.approx(recorded, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "layout", "is_taken"),
+    [
+        ((8, 6), torch.float32, torch.contiguous_format, True),
+        ((7, 0), torch.float32, torch.contiguous_format, False),  # no TF32
+        ((7, 0), torch.float16, torch.contiguous_format, True),
+        ((9, 0), torch.float32, torch.channels_last, False),
+        ((9, 0), torch.float64, torch.contiguous_format, False),
+    ],
+)
+def test_only_tensor_cores_need_another_order(capability, dtype, layout, is_taken):
+    given = convolution((2, 32, 32, 32), (32, 32, 3, 3), passes=FORWARD, dtype=dtype)
+    given = given._replace(x=given.x.to(memory_format=layout))
+    assert any(workspaces(given, capability, H100)) is is_taken
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        assert any(workspaces(given, capability, H100)) is (is_taken and dtype is not torch.float32)
+
+
+def test_a_step_takes_and_frees_the_workspace_of_its_heuristics():
+    taken = peak_of_convolution("RTX 3090", benchmark=False, backward=False)
+    plain = peak_of_convolution("RTX 3090", benchmark=False, backward=False, layout=torch.channels_last)
+    assert taken - plain == (X + W + Y) * 4
+
+
+# ---------------------------------------------------------------------------------------------------- cudnn.benchmark
 
 
 @pytest.mark.parametrize(
@@ -51,7 +128,7 @@ X, W, Y = 2 * 8 * 32 * 32, 16 * 8 * 3 * 3, 2 * 16 * 32 * 32
     ],
 )
 def test_cudnn_benchmark_takes_workspace_of_fastest_algorithm(gpu, options, numbers):
-    taken = peak_of_convolution(gpu, benchmark=True, **options) - peak_of_convolution(gpu, benchmark=False, **options)
+    taken = peak_of_convolution(gpu, benchmark=True, **options) - peak_of_convolution(gpu, None, **options)
     size = options.get("dtype", torch.float32).itemsize
     assert taken == math.ceil(numbers * size / 512) * 512  # blocks are multiples of 512 bytes
 

@@ -48,6 +48,11 @@ _COUNTER = 4  # bytes
 _WITH_INDEX, _MOMENTS = 16, 16  # bytes of an accumulator: a value and its index; mean and squares
 # Scratch memory of convolutions of any size, as recorded runs show: split sums and tables (4 MiB, 128 MiB).
 _FIXED_BYTES = 128 * MIB
+# Without `cudnn.benchmark`: channels of images, taps of a 7x7 window, and, where float32 results are written in order,
+# channels of the input and positions of the output.
+_FEW_CHANNELS, _LARGE_WINDOW, _SLICE, _MOST_POSITIONS = 4, 49, 64, 2**15
+_ALIGNED = 16  # bytes, of a channel's positions where an image is a matrix as it lies
+_TILE_ACROSS, _TILE_DOWN = 128, 64  # of the matrix product that a weight's gradient is
 _TILE = 4  # non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions
 Phases: TypeAlias = tuple[tuple[int, ...], ...]
 _EMPTY_CACHE = 0  # no request is for zero bytes
@@ -176,10 +181,14 @@ class CudaMemory:
         if func not in CONVOLVING:
             return 0
         self.convolves = self.convolves or torch.backends.cudnn.enabled
-        if torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark:
+        if torch.backends.cudnn.enabled:
             convolution = Convolution.of(func, args, out)
-            self._tune(convolution)
-            for num_bytes in tuned_workspaces(convolution, self._capability):
+            if torch.backends.cudnn.benchmark:
+                self._tune(convolution)
+                taken = tuned_workspaces(convolution, self._capability)
+            else:
+                taken = workspaces(convolution, self._capability, self._processors)
+            for num_bytes in filter(None, taken):
                 self._lend(num_bytes)
         return convolution_bound(func, args, out)
 
@@ -746,7 +755,17 @@ class Convolution(NamedTuple):
     @property
     def copies_bytes(self) -> int:
         """Bytes of a copy of its tensors in another order of dimensions."""
-        return sum(each.numel() * each.element_size() for each in (self.x, self.weight, self.y))
+        return sum(map(_bytes_of, (self.x, self.weight, self.y)))
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each channel is convolved by itself."""
+        return self.groups == self.x.shape[1] > 1 and not self.is_transposed
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a plain matrix product."""
+        return math.prod(self.weight.shape[2:]) == 1 and set(self.stride) == {1}
 
     @property
     def searches(self) -> set[tuple[Any, ...]]:
@@ -755,9 +774,8 @@ class Convolution(NamedTuple):
         PyTorch has kernels of its own for depthwise convolutions, `use_cudnn_depthwise` in Convolution.cpp.
         """
         x, weight = self.x, self.weight
-        is_depthwise = self.groups == x.shape[1] > 1 and not self.is_transposed
         is_last = convolution_format(x, weight) is not torch.contiguous_format
-        if is_depthwise and not is_last and x.dtype is not torch.float16:
+        if self.is_depthwise and not is_last and x.dtype is not torch.float16:
             return set()
         sizes = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), self.y.shape
         return {(each, *sizes, self.stride, self.dilation, self.is_transposed, self.groups) for each in self.passes}
@@ -766,6 +784,66 @@ class Convolution(NamedTuple):
     def suits_winograd(self) -> bool:
         """Whether the kernel is 3x3 or smaller, and its positions are next to each other."""
         return all(size <= 3 for size in self.weight.shape[2:]) and set(self.dilation) == {1}
+
+
+def workspaces(convolution: Convolution, capability: tuple[int, int], processors: Processors) -> tuple[int, ...]:
+    """Return the workspace of the algorithm that cuDNN's heuristics choose without ``cudnn.benchmark``, one a pass.
+
+    Tensor cores work in channels-last order: input, weight and output in another order are copied in forward and
+    backward. The gradient of the weight is summed in parts, so that all multiprocessors have work. An H100 recorded
+    this, with the exceptions in `_copied_bytes`, for 18 shapes in three dtypes and for the convolutions of 18
+    trainings: `docs/virtual-gpu-proof.md`.
+    """
+    if not _has_tensor_cores(convolution.x.dtype, capability) or _is_last(convolution) or convolution.is_depthwise:
+        return ()
+    return tuple(
+        _copied_bytes(convolution, each) + (_parts_bytes(convolution, processors) if each == "weight gradient" else 0)
+        for each in convolution.passes
+    )
+
+
+def _copied_bytes(convolution: Convolution, what: str) -> int:
+    x, weight, y = convolution.x, convolution.weight, convolution.y
+    num_taps = math.prod(weight.shape[2:])
+    if convolution.is_product:
+        is_aligned = _bytes_of(x) // (x.shape[0] * x.shape[1]) % _ALIGNED == 0
+        return 0 if is_aligned else _bytes_of(x) + _bytes_of(y)
+    # Images: kernels of their own, but for very large windows.
+    if x.shape[1] <= _FEW_CHANNELS and what != "input gradient" and num_taps < _LARGE_WINDOW:
+        return convolution.copies_bytes if convolution.is_transposed else 0
+    if what != "output":
+        return convolution.copies_bytes
+    if num_taps == 1:
+        return convolution.copies_bytes - _bytes_of(weight)
+    positions = math.prod(y.shape[2:])
+    writes_in_order = x.dtype is torch.float32 and x.shape[1] == _SLICE <= y.shape[1] and positions <= _MOST_POSITIONS
+    return convolution.copies_bytes - (_bytes_of(y) if writes_in_order and not convolution.is_transposed else 0)
+
+
+def _parts_bytes(convolution: Convolution, processors: Processors) -> int:
+    """Bytes of the weight's gradient in parts, in float32: of images, or of as many tiles as there are processors."""
+    x, weight = convolution.x, convolution.weight
+    if convolution.is_product:
+        return 0 if _copied_bytes(convolution, "weight gradient") else x.shape[0] * weight.numel() * _FLOAT
+    if x.shape[1] <= _FEW_CHANNELS and math.prod(weight.shape[2:]) < _LARGE_WINDOW:
+        return 0
+    across, down = weight.shape[0], math.prod(weight.shape[1:])
+    tiles = math.ceil(across / _TILE_ACROSS) * math.ceil(down / (_TILE_ACROSS if across > _TILE_ACROSS else _TILE_DOWN))
+    return processors.multiprocessors // tiles * weight.numel() * _FLOAT
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _has_tensor_cores(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    if dtype in (torch.float16, torch.bfloat16):
+        return capability >= (7, 0)
+    return dtype is torch.float32 and capability >= (8, 0) and torch.backends.cudnn.allow_tf32
+
+
+def _is_last(convolution: Convolution) -> bool:
+    return convolution_format(convolution.x, convolution.weight) is not torch.contiguous_format
 
 
 def tuned_workspaces(convolution: Convolution, capability: tuple[int, int]) -> tuple[int, ...]:
@@ -779,13 +857,10 @@ def tuned_workspaces(convolution: Convolution, capability: tuple[int, int]) -> t
     x, weight, y = convolution.x, convolution.weight, convolution.y
     if convolution.groups != 1 or convolution.is_transposed:
         return ()
-    is_half = x.dtype in (torch.float16, torch.bfloat16)
-    has_tensor_cores = capability >= (7, 0) if is_half else capability >= (8, 0) and torch.backends.cudnn.allow_tf32
-    if has_tensor_cores:
-        is_last = convolution_format(x, weight) is not torch.contiguous_format
+    if _has_tensor_cores(x.dtype, capability):
         backward = [each for each in convolution.passes if each != "output"]
         is_point = math.prod(weight.shape[2:]) == 1  # a plain matrix product
-        return () if is_last or is_point else (convolution.copies_bytes,) * len(backward)
+        return () if _is_last(convolution) or is_point else (convolution.copies_bytes,) * len(backward)
     if x.dtype is not torch.float32 or weight.shape[2:] != (3, 3):
         return ()
     if not convolution.suits_winograd or set(convolution.stride) != {1}:
