@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import StateError
+from memkit._tape.references import Counts, Run, references, references_if_unread
 from memkit._tape.tape import changes_arguments, is_plain, is_random, written_arguments
 from memkit._torch.aten import FUSED_ATTENTION
-from memkit._torch.dispatch import LeanDispatchMode, counting_in_views, without_modes
+from memkit._torch.dispatch import LeanDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
 from memkit._torch.pytree import tree_leaves, tree_map
-from memkit._torch.storage import storage_use_count
-from memkit._torch.tensors import storage_key, use_count, version_of
+from memkit._torch.tensors import storage_key, version_of
 
 _aten = torch.ops.aten
 # Operators whose results are kept: many FLOPs per byte of result. Not bmm: in unfused attention it computes the scores,
@@ -44,10 +43,12 @@ class KeptResults:
     Args:
         call: The user's call, for messages.
         fix: Way out for a forward that does not run the same operators each time.
+        least_terms: Results that sum up fewer terms per number are not kept: with few inputs, a layer runs again as
+            fast as the elementwise operators around it, and its result would take the place of one that pays more.
     """
 
-    def __init__(self, call: str, fix: str) -> None:
-        self._call, self._fix = call, fix
+    def __init__(self, call: str, fix: str, *, least_terms: int = 0) -> None:
+        self._call, self._fix, self._least_terms = call, fix, least_terms
         self._results: list[tuple[Any, Any]] = []  # operators and results in order; None must be recomputed
         self._by_storage: dict[int, list[_Result]] = {}  # by id(): the results hold the storages
         self._ends_with_kept = False  # whether a kept operator was the last of the forward
@@ -83,7 +84,7 @@ class KeptResults:
         for number in range(len(outputs)):  # a loop over the tensors would refer to them
             if storage_key(outputs[number].untyped_storage()) != key:
                 continue
-            if _references(outputs, number) == _references_if_unread():
+            if references(outputs, number) == _references_if_unread():
                 nan = outputs[number].detach().new_full((), math.nan).expand(outputs[number].shape)
                 self._results[-1] = self._results[-1][0], _Result(nan)
 
@@ -106,6 +107,9 @@ class KeptResults:
 
     def _keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         out = func(*args, **kwargs)
+        if terms(func, args) < self._least_terms:
+            self._results.append((func, None))
+            return out
         result = tree_map(lambda part: _Result(part) if isinstance(part, Tensor) else part, out)
         self._results.append((func, result))
         for part in tree_leaves(result):
@@ -201,36 +205,35 @@ class _OnKept(LeanDispatchMode):
         return func(*args, **kwargs)
 
 
-def _references(tensors: list[Tensor], place: int) -> tuple[int, int, int]:
-    """Count the references to a tensor: in C++, in Python, and to its storage."""
-    key = storage_key(tensors[place].untyped_storage())
-    return use_count(tensors[place]), sys.getrefcount(tensors[place]), storage_use_count(key)
-
-
 @functools.cache
-def _references_if_unread() -> tuple[int, int, int] | None:
-    """Return the references to a result that nothing reads, as this Python and this torch count them.
+def _references_if_unread() -> Counts | None:
+    """Return the references to an unread output whose result is kept."""
 
-    Returns:
-        None if one that a variable, a graph, or another tensor over its storage holds has as many.
-    """
-    holders: tuple[Callable[[Tensor], Any], ...] = (lambda _: None, lambda out: out, torch.sin, torch.detach)
-    counts = []
-    with without_modes(), torch.inference_mode(mode=False), torch.enable_grad():
-        for hold in holders:
-            kept, one = KeptResults("", ""), torch.ones(1, 1, device="cpu", requires_grad=True)
-            with kept.first():
-                outputs = [one @ one]
-            held = hold(outputs[0])
-            counts.append(_references(outputs, 0))
-            del held
-    unread, *others = counts
-    return None if unread in others else unread
+    def watched(run: Run) -> tuple[object, list[Tensor]]:
+        kept = KeptResults("", "")
+        with kept.first():
+            outputs = run()
+        return kept, outputs
+
+    return references_if_unread(watched)
 
 
 def is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a result is kept; not with dropout inside, since a skipped operator draws no random numbers."""
     return func in KEPT_OPERATORS and not is_random(func, args, kwargs)
+
+
+def terms(func: Any, args: Sequence[Any]) -> float:
+    """Return how many products are summed up for each number of the result of a kept operator."""
+    if func is _aten.mm.default:
+        return int(args[0].shape[1])
+    if func is _aten.addmm.default:
+        return int(args[1].shape[1])
+    if func is _aten.convolution.default:
+        weight, is_transposed, groups = args[1], args[6], args[8]
+        num_outputs = weight.shape[1] * groups if is_transposed else weight.shape[0]
+        return int(weight.numel() // max(num_outputs, 1))
+    return math.inf  # attention: each number comes from all keys
 
 
 def _is_result(part: Any) -> bool:

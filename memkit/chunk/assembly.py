@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,6 +41,11 @@ class Assembly(ABC):
     indices: tuple[Tensor, ...] = ()
     num_segments: int = 0
     built_bytes: int = 0
+
+    @property
+    def kind(self) -> Hashable:
+        """Return the key under which the memory of a chunk is remembered."""
+        return type(self)
 
     @abstractmethod
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:

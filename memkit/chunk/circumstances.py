@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._tape.kept import KeptResults
+from memkit._tape.unread import UnreadEnd
 from memkit.chunk.independence import modules_of
 
 
@@ -37,6 +38,7 @@ class Circumstances:
     Attributes:
         kept: The last chunks, if their graphs were kept.
         products: By the first row of a chunk, its results of matrix products and convolutions, if they were kept.
+        end: What rerunning a chunk leaves out, as learned from the first chunk.
     """
 
     def __init__(self, tensors: Sequence[Tensor], fn: object) -> None:
@@ -46,9 +48,11 @@ class Circumstances:
             for kind in sorted(kinds)
             if torch.amp.is_autocast_available(kind)
         ]
-        self._at_start = RandomNumbers(held_generators(modules_of(fn)))
+        modules = modules_of(fn)
+        self._at_start = RandomNumbers(held_generators(modules))
         self.kept: list[ReplayedChunk] = []
         self.products: dict[int, KeptResults] = {}
+        self.end = UnreadEnd(modules)
 
     @property
     def drew_on_the_host(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._gradients.captured import CapturedTensors
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._tape.kept import KeptResults
+from memkit._tape.references import Run
 from memkit._torch import pytree
 from memkit._torch.autocast import graphs
 from memkit._torch.script import as_written
@@ -38,6 +40,8 @@ from memkit.chunk.volumes import spatial_call, without_batch
 Keep: TypeAlias = Literal["nothing", "products", "graph"]
 """Parts of a chunk kept for the backward: "products" are the results of matrix products and convolutions."""
 
+# Measured on a CPU: up to 16 terms, a product takes hardly longer than the copy of its bias.
+_LEAST_TERMS = 17
 _TENSOR = object()  # stands for a tensor when only the structure is kept
 _SAME_OPERATORS = "make the function depend on its arguments alone, or pass chunk_size=4096, which keeps nothing."
 
@@ -242,9 +246,11 @@ class ChunkedCall:
         """Run one chunk, and keep its graph or its products for the backward if wanted. No local outlives the chunk."""
         # The first chunk always has a graph: it reveals tensors that the function captures from outside.
         captured = CapturedTensors(self.name, self.fn) if is_first else None
-        products = KeptResults(self.name, _SAME_OPERATORS) if keep == "products" and not self._differentiates else None
+        products = self._new_products() if keep == "products" and not self._differentiates else None
+        # It also shows what the other chunks' reruns can leave out.
+        around = replay.end.first if is_first and keep == "nothing" and any(tensors.needs) else None
         with graphs(enabled=keep != "nothing" or is_first or self._differentiates):
-            chunk = self._run_chunk(tensors, start, length, None if products is None else products.first())
+            chunk = self._run_chunk(tensors, start, length, None if products is None else products.first(), around)
         if captured and captured.refuse(chunk.results, [*chunk.rows, *tensors.params]):
             self._differentiates = True
             self._refuse_captured(captured, tensors)
@@ -255,9 +261,12 @@ class ChunkedCall:
             replay.products[start] = products
         return [result.detach() for result in chunk.results]
 
+    def _new_products(self) -> KeptResults:
+        return KeptResults(self.name, _SAME_OPERATORS, least_terms=_LEAST_TERMS)
+
     def product_bytes(self, tensors: CallTensors, num_rows: int) -> int:
         """Run the first rows; return the bytes that are kept for a chunk whose products are kept."""
-        products = KeptResults(self.name, _SAME_OPERATORS)
+        products = self._new_products()
         with graphs(enabled=True):
             chunk = self._run_chunk(tensors, 0, num_rows, products.first())
         products.forget_unused(chunk.results)
@@ -280,15 +289,26 @@ class ChunkedCall:
         start: int,
         length: int,
         products: contextlib.AbstractContextManager[None] | None = None,
+        around: Callable[[Run, int], list[Tensor]] | None = None,
     ) -> ReplayedChunk:
-        """Run the function on one chunk, within a context that keeps or reuses the results of products."""
+        """Run the function on one chunk.
+
+        Args:
+            tensors: The call's.
+            start: First row of the chunk.
+            length: Number of its rows.
+            products: Context that keeps or reuses the results of products.
+            around: Runs the function, to see its last result or to leave it out.
+        """
         rows = self._rows(tensors.inputs, start, length)
         for each, need in zip(rows, tensors.needs, strict=False):
             each.requires_grad_(need)
-        if products is None:
+        if products is None and around is None:
             return ReplayedChunk(rows, self._call(rows, length))
-        with as_written(), products:
-            return ReplayedChunk(rows, self._call(rows, length))
+        with as_written(), products or contextlib.nullcontext():
+            if around is None:
+                return ReplayedChunk(rows, self._call(rows, length))
+            return ReplayedChunk(rows, around(functools.partial(self._call, rows, length), length))
 
     def _rows(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
         # Detached, so that slicing records no node: a slice's gradient would be as large as the whole tensor.
@@ -343,7 +363,7 @@ class ChunkedCall:
             start, length = chunks.pop()
             self._add_gradients(totals, tensors, kept.pop(), upstream(start, length), start)
         for start, length in chunks:
-            chunk = self._recompute(tensors, start, length, products.pop(start, None))
+            chunk = self._recompute(tensors, replay, start, length, products.pop(start, None))
             self._add_gradients(totals, tensors, chunk, upstream(start, length), start)
             del chunk
         return [
@@ -352,8 +372,12 @@ class ChunkedCall:
         ]
 
     @torch.enable_grad()
-    def _recompute(self, tensors: CallTensors, start: int, length: int, products: KeptResults | None) -> ReplayedChunk:
-        return self._run_chunk(tensors, start, length, None if products is None else products.repetition())
+    def _recompute(
+        self, tensors: CallTensors, replay: Circumstances, start: int, length: int, products: KeptResults | None
+    ) -> ReplayedChunk:
+        if products is not None:
+            return self._run_chunk(tensors, start, length, products.repetition())
+        return self._run_chunk(tensors, start, length, around=replay.end.again if replay.end.is_known else None)
 
     def _add_gradients(
         self,

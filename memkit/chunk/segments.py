@@ -17,6 +17,7 @@ from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.params import check_function, function_name
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import SYNONYMS, Reduce, like_rows, reduction
+from memkit.chunk.segments_weight import takes_no_gradient, weighted
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
 
@@ -123,10 +124,13 @@ def segment_call(
     fix = "pass reduce='mean'." if is_mean else "use 'sum', and divide or normalize the result."
     Checker(name).choice("reduce", reduce, get_args(Reduce), fix=fix)
     reduce = SYNONYMS.get(reduce, reduce)
+    assembly = reduction(reduce, segments)
+    if takes_no_gradient(weight, segments.num_edges):
+        assembly, weight = weighted(assembly, weight), None
     call = ChunkedCall(
         name,
         functools.partial(_message, name, fn),
-        reduction(reduce, segments),
+        assembly,
         size,
         num_rows=segments.num_edges,
         check=check,

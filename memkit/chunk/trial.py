@@ -89,7 +89,7 @@ class TrialCall:
     def kind(self) -> Hashable:
         """See `memkit.chunk.sizing.Problem`."""
         call, tensors = self._call, self._tensors
-        return type(call.assembly), tuple(tensors.needs), kind_of(call.fn, tensors.inputs, call.layout)
+        return call.assembly.kind, tuple(tensors.needs), kind_of(call.fn, tensors.inputs, call.layout)
 
     def held_bytes(self, found: Measurement) -> tuple[int, int]:
         """See `memkit.chunk.sizing.Problem`."""

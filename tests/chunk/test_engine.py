@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memkit._core.errors import ConfigError, InputError, MemkitWarning, StateError
 from memkit._recovery.snapshot import RandomNumbers
-from memkit._tape import kept as kept_results
-from memkit._tape.kept import KeptResults
+from memkit._tape import kept as kept_results, references
+from memkit._tape.kept import KeptResults, terms
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
@@ -159,16 +159,49 @@ def test_dropout_repeats_without_touching_caller_state():
 
 
 def test_kept_products_are_not_computed_again():
-    module, x = nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 4)), torch.randn(100, 3)
+    module, x = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(100, 20)
 
     def flops(num_partly_kept):
         with FlopCounterMode(display=False) as count:
             run(module, x, num_partly_kept=num_partly_kept).sum().backward()
         return count.get_total_flops()
 
-    per_row = 2 * (3 * 16 + 16 * 4)
+    per_row = 2 * (20 * 32 + 32 * 4)
     assert flops(0) - flops(4) == 4 * 16 * per_row  # of 7 chunks; the first one's are not kept
     assert flops(0) - flops(99) == (100 - 16) * per_row
+
+
+def test_products_of_few_terms_are_computed_again():
+    """They are as cheap as the activations around them, and would take the room of those that are not."""
+    module, x = nn.Sequential(nn.Linear(3, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU()), torch.randn(100, 3)
+    whole = KeptResults("test()", "")
+    with whole.first():
+        results = [module(x)]
+    kept = KeptResults("test()", "", least_terms=17)
+    with kept.first():
+        results = [module(x)]
+    assert (whole.num_bytes, kept.num_bytes) == (2 * 100 * 32 * 4, 100 * 32 * 4)
+    with FlopCounterMode(display=False) as count, kept.repetition():
+        again = [module(x)]
+    assert count.get_total_flops() == 2 * 100 * 3 * 32
+    assert torch.equal(again[0], results[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (nn.Linear(3, 5), (2, 3), 3),
+        (nn.Linear(3, 5, bias=False), (2, 3), 3),
+        (nn.Conv2d(4, 6, (3, 5), groups=2), (1, 4, 7, 7), 2 * 3 * 5),
+        (nn.ConvTranspose2d(4, 6, (3, 5), groups=2), (1, 4, 7, 7), 2 * 3 * 5),
+    ],
+)
+def test_terms_of_products(layer, shape, expected, monkeypatch):
+    found = []
+    monkeypatch.setattr(kept_results, "terms", lambda *call: found.append(terms(*call)) or found[-1])
+    with KeptResults("test()", "").first():
+        layer(torch.randn(shape))
+    assert found == [expected]
 
 
 ENDS = {
@@ -250,7 +283,7 @@ def graphs_count_in_python():
 @pytest.mark.parametrize("name", ["use_count", "storage_use_count", "getrefcount"])
 def test_foreign_reference_counts_hide_no_reads(name, monkeypatch):
     """Other versions of Python or torch may count one less; by constants, what is read would then be NaN."""
-    target = kept_results.sys if name == "getrefcount" else kept_results
+    target = references.sys if name == "getrefcount" else references
     real = getattr(target, name)
     is_told_twice = name == "use_count" and graphs_count_in_python()
     for count, is_known in ((lambda each: real(each) - 1, True), (lambda _: 1, is_told_twice)):

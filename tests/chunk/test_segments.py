@@ -62,8 +62,8 @@ def problem(index):
     return Message().double(), offset, weight, x, src
 
 
-def differentiate(out, inputs, upstream):
-    return torch.autograd.grad(out, inputs, upstream)
+def differentiate(out, inputs, upstream, retain_graph=None):
+    return torch.autograd.grad(out, inputs, upstream, retain_graph)
 
 
 @pytest.mark.parametrize("form", ["sorted", "unsorted", "int32", "ptr"])
