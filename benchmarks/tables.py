@@ -365,6 +365,45 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
             "reserve_off": more("reserved_bytes", "gpu_reserved_bytes"),
         },
     ),
+    "recorded_card": Table(
+        "trainings/{name}",
+        "training | the card's peak | memkit | in the first run | the card's reserve | memkit | in the first run",
+        "{name} | {measured_peak_bytes:,.0f MiB} | {off} | {peak_error_then:+.2%} | "
+        "{measured_reserved_bytes?:,.0f MiB} | {reserved_error?:+.2%} | {reserved_error_then?:+.2%}",
+        {"off": lambda row: f"{row['peak_error']:+.2%}{'*' if row['reason'] else ''}"},
+    ),
+    "recorded_card.summary": Table(
+        "summary/{which}",
+        "  | trainings | median error | worst | within 1%",
+        "peak | {num_trainings} | {peak_error_median:.2%} | {peak_error_worst:.2%} | "
+        "{peak_error_num_within_1_percent}\n"
+        "peak, in the first run | {num_trainings} | {peak_error_then_median:.2%} | {peak_error_then_worst:.2%} | "
+        "{peak_error_then_num_within_1_percent}\n"
+        "reserve | {reserved_error_num} | {reserved_error_median:.2%} | {reserved_error_worst:.2%} | "
+        "{reserved_error_num_within_1_percent}\n"
+        "reserve, in the first run | {reserved_error_num} | {reserved_error_then_median:.2%} | "
+        "{reserved_error_then_worst:.2%} | {reserved_error_then_num_within_1_percent}",
+    ),
+    "recorded_card.misses": Table(
+        lambda result: [
+            {"name": name, **row} for name, row in result["figures"]["trainings"].items() if row["reason"]
+        ],
+        "training | error | reason",
+        "{name} | {peak_error:+.2%} | {reason}",
+        empty="None.\n",
+    ),
+    "recorded_card.losses": Table(
+        "cases/losses/{way}", "way | peak beyond inputs | time", "{way} | {peak_bytes:,.0f MiB} | {ms:.1f} ms"
+    ),
+    "recorded_card.edges": Table(
+        "cases/edges in chunks/{way}", "way | peak beyond inputs | time", "{way} | {peak_bytes:,.0f MiB} | {ms:.1f} ms"
+    ),
+    "recorded_card.recovery": Table(
+        "cases/recovery/{name}",
+        "network | plain reserves | limit | plain | memkit reserves | losses differ by",
+        "{name} | {plain_reserved_bytes:,.0f MiB} | {limit_bytes:,.0f MiB} | {plain_ran_out:ran out|finished} | "
+        "{reserved_bytes:,.0f MiB} | {largest_difference:.0e}",
+    ),
     "liger_rows": Table(
         "{row}",
         "operator | card | rows equal in every digit | peaks",

@@ -25,8 +25,10 @@ NONE_YET = "No card's file is here yet."
 
 
 def main() -> None:
-    found = [evidence.read(path) for path in sorted(evidence.FOLDER.glob("*.json"))]
-    text = of(found) if found else NONE_YET
+    """Write the part: all cards side by side, and each one whose trainings are not predicted again, by itself."""
+    files = {path: evidence.read(path) for path in sorted(evidence.FOLDER.glob("*.json"))}
+    others = [card(found) for path, found in files.items() if not path.with_suffix(".operators.json.gz").exists()]
+    text = "\n\n".join([overview([*files.values()]), *others]) if files else NONE_YET
     part = f"<!-- gpu results -->\n{text}\n<!-- gpu results end -->"
     PAGE.write_text(
         re.sub(r"<!-- gpu results -->.*<!-- gpu results end -->", lambda _: part, PAGE.read_text(), flags=re.DOTALL)
