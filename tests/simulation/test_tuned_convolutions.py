@@ -17,7 +17,7 @@ from tests.simulation.allocator_replay import ALLOC, FREE_COMPLETED, replay_even
 def peak_of_convolution(
     gpu, benchmark, *, dtype=torch.float32, layout=torch.contiguous_format, backward=True, size=3, **options
 ):
-    """The most that is allocated in a convolution of 2 images, 8 to 16 channels, 32 x 32 pixels; None: no workspaces."""
+    """The most that is allocated in a convolution of 2 images of 32 x 32 pixels; benchmark None: no workspaces."""
     flags = torch.backends.cudnn.flags(enabled=True, benchmark=bool(benchmark))
     with pytest.MonkeyPatch.context() as patch, flags, mk.VirtualGPU(gpu):
         if benchmark is None:
@@ -145,7 +145,13 @@ def test_without_tf32_there_are_no_tensor_cores_for_float32():
         passes=("output", "input gradient"),
     )
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, benchmark=True):
-        assert tuned_workspaces(convolution, (8, 6)) == (36 * (2 * 64 * 24 + 128) * 4,) * 2
+        assert tuned_workspaces(convolution, (8, 6), H100) == (36 * (2 * 64 * 24 + 128) * 4,) * 2
+
+
+def test_on_hopper_the_fastest_is_what_the_heuristics_choose():
+    forward = convolution((32, 128, 56, 56), (128, 128, 3, 3), passes=FORWARD)
+    assert tuned_workspaces(forward, (9, 0), H100) == workspaces(forward, (9, 0), H100) != ()
+    assert tuned_workspaces(forward, (8, 0), H100) == ()
 
 
 def test_cudnn_takes_less_if_memory_is_short():

@@ -51,6 +51,7 @@ _FIXED_BYTES = 128 * MIB
 # Without `cudnn.benchmark`: channels of images, taps of a 7x7 window, and, where float32 results are written in order,
 # channels of the input and positions of the output.
 _FEW_CHANNELS, _LARGE_WINDOW, _SLICE, _MOST_POSITIONS = 4, 49, 64, 2**15
+_HOPPER = (9, 0)
 _ALIGNED = 16  # bytes, of a channel's positions where an image is a matrix as it lies
 _TILE_ACROSS, _TILE_DOWN = 128, 64  # of the matrix product that a weight's gradient is
 _TILE = 4  # non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions
@@ -185,7 +186,7 @@ class CudaMemory:
             convolution = Convolution.of(func, args, out)
             if torch.backends.cudnn.benchmark:
                 self._tune(convolution)
-                taken = tuned_workspaces(convolution, self._capability)
+                taken = tuned_workspaces(convolution, self._capability, self._processors)
             else:
                 taken = workspaces(convolution, self._capability, self._processors)
             for num_bytes in filter(None, taken):
@@ -846,14 +847,17 @@ def _is_last(convolution: Convolution) -> bool:
     return convolution_format(convolution.x, convolution.weight) is not torch.contiguous_format
 
 
-def tuned_workspaces(convolution: Convolution, capability: tuple[int, int]) -> tuple[int, ...]:
+def tuned_workspaces(convolution: Convolution, capability: tuple[int, int], processors: Processors) -> tuple[int, ...]:
     """Return the workspace of the algorithm that ``cudnn.benchmark`` finds to be the fastest, one for each pass.
 
-    Tensor cores work in channels-last order: tensors in another order are copied in the backward passes of kernels
-    larger than 1x1 (no record shows a copy for 1x1 kernels, or in the forward). Without tensor cores, non-fused
+    On Hopper it is that of the heuristics. On earlier tensor cores, tensors in another order than channels-last are
+    copied in the backward passes of kernels larger than 1x1 (no record shows a copy for 1x1 kernels, or in the
+    forward). Without tensor cores, non-fused
     Winograd of 3x3 kernels takes the most. Both follow from recorded runs with ``cudnn.benchmark``:
     `docs/virtual-gpu-proof.md`.
     """
+    if capability >= _HOPPER:
+        return workspaces(convolution, capability, processors)
     x, weight, y = convolution.x, convolution.weight, convolution.y
     if convolution.groups != 1 or convolution.is_transposed:
         return ()
