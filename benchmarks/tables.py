@@ -385,9 +385,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "{reserved_error_then_worst:.2%} | {reserved_error_then_num_within_1_percent}",
     ),
     "recorded_card.misses": Table(
-        lambda result: [
-            {"name": name, **row} for name, row in result["figures"]["trainings"].items() if row["reason"]
-        ],
+        lambda result: [{"name": name, **row} for name, row in result["figures"]["trainings"].items() if row["reason"]],
         "training | error | reason",
         "{name} | {peak_error:+.2%} | {reason}",
         empty="None.\n",

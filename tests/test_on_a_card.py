@@ -3,13 +3,13 @@
 Run on a card: pytest -m gpu tests/test_on_a_card.py
 """
 
+import contextlib
 import copy
 import gc
 import json
 import random
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,13 +79,6 @@ def test_a_wrapped_step_is_the_plain_one(device, accumulation_steps):
     found = [trainer.train_step(batch, loss_fn).loss.item() for _ in range(3)]
     assert found == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(list(wrapped.parameters()), list(plain.parameters()), **EXACT)
-
-
-def test_a_batch_on_the_host_is_moved_to_the_model(device):
-    model = net(device)
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    (expected,) = losses_by_hand(twin := net(device), torch.optim.SGD(twin.parameters(), lr=0.1), rows(device), 1)
-    assert trainer.train_step(rows("cpu"), loss_fn).loss.item() == expected
 
 
 @ON_CUDA
@@ -432,42 +425,54 @@ def test_tiles_are_the_whole_volume(device):
 
 @ON_CUDA
 def test_a_managers_peaks_are_the_allocators(free_card, tmp_path):
+    def train(memory):
+        """The peak of three steps that are the same each time."""
+        model, x = blocks("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        peaks = []
+        for _ in range(3):
+            if memory is None:
+                torch.cuda.reset_peak_memory_stats()
+            phase = contextlib.nullcontext if memory is None else memory.phase
+            with phase("forward"):
+                loss = mean_square(model, x)
+            with phase("backward"):
+                loss.backward()
+            with phase("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            del loss
+            peaks.append(torch.cuda.max_memory_allocated())
+            if memory is not None:
+                memory.step()
+        return max(peaks)
+
+    train(None)  # the libraries' workspaces
+    expected = train(None)
     memory = mk.MemoryManager("cuda", log=tmp_path / "run.jsonl")
-    model, x = blocks("cuda")
-    optimizer = torch.optim.AdamW(model.parameters())
-    peaks = []
-    for _ in range(3):
-        torch.cuda.reset_peak_memory_stats()
-        with memory.phase("forward"):
-            loss = mean_square(model, x)
-        with memory.phase("backward"):
-            loss.backward()
-        with memory.phase("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        del loss
-        memory.step()
-        peaks.append(torch.cuda.max_memory_allocated())
+    train(memory)
     phases = memory.phases
     assert {*phases} == {"forward", "backward", "optimizer"}
-    assert max(each.peak_bytes for each in phases.values()) == max(peaks)
+    assert max(each.peak_bytes for each in phases.values()) == expected
     memory.close()
-    events = mk.report.read_memory_events(tmp_path / "run.jsonl")
-    assert events.num_events > 3
-    page = mk.write_report(tmp_path / "run.jsonl", tmp_path / "report.html")
-    assert page is None or (tmp_path / "report.html").stat().st_size > 10_000
+    assert len(mk.report.read_memory_events(tmp_path / "run.jsonl").events) > 3
+    mk.write_report(tmp_path / "run.jsonl", tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
 @ON_CUDA
 def test_a_tracker_sees_the_bytes_of_the_card(free_card):
+    """Of tensors that the block only reads, too."""
     model, x = blocks("cuda")
     mean_square(model, x).backward()  # cuBLAS's workspace
     model.zero_grad()
+    read_bytes = sum(each.nbytes for each in (*model.parameters(), x))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with mk.Tracker(device="cuda", workspace=True) as tracker:
         mean_square(model, x).backward()
-    assert tracker.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.01)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert tracker.peak_bytes == pytest.approx(taken + read_bytes, abs=64 * 512)  # blocks are multiples of 512 bytes
     assert tracker.peak_where.operator.startswith("aten.")
 
 
@@ -482,7 +487,7 @@ def test_a_snapshot_of_the_card_is_read_and_reported(tmp_path):
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     events = mk.report.read_memory_events(tmp_path / "snapshot.pickle")
-    assert events.num_events > 50
+    assert len(events.events) > 50
     mk.write_report(tmp_path / "snapshot.pickle", tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
@@ -512,18 +517,12 @@ def test_a_resumed_training_goes_on_bit_for_bit(device, tmp_path):
 
 
 @ON_CUDA
-def test_the_samplers_of_a_card_draw_what_numpy_draws():
-    from memkit.points.grid import GridIndex
-    from memkit.points.sampler import GridAwareSampler
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_samplers_of_a_card_draw_what_numpy_draws(backend):
+    pytest.importorskip("nilearn", reason="the scenes are its surfaces")
+    from tests.points.backends import are_identical
 
-    points = np.random.default_rng(0).random((20_000, 3), dtype=np.float32)
-    index = GridIndex.from_coords(points, 0.1)
-    expected = GridAwareSampler(backend="numpy").sample_scenarios(index)
-    for name in ("torch", "triton"):
-        found = GridAwareSampler(backend=name, device="cuda").sample_scenarios(index)
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(torch.as_tensor(one.indices).cpu().numpy(), other.indices)
+    assert are_identical(backend, "cuda")
 
 
 def test_augmented_voxels_do_not_depend_on_the_device(device):

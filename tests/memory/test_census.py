@@ -118,8 +118,9 @@ def test_another_devices_tensors_are_not_there():
 @pytest.mark.gpu
 def test_the_bytes_on_a_card_are_the_allocators():
     device = torch.device("cuda", torch.cuda.current_device())
-    net = nn.Linear(1024, 1024, device=device)
-    loss = net(torch.ones(1024, 1024, device=device)).exp().sum()
+    net = nn.Linear(8192, 8192, device=device)
+    loss = net(torch.ones(8192, 8192, device=device)).exp().sum()
     counted = sum(take_census(device, 0).by_category.values())
-    assert counted == pytest.approx(torch.cuda.memory_allocated(device), abs=10 * MIB)  # cuBLAS's workspace
+    workspaces = 4 * 33 * MIB  # of cuBLAS and cuBLASLt on Hopper, for handles of this thread and of earlier tests
+    assert 0 <= torch.cuda.memory_allocated(device) - counted <= workspaces
     del loss

@@ -21,21 +21,24 @@ def indexes():
     yield GridIndex.from_cells(np.zeros(0, np.int64))
 
 
-def are_identical(backend):
+def are_identical(backend, device="cpu"):
     """Whether a back end gives NumPy's samples, bit for bit: in each scenario, with each rounding, draw after draw."""
     return all(
         same(expected[scenario], sample)
         for index in indexes()
         for rounding in ("nearest", "floor")
-        for expected, samples in zip(_draws(index, rounding, "numpy"), _draws(index, rounding, backend), strict=True)
+        for expected, samples in zip(
+            _draws(index, rounding, "numpy"), _draws(index, rounding, backend, device), strict=True
+        )
         for scenario, sample in samples.items()
     )
 
 
-def _draws(index, rounding, backend):
-    sampler = GridAwareSampler(seed=3, rounding=rounding, backend=backend)
+def _draws(index, rounding, backend, device="cpu"):
+    sampler = GridAwareSampler(seed=3, rounding=rounding, backend=backend, device=device)
     return [sampler.sample_scenarios(index) for _ in range(2)]
 
 
 def same(a, b):
-    return torch.equal(a.indices, b.indices) and torch.equal(a.counts, b.counts) and torch.equal(a.offsets, b.offsets)
+    pairs = (a.indices, b.indices), (a.counts, b.counts), (a.offsets, b.offsets)
+    return all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs)
