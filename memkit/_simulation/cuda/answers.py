@@ -69,13 +69,12 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
         ),
         Patches(accelerator_owner, "FSDP2 finds the virtual GPU", {GET_ACCELERATOR: lambda *_: CARD}),
-        # LSTMs run step by step: the tensors that cuDNN saves for their backward are undocumented.
         Patches(
             memory_format_owner,
             "convolutions use the order of dimensions that cuDNN would get",
             {MEMORY_FORMAT: _formatting(getattr(memory_format_owner, MEMORY_FORMAT))},
         ),
-        Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
+        Patches(torch.backends.cudnn, "weights of recurrent layers stay as they are", {"is_acceptable": _refusing}),
         Patches(Tensor, "Python methods of CUDA tensors", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data can be saved", {"__reduce_ex__": _reduced}),
         Patches(cuda.nvtx, "marks for NVIDIA's profiler are ignored", dict.fromkeys(_NVTX, _nothing)),
@@ -94,6 +93,10 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             },
         ),
     ]
+
+
+def _refusing(_: Tensor) -> bool:
+    return False
 
 
 def _formatting(inner: Callable[..., torch.memory_format]) -> Callable[..., torch.memory_format]:

@@ -27,6 +27,7 @@ from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator, shares_large_segment
 from memkit._simulation.cuda.history import Asker, History
+from memkit._simulation.cuda.recurrent import Order, recurrent_backward_order, recurrent_bound, recurrent_order
 from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
 from memkit._simulation.tensors import is_matrix
 from memkit._torch import aten
@@ -82,7 +83,7 @@ class CudaMemory:
         asker: Returns the origin of the current request.
         shortages: Origin of each request that ran out of memory.
         on_request: Called with the bytes of each request.
-        convolves: Whether a convolution ran whose scratch memory is not fully known.
+        convolves: Whether a convolution or a recurrent layer ran whose scratch memory is not fully known.
         tuned: The convolutions for which ``cudnn.benchmark`` has tried all algorithms.
     """
 
@@ -107,6 +108,8 @@ class CudaMemory:
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
+        self._operator: Callable[[], Any] = lambda: ""
+        self._waiting: list[torch.UntypedStorage] = []  # results of an operator of `_ORDERED`
         self._num_before = 0  # requests before the peaks were reset
         self.convolves = False
         self.tuned: set[tuple[Any, ...]] = set()
@@ -130,6 +133,7 @@ class CudaMemory:
 
     def begin(self, recorder: Recorder) -> None:
         """Follow a recorder from now on, and reset the peaks."""
+        self._operator = lambda: recorder.operator
         self.asker = lambda: Asker(str(recorder.operator or ""), recorder.moment().place)
         self.reset_peaks()
 
@@ -140,7 +144,11 @@ class CudaMemory:
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Allocate a block for a storage until it dies."""
-        if id(storage) not in self._blocks and storage.nbytes():
+        if id(storage) in self._blocks or not storage.nbytes():
+            return
+        if self._operator() in _ORDERED:
+            self._waiting.append(storage)
+        else:
             self._watch(storage, self._take(storage.nbytes()))
 
     def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
@@ -167,6 +175,11 @@ class CudaMemory:
         """Allocate and free the scratch memory of an operator's kernels; return the bound of cuDNN's in addition."""
         if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
             return 0
+        if func in _ORDERED:
+            self._run_in_order(_ORDERED[func](args, out))
+            bound = recurrent_bound(func, args)
+            self.convolves = self.convolves or bound > 0
+            return bound
         for phase in inside(func, args, self._processors):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
             if func in MULTIPLYING:
@@ -182,6 +195,23 @@ class CudaMemory:
             for num_bytes in tuned_workspaces(convolution, self._capability):
                 self._lend(num_bytes)
         return convolution_bound(func, args, out)
+
+    def _run_in_order(self, order: Order) -> None:
+        """Allocate an operator's results and its scratch memory."""
+        waiting = {id(storage): storage for storage in self._waiting}
+        self._waiting.clear()
+        blocks: list[Block | None] = []
+        for each in order:
+            if each is None:
+                block = blocks.pop()
+                if block is not None:
+                    self._give_back(block)
+            elif isinstance(each, Tensor):
+                storage = waiting.pop(id(each.untyped_storage()), None)
+                if storage is not None:
+                    self._watch(storage, self._take(storage.nbytes()))
+            else:
+                blocks.append(self._take(each) if each else None)
 
     def _tune(self, convolution: Convolution) -> None:
         """Empty the cache if ``cudnn.benchmark`` meets this convolution for the first time, as PyTorch does.
@@ -860,5 +890,10 @@ _RULES: dict[Any, tuple[int, int]] = {
     _aten.var_mean.correction: (_MOMENTS, 1),
     _aten.std_mean.correction: (_MOMENTS, 1),
 }
-TAKING = frozenset({*_KERNELS, *_RULES, *MULTIPLYING, *CONVOLVING})
+# Operators whose results and scratch memory are allocated in an order of their own; others' results come first.
+_ORDERED: dict[Any, Callable[[Sequence[Any], Any], Order]] = {
+    aten.cudnn_rnn: recurrent_order,
+    aten.cudnn_rnn_backward: recurrent_backward_order,
+}
+TAKING = frozenset({*_KERNELS, *_RULES, *_ORDERED, *MULTIPLYING, *CONVOLVING})
 """Operators with known scratch memory; all others use none."""
