@@ -141,8 +141,9 @@ def _casting(operator: Any, casts: CastCache, choose: Callable[[Any], torch.dtyp
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((args, kwargs))
         with without_keys(_NO_AUTOCAST):
-            args, kwargs = tree_map(lambda value: casts.cast(value, dtype), (args, kwargs))
-            return operator(*args, **kwargs)
+            # From the last to the first: so the compiler of PyTorch's wheels, GCC, evaluates a C++ call's arguments.
+            kwargs, args = tree_map(lambda value: casts.cast(value, dtype), (kwargs, args[::-1]))
+            return operator(*args[::-1], **kwargs)
 
     return kernel
 

@@ -39,6 +39,8 @@ from memkit._torch.graph import current_backward
 
 _aten = torch.ops.aten
 _NONE = 0  # at::Reduction
+_MAX_OF_BAG = 2  # of `nn.EmbeddingBag`'s modes
+_ATTENTION_TILE = 64
 _SORTED_AT_ONCE = 3072  # rows that embedding's backward accumulates without sorting
 _FLOAT, _INDEX = 4, 8  # bytes
 _MOST_THREADS = 512  # per block
@@ -176,11 +178,11 @@ class CudaMemory:
         if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
             return 0
         if func in _ORDERED:
-            self._run_in_order(_ORDERED[func](args, out))
+            self._run_in_order(in_order(func, args, out))
             bound = recurrent_bound(func, args)
             self.convolves = self.convolves or bound > 0
             return bound
-        for phase in inside(func, args, self._processors):
+        for phase in inside(func, args, self._processors, out):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
             if func in MULTIPLYING:
                 blocks += map(self._take, self._workspaces(is_biased=adds_bias(func, args, kwargs, self._rules)))
@@ -202,8 +204,8 @@ class CudaMemory:
         self._waiting.clear()
         blocks: list[Block | None] = []
         for each in order:
-            if each is None:
-                block = blocks.pop()
+            if each is None or (isinstance(each, int) and each < 0):
+                block = blocks.pop(-1 if each is None else each)
                 if block is not None:
                     self._give_back(block)
             elif isinstance(each, Tensor):
@@ -470,7 +472,7 @@ def _is_one_of(cards: tuple[Cards, ...], capability: tuple[int, int]) -> bool:
     return any(capability[0] == major and minor in (None, capability[1]) for major, minor in cards)
 
 
-def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
+def inside(func: Any, args: Sequence[Any], processors: Processors, out: Any = None) -> Phases:
     """Return the bytes of the blocks that a kernel allocates and frees before it returns.
 
     Returns:
@@ -479,7 +481,23 @@ def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
     kernel = _KERNELS.get(func)
     if kernel is not None:
         return kernel(args, processors)
-    return (reduction_workspace(func, args, processors),)
+    cast = _cast_bytes(args[0], out) if func in _CASTING else 0
+    carried = out.element_size() if cast else 0
+    return ((cast, *reduction_workspace(func, args, processors, carried)),)
+
+
+def in_order(func: Any, args: Sequence[Any], out: Any) -> Order:
+    """Return what an operator allocates and frees, where its results do not come first."""
+    return _ORDERED[func](args, out)
+
+
+def _cast_bytes(x: Tensor, out: Tensor) -> int:
+    """`make_reduction_from_ty` in ReduceOps.cpp: an input of another dtype is cast first, such as a mask to integers.
+
+    The kernels of sums of half precision numbers accumulate them in float32 themselves.
+    """
+    is_widened = x.dtype in (torch.float16, torch.bfloat16) and out.dtype is torch.float32
+    return 0 if out.dtype is x.dtype or is_widened else x.numel() * out.element_size()
 
 
 def _product(args: Sequence[Any], _: Processors) -> Phases:
@@ -497,10 +515,12 @@ def adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rules: 
     return bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1] and is_wide
 
 
-def _loss(args: Sequence[Any], _: Processors) -> Phases:
-    """The unreduced losses, if the loss is reduced."""
-    reduced = next((arg for arg in reversed(args) if isinstance(arg, int)), 1) != _NONE
-    return ((args[0].numel() * args[0].element_size(),),) if reduced else ()
+def _loss(args: Sequence[Any], processors: Processors) -> Phases:
+    """The unreduced losses, if the loss is reduced, and what their mean takes."""
+    if next((arg for arg in reversed(args) if isinstance(arg, int)), 1) == _NONE:
+        return ()
+    mean = reduction_workspace(_aten.mean.default, args[:1], processors)
+    return ((args[0].numel() * args[0].element_size(), *mean),)
 
 
 def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
@@ -511,14 +531,28 @@ def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
     return ((batch * heads * rows * _FLOAT, batch * heads * rows * width * _FLOAT),)
 
 
-def _efficient_backward(args: Sequence[Any], _: Processors) -> Phases:
-    """`_efficient_attention_backward`: output times gradient, in float32; half precision accumulates in float32 too."""
-    query, out = args[1], args[5]
-    batch, heads, rows, _width = query.shape
+def _efficient(args: Sequence[Any], out: Sequence[Tensor]) -> Order:
+    """`_efficient_attention_forward`: the random state is on the card with dropout only."""
+    has_dropout = len(args) > 5 and args[5] > 0  # arguments at the end that have their default are left out
+    return tuple(out[: 4 if has_dropout else 2])
+
+
+def _efficient_backward(args: Sequence[Any], out: Sequence[Any]) -> Order:
+    """`_efficient_attention_backward`: half precision accumulates in float32.
+
+    In float32 output times gradient is summed up first, and all of it lives until the sum has its order; then the
+    queries' gradient is added up in tiles, each with a lock of 16 bytes (`GradQTempStorage` in kernel_backward.h).
+    """
+    grad, query, output = args[0], args[1], args[5]
+    batch, heads, rows, width = query.shape
     delta = batch * heads * rows * _FLOAT
-    if query.dtype is torch.float32:
-        return ((out.numel() * _FLOAT, delta),)
-    return ((delta, out.numel() * _FLOAT),)
+    made = _copied_bytes(grad.transpose(1, 2)), *(each for each in out if each is not None)
+    if query.dtype is not torch.float32:
+        return *made, delta, output.numel() * _FLOAT, -2, None, None
+    tile = _ATTENTION_TILE if width <= _ATTENTION_TILE else 2 * _ATTENTION_TILE
+    tiles = batch * heads * math.ceil(rows / _ATTENTION_TILE) * math.ceil(width / tile)
+    workspace = tiles * (_ATTENTION_TILE * tile * _FLOAT + 16)
+    return *made, output.numel() * _FLOAT, delta, delta, -2, -2, workspace, -2, None, None
 
 
 def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
@@ -554,19 +588,64 @@ def _group_norm_backward(args: Sequence[Any], _: Processors) -> Phases:
     return ((per_channel, per_channel, *factors),)
 
 
-def _embedding_backward(args: Sequence[Any], _: Processors) -> Phases:
+def _dropout(_: Sequence[Any], out: Sequence[Tensor]) -> Order:
+    """`dropout_cuda`: the mask first."""
+    return tuple(reversed(out))
+
+
+def _cudnn_attention(_: Sequence[Any], out: Sequence[Any]) -> Order:
+    """`_scaled_dot_product_cudnn_attention_cuda`: the random state first; on an H100 the workspace is 256 bytes."""
+    output, sums, *_, seed, offset, _ = out
+    return seed, offset, output, *((sums,) if sums is not None else ()), 256, None
+
+
+def _cudnn_attention_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """The workspace of `run_cudnn_SDP_bprop`: the gradient of the queries in float32, sums of the rows, 256 bytes more.
+
+    So on an H100 with cuDNN 9.19, for five shapes, with masks and dropout and without.
+    """
+    batch, heads, rows, width = args[1].shape
+    return ((batch * heads * rows * (width + 1) * _FLOAT + 256,),)
+
+
+def _embedding(args: Sequence[Any], out: Tensor) -> Order:
+    """`at::embedding`: indices of several dimensions are first made one row."""
+    return (_copied_bytes(args[1]) if args[1].dim() != 1 else 0), out, None
+
+
+def _copied_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a contiguous copy; 0 if the tensor is contiguous."""
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
+
+
+def _embedding_backward(args: Sequence[Any], out: Tensor) -> Order:
     """`embedding_dense_backward_cuda`: few rows are added in order; more are sorted, then summed in groups of ten."""
     grad, indices, num_weights = args[:3]
-    num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
-    if num_rows <= _SORTED_AT_ONCE and not args[4]:
+    copies = _copied_bytes(indices), _copied_bytes(grad)
+    if indices.numel() <= _SORTED_AT_ONCE and not args[4]:
+        return *copies, out, None, None
+    return *copies, *_summed_in_tens(grad, indices, num_weights, out), None, None
+
+
+def _bag_backward(args: Sequence[Any], out: Tensor) -> Order:
+    """`_embedding_bag_dense_backward_cuda`: sums and means as for an embedding, however few rows there are."""
+    grad, indices, num_weights, mode, is_sparse = args[0], args[1], args[6], args[8], args[9]
+    if is_sparse or mode == _MAX_OF_BAG or not indices.numel():
         return ()
-    order = (num_rows * size,) * 2
+    copies = _copied_bytes(indices), _copied_bytes(grad)
+    return *copies, *_summed_in_tens(grad, indices, num_weights, out), None, None
+
+
+def _summed_in_tens(grad: Tensor, indices: Tensor, num_weights: int, out: Tensor) -> Order:
+    """`embedding_backward_cuda_kernel`: rows in the order of their indices, all bits of them, and sums of up to ten."""
+    num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
+    rows = num_rows * size
     num_segments = min(num_rows, num_weights)
     num_parts = num_rows // 10 + num_segments
-    return (
-        (*order, num_rows * size, _radix_sort(num_rows, num_weights, size)),
-        (*order, num_rows * size, 8, *(num_segments * size,) * 2, 8, num_parts * size, num_parts * width * _FLOAT),
-    )
+    parts = num_parts * size, num_parts * width * _FLOAT
+    sort = rows, rows, rows, _radix_sort(num_rows, 2 ** (8 * size) - 1, size), None, None
+    sums = rows, 8, num_segments * size, num_segments * size, 8, *parts
+    return *sort, out, *sums, *[None] * (len(sums) + 2)
 
 
 def _pack(args: Sequence[Any], _: Processors) -> Phases:
@@ -594,7 +673,21 @@ def _index_put(args: Sequence[Any], _: Processors) -> Phases:
     num_rows = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))  # type: ignore[no-untyped-call]
     num_slots = math.prod(size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None)
     positions = num_rows * _INDEX
-    return ((positions,), (positions,) * 4 + (_radix_sort(num_rows, num_slots, _INDEX),))
+    values = _copied_bytes(args[2].expand(_indexed_shape(args[0], args[1], given)))
+    return (
+        (positions,),
+        ((values,) if values else ()) + (positions,) * 4 + (_radix_sort(num_rows, num_slots, _INDEX),),
+    )
+
+
+def _indexed_shape(x: Tensor, indices: Sequence[Tensor | None], given: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the shape of what is indexed with dimensions that are indexed first, as the kernel sorts them."""
+    places = [dim for dim, index in enumerate(indices) if index is not None]
+    others = [size for dim, size in enumerate(x.shape) if dim not in places]
+    rows = torch.broadcast_shapes(*(index.shape for index in given))  # type: ignore[no-untyped-call]
+    is_together = places == list(range(places[0], places[-1] + 1))
+    before = places[0] if is_together else 0
+    return (*others[:before], *rows, *others[before:])
 
 
 def _radix_sort(num_rows: int, num_keys: int, size: int) -> int:
@@ -628,12 +721,18 @@ class Processors(NamedTuple):
         return cls(count or 108, 1536 if capability[0] == 12 else threads)
 
 
-def reduction_workspace(func: Any, args: Sequence[Any], processors: Processors) -> tuple[int, ...]:
-    """Return the bytes of a reduction's partial results and counters; empty if it needs none."""
+def reduction_workspace(
+    func: Any, args: Sequence[Any], processors: Processors, least_carried: int = 0
+) -> tuple[int, ...]:
+    """Return the bytes of a reduction's partial results and counters; empty if it needs none.
+
+    An accumulator has at least ``least_carried`` bytes.
+    """
     rule = _RULES.get(func)
     if rule is None or args[0].layout is not torch.strided or not args[0].numel():
         return ()
     x, carried, position = args[0], *rule
+    carried = max(carried, least_carried)
     dims = args[position] if 0 < position < len(args) else None
     if isinstance(dims, int):
         dims = [dims]
@@ -854,12 +953,11 @@ def _winograd(x: Tensor, y: Tensor) -> int:
 _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     **dict.fromkeys((_aten.native_layer_norm.default, *aten.FUSED_RMS_NORM), _layer_norm),
     aten.flash_attention_backward: _flash_backward,
-    aten.efficient_attention_backward: _efficient_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     **dict.fromkeys(aten.FUSED_RMS_NORM_BACKWARD, _layer_norm_backward),
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
-    _aten.embedding_dense_backward.default: _embedding_backward,
+    aten.cudnn_attention_backward: _cudnn_attention_backward,
     aten.pack_padded_sequence: _pack,
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
@@ -867,6 +965,9 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
 }
+_CASTING = overloads(
+    "sum.default", "sum.dim_IntList", "nansum.default", "prod.default", "prod.dim_int", "mean.default", "mean.dim"
+)  # reductions that cast their input to the dtype of the result
 # Bytes of a reduction's accumulator (0: of the input's dtype), and which argument names its dimensions.
 _RULES: dict[Any, tuple[int, int]] = {
     _aten.sum.default: (_FLOAT, 0),
@@ -894,6 +995,13 @@ _RULES: dict[Any, tuple[int, int]] = {
 _ORDERED: dict[Any, Callable[[Sequence[Any], Any], Order]] = {
     aten.cudnn_rnn: recurrent_order,
     aten.cudnn_rnn_backward: recurrent_backward_order,
+    **dict.fromkeys(overloads("_scaled_dot_product_cudnn_attention.default"), _cudnn_attention),
+    **dict.fromkeys(overloads("_scaled_dot_product_efficient_attention.default"), _efficient),
+    aten.efficient_attention_backward: _efficient_backward,
+    _aten.embedding.default: _embedding,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    aten.embedding_bag_backward: _bag_backward,
+    _aten.native_dropout.default: _dropout,
 }
 TAKING = frozenset({*_KERNELS, *_RULES, *_ORDERED, *MULTIPLYING, *CONVOLVING})
 """Operators with known scratch memory; all others use none."""

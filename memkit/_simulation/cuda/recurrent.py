@@ -29,6 +29,7 @@ _NUM_GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
 # Numbers that the backward needs of each state: an LSTM's gates and cell; for a GRU as recorded, twice its gates; for
 # plain layers an assumption.
 _NUM_KEPT = {_RELU: 2, _TANH: 2, _LSTM: 5, _GRU: 6}
+_MOST_PERSISTENT = {_RELU: 384, _TANH: 384, _LSTM: 192, _GRU: 192}  # width of kernels for narrow layers
 _RESERVE_HEAD, _WORKSPACE_HEAD = 256, 2304  # bytes
 _PER_DIRECTION = 16 * MIB
 _RECORDED_LAYERS, _RECORDED_DIRECTIONS = 2, {_LSTM: 1, _GRU: 2}
@@ -115,14 +116,23 @@ class RecurrentCall(NamedTuple):
         return numbers * self.x.element_size() + self.num_directions * _PER_DIRECTION + _WORKSPACE_HEAD
 
     @property
+    def may_persist(self) -> bool:
+        """Whether a kernel that keeps the weights on the chip may run, in some pass and on some cards: `get_algo`."""
+        if self.proj_size or self.batch_sizes or self.x.dtype is torch.float64:
+            return False
+        is_narrow = self.hidden_size <= _MOST_PERSISTENT[self.mode]
+        is_single = self.num_layers == self.num_directions == 1 and self.hidden_size <= 1024
+        is_aligned = self.hidden_size % 128 == self.x.shape[-1] % 128 == 0
+        return is_narrow or (self.x.dtype is torch.float16 and is_single and is_aligned)
+
+    @property
     def is_plain(self) -> bool:
         """Whether this trains an LSTM or GRU, on rows of one length, by cuDNN's standard algorithm."""
-        is_persistent = self.x.dtype is torch.float16 and self.num_layers == 1  # may be: `get_algo` in RNN.cpp
         return (
             self.mode in _RECORDED_DIRECTIONS
             and self.train
             and self.x.dtype is not torch.bfloat16
-            and not (self.dropout or self.proj_size or self.batch_sizes or is_persistent)
+            and not (self.dropout or self.proj_size or self.batch_sizes or self.may_persist)
         )
 
     @property
@@ -163,7 +173,8 @@ class RecurrentCall(NamedTuple):
 # ------------------------------------------------------------------------------------------- scratch memory
 
 Order: TypeAlias = tuple[int | Tensor | None, ...]
-"""What an operator allocates, in order: bytes inside it, or a result; None frees the latest of these bytes."""
+"""What an operator allocates, in order: bytes inside it, or a result; None frees the latest of these bytes, -2 those
+before the latest."""
 
 
 def recurrent_order(args: Sequence[Any], out: Sequence[Tensor]) -> Order:
