@@ -123,3 +123,24 @@ def test_inference_mode_runs_cudnn_too():
         with torch.inference_mode():
             layer(x)
         assert torch.cuda.max_memory_allocated() - before > 16 * MIB  # its workspace
+
+
+def test_weights_move_into_one_buffer_on_the_card():
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        layer = nn.GRU(32, 64, 2).cuda()
+        storages = {each.untyped_storage().nbytes() for each in layer.parameters()}
+        assert storages == {sum(each.nbytes for each in layer.parameters())}
+        assert gpu.allocated_bytes - 512 < max(storages) <= gpu.allocated_bytes
+        assert gpu.peak_bytes > 2 * max(storages)  # for a moment they are there twice
+        narrow = layer.half()
+        assert {each.untyped_storage().nbytes() for each in narrow.parameters()} == {max(storages) // 2}
+        assert layer.cpu().weight_hh_l0.device.type == "cpu"
+    assert layer.weight_hh_l0.untyped_storage().nbytes() == layer.weight_hh_l0.nbytes
+
+
+def test_estimates_count_the_weights_once():
+    layer = nn.GRU(32, 512, 2)
+    weights = sum(each.nbytes for each in layer.parameters())
+    estimate = estimate_of(layer)
+    assert weights <= estimate.parameters_bytes < weights + 512 * 8
+    assert estimate.parameters_bytes + estimate.temporaries_bytes <= 2 * weights  # an optimizer has as many

@@ -15,6 +15,7 @@ from torch import Tensor, cuda, nn
 from memkit._core.errors import StateError
 from memkit._core.protocols import SimulatedGpu
 from memkit._simulation.cuda.memory import CudaMemory
+from memkit._simulation.cuda.recurrent import flattening
 from memkit._simulation.cuda.tensors import CARD, CudaTensors, convolution_format
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
 from memkit._simulation.leftovers import Patches, patched
@@ -74,7 +75,12 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             "convolutions use the order of dimensions that cuDNN would get",
             {MEMORY_FORMAT: _formatting(getattr(memory_format_owner, MEMORY_FORMAT))},
         ),
-        Patches(torch.backends.cudnn, "weights of recurrent layers stay as they are", {"is_acceptable": _refusing}),
+        Patches(torch.backends.cudnn, "nobody asks the CPU build for cuDNN", {"is_acceptable": _refusing}),
+        Patches(
+            nn.RNNBase,
+            "weights of recurrent layers move into one buffer",
+            {"flatten_parameters": flattening(nn.RNNBase.flatten_parameters)},
+        ),
         Patches(Tensor, "Python methods of CUDA tensors", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data can be saved", {"__reduce_ex__": _reduced}),
         Patches(cuda.nvtx, "marks for NVIDIA's profiler are ignored", dict.fromkeys(_NVTX, _nothing)),

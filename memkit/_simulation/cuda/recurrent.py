@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit._core.units import MIB
 from memkit._simulation.tensors import Tensors
@@ -22,6 +22,7 @@ from memkit._torch import aten
 from memkit._torch.cuda import Rules
 from memkit._torch.dispatch import DispatchKey
 from memkit._torch.fake import FakeTensor
+from memkit._torch.modules import FLAT_WEIGHTS
 from memkit._torch.operators import run_kernel_of
 
 _RELU, _TANH, _LSTM, _GRU = range(4)  # cudnnRNNMode_t
@@ -34,6 +35,7 @@ _RESERVE_HEAD, _WORKSPACE_HEAD = 256, 2304  # bytes
 _PER_DIRECTION = 16 * MIB
 _RECORDED_LAYERS, _RECORDED_DIRECTIONS = 2, {_LSTM: 1, _GRU: 2}
 _BFLOAT16_SINCE = (2, 8)  # assumed, like its sizes
+_FLATTENED = {torch.float16, torch.float32, torch.float64}  # `CUDNN_TENSOR_DTYPES`
 _MODES = {"lstm": _LSTM, "gru": _GRU, "rnn_tanh": _TANH, "rnn_relu": _RELU}
 
 
@@ -255,6 +257,31 @@ def _run_backward(*args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | No
         parts.append(flat.as_strided(each.shape, torch.empty(each.shape, device="meta").stride(), first))
         first += each.numel()
     return *gradients, parts
+
+
+def flattening(original: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
+    """Return `RNNBase.flatten_parameters` for weights on the card too: it moves them into one buffer, as for cuDNN."""
+
+    @wraps(original)
+    def flatten_parameters(module: nn.RNNBase) -> None:
+        weights = getattr(module, FLAT_WEIGHTS)
+        is_ready = bool(weights) and all(isinstance(each, FakeTensor) and each.is_cuda for each in weights)
+        mode = weights[0].fake_mode if is_ready else None
+        if isinstance(mode, Tensors) and mode.is_stand_in(weights[0]):
+            return  # they count as flat
+        dtypes = {each.dtype for each in weights} if is_ready else set()
+        if len(dtypes) != 1 or not dtypes <= _FLATTENED or not torch.backends.cudnn.enabled:
+            original(module)
+            return
+        biases = 0 if module.bias else 2 * sum(each.shape[0] for each in weights[:: 2 + bool(module.proj_size)])
+        with torch.no_grad():
+            numbers = sum(each.numel() for each in weights) + biases
+            buffer, first = torch.zeros(numbers, dtype=weights[0].dtype, device=weights[0].device), 0
+            for each in weights:
+                each.set_(buffer.untyped_storage(), first, each.shape, each.stride())
+                first += each.numel()
+
+    return flatten_parameters
 
 
 def _run_layer(
