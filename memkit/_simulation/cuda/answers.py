@@ -15,7 +15,7 @@ from torch import Tensor, cuda, nn
 from memkit._core.errors import StateError
 from memkit._core.protocols import SimulatedGpu
 from memkit._simulation.cuda.memory import CudaMemory
-from memkit._simulation.cuda.recurrent import flattening
+from memkit._simulation.cuda.recurrent import flatten_parameters
 from memkit._simulation.cuda.tensors import CARD, CudaTensors, convolution_format
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
 from memkit._simulation.leftovers import Patches, patched
@@ -79,7 +79,7 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
         Patches(
             nn.RNNBase,
             "weights of recurrent layers move into one buffer",
-            {"flatten_parameters": flattening(nn.RNNBase.flatten_parameters)},
+            {"flatten_parameters": flatten_parameters},
         ),
         Patches(Tensor, "Python methods of CUDA tensors", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data can be saved", {"__reduce_ex__": _reduced}),

@@ -27,7 +27,13 @@ from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator, shares_large_segment
 from memkit._simulation.cuda.history import Asker, History
-from memkit._simulation.cuda.recurrent import Order, recurrent_backward_order, recurrent_bound, recurrent_order
+from memkit._simulation.cuda.recurrent import (
+    RECURRENT,
+    BlockOrder,
+    recurrent_backward_order,
+    recurrent_bound,
+    recurrent_order,
+)
 from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
 from memkit._simulation.tensors import is_matrix
 from memkit._torch import aten
@@ -179,7 +185,7 @@ class CudaMemory:
             return 0
         if func in _ORDERED:
             self._run_in_order(in_order(func, args, out))
-            bound = recurrent_bound(func, args)
+            bound = recurrent_bound(func, args) if func in RECURRENT else 0
             self.convolves = self.convolves or bound > 0
             return bound
         for phase in inside(func, args, self._processors, out):
@@ -198,7 +204,7 @@ class CudaMemory:
                 self._lend(num_bytes)
         return convolution_bound(func, args, out)
 
-    def _run_in_order(self, order: Order) -> None:
+    def _run_in_order(self, order: BlockOrder) -> None:
         """Allocate an operator's results and its scratch memory."""
         waiting = {id(storage): storage for storage in self._waiting}
         self._waiting.clear()
@@ -486,7 +492,7 @@ def inside(func: Any, args: Sequence[Any], processors: Processors, out: Any = No
     return ((cast, *reduction_workspace(func, args, processors, carried)),)
 
 
-def in_order(func: Any, args: Sequence[Any], out: Any) -> Order:
+def in_order(func: Any, args: Sequence[Any], out: Any) -> BlockOrder:
     """Return what an operator allocates and frees, where its results do not come first."""
     return _ORDERED[func](args, out)
 
@@ -531,13 +537,13 @@ def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
     return ((batch * heads * rows * _FLOAT, batch * heads * rows * width * _FLOAT),)
 
 
-def _efficient(args: Sequence[Any], out: Sequence[Tensor]) -> Order:
+def _efficient(args: Sequence[Any], out: Sequence[Tensor]) -> BlockOrder:
     """`_efficient_attention_forward`: the random state is on the card with dropout only."""
     has_dropout = len(args) > 5 and args[5] > 0  # arguments at the end that have their default are left out
     return tuple(out[: 4 if has_dropout else 2])
 
 
-def _efficient_backward(args: Sequence[Any], out: Sequence[Any]) -> Order:
+def _efficient_backward(args: Sequence[Any], out: Sequence[Any]) -> BlockOrder:
     """`_efficient_attention_backward`: half precision accumulates in float32.
 
     In float32 output times gradient is summed up first, and all of it lives until the sum has its order; then the
@@ -588,12 +594,12 @@ def _group_norm_backward(args: Sequence[Any], _: Processors) -> Phases:
     return ((per_channel, per_channel, *factors),)
 
 
-def _dropout(_: Sequence[Any], out: Sequence[Tensor]) -> Order:
+def _dropout(_: Sequence[Any], out: Sequence[Tensor]) -> BlockOrder:
     """`dropout_cuda`: the mask first."""
     return tuple(reversed(out))
 
 
-def _cudnn_attention(_: Sequence[Any], out: Sequence[Any]) -> Order:
+def _cudnn_attention(_: Sequence[Any], out: Sequence[Any]) -> BlockOrder:
     """`_scaled_dot_product_cudnn_attention_cuda`: the random state first; on an H100 the workspace is 256 bytes."""
     output, sums, *_, seed, offset, _ = out
     return seed, offset, output, *((sums,) if sums is not None else ()), 256, None
@@ -608,7 +614,7 @@ def _cudnn_attention_backward(args: Sequence[Any], _: Processors) -> Phases:
     return ((batch * heads * rows * (width + 1) * _FLOAT + 256,),)
 
 
-def _embedding(args: Sequence[Any], out: Tensor) -> Order:
+def _embedding(args: Sequence[Any], out: Tensor) -> BlockOrder:
     """`at::embedding`: indices of several dimensions are first made one row."""
     return (_copied_bytes(args[1]) if args[1].dim() != 1 else 0), out, None
 
@@ -618,7 +624,7 @@ def _copied_bytes(tensor: Tensor) -> int:
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
 
 
-def _embedding_backward(args: Sequence[Any], out: Tensor) -> Order:
+def _embedding_backward(args: Sequence[Any], out: Tensor) -> BlockOrder:
     """`embedding_dense_backward_cuda`: few rows are added in order; more are sorted, then summed in groups of ten."""
     grad, indices, num_weights = args[:3]
     copies = _copied_bytes(indices), _copied_bytes(grad)
@@ -627,7 +633,7 @@ def _embedding_backward(args: Sequence[Any], out: Tensor) -> Order:
     return *copies, *_summed_in_tens(grad, indices, num_weights, out), None, None
 
 
-def _bag_backward(args: Sequence[Any], out: Tensor) -> Order:
+def _bag_backward(args: Sequence[Any], out: Tensor) -> BlockOrder:
     """`_embedding_bag_dense_backward_cuda`: sums and means as for an embedding, however few rows there are."""
     grad, indices, num_weights, mode, is_sparse = args[0], args[1], args[6], args[8], args[9]
     if is_sparse or mode == _MAX_OF_BAG or not indices.numel():
@@ -636,7 +642,7 @@ def _bag_backward(args: Sequence[Any], out: Tensor) -> Order:
     return *copies, *_summed_in_tens(grad, indices, num_weights, out), None, None
 
 
-def _summed_in_tens(grad: Tensor, indices: Tensor, num_weights: int, out: Tensor) -> Order:
+def _summed_in_tens(grad: Tensor, indices: Tensor, num_weights: int, out: Tensor) -> BlockOrder:
     """`embedding_backward_cuda_kernel`: rows in the order of their indices, all bits of them, and sums of up to ten."""
     num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
     rows = num_rows * size
@@ -992,7 +998,7 @@ _RULES: dict[Any, tuple[int, int]] = {
     _aten.std_mean.correction: (_MOMENTS, 1),
 }
 # Operators whose results and scratch memory are allocated in an order of their own; others' results come first.
-_ORDERED: dict[Any, Callable[[Sequence[Any], Any], Order]] = {
+_ORDERED: dict[Any, Callable[[Sequence[Any], Any], BlockOrder]] = {
     aten.cudnn_rnn: recurrent_order,
     aten.cudnn_rnn_backward: recurrent_backward_order,
     **dict.fromkeys(overloads("_scaled_dot_product_cudnn_attention.default"), _cudnn_attention),

@@ -36,6 +36,7 @@ _PER_DIRECTION = 16 * MIB
 _RECORDED_LAYERS, _RECORDED_DIRECTIONS = 2, {_LSTM: 1, _GRU: 2}
 _BFLOAT16_SINCE = (2, 8)  # assumed, like its sizes
 _FLATTENED = {torch.float16, torch.float32, torch.float64}  # `CUDNN_TENSOR_DTYPES`
+_FLATTEN = nn.RNNBase.flatten_parameters
 _MODES = {"lstm": _LSTM, "gru": _GRU, "rnn_tanh": _TANH, "rnn_relu": _RELU}
 
 
@@ -174,19 +175,19 @@ class RecurrentCall(NamedTuple):
 
 # ------------------------------------------------------------------------------------------- scratch memory
 
-Order: TypeAlias = tuple[int | Tensor | None, ...]
+BlockOrder: TypeAlias = tuple[int | Tensor | None, ...]
 """What an operator allocates, in order: bytes inside it, or a result; None frees the latest of these bytes, -2 those
 before the latest."""
 
 
-def recurrent_order(args: Sequence[Any], out: Sequence[Tensor]) -> Order:
+def recurrent_order(args: Sequence[Any], out: Sequence[Tensor]) -> BlockOrder:
     """`_cudnn_rnn`: the input with time first, and the workspace."""
     call = RecurrentCall.of_forward(args)
     output, hy, cy, reserve, _ = out
     return call.copied_bytes(call.x), output, hy, cy, call.workspace_bytes, reserve, None, None
 
 
-def recurrent_backward_order(args: Sequence[Any], out: Sequence[Any]) -> Order:
+def recurrent_backward_order(args: Sequence[Any], out: Sequence[Any]) -> BlockOrder:
     """`_cudnn_rnn_backward`: zeros for gradients that are not there, then the input's gradient, then the weights'."""
     call = RecurrentCall.of_backward(args)
     output, *gradients = args[6:10]
@@ -199,21 +200,20 @@ def recurrent_backward_order(args: Sequence[Any], out: Sequence[Any]) -> Order:
     y = call.copied_bytes(output if gradients[0] is None else gradients[0])
     dx, dhx, dcx, parts = out
     of_states = (dhx,) if dcx is None else (dhx, dcx)
-    of_input: Order = x, y, dx, *of_states, workspace, None, None, None
+    of_input: BlockOrder = x, y, dx, *of_states, workspace, None, None, None
     if not parts:
         return *zeros, *of_input, *[None] * len(zeros)
     if _has_all_weights(call):
-        of_weights: Order = x, parts[0], workspace, None, None
+        of_weights: BlockOrder = x, parts[0], workspace, None, None
     else:
         of_weights = x, call.weights_bytes, workspace, None, *parts, None, None
     return *zeros, *of_input, *of_weights, *[None] * len(zeros)
 
 
 def recurrent_bound(func: Any, args: Sequence[Any]) -> int:
-    """Return the most that the operator may take beyond its known sizes; zero if it is not cuDNN's recurrent one."""
-    if func is aten.cudnn_rnn:
-        return RecurrentCall.of_forward(args).bound
-    return RecurrentCall.of_backward(args).bound if func is aten.cudnn_rnn_backward else 0
+    """Return the most that an operator of `RECURRENT` may take beyond its known sizes."""
+    read = RecurrentCall.of_forward if func is aten.cudnn_rnn else RecurrentCall.of_backward
+    return read(args).bound
 
 
 def _has_all_weights(call: RecurrentCall) -> bool:
@@ -259,29 +259,30 @@ def _run_backward(*args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | No
     return *gradients, parts
 
 
-def flattening(original: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
-    """Return `RNNBase.flatten_parameters` for weights on the card too: it moves them into one buffer, as for cuDNN."""
+@wraps(_FLATTEN)
+def flatten_parameters(module: nn.RNNBase) -> None:
+    """`RNNBase.flatten_parameters` for weights on the card too: it moves them into one buffer, as cuDNN wants them."""
+    weights = getattr(module, FLAT_WEIGHTS)
+    if not _are_for_cudnn(weights):
+        _FLATTEN(module)
+        return
+    biases = 0 if module.bias else 2 * sum(each.shape[0] for each in weights[:: 2 + bool(module.proj_size)])
+    with torch.no_grad():
+        numbers = sum(each.numel() for each in weights) + biases
+        buffer, first = torch.zeros(numbers, dtype=weights[0].dtype, device=weights[0].device), 0
+        for each in weights:
+            each.set_(buffer.untyped_storage(), first, each.shape, each.stride())
+            first += each.numel()
 
-    @wraps(original)
-    def flatten_parameters(module: nn.RNNBase) -> None:
-        weights = getattr(module, FLAT_WEIGHTS)
-        is_ready = bool(weights) and all(isinstance(each, FakeTensor) and each.is_cuda for each in weights)
-        mode = weights[0].fake_mode if is_ready else None
-        if isinstance(mode, Tensors) and mode.is_stand_in(weights[0]):
-            return  # they count as flat
-        dtypes = {each.dtype for each in weights} if is_ready else set()
-        if len(dtypes) != 1 or not dtypes <= _FLATTENED or not torch.backends.cudnn.enabled:
-            original(module)
-            return
-        biases = 0 if module.bias else 2 * sum(each.shape[0] for each in weights[:: 2 + bool(module.proj_size)])
-        with torch.no_grad():
-            numbers = sum(each.numel() for each in weights) + biases
-            buffer, first = torch.zeros(numbers, dtype=weights[0].dtype, device=weights[0].device), 0
-            for each in weights:
-                each.set_(buffer.untyped_storage(), first, each.shape, each.stride())
-                first += each.numel()
 
-    return flatten_parameters
+def _are_for_cudnn(weights: Sequence[Any]) -> bool:
+    """Whether weights are to be moved; stand-ins in an estimate stay, as they live as long as it, and count as flat."""
+    if not weights or not all(isinstance(each, FakeTensor) and each.is_cuda for each in weights):
+        return False
+    first = weights[0]
+    if len({each.dtype for each in weights}) > 1 or first.dtype not in _FLATTENED or not torch.backends.cudnn.enabled:
+        return False
+    return not (isinstance(first.fake_mode, Tensors) and first.fake_mode.is_stand_in(first))
 
 
 def _run_layer(
