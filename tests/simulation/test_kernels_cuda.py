@@ -510,3 +510,12 @@ def test_random_state_of_attention_is_on_the_card_with_dropout_only():
 
     (without, with_dropout) = (sizes_of(lambda dropout=dropout: call(dropout)) for dropout in (0.0, 0.1))
     assert with_dropout == [*without, 8, 8]
+
+
+@pytest.mark.parametrize("mode", ["max", "mean"])
+def test_gradients_of_bags_are_counted(mode):
+    with mk.VirtualGPU("H100") as gpu:
+        bag = nn.EmbeddingBag(10_000, 64, mode=mode).cuda()
+        before = gpu.allocated_bytes
+        bag(torch.zeros(16, 8, dtype=torch.int64, device="cuda")).sum().backward()
+        assert gpu.allocated_bytes - before >= 10_000 * 64 * 4

@@ -144,3 +144,13 @@ def test_estimates_count_the_weights_once():
     estimate = estimate_of(layer)
     assert weights <= estimate.parameters_bytes < weights + 512 * 8
     assert estimate.parameters_bytes + estimate.temporaries_bytes <= 2 * weights  # an optimizer has as many
+
+
+def test_a_layer_that_runs_out_leaves_nothing_behind():
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        layer = nn.LSTM(1024, 1024, 4).cuda()
+        x = torch.zeros(1024, 256, 1024, device="cuda")
+        before = gpu.allocated_bytes
+        with pytest.raises(torch.OutOfMemoryError):
+            layer(x)
+        assert gpu.allocated_bytes == before

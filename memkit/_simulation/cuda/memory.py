@@ -117,7 +117,7 @@ class CudaMemory:
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
         self._operator: Callable[[], Any] = lambda: ""
-        self._waiting: list[torch.UntypedStorage] = []  # results of an operator of `_ORDERED`
+        self._waiting: dict[int, torch.UntypedStorage] = {}  # results of an operator of `_ORDERED`
         self._num_before = 0  # requests before the peaks were reset
         self.convolves = False
         self.tuned: set[tuple[Any, ...]] = set()
@@ -155,7 +155,7 @@ class CudaMemory:
         if id(storage) in self._blocks or not storage.nbytes():
             return
         if self._operator() in _ORDERED:
-            self._waiting.append(storage)
+            self._waiting[id(storage)] = storage
         else:
             self._watch(storage, self._take(storage.nbytes()))
 
@@ -184,7 +184,12 @@ class CudaMemory:
         if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
             return 0
         if func in _ORDERED:
-            self._run_in_order(in_order(func, args, out))
+            try:
+                self._run_in_order(in_order(func, args, out))
+                if func not in _PARTLY_ON_HOST:
+                    self._hold_waiting()
+            finally:
+                self._waiting.clear()
             bound = recurrent_bound(func, args) if func in RECURRENT else 0
             self.convolves = self.convolves or bound > 0
             return bound
@@ -206,20 +211,29 @@ class CudaMemory:
 
     def _run_in_order(self, order: BlockOrder) -> None:
         """Allocate an operator's results and its scratch memory."""
-        waiting = {id(storage): storage for storage in self._waiting}
-        self._waiting.clear()
-        blocks: list[Block | None] = []
-        for each in order:
-            if each is None or (isinstance(each, int) and each < 0):
-                block = blocks.pop(-1 if each is None else each)
+        blocks: list[Block | None] = []  # None for what needs no bytes
+        try:
+            for each in order:
+                if each is None or (isinstance(each, int) and each < 0):
+                    block = blocks.pop(-1 if each is None else each)
+                    if block is not None:
+                        self._give_back(block)
+                elif isinstance(each, Tensor):
+                    storage = self._waiting.pop(id(each.untyped_storage()), None)
+                    if storage is not None:
+                        self._watch(storage, self._take(storage.nbytes()))
+                else:
+                    blocks.append(self._take(each) if each else None)
+        except torch.OutOfMemoryError:
+            for block in reversed(blocks):
                 if block is not None:
                     self._give_back(block)
-            elif isinstance(each, Tensor):
-                storage = waiting.pop(id(each.untyped_storage()), None)
-                if storage is not None:
-                    self._watch(storage, self._take(storage.nbytes()))
-            else:
-                blocks.append(self._take(each) if each else None)
+            raise
+
+    def _hold_waiting(self) -> None:
+        """Allocate the results that the order of an operator leaves out, such as the parts of a sparse one."""
+        for storage in self._waiting.values():
+            self._watch(storage, self._take(storage.nbytes()))
 
     def _tune(self, convolution: Convolution) -> None:
         """Empty the cache if ``cudnn.benchmark`` meets this convolution for the first time, as PyTorch does.
@@ -997,12 +1011,13 @@ _RULES: dict[Any, tuple[int, int]] = {
     _aten.var_mean.correction: (_MOMENTS, 1),
     _aten.std_mean.correction: (_MOMENTS, 1),
 }
+_PARTLY_ON_HOST = overloads("_scaled_dot_product_efficient_attention.default")
 # Operators whose results and scratch memory are allocated in an order of their own; others' results come first.
 _ORDERED: dict[Any, Callable[[Sequence[Any], Any], BlockOrder]] = {
     aten.cudnn_rnn: recurrent_order,
     aten.cudnn_rnn_backward: recurrent_backward_order,
     **dict.fromkeys(overloads("_scaled_dot_product_cudnn_attention.default"), _cudnn_attention),
-    **dict.fromkeys(overloads("_scaled_dot_product_efficient_attention.default"), _efficient),
+    **dict.fromkeys(_PARTLY_ON_HOST, _efficient),
     aten.efficient_attention_backward: _efficient_backward,
     _aten.embedding.default: _embedding,
     _aten.embedding_dense_backward.default: _embedding_backward,
