@@ -152,6 +152,11 @@ class Guesses(Counter[str]):
         line = self.note(name)
         self.numbers[f"{_now(line)} makes a sparse tensor, whose size depends on data"] = None
 
+    def approximated(self, name: str) -> None:
+        """Note an operator that takes other memory on a card than its parts here."""
+        line = self.note(name)
+        self.numbers[f"{_now(line)} runs without cuDNN, in cells that keep other tensors on a card"] = None
+
     def array(self, dtype: torch.dtype) -> Any:
         """Answer with the number that fills an array."""
         line = self.note("Tensor.numpy")

@@ -64,7 +64,7 @@ class AllocatorFigures(NamedTuple):
         context_interval: Least and most bytes outside the allocator.
         gpu: Name of the GPU.
         total_bytes: Memory of the GPU.
-        convolves: Whether a convolution ran whose scratch memory is not fully known.
+        convolves: Whether a convolution or a recurrent layer ran whose scratch memory is not fully known.
     """
 
     allocated_bytes: int

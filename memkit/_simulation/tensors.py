@@ -200,6 +200,10 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         self._stand_ins[id(tensor)] = tensor, fake
         return fake
 
+    def is_stand_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made by `stand_in`, so that its memory lives as long as the simulation."""
+        return any(made is tensor for _, made in self._stand_ins.values())
+
     def without_data(self, tensor: Tensor) -> Tensor:
         """Make a stand-in without data."""
         return self.fake(self.copies.view(tensor, "meta"), _CPU)

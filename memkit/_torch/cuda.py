@@ -52,6 +52,9 @@ class Rules:
         cudnn: cuDNN's version as given by `torch.backends.cudnn.version`.
         prefers_cudnn: GPUs on which attention tries cuDNN first: (major, minor) numbers of compute capability, with
             minor None for any. `check_prefer_cudnn_attention` in sdp_utils.cpp.
+        checks_cudnn_dropout: Whether cuDNN's attention is left out where dropout is no multiple of 1/16:
+            `check_cudnn_dropout` in sdp_utils.cpp, merged when 2.11 was out of the main branch. An H100 with 2.11 ran
+            cuDNN with dropout of 0.1.
         pads_masks_first: Whether attention pads a mask to 8 numbers and expands the result, or expands it and pads that
             to 16: `preprocess_mask` in attention.cpp.
         makes_masks_at_once: Whether a bool mask is converted to numbers by one operator.
@@ -67,6 +70,7 @@ class Rules:
     version: tuple[int, int]
     cudnn: int
     prefers_cudnn: tuple[Cards, ...]
+    checks_cudnn_dropout: bool
     pads_masks_first: bool
     makes_masks_at_once: bool
     attends_unbatched: bool
@@ -91,6 +95,7 @@ class Rules:
             version=version,
             cudnn=cudnn,
             prefers_cudnn=prefers_cudnn,
+            checks_cudnn_dropout=version >= (2, 12),
             pads_masks_first=version >= (2, 2),
             makes_masks_at_once=version >= (2, 5),
             attends_unbatched=version >= (2, 14),

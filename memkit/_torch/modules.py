@@ -14,6 +14,7 @@ __all__ = [
     "BUFFERS",
     "CHILDREN",
     "COMPILED",
+    "FLAT_WEIGHTS",
     "HOOKS",
     "LOAD",
     "PAD_PACKED",
@@ -106,6 +107,9 @@ HOOKS = {
     "_backward_pre_hooks": "register_full_backward_pre_hook",
 }
 """Attribute in which a module holds its hooks, by the method that registers them."""
+
+FLAT_WEIGHTS = "_flat_weights"
+"""Attribute in which a recurrent layer holds its weights for cuDNN; some may be missing."""
 
 rnn_functions = torch._VF
 """The C++ functions that recurrent layers and `torch.nn.utils.rnn` call."""

@@ -175,7 +175,7 @@ class MemoryEstimate(Overviewed):
         assumptions: Conditions assumed to hold, each with its line: checks that raise an error unless they pass.
         holders: The largest blocks at the peak, largest first.
         spread: Share by which a GPU's peak, and the least that it needs, may differ from these in both directions:
-            `SPREAD` where convolutions run, whose scratch memory is not fully known; otherwise 0.
+            `SPREAD` where convolutions or recurrent layers run whose scratch memory is not fully known; otherwise 0.
         target: Name of the GPU that the step was run on; ``"cpu"``; or, for a preset, the size on the box.
         target_bytes: Memory of that GPU; None for the CPU, and for a preset without a size.
         reads_values: Whether the step reads values of its batch, such as lengths: batches of equal shapes may then

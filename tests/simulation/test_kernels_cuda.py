@@ -477,3 +477,81 @@ def test_lengths_must_be_on_the_host_and_known():
         "size depends on data",
         "lengths that come with the batch",
     )
+
+
+# -------------------------------------------------------------------------------------------- order of requests
+
+
+def sizes_of(call):
+    """Bytes of each allocation of a call, in order, and of each release as a negative number."""
+    with mk.VirtualGPU("H100", torch="2.11") as gpu:
+        run = call()
+        torch.cuda.memory._record_memory_history(context=None)
+        (before,) = torch.cuda.memory._snapshot()["device_traces"]
+        kept = run()  # noqa: F841 - alive until the requests are read
+        sizes, requests = {}, []
+        for entry in torch.cuda.memory._snapshot()["device_traces"][0][len(before) :]:
+            if entry["action"] == "alloc":
+                sizes[entry["addr"]] = entry["size"]
+                requests.append(entry["size"])
+            elif entry["action"] == "free_completed":
+                requests.append(-sizes.get(entry["addr"], 0))
+        assert gpu.allocated_bytes
+        return requests
+
+
+def test_arguments_are_cast_from_the_last_to_the_first():
+    def call():
+        layer, x = nn.Linear(256, 640).cuda(), torch.zeros(1024, 256, device="cuda")
+
+        def run():
+            with torch.autocast("cuda", torch.bfloat16):
+                return layer(x)
+
+        return run
+
+    bias, weight, x, out = 640 * 2, 256 * 640 * 2, 1024 * 256 * 2, 1024 * 640 * 2
+    assert [each for each in sizes_of(call) if each in (bias, weight, x, out)] == [bias, weight, x, out]
+
+
+def test_the_mask_of_dropout_comes_before_its_result():
+    def call():
+        x = torch.zeros(1024, 1024, device="cuda", requires_grad=True)
+        return lambda: F.dropout(x)
+
+    assert sizes_of(call) == [2**20, 2**22]
+
+
+def test_indices_with_gaps_are_copied_before_they_are_looked_up():
+    def call():
+        table, x = nn.Embedding(100, 256).cuda(), torch.zeros(8, 65, dtype=torch.int64, device="cuda")
+        return lambda: (table(x[:, 1:]), table(x))
+
+    copy, out, whole = 8 * 64 * 8, 8 * 64 * 256 * 4, 8 * 65 * 256 * 4
+    assert sizes_of(call) == [copy, out, -copy, whole]
+
+
+@pytest.mark.parametrize(("version", "kernel"), [("2.11", "cudnn"), ("2.13", "flash")])
+def test_cudnn_attends_with_any_dropout_to_2_11(version, kernel):
+    with mk.VirtualGPU("H100", torch=version):
+        x = torch.zeros(2, 4, 128, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+        out = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        assert kernel in out.grad_fn.name().lower()
+
+
+def test_random_state_of_attention_is_on_the_card_with_dropout_only():
+    def call(dropout):
+        x = torch.zeros(2, 4, 128, 64, device="cuda", requires_grad=True)
+        return lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+
+    (without, with_dropout) = (sizes_of(lambda dropout=dropout: call(dropout)) for dropout in (0.0, 0.1))
+    assert with_dropout == [*without, 8, 8]
+
+
+@pytest.mark.parametrize("mode", ["max", "mean"])
+def test_gradients_of_bags_are_counted(mode):
+    with mk.VirtualGPU("H100") as gpu:
+        bag = nn.EmbeddingBag(10_000, 64, mode=mode).cuda()
+        before = gpu.allocated_bytes
+        bag(torch.zeros(16, 8, dtype=torch.int64, device="cuda")).sum().backward()
+        assert gpu.allocated_bytes - before >= 10_000 * 64 * 4

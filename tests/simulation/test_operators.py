@@ -7,7 +7,8 @@ from torch import nn
 
 from memkit._simulation.cuda.attention import Attention, attention_backend
 from memkit._simulation.cuda.autocast import operators_by_policy
-from memkit._simulation.cuda.memory import Processors, inside, reduction_workspace
+from memkit._simulation.cuda.memory import Processors, in_order, inside, reduction_workspace
+from memkit._torch import aten
 from memkit._torch.cuda import rules_of
 from memkit.predict.virtual_gpu import VirtualGPU
 from tests.rules import VERSION
@@ -224,10 +225,84 @@ def test_index_add_matches_recorded_gpus():
 
 def test_large_embedding_gradient_is_summed_in_tens():
     grad, index = torch.empty(8192, 768, device="meta"), torch.empty(8192, dtype=torch.int64, device="meta")
-    few = (grad[:3072], index[:3072], 50_257, -1, False)
-    assert inside(_aten.embedding_dense_backward.default, few, ADA_CARD) == ()
-    phases = inside(_aten.embedding_dense_backward.default, (grad, index, 50_257, -1, False), ADA_CARD)
-    assert phases[1][-1] == (819 + 8192) * 768 * 4
+    few, out = (grad[:3072], index[:3072], 50_257, -1, False), torch.empty(50_257, 768, device="meta")
+    assert in_order(_aten.embedding_dense_backward.default, few, out) == (0, 0, out, None, None)
+    order = in_order(_aten.embedding_dense_backward.default, (grad, index, 50_257, -1, False), out)
+    assert max(each for each in order if isinstance(each, int)) == (819 + 8192) * 768 * 4
+
+
+def test_embeddings_sort_by_all_bits_of_their_indices():
+    grad, index = torch.empty(4096, 512, device="meta"), torch.empty(4096, dtype=torch.int64, device="meta")
+    order = in_order(_aten.embedding_dense_backward.default, (grad, index, 256, -1, False), grad)
+    sort = order[5]
+    assert sort == 8 * 256 * 8 + 2 * 256 * 4 + 2 * 4096 * 8 + 511  # an H100's is 1 KiB smaller: it sorts larger blocks
+
+
+def test_bags_are_summed_as_a_recorded_gpu_does():
+    """65,536 words of 500,000: the largest block that an H100 took inside."""
+    grad, index = torch.empty(1024, 128, device="meta"), torch.empty(65_536, dtype=torch.int64, device="meta")
+    arguments = (grad, index, index[:1024], index, index[:1024], index[:0], 500_000, False, 1, False, None)
+    order = in_order(aten.embedding_bag_backward, arguments, grad)
+    assert max(each for each in order if isinstance(each, int)) == 36_909_568
+    assert in_order(aten.embedding_bag_backward, (*arguments[:8], 2, *arguments[9:]), grad) == ()  # largest of each bag
+
+
+def test_values_with_gaps_are_copied_before_they_are_added_up():
+    weights, index = torch.empty(100, 64, device="meta"), torch.empty(4096, dtype=torch.int64, device="meta")
+    wide = torch.empty(4096, 128, device="meta")
+    for values, copied in ((wide[:, :64], 4096 * 64 * 4), (torch.empty(4096, 64, device="meta"), 0)):
+        _, blocks = inside(_aten.index_put.default, (weights, [index], values, True), ADA_CARD)
+        assert sum(blocks) - 4 * 4096 * 8 - blocks[-1] == copied
+
+
+@pytest.mark.parametrize(
+    ("source", "result", "copied"),
+    [
+        (torch.bool, torch.int64, 8),
+        (torch.float32, torch.float64, 8),
+        (torch.float32, torch.float32, 0),
+        (torch.bfloat16, torch.float32, 0),  # the kernel adds up in float32
+        (torch.float16, torch.float64, 8),
+    ],
+)
+def test_sums_cast_their_input(source, result, copied):
+    x, out = torch.empty(16, 100, dtype=source, device="meta"), torch.empty(16, dtype=result, device="meta")
+    (blocks,) = inside(_aten.sum.dim_IntList, (x, [1]), ADA_CARD, out)
+    assert sum(blocks) == 1600 * copied
+
+
+def test_means_of_losses_are_split_over_the_card():
+    x = torch.empty(2**24, device="meta")
+    ((losses, *mean),) = inside(_aten.mse_loss.default, (x, x), ADA_CARD)
+    assert losses == 2**26
+    assert tuple(mean) == reduction_workspace(_aten.mean.default, (x,), ADA_CARD) != ()
+
+
+def attention(shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("shape", "largest"),
+    [((8, 8, 512, 64), 8_396_800), ((8, 4, 512, 128), 8_392_704), ((32, 6, 197, 64), 12_595_200)],
+)
+def test_gradients_of_attention_in_float32_match_recorded_gpus(shape, largest):
+    x = attention(shape).transpose(1, 2).contiguous().transpose(1, 2)
+    arguments = (x, x, x, x, None, x, x[..., 0], None, None, 0.0, [True, True, True, False])
+    order = in_order(aten.efficient_attention_backward, arguments, (x, x, x, None))
+    taken = [each for each in order if isinstance(each, int) and each > 0]
+    assert taken[-1] == largest
+    gaps = in_order(aten.efficient_attention_backward, (attention(shape), *arguments[1:]), (x, x, x, None))
+    assert (order[0], gaps[0]) == (0, x.nbytes)  # a gradient in another order is copied first
+
+
+@pytest.mark.parametrize(
+    ("shape", "workspace"),
+    [((8, 8, 512, 64), 8_519_936), ((8, 4, 512, 128), 8_454_400), ((2, 4, 512, 128), 2_113_792)],
+)
+def test_gradients_of_attention_by_cudnn_match_recorded_gpus(shape, workspace):
+    x = attention(shape, torch.bfloat16)
+    assert inside(aten.cudnn_attention_backward, (x, x, x, x, x), ADA_CARD) == ((workspace,),)
 
 
 def test_layer_norm_sums_in_groups_only_with_many_short_rows():

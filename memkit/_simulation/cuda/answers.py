@@ -15,6 +15,7 @@ from torch import Tensor, cuda, nn
 from memkit._core.errors import StateError
 from memkit._core.protocols import SimulatedGpu
 from memkit._simulation.cuda.memory import CudaMemory
+from memkit._simulation.cuda.recurrent import flatten_parameters
 from memkit._simulation.cuda.tensors import CARD, CudaTensors, convolution_format
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
 from memkit._simulation.leftovers import Patches, patched
@@ -69,13 +70,17 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
         ),
         Patches(accelerator_owner, "FSDP2 finds the virtual GPU", {GET_ACCELERATOR: lambda *_: CARD}),
-        # LSTMs run step by step: the tensors that cuDNN saves for their backward are undocumented.
         Patches(
             memory_format_owner,
             "convolutions use the order of dimensions that cuDNN would get",
             {MEMORY_FORMAT: _formatting(getattr(memory_format_owner, MEMORY_FORMAT))},
         ),
-        Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
+        Patches(torch.backends.cudnn, "nobody asks the CPU build for cuDNN", {"is_acceptable": _refusing}),
+        Patches(
+            nn.RNNBase,
+            "weights of recurrent layers move into one buffer",
+            {"flatten_parameters": flatten_parameters},
+        ),
         Patches(Tensor, "Python methods of CUDA tensors", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data can be saved", {"__reduce_ex__": _reduced}),
         Patches(cuda.nvtx, "marks for NVIDIA's profiler are ignored", dict.fromkeys(_NVTX, _nothing)),
@@ -94,6 +99,10 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             },
         ),
     ]
+
+
+def _refusing(_: Tensor) -> bool:
+    return False
 
 
 def _formatting(inner: Callable[..., torch.memory_format]) -> Callable[..., torch.memory_format]:

@@ -79,7 +79,7 @@ def attention_backend(call: Attention, capability: tuple[int, int], rules: Rules
     choices = {
         "flash": _enabled("flash") and _flash_takes(call, capability),
         "efficient": _enabled("mem_efficient") and _efficient_takes(call, capability, rules),
-        "cudnn": _enabled("cudnn") and _cudnn_takes(call, capability),
+        "cudnn": _enabled("cudnn") and _cudnn_takes(call, capability, rules),
         "math": _enabled("math"),
     }
     prefers_cudnn = any(
@@ -152,7 +152,7 @@ def _efficient_takes(call: Attention, capability: tuple[int, int], rules: Rules)
     )
 
 
-def _cudnn_takes(call: Attention, capability: tuple[int, int]) -> bool:
+def _cudnn_takes(call: Attention, capability: tuple[int, int], rules: Rules) -> bool:
     widths = call.query.shape[-1], call.value.shape[-1]
     return (
         capability >= (8, 0)
@@ -160,7 +160,7 @@ def _cudnn_takes(call: Attention, capability: tuple[int, int]) -> bool:
         and not torch.are_deterministic_algorithms_enabled()
         and max(widths) <= 128
         and all(width % 8 == 0 for width in widths)
-        and (call.dropout * 16).is_integer()
+        and ((call.dropout * 16).is_integer() or not rules.checks_cudnn_dropout)
         and call.key.shape[-2] != 1
         and (call.dropout == 0 or call.query.shape[-2] != 1)
         and _last_stride_is_one(call, ignore_single=True)

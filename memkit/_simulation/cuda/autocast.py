@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Literal, TypeAlias
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memkit._simulation.cuda.recurrent import RecurrentCall
+from memkit._torch import aten
 from memkit._torch.autocast import kernels_of
 from memkit._torch.dispatch import DispatchKey, DispatchKeySet, private_backend_name as private_name, without_keys
 from memkit._torch.operators import schema_of
@@ -66,6 +68,7 @@ def autocast_kernels(casts: CastCache, version: tuple[int, int]) -> dict[str, Ke
     }
     for name in ("norm.Scalar", "norm.ScalarOpt_dim"):  # their redispatch has another signature
         kernels[name] = _norm_in_float32(_operator(name))
+    kernels["_cudnn_rnn"] = _reflattening(casts)
     kernels["binary_cross_entropy"] = _banned(_operator("binary_cross_entropy"))
     return kernels | {name: _unknown(name) for name in operators_without_a_rule() if _operator(name) is not None}
 
@@ -82,6 +85,33 @@ def _banned(operator: Any) -> Kernel:
         )
 
     return kernel
+
+
+def _reflattening(casts: CastCache) -> Kernel:
+    """`_cudnn_rnn_cast_reflatten` in AutocastRNN.cpp: float16 whatever autocast's own, with weights in a new buffer."""
+
+    def kernel(x: Tensor, weights: Sequence[Tensor], weights_per_layer: int, buffer: Any, *others: Any) -> Any:
+        hx, cx, *options = others
+        with without_keys(_NO_AUTOCAST):
+            if _is_eligible(weights[0]) and weights[0].dtype is not torch.float16:
+                weights, buffer = _flattened(weights, RecurrentCall(x, weights, weights_per_layer, *others[:-1]))
+            cx, hx, x = (casts.cast(each, torch.float16) for each in (cx, hx, x))
+            return aten.cudnn_rnn(x, weights, weights_per_layer, buffer, hx, cx, *options)
+
+    return kernel
+
+
+def _flattened(weights: Sequence[Tensor], call: RecurrentCall) -> tuple[list[Tensor], Tensor]:
+    """`copy_weights_to_flat_buf_views`: autograd follows the copies, but knows nothing of the buffer."""
+    buffer = torch.zeros(call.num_weights, dtype=torch.float16, device=weights[0].device)
+    views, first = [], 0
+    for weight in weights:
+        view = torch.empty(0, dtype=torch.float16, device=weight.device)
+        view.set_(buffer.untyped_storage(), first, weight.shape, weight.stride())
+        view.copy_(weight)
+        views.append(view)
+        first += weight.numel()
+    return views, buffer
 
 
 def _unknown(name: str) -> Kernel:
@@ -111,8 +141,9 @@ def _casting(operator: Any, casts: CastCache, choose: Callable[[Any], torch.dtyp
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((args, kwargs))
         with without_keys(_NO_AUTOCAST):
-            args, kwargs = tree_map(lambda value: casts.cast(value, dtype), (args, kwargs))
-            return operator(*args, **kwargs)
+            # From the last to the first: so the compiler of PyTorch's wheels, GCC, evaluates a C++ call's arguments.
+            kwargs, args = tree_map(lambda value: casts.cast(value, dtype), (kwargs, args[::-1]))
+            return operator(*args[::-1], **kwargs)
 
     return kernel
 

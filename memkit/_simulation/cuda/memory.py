@@ -27,6 +27,13 @@ from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator, shares_large_segment
 from memkit._simulation.cuda.history import Asker, History
+from memkit._simulation.cuda.recurrent import (
+    RECURRENT,
+    BlockOrder,
+    recurrent_backward_order,
+    recurrent_bound,
+    recurrent_order,
+)
 from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
 from memkit._simulation.tensors import is_matrix
 from memkit._torch import aten
@@ -38,6 +45,8 @@ from memkit._torch.graph import current_backward
 
 _aten = torch.ops.aten
 _NONE = 0  # at::Reduction
+_MAX_OF_BAG = 2  # of `nn.EmbeddingBag`'s modes
+_ATTENTION_TILE = 64
 _SORTED_AT_ONCE = 3072  # rows that embedding's backward accumulates without sorting
 _FLOAT, _INDEX = 4, 8  # bytes
 _MOST_THREADS = 512  # per block
@@ -88,7 +97,7 @@ class CudaMemory:
         asker: Returns the origin of the current request.
         shortages: Origin of each request that ran out of memory.
         on_request: Called with the bytes of each request.
-        convolves: Whether a convolution ran whose scratch memory is not fully known.
+        convolves: Whether a convolution or a recurrent layer ran whose scratch memory is not fully known.
         tuned: The convolutions for which ``cudnn.benchmark`` has tried all algorithms.
     """
 
@@ -113,6 +122,8 @@ class CudaMemory:
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._requests = RequestLog()
+        self._operator: Callable[[], Any] = lambda: ""
+        self._waiting: dict[int, torch.UntypedStorage] = {}  # results of an operator of `_ORDERED`
         self._num_before = 0  # requests before the peaks were reset
         self.convolves = False
         self.tuned: set[tuple[Any, ...]] = set()
@@ -136,6 +147,7 @@ class CudaMemory:
 
     def begin(self, recorder: Recorder) -> None:
         """Follow a recorder from now on, and reset the peaks."""
+        self._operator = lambda: recorder.operator
         self.asker = lambda: Asker(str(recorder.operator or ""), recorder.moment().place)
         self.reset_peaks()
 
@@ -146,7 +158,11 @@ class CudaMemory:
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Allocate a block for a storage until it dies."""
-        if id(storage) not in self._blocks and storage.nbytes():
+        if id(storage) in self._blocks or not storage.nbytes():
+            return
+        if self._operator() in _ORDERED:
+            self._waiting[id(storage)] = storage
+        else:
             self._watch(storage, self._take(storage.nbytes()))
 
     def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
@@ -173,7 +189,17 @@ class CudaMemory:
         """Allocate and free the scratch memory of an operator's kernels; return the bound of cuDNN's in addition."""
         if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
             return 0
-        for phase in inside(func, args, self._processors):
+        if func in _ORDERED:
+            try:
+                self._run_in_order(in_order(func, args, out))
+                if func not in _PARTLY_ON_HOST:
+                    self._hold_waiting()
+            finally:
+                self._waiting.clear()
+            bound = recurrent_bound(func, args) if func in RECURRENT else 0
+            self.convolves = self.convolves or bound > 0
+            return bound
+        for phase in inside(func, args, self._processors, out):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
             if func in MULTIPLYING:
                 blocks += map(self._take, self._workspaces(is_biased=adds_bias(func, args, kwargs, self._rules)))
@@ -192,6 +218,32 @@ class CudaMemory:
             for num_bytes in filter(None, taken):
                 self._lend(num_bytes)
         return convolution_bound(func, args, out)
+
+    def _run_in_order(self, order: BlockOrder) -> None:
+        """Allocate an operator's results and its scratch memory."""
+        blocks: list[Block | None] = []  # None for what needs no bytes
+        try:
+            for each in order:
+                if each is None or (isinstance(each, int) and each < 0):
+                    block = blocks.pop(-1 if each is None else each)
+                    if block is not None:
+                        self._give_back(block)
+                elif isinstance(each, Tensor):
+                    storage = self._waiting.pop(id(each.untyped_storage()), None)
+                    if storage is not None:
+                        self._watch(storage, self._take(storage.nbytes()))
+                else:
+                    blocks.append(self._take(each) if each else None)
+        except torch.OutOfMemoryError:
+            for block in reversed(blocks):
+                if block is not None:
+                    self._give_back(block)
+            raise
+
+    def _hold_waiting(self) -> None:
+        """Allocate the results that the order of an operator leaves out, such as the parts of a sparse one."""
+        for storage in self._waiting.values():
+            self._watch(storage, self._take(storage.nbytes()))
 
     def _tune(self, convolution: Convolution) -> None:
         """Empty the cache if ``cudnn.benchmark`` meets this convolution for the first time, as PyTorch does.
@@ -450,7 +502,7 @@ def _is_one_of(cards: tuple[Cards, ...], capability: tuple[int, int]) -> bool:
     return any(capability[0] == major and minor in (None, capability[1]) for major, minor in cards)
 
 
-def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
+def inside(func: Any, args: Sequence[Any], processors: Processors, out: Any = None) -> Phases:
     """Return the bytes of the blocks that a kernel allocates and frees before it returns.
 
     Returns:
@@ -459,7 +511,23 @@ def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
     kernel = _KERNELS.get(func)
     if kernel is not None:
         return kernel(args, processors)
-    return (reduction_workspace(func, args, processors),)
+    cast = _cast_bytes(args[0], out) if func in _CASTING else 0
+    carried = out.element_size() if cast else 0
+    return ((cast, *reduction_workspace(func, args, processors, carried)),)
+
+
+def in_order(func: Any, args: Sequence[Any], out: Any) -> BlockOrder:
+    """Return what an operator allocates and frees, where its results do not come first."""
+    return _ORDERED[func](args, out)
+
+
+def _cast_bytes(x: Tensor, out: Tensor) -> int:
+    """`make_reduction_from_ty` in ReduceOps.cpp: an input of another dtype is cast first, such as a mask to integers.
+
+    The kernels of sums of half precision numbers accumulate them in float32 themselves.
+    """
+    is_widened = x.dtype in (torch.float16, torch.bfloat16) and out.dtype is torch.float32
+    return 0 if out.dtype is x.dtype or is_widened else x.numel() * out.element_size()
 
 
 def _product(args: Sequence[Any], _: Processors) -> Phases:
@@ -477,10 +545,12 @@ def adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rules: 
     return bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1] and is_wide
 
 
-def _loss(args: Sequence[Any], _: Processors) -> Phases:
-    """The unreduced losses, if the loss is reduced."""
-    reduced = next((arg for arg in reversed(args) if isinstance(arg, int)), 1) != _NONE
-    return ((args[0].numel() * args[0].element_size(),),) if reduced else ()
+def _loss(args: Sequence[Any], processors: Processors) -> Phases:
+    """The unreduced losses, if the loss is reduced, and what their mean takes."""
+    if next((arg for arg in reversed(args) if isinstance(arg, int)), 1) == _NONE:
+        return ()
+    mean = reduction_workspace(_aten.mean.default, args[:1], processors)
+    return ((args[0].numel() * args[0].element_size(), *mean),)
 
 
 def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
@@ -491,14 +561,28 @@ def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
     return ((batch * heads * rows * _FLOAT, batch * heads * rows * width * _FLOAT),)
 
 
-def _efficient_backward(args: Sequence[Any], _: Processors) -> Phases:
-    """`_efficient_attention_backward`: output times gradient, in float32; half precision accumulates in float32 too."""
-    query, out = args[1], args[5]
-    batch, heads, rows, _width = query.shape
+def _efficient(args: Sequence[Any], out: Sequence[Tensor]) -> BlockOrder:
+    """`_efficient_attention_forward`: the random state is on the card with dropout only."""
+    has_dropout = len(args) > 5 and args[5] > 0  # arguments at the end that have their default are left out
+    return tuple(out[: 4 if has_dropout else 2])
+
+
+def _efficient_backward(args: Sequence[Any], out: Sequence[Any]) -> BlockOrder:
+    """`_efficient_attention_backward`: half precision accumulates in float32.
+
+    In float32 output times gradient is summed up first, and all of it lives until the sum has its order; then the
+    queries' gradient is added up in tiles, each with a lock of 16 bytes (`GradQTempStorage` in kernel_backward.h).
+    """
+    grad, query, output = args[0], args[1], args[5]
+    batch, heads, rows, width = query.shape
     delta = batch * heads * rows * _FLOAT
-    if query.dtype is torch.float32:
-        return ((out.numel() * _FLOAT, delta),)
-    return ((delta, out.numel() * _FLOAT),)
+    made = _copied_bytes(grad.transpose(1, 2)), *(each for each in out if each is not None)
+    if query.dtype is not torch.float32:
+        return *made, delta, output.numel() * _FLOAT, -2, None, None
+    tile = _ATTENTION_TILE if width <= _ATTENTION_TILE else 2 * _ATTENTION_TILE
+    tiles = batch * heads * math.ceil(rows / _ATTENTION_TILE) * math.ceil(width / tile)
+    workspace = tiles * (_ATTENTION_TILE * tile * _FLOAT + 16)
+    return *made, output.numel() * _FLOAT, delta, delta, -2, -2, workspace, -2, None, None
 
 
 def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
@@ -534,19 +618,64 @@ def _group_norm_backward(args: Sequence[Any], _: Processors) -> Phases:
     return ((per_channel, per_channel, *factors),)
 
 
-def _embedding_backward(args: Sequence[Any], _: Processors) -> Phases:
+def _dropout(_: Sequence[Any], out: Sequence[Tensor]) -> BlockOrder:
+    """`dropout_cuda`: the mask first."""
+    return tuple(reversed(out))
+
+
+def _cudnn_attention(_: Sequence[Any], out: Sequence[Any]) -> BlockOrder:
+    """`_scaled_dot_product_cudnn_attention_cuda`: the random state first; on an H100 the workspace is 256 bytes."""
+    output, sums, *_, seed, offset, _ = out
+    return seed, offset, output, *((sums,) if sums is not None else ()), 256, None
+
+
+def _cudnn_attention_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """The workspace of `run_cudnn_SDP_bprop`: the gradient of the queries in float32, sums of the rows, 256 bytes more.
+
+    So on an H100 with cuDNN 9.19, for five shapes, with masks and dropout and without.
+    """
+    batch, heads, rows, width = args[1].shape
+    return ((batch * heads * rows * (width + 1) * _FLOAT + 256,),)
+
+
+def _embedding(args: Sequence[Any], out: Tensor) -> BlockOrder:
+    """`at::embedding`: indices of several dimensions are first made one row."""
+    return (_copied_bytes(args[1]) if args[1].dim() != 1 else 0), out, None
+
+
+def _copied_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a contiguous copy; 0 if the tensor is contiguous."""
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
+
+
+def _embedding_backward(args: Sequence[Any], out: Tensor) -> BlockOrder:
     """`embedding_dense_backward_cuda`: few rows are added in order; more are sorted, then summed in groups of ten."""
     grad, indices, num_weights = args[:3]
-    num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
-    if num_rows <= _SORTED_AT_ONCE and not args[4]:
+    copies = _copied_bytes(indices), _copied_bytes(grad)
+    if indices.numel() <= _SORTED_AT_ONCE and not args[4]:
+        return *copies, out, None, None
+    return *copies, *_summed_in_tens(grad, indices, num_weights, out), None, None
+
+
+def _bag_backward(args: Sequence[Any], out: Tensor) -> BlockOrder:
+    """`_embedding_bag_dense_backward_cuda`: sums and means as for an embedding, however few rows there are."""
+    grad, indices, num_weights, mode, is_sparse = args[0], args[1], args[6], args[8], args[9]
+    if is_sparse or mode == _MAX_OF_BAG or not indices.numel():
         return ()
-    order = (num_rows * size,) * 2
+    copies = _copied_bytes(indices), _copied_bytes(grad)
+    return *copies, *_summed_in_tens(grad, indices, num_weights, out), None, None
+
+
+def _summed_in_tens(grad: Tensor, indices: Tensor, num_weights: int, out: Tensor) -> BlockOrder:
+    """`embedding_backward_cuda_kernel`: rows in the order of their indices, all bits of them, and sums of up to ten."""
+    num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
+    rows = num_rows * size
     num_segments = min(num_rows, num_weights)
     num_parts = num_rows // 10 + num_segments
-    return (
-        (*order, num_rows * size, _radix_sort(num_rows, num_weights, size)),
-        (*order, num_rows * size, 8, *(num_segments * size,) * 2, 8, num_parts * size, num_parts * width * _FLOAT),
-    )
+    parts = num_parts * size, num_parts * width * _FLOAT
+    sort = rows, rows, rows, _radix_sort(num_rows, 2 ** (8 * size) - 1, size), None, None
+    sums = rows, 8, num_segments * size, num_segments * size, 8, *parts
+    return *sort, out, *sums, *[None] * (len(sums) + 2)
 
 
 def _pack(args: Sequence[Any], _: Processors) -> Phases:
@@ -574,7 +703,21 @@ def _index_put(args: Sequence[Any], _: Processors) -> Phases:
     num_rows = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))  # type: ignore[no-untyped-call]
     num_slots = math.prod(size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None)
     positions = num_rows * _INDEX
-    return ((positions,), (positions,) * 4 + (_radix_sort(num_rows, num_slots, _INDEX),))
+    values = _copied_bytes(args[2].expand(_indexed_shape(args[0], args[1], given)))
+    return (
+        (positions,),
+        ((values,) if values else ()) + (positions,) * 4 + (_radix_sort(num_rows, num_slots, _INDEX),),
+    )
+
+
+def _indexed_shape(x: Tensor, indices: Sequence[Tensor | None], given: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the shape of what is indexed with dimensions that are indexed first, as the kernel sorts them."""
+    places = [dim for dim, index in enumerate(indices) if index is not None]
+    others = [size for dim, size in enumerate(x.shape) if dim not in places]
+    rows = torch.broadcast_shapes(*(index.shape for index in given))  # type: ignore[no-untyped-call]
+    is_together = places == list(range(places[0], places[-1] + 1))
+    before = places[0] if is_together else 0
+    return (*others[:before], *rows, *others[before:])
 
 
 def _radix_sort(num_rows: int, num_keys: int, size: int) -> int:
@@ -608,12 +751,18 @@ class Processors(NamedTuple):
         return cls(count or 108, 1536 if capability[0] == 12 else threads)
 
 
-def reduction_workspace(func: Any, args: Sequence[Any], processors: Processors) -> tuple[int, ...]:
-    """Return the bytes of a reduction's partial results and counters; empty if it needs none."""
+def reduction_workspace(
+    func: Any, args: Sequence[Any], processors: Processors, least_carried: int = 0
+) -> tuple[int, ...]:
+    """Return the bytes of a reduction's partial results and counters; empty if it needs none.
+
+    An accumulator has at least ``least_carried`` bytes.
+    """
     rule = _RULES.get(func)
     if rule is None or args[0].layout is not torch.strided or not args[0].numel():
         return ()
     x, carried, position = args[0], *rule
+    carried = max(carried, least_carried)
     dims = args[position] if 0 < position < len(args) else None
     if isinstance(dims, int):
         dims = [dims]
@@ -903,12 +1052,11 @@ def _winograd(x: Tensor, y: Tensor) -> int:
 _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     **dict.fromkeys((_aten.native_layer_norm.default, *aten.FUSED_RMS_NORM), _layer_norm),
     aten.flash_attention_backward: _flash_backward,
-    aten.efficient_attention_backward: _efficient_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     **dict.fromkeys(aten.FUSED_RMS_NORM_BACKWARD, _layer_norm_backward),
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
-    _aten.embedding_dense_backward.default: _embedding_backward,
+    aten.cudnn_attention_backward: _cudnn_attention_backward,
     aten.pack_padded_sequence: _pack,
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
@@ -916,6 +1064,9 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
 }
+_CASTING = overloads(
+    "sum.default", "sum.dim_IntList", "nansum.default", "prod.default", "prod.dim_int", "mean.default", "mean.dim"
+)  # reductions that cast their input to the dtype of the result
 # Bytes of a reduction's accumulator (0: of the input's dtype), and which argument names its dimensions.
 _RULES: dict[Any, tuple[int, int]] = {
     _aten.sum.default: (_FLOAT, 0),
@@ -939,5 +1090,18 @@ _RULES: dict[Any, tuple[int, int]] = {
     _aten.var_mean.correction: (_MOMENTS, 1),
     _aten.std_mean.correction: (_MOMENTS, 1),
 }
-TAKING = frozenset({*_KERNELS, *_RULES, *MULTIPLYING, *CONVOLVING})
+_PARTLY_ON_HOST = overloads("_scaled_dot_product_efficient_attention.default")
+# Operators whose results and scratch memory are allocated in an order of their own; others' results come first.
+_ORDERED: dict[Any, Callable[[Sequence[Any], Any], BlockOrder]] = {
+    aten.cudnn_rnn: recurrent_order,
+    aten.cudnn_rnn_backward: recurrent_backward_order,
+    **dict.fromkeys(overloads("_scaled_dot_product_cudnn_attention.default"), _cudnn_attention),
+    **dict.fromkeys(_PARTLY_ON_HOST, _efficient),
+    aten.efficient_attention_backward: _efficient_backward,
+    _aten.embedding.default: _embedding,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    aten.embedding_bag_backward: _bag_backward,
+    _aten.native_dropout.default: _dropout,
+}
+TAKING = frozenset({*_KERNELS, *_RULES, *_ORDERED, *MULTIPLYING, *CONVOLVING})
 """Operators with known scratch memory; all others use none."""

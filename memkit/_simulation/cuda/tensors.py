@@ -25,6 +25,7 @@ from memkit._core.errors import NotSimulatedError, StateError
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
+from memkit._simulation.cuda.recurrent import LAYERS, RECURRENT
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.tensors import Tensors, has_values
 from memkit._torch import aten
@@ -80,7 +81,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
     avoid_device_init = True
 
     def __init__(self, selected_fraction: float | None = None) -> None:
-        super().__init__(selected_fraction)
+        super().__init__(selected_fraction, instead=RECURRENT)
         self._running = threading.local()  # whether an operator on tensors without data runs, in each thread
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -319,6 +320,7 @@ def _cuda_operators(capability: tuple[int, int], rules: Rules) -> Iterator[torch
             ("log_softmax.int", _softmax(aten.log_softmax)),
             ("batch_norm", _batch_norm),
             ("linear", _linear),
+            *((name, partial(run, capability, rules)) for name, run in LAYERS.items()),
         ):
             library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
             # Without autograd, as in inference_mode:
