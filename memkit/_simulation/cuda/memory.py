@@ -190,15 +190,7 @@ class CudaMemory:
         if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
             return 0
         if func in _ORDERED:
-            try:
-                self._run_in_order(in_order(func, args, out))
-                if func not in _PARTLY_ON_HOST:
-                    self._hold_waiting()
-            finally:
-                self._waiting.clear()
-            bound = recurrent_bound(func, args) if func in RECURRENT else 0
-            self.convolves = self.convolves or bound > 0
-            return bound
+            return self._run_ordered(func, args, out)
         for phase in inside(func, args, self._processors, out):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
             if func in MULTIPLYING:
@@ -207,17 +199,20 @@ class CudaMemory:
                 self._give_back(block)
         if func not in CONVOLVING:
             return 0
-        self.convolves = self.convolves or torch.backends.cudnn.enabled
         if torch.backends.cudnn.enabled:
-            convolution = Convolution.of(func, args, out)
-            if torch.backends.cudnn.benchmark:
-                self._tune(convolution)
-                taken = tuned_workspaces(convolution, self._capability, self._processors)
-            else:
-                taken = workspaces(convolution, self._capability, self._processors)
-            for num_bytes in filter(None, taken):
-                self._lend(num_bytes)
+            self._convolve(Convolution.of(func, args, out))
         return convolution_bound(func, args, out)
+
+    def _run_ordered(self, func: Any, args: Sequence[Any], out: Any) -> int:
+        try:
+            self._run_in_order(in_order(func, args, out))
+            if func not in _PARTLY_ON_HOST:
+                self._hold_waiting()
+        finally:
+            self._waiting.clear()
+        bound = recurrent_bound(func, args) if func in RECURRENT else 0
+        self.convolves = self.convolves or bound > 0
+        return bound
 
     def _run_in_order(self, order: BlockOrder) -> None:
         """Allocate an operator's results and its scratch memory."""
@@ -244,6 +239,17 @@ class CudaMemory:
         """Allocate the results that the order of an operator leaves out, such as the parts of a sparse one."""
         for storage in self._waiting.values():
             self._watch(storage, self._take(storage.nbytes()))
+
+    def _convolve(self, convolution: Convolution) -> None:
+        """Allocate and free cuDNN's workspaces."""
+        self.convolves = True
+        if torch.backends.cudnn.benchmark:
+            self._tune(convolution)
+            taken = tuned_workspaces(convolution, self._capability, self._processors)
+        else:
+            taken = workspaces(convolution, self._capability, self._processors)
+        for num_bytes in filter(None, taken):
+            self._lend(num_bytes)
 
     def _tune(self, convolution: Convolution) -> None:
         """Empty the cache if ``cudnn.benchmark`` meets this convolution for the first time, as PyTorch does.
@@ -941,18 +947,18 @@ def workspaces(convolution: Convolution, capability: tuple[int, int], processors
 
     Tensor cores work in channels-last order: input, weight and output in another order are copied in forward and
     backward. The gradient of the weight is summed in parts, so that all multiprocessors have work. An H100 recorded
-    this, with the exceptions in `_copied_bytes`, for 18 shapes in three dtypes and for the convolutions of 18
+    this, with the exceptions in `_bytes_of_pass`, for 18 shapes in three dtypes and for the convolutions of 18
     trainings: `docs/virtual-gpu-proof.md`.
     """
     if not _has_tensor_cores(convolution.x.dtype, capability) or _is_last(convolution) or convolution.is_depthwise:
         return ()
     return tuple(
-        _copied_bytes(convolution, each) + (_parts_bytes(convolution, processors) if each == "weight gradient" else 0)
+        _bytes_of_pass(convolution, each) + (_parts_bytes(convolution, processors) if each == "weight gradient" else 0)
         for each in convolution.passes
     )
 
 
-def _copied_bytes(convolution: Convolution, what: str) -> int:
+def _bytes_of_pass(convolution: Convolution, what: str) -> int:
     x, weight, y = convolution.x, convolution.weight, convolution.y
     num_taps = math.prod(weight.shape[2:])
     if convolution.is_product:
@@ -974,7 +980,7 @@ def _parts_bytes(convolution: Convolution, processors: Processors) -> int:
     """Bytes of the weight's gradient in parts, in float32: of images, or of as many tiles as there are processors."""
     x, weight = convolution.x, convolution.weight
     if convolution.is_product:
-        return 0 if _copied_bytes(convolution, "weight gradient") else x.shape[0] * weight.numel() * _FLOAT
+        return 0 if _bytes_of_pass(convolution, "weight gradient") else x.shape[0] * weight.numel() * _FLOAT
     if x.shape[1] <= _FEW_CHANNELS and math.prod(weight.shape[2:]) < _LARGE_WINDOW:
         return 0
     across, down = weight.shape[0], math.prod(weight.shape[1:])
