@@ -1,16 +1,20 @@
 """How recorded GPU runs are scored: what the first sample held already, the card's own room, and unknown contexts."""
 
+import gzip
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import memkit as mk
-from benchmarks.cases import recorded_timm
+from benchmarks.cases import recorded_card, recorded_timm
 from benchmarks.cases.recorded_intervals import chosen_by_others, of_reserve, of_xmem, width_needed
+from benchmarks.gpu import evidence
 from benchmarks.recorded import held, narrowest
 from benchmarks.recorded_xmem import figures_of, respects, scores
 from memkit._core.units import MIB
+from memkit._simulation.cuda import memory
 
 TOTAL = 12622168064
 CARD = mk.find_gpu("RTX 3060")
@@ -201,3 +205,25 @@ def test_patch_only_nets_form_their_own_kind():
     patches = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 16, stride=16), torch.nn.Conv2d(8, 8, 1))
     assert not recorded_timm.any_overlaps(patches)
     assert recorded_timm.any_overlaps(torch.nn.Sequential(patches, torch.nn.Conv2d(8, 8, 3, padding=1)))
+
+
+# ------------------------------------------------------------------------------------------- a card that ran memkit
+
+
+@pytest.fixture(scope="module")
+def h100():
+    (path,) = evidence.FOLDER.glob(f"*{recorded_card.OPERATORS}")
+    found = evidence.read(path.with_name(path.name.replace(recorded_card.OPERATORS, ".json")))
+    return found, json.loads(gzip.decompress(path.read_bytes()))
+
+
+@pytest.mark.parametrize(("name", "most"), [("mlp", 0), ("gan", 1e-4), ("lstm", 0), ("embedding bag", 1e-4)])
+def test_a_recorded_training_is_predicted_again(h100, name, most):
+    found, operators = h100
+    assert abs(recorded_card.again(found, name, operators[name])["peak_error"]) <= most
+
+
+def test_without_the_workspaces_of_convolutions_the_record_is_missed(h100, monkeypatch):
+    monkeypatch.setattr(memory, "workspaces", lambda *_: ())
+    found, operators = h100
+    assert recorded_card.again(found, "gan", operators["gan"])["peak_error"] < -0.08
