@@ -96,7 +96,7 @@ def test_another_measurement_is_found_and_traced_to_its_operators(ran):
 
 
 def test_ledger_records_operator_workspace():
-    with mk.VirtualGPU(CARD), Ledger() as ledger:
+    with mk.VirtualGPU("H100 80GB"), Ledger() as ledger:
         x = torch.zeros(4, 64, 32, 32, device="cuda", requires_grad=True)
         F.conv2d(x, torch.zeros(64, 64, 3, 3, device="cuda")).sum().backward()
     names = [row.name for row in ledger.operators]

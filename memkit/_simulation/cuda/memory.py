@@ -945,12 +945,15 @@ class Convolution(NamedTuple):
 def workspaces(convolution: Convolution, capability: tuple[int, int], processors: Processors) -> tuple[int, ...]:
     """Return the workspace of the algorithm that cuDNN's heuristics choose without ``cudnn.benchmark``, one a pass.
 
-    Tensor cores work in channels-last order: input, weight and output in another order are copied in forward and
-    backward. The gradient of the weight is summed in parts, so that all multiprocessors have work. An H100 recorded
+    Hopper's tensor cores work in channels-last order: input, weight and output in another order are copied in forward
+    and backward. The gradient of the weight is summed in parts, so that all multiprocessors have work. An H100 recorded
     this, with the exceptions in `_bytes_of_pass`, for 18 shapes in three dtypes and for the convolutions of 18
-    trainings: `docs/virtual-gpu-proof.md`.
+    trainings. Earlier cards took nothing in the recorded runs, which have hardly any kernel larger than 1x1 that is not
+    depthwise: `docs/virtual-gpu-proof.md`.
     """
-    if not _has_tensor_cores(convolution.x.dtype, capability) or _is_last(convolution) or convolution.is_depthwise:
+    if capability < _HOPPER or _is_last(convolution) or convolution.is_depthwise:
+        return ()
+    if not _has_tensor_cores(convolution.x.dtype, capability):
         return ()
     return tuple(
         _bytes_of_pass(convolution, each) + (_parts_bytes(convolution, processors) if each == "weight gradient" else 0)
