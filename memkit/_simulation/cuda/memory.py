@@ -60,7 +60,7 @@ _FIXED_BYTES = 128 * MIB
 # Without `cudnn.benchmark`: channels of images, taps of a 7x7 window, and, where float32 results are written in order,
 # channels of the input and positions of the output.
 _FEW_CHANNELS, _LARGE_WINDOW, _SLICE, _MOST_POSITIONS = 4, 49, 64, 2**15
-_HOPPER = (9, 0)
+_HOPPER = 9  # major number of its compute capability
 _ALIGNED = 16  # bytes, of a channel's positions where an image is a matrix as it lies
 _TILE_ACROSS, _TILE_DOWN = 128, 64  # of the matrix product that a weight's gradient is
 _TILE = 4  # non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions
@@ -948,10 +948,10 @@ def workspaces(convolution: Convolution, capability: tuple[int, int], processors
     Hopper's tensor cores work in channels-last order: input, weight and output in another order are copied in forward
     and backward. The gradient of the weight is summed in parts, so that all multiprocessors have work. An H100 recorded
     this, with the exceptions in `_bytes_of_pass`, for 18 shapes in three dtypes and for the convolutions of 18
-    trainings. Earlier cards took nothing in the recorded runs, which have hardly any kernel larger than 1x1 that is not
-    depthwise: `docs/virtual-gpu-proof.md`.
+    trainings. Ampere and Ada took nothing in recorded runs, which have hardly any kernel larger than 1x1 that is not
+    depthwise; of other cards there is no record: `docs/virtual-gpu-proof.md`.
     """
-    if capability < _HOPPER or _is_last(convolution) or convolution.is_depthwise:
+    if capability[0] != _HOPPER or _is_last(convolution) or convolution.is_depthwise:
         return ()
     if not _has_tensor_cores(convolution.x.dtype, capability):
         return ()
@@ -1014,7 +1014,7 @@ def tuned_workspaces(convolution: Convolution, capability: tuple[int, int], proc
     Winograd of 3x3 kernels takes the most. Both follow from recorded runs with ``cudnn.benchmark``:
     `docs/virtual-gpu-proof.md`.
     """
-    if capability >= _HOPPER:
+    if capability[0] == _HOPPER:
         return workspaces(convolution, capability, processors)
     x, weight, y = convolution.x, convolution.weight, convolution.y
     if convolution.groups != 1 or convolution.is_transposed:
