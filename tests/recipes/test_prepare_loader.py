@@ -61,7 +61,7 @@ def test_every_batch_fits_for_real():
     with mk.prepare(model, optimizer, loader, loss_fn, budget="5MiB") as trainer:
         plan = trainer.plan
         peaks = [real_peak(trainer, model, optimizer, batch) for batch in loader]
-    assert max(peaks) == peaks[3] <= plan.required_bytes <= plan.budget_bytes
+    assert max(peaks) <= plan.required_bytes <= plan.budget_bytes
     assert plan.is_split_exact
     assert plan.notes == (
         "Rehearsed with 4 of 4 kinds of batch: batch 0 of 5 is the largest, and 4 would not fit as they are.",
