@@ -20,7 +20,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from memkit._core.errors import StateError
-from memkit._torch.dispatch import TorchDispatchMode, current_modes
+from memkit._torch.dispatch import LeanDispatchMode, current_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import kernel_of, schema_of
 from memkit._torch.tensors import live_versions, version_of
@@ -156,7 +156,7 @@ def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress:
         raise
 
 
-class CountApplied(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class CountApplied(LeanDispatchMode):
     """Counts the in-place operators that are applied to each tensor, by its id.
 
     Versions do not tell: beneath a dispatch mode operators on many tensors leave them, and fused ones always do.
@@ -192,7 +192,7 @@ class CountApplied(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result
 
 
-class _SkipApplied(CountApplied):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _SkipApplied(CountApplied):
     """Skips the first in-place operators on some tensors, and counts them with those that are applied.
 
     Args:
