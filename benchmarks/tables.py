@@ -370,7 +370,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "training | the card's peak | memkit | in the first run | the card's reserve | memkit | in the first run",
         "{name} | {measured_peak_bytes:,.0f MiB} | {off} | {peak_error_then:+.2%} | "
         "{measured_reserved_bytes?:,.0f MiB} | {reserved_error?:+.2%} | {reserved_error_then?:+.2%}",
-        {"off": lambda row: f"{row['peak_error']:+.2%}{'*' if row['reason'] else ''}"},
+        {"off": lambda row: f"{row['peak_error']:+.2%}{'*' if row['reason'] else ''}" if row["peak_error"] else "0"},
     ),
     "recorded_card.summary": Table(
         "summary/{which}",
