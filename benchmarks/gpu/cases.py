@@ -425,22 +425,31 @@ def edges_in_chunks(place: Place) -> dict[str, Any]:
     return {way: row | {"ms": times[way]} for way, row in figures.items()}
 
 
+def step_in_phases(
+    memory: mk.MemoryManager,
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    loss_fn: Callable[[nn.Module, tuple[Tensor, ...]], Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """A step by hand in a manager's phases."""
+    with memory.phase("forward"):
+        loss = loss_fn(model, batch)
+    with memory.phase("backward"):
+        loss.backward()
+    with memory.phase("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    memory.step()
+
+
 def tracked(place: Place) -> dict[str, Any]:
     """A step in a tracker and a memory manager's phases: their peaks beside the allocator's, and the tracker's time."""
     del place
     model, batch, loss_fn = build_on_gpu(partial(decoder, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     memory = mk.MemoryManager()
-
-    def step() -> None:
-        with memory.phase("forward"):
-            loss = loss_fn(model, batch)
-        with memory.phase("backward"):
-            loss.backward()
-        with memory.phase("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        memory.step()
+    step = partial(step_in_phases, memory, model, batch, loss_fn, optimizer)
 
     def in_tracker() -> mk.Tracker:
         with memory.track() as tracker:
@@ -476,16 +485,7 @@ def cost(place: Place) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    def with_phases() -> None:
-        with memory.phase("forward"):
-            loss = loss_fn(model, batch)
-        with memory.phase("backward"):
-            loss.backward()
-        with memory.phase("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        memory.step()
-
+    with_phases = partial(step_in_phases, memory, model, batch, loss_fn, optimizer)
     ways: dict[str, Callable[[], object]] = {"by hand": by_hand, "manager, 3 phases": with_phases}
     for word in ("raise", "exact"):
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, on_oom=word)

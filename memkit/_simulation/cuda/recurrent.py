@@ -176,8 +176,8 @@ class RecurrentCall(NamedTuple):
 # ------------------------------------------------------------------------------------------- scratch memory
 
 BlockOrder: TypeAlias = tuple[int | Tensor | None, ...]
-"""What an operator allocates, in order: bytes inside it, or a result; None frees the latest of these bytes, -2 those
-before the latest."""
+"""Allocations of an operator, in order: the size of scratch memory, or a result. None frees the last scratch block, -2
+the one before it."""
 
 
 def recurrent_order(args: Sequence[Any], out: Sequence[Tensor]) -> BlockOrder:
@@ -347,7 +347,7 @@ def _by_steps(operator: Any, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 RECURRENT: Mapping[Any, Callable[..., Any]] = {aten.cudnn_rnn: _run, aten.cudnn_rnn_backward: _run_backward}
-"""What these operators make; torch's own shape function has no reserve."""
+"""Shape functions; torch's own function for these operators has no reserve."""
 
 LAYERS: Mapping[str, Callable[..., Any]] = {
     name: partial(run, getattr(getattr(torch.ops.aten, packet), overload), mode)
