@@ -103,6 +103,17 @@ def test_without_cudnn_the_estimate_is_in_doubt():
     assert "runs without cuDNN" in doubt
 
 
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_cells_are_in_doubt(cell):
+    """They are one fused operator on a card."""
+
+    def run(model, x):
+        state = model(x[0])
+        return (state[0] if isinstance(state, tuple) else state).sum()
+
+    assert estimate_of(cell(32, 64), run).doubts
+
+
 def test_backward_needs_training_mode_as_on_a_card():
     with mk.VirtualGPU("RTX 4090"):
         layer = nn.LSTM(32, 64).cuda().eval()

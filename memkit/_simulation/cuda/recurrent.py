@@ -304,6 +304,11 @@ def _run_packed_layer(
     return _by_steps(operator, x, batch_sizes, *args)
 
 
+def _run_cell(operator: Any, _: tuple[int, int], __: Rules, x: Tensor, *args: Any) -> Any:
+    """Run a cell, which is one fused operator on a card, as its parts."""
+    return _by_steps(operator, x, *args)
+
+
 def _is_acceptable(x: Tensor, capability: tuple[int, int], rules: Rules) -> bool:
     """`cudnn_is_acceptable`."""
     dtypes = {torch.float16, torch.float32, torch.float64}
@@ -354,5 +359,5 @@ LAYERS: Mapping[str, Callable[..., Any]] = {
     for packet, mode in _MODES.items()
     for overload, run in (("input", _run_layer), ("data", _run_packed_layer))
     for name in (f"{packet}.{overload}",)
-}
+} | {name: partial(_run_cell, getattr(torch.ops.aten, name).default) for name in ("lstm_cell", "gru_cell")}
 """Kernels of recurrent layers, by operator; their first two arguments are the card's compute capability and rules."""
