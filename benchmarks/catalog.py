@@ -71,7 +71,7 @@ CASES = {
         5, ("truth/models/*", "truth/num_*", "truth/interval_holds", "*/answers", "*/num_operators_in_two_steps")
     ),
     "dryrun_scripts": Case(5, ("scripts/*/is_*", "scripts/*_bytes"), "public scripts", (SOURCES,)),
-    "edge_mlp": Case(7, (BYTES,), "8 GB"),
+    "edge_mlp": Case(8, (BYTES,), "8 GB"),
     "first_step": Case(5, ("summary/num_cases", "*/whole_batch_bytes")),
     "flight_cost": Case(1.5, ("counters/*",), environment=STEADY_HEAP),
     "graph_layers": Case(0.7, (PEAKS, "*/flops")),

@@ -715,7 +715,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "cases/{case}/ways/{way}",
         "hidden layers, edges, reduction | way | peak | time | gradient error",
         "{case/hidden}, {case/edges:,} edges, {case/reduce}{case/gather:, gathered|}"
-        "{case/norms?:, LayerNorm and SiLU|} | {way} | {peak_bytes:,.1f MiB} | "
+        "{case/norms?:, LayerNorm and SiLU|}{case/pages_kept?:, pages kept|} | {way} | {peak_bytes:,.1f MiB} | "
         "{ratio?:.2f} | {gradient_error?:.1e}",
         is_grouped=True,
     ),

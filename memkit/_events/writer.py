@@ -25,7 +25,6 @@ SCHEMA = "memkit.events/1"
 LONGEST_LINE_BYTES = 2**24  # the reader buffers no more of a file that may not be a log
 _LOG_START = b'{"schema":"memkit.events/'
 _NUM_UNWRITTEN = 10_000  # about 5 MB of events
-_ENCODED = (str, dict)  # types of values that need the encoder
 _get_values = operator.attrgetter(*EVENT_KEYS)
 _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
@@ -248,16 +247,21 @@ def _header_line(header: LogHeader) -> bytes:
 
 
 def event_text(values: Mapping[str, Any]) -> str:
-    """Return the JSON of an event's values, as accepted by ``Event(**values)``, without checks; None is left out.
+    """Return the JSON of an event's values, as accepted by ``Event(**values)``, without checks; None is left out."""
+    return f"{text_of_first(values)}}}"
 
-    Encoding the whole dict would take twice as long: most values are numbers, which Python formats as JSON does.
+
+def text_of_first(values: Mapping[str, Any]) -> str:
+    """Return the same for its first values, without the closing brace.
+
+    Encoding the whole dict would take three times as long: most values are numbers, which Python formats as JSON does.
     """
     texts = [
-        f'"{name}":{_encode(value) if type(value) in _ENCODED else repr(value)}'
+        f'"{name}":{value if (kind := type(value)) is int or kind is float else _encode(value)}'
         for name, value in values.items()
         if value is not None
     ]
-    return f"{{{','.join(texts)}}}"
+    return f"{{{','.join(texts)}"
 
 
 def parse_event(text: str) -> Event:

@@ -136,9 +136,11 @@ class Loss:
 
     def detached(self, count: float | Tensor) -> Loss:
         """Return the loss without its graph, 0-dim, with its weight in the batch."""
-        value, outputs = self.value.detach(), None if self.outputs is None else detached(self.outputs)
+        is_sum = self.mean is None
+        value = (self.sum if is_sum else self.mean).detach()  # type: ignore[union-attr]  # one of them is there
         value = value.reshape(()) if value.dim() else value
-        return _unchecked(None, value, count, outputs) if self.mean is None else _unchecked(value, None, count, outputs)
+        outputs = None if self.outputs is None else detached(self.outputs)
+        return _unchecked(None, value, count, outputs) if is_sum else _unchecked(value, None, count, outputs)
 
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor | Loss]

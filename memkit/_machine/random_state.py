@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +15,15 @@ import torch
 
 from memkit._core.errors import StateError
 from memkit._core.settings import check_version
+from memkit._torch.machine import built_accelerator
 
 _VERSION = 2
 _NUM_WORDS = 624  # of a Mersenne twister; NumPy stores its position after them, Python before them
-_MARK = struct.Struct("4I")  # the position and the three words next to it
-_LAST = 4 * (_NUM_WORDS - 3)  # offset of NumPy's in bytes
+_NUM_COMPARED = 4  # the position and the three words next to it
 _PYTHON: Any = getattr(random.getstate, "__self__", None)  # the generator of the module's functions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostRandomState:
     """The random state of NumPy's global generator and of Python's `random`.
 
@@ -37,7 +36,7 @@ class HostRandomState:
     python: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RandomState:
     """The random state of torch (CPU and accelerators), NumPy's global generator and Python's `random`.
 
@@ -153,8 +152,9 @@ class HostState:
 
     def __init__(self) -> None:
         self._generator: Any = None
-        self._numpy_words: Any = ()
-        self._python_words = _words_of_python()
+        self._numpy_words: memoryview | None = None  # those that are compared
+        words = _words_of_python()
+        self._python_words = memoryview(words)[:_NUM_COMPARED] if words else None
         self._marks: tuple[Any, Any] = None, None
         self._state: HostRandomState
 
@@ -168,8 +168,8 @@ class HostState:
             self._read_generator(generator)
         numpy, python = self._numpy_words, self._python_words
         marks = (
-            _MARK.unpack_from(numpy, _LAST) if numpy else None,
-            (_MARK.unpack_from(python), _PYTHON.gauss_next) if python else None,
+            None if numpy is None else numpy.tobytes(),
+            None if python is None else (python.tobytes(), _PYTHON.gauss_next),
         )
         if marks != self._marks or None in marks:
             self._copy(*marks)
@@ -184,12 +184,12 @@ class HostState:
         self._marks = None if numpy_mark is not None and numpy[3] else numpy_mark, python_mark
 
     def _read_generator(self, generator: Any) -> None:
-        self._generator, self._numpy_words, self._marks = generator, (), (None, self._marks[1])
+        self._generator, self._numpy_words, self._marks = generator, None, (None, self._marks[1])
         if type(generator) is np.random.MT19937:
             words = (ctypes.c_uint32 * (_NUM_WORDS + 1)).from_address(generator.ctypes.state_address)
             _, key, position, *_ = _numpy_state()
             if words[_NUM_WORDS] == position and list(words[:_NUM_WORDS]) == key.tolist():  # NumPy's current layout
-                self._numpy_words = words
+                self._numpy_words = memoryview(words)[-_NUM_COMPARED:]
 
 
 def _words_of_python() -> Any:
@@ -262,6 +262,8 @@ def preserved() -> Iterator[None]:
 
 def _accelerator_module() -> Any:
     """Return torch.cuda, torch.xpu or torch.mps if already initialized, else None: capturing must not start it."""
+    if built_accelerator() is None:  # at once, in C
+        return None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -25,6 +26,7 @@ from memkit._recovery.snapshot import Rollback
 from memkit._torch.tensors import are_unwritten, marks_of
 
 CutPart = Callable[[Part, int], list[Part]]
+_SIZE = attrgetter("size")
 
 
 class Sums(Protocol):
@@ -278,7 +280,7 @@ class BatchRun:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the micro-batches that are done, in order."""
-        return tuple([each.size for each in self.done])
+        return tuple(map(_SIZE, self.done))
 
     def losses(self) -> tuple[Loss, ...]:
         """Return the losses of the micro-batches that are done, in order."""

@@ -134,9 +134,12 @@ class BufferSnapshot:
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         """Add the buffers of more modules."""
+        holders = with_buffers(owners)
+        if not holders:
+            return
         copied: dict[_Key, torch.Tensor] = {}
-        for owner, buffers in with_buffers(owners):
-            for name, buffer in buffers.items():
+        for owner in holders:
+            for name, buffer in buffers_of(owner).items():
                 key = owner, name
                 if buffer is None or is_lazy(buffer) or key in still:
                     self.entries[key] = _Entry(buffer, None, _mark(buffer), still.get(key))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from memkit._torch.aten import overloads
 
+add_ = torch._foreach_add_
 multiply_ = torch._foreach_mul_
 norm = torch._foreach_norm
 
@@ -29,4 +30,4 @@ _clone = getattr(torch, "_foreach_clone", None)
 COPIES = overloads("_foreach_clone.default") or overloads("detach_copy.default")
 """The operators that `clone_aside` runs, and models do not."""
 
-__all__ = ["COPIES", "clone", "clone_aside", "multiply_", "norm"]
+__all__ = ["COPIES", "add_", "clone", "clone_aside", "multiply_", "norm"]

@@ -2,11 +2,12 @@
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import (
     _current_autograd_node,
@@ -19,15 +20,18 @@ from torch._C._autograd import (
 )
 from torch._C._functorch import maybe_current_level
 from torch.autograd.graph import Node, _engine_run_backward
+from torch.overrides import has_torch_function
 
 ENGINE = _engine_run_backward.__code__
 """The code that calls the engine: frames above it belong to a backward."""
 
 __all__ = [
     "ENGINE",
+    "accumulate_gradients",
     "current_backward",
     "current_node",
     "fields_of",
+    "gradients_of",
     "inputs_of",
     "is_transforming",
     "keeps_graph",
@@ -45,6 +49,49 @@ current_node: Callable[[], Node | None] = _current_autograd_node
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Returns a node's sequence number within its thread: later operations have higher numbers."""
+
+
+def accumulate_gradients(
+    loss: Tensor, slope: Tensor | None, leaves: Sequence[Tensor], *, retain_graph: bool = False
+) -> None:
+    """Call ``torch.autograd.backward(loss, slope, inputs=leaves)``, which takes three steps of Python for each leaf.
+
+    Args:
+        loss: 0-dim.
+        slope: Gradient of the loss, of its shape and dtype; None is 1.
+        leaves: The tensors whose ``.grad`` it adds to.
+        retain_graph: As in `torch.autograd.backward`.
+    """
+    if not loss.requires_grad or is_transforming() or has_torch_function((loss, *leaves)):
+        torch.autograd.backward(loss, slope, retain_graph=retain_graph, inputs=leaves)
+        return
+    if slope is None:
+        slope = torch.ones_like(loss, memory_format=torch.preserve_format)
+    _engine_run_backward(
+        (loss,), (slope,), retain_graph, _CREATE_GRAPH, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def gradients_of(
+    results: Sequence[Tensor], slopes: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Call ``torch.autograd.grad(results, leaves, slopes, allow_unused=True)``, which takes as long for each leaf.
+
+    Args:
+        results: Tensors with a graph.
+        slopes: Their gradients, of their shapes and dtypes.
+        leaves: The tensors whose gradients are returned.
+    """
+    if is_transforming() or has_torch_function((*results, *leaves)):
+        return torch.autograd.grad(results, leaves, slopes, allow_unused=True)
+    keep_graph = False
+    return _engine_run_backward(
+        tuple(results), tuple(slopes), keep_graph, _CREATE_GRAPH, tuple(leaves), allow_unreachable=True,
+        accumulate_grad=False,
+    )  # fmt: skip
+
+
+_CREATE_GRAPH = False
 
 
 def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

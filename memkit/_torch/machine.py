@@ -1,8 +1,12 @@
 """Machine information from torch that has no public API."""
 
 import re
+from collections.abc import Callable
 
 import torch
+
+built_accelerator: Callable[[], torch.device | None] = torch._C._accelerator_getAccelerator
+"""Returns the accelerator that this torch is built for, or that is registered, whether or not one is there."""
 
 
 def allocator_history() -> object:

@@ -39,9 +39,9 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffe
 """Returns a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
 
 
-def with_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Return those of the modules that have buffers of their own, with them, as `buffers_of` returns them."""
-    return [(each, each._buffers) for each in modules if each._buffers]
+def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return those of the modules that have buffers of their own."""
+    return list(filter(buffers_of, modules))
 
 
 def training_flags(modules: Iterable[nn.Module]) -> list[bool]:

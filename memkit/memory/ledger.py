@@ -20,7 +20,7 @@ import torch
 from memkit._core.errors import InputError, StateError
 from memkit._core.records import DeviceMemory
 from memkit._events.log import Event
-from memkit._events.writer import event_text
+from memkit._events.writer import text_of_first
 from memkit._machine import devices
 from memkit._torch.graph import next_sequence_number
 from memkit.memory.journal import EventJournal
@@ -108,7 +108,19 @@ class Interval:
 
 
 class Phase(Interval):
-    """A block measured by `MemoryManager.phase`; single use, nested in the innermost open phase of its thread."""
+    """A block measured by `MemoryManager.phase`; single use, nested in the innermost open phase of its thread.
+
+    Raises:
+        InputError: The name is empty, or not text.
+    """
+
+    def __init__(self, ledger: Ledger, name: str) -> None:  # not through `super`, as each call counts here
+        if type(name) is not str or not name:
+            raise InputError(
+                f"phase({name!r})", got=repr(name), expected="a non-empty name", fix="pass a string such as 'forward'."
+            )
+        self._ledger = ledger
+        self.name = name
 
     def __enter__(self) -> None:
         ledger = self._ledger
@@ -234,16 +246,9 @@ class Ledger:
             RestartedPeaks(self._restart_host_peak) if reset_peaks and self._host_peak.restart() else None
         )
         self._children_due_ns = 0
+        self._firsts: dict[str, str] = {}  # the beginning of the text of each path's events
         self._num_steps = 0
         self._step = self._begin_step()
-
-    def phase(self, name: str) -> Phase:
-        """Create a phase."""
-        if type(name) is not str or not name:
-            raise InputError(
-                f"phase({name!r})", got=repr(name), expected="a non-empty name", fix="pass a string such as 'forward'."
-            )
-        return Phase(self, name)
 
     def step(self, note: dict[str, Any] | None = None) -> int:
         """End a step, begin the next one, and return the number of steps so far.
@@ -305,8 +310,9 @@ class Ledger:
         else:  # the counter sees more than this block
             note["tracked_peak_bytes"] = peak_bytes
         values["note"] = note or None
+        text = text_of_first(values)
         self._journal.add(
-            [self._text(values, time.monotonic_ns(), counters, tracker.live_bytes, devices.resident_bytes())]
+            [self._text(text, time.monotonic_ns(), counters, tracker.live_bytes, devices.resident_bytes())]
         )
 
     def begin_peaks(self, block: Interval) -> None:
@@ -327,26 +333,29 @@ class Ledger:
         self._wall_minus_monotonic_s = time.time() - self.settled_ns / 1e9
         texts = []
         for block in self._take_ended():
-            self._keep(block.first, block.host_first)
-            self._keep(block.last, block.host_last)
+            if block.first is not _NO_COUNTERS:
+                self._keep(block.first, block.host_first)
+            self._keep(block.last, max(block.host_first, block.host_last))
             peak = block.peak or peak_by_record(block.first.peak_bytes, block.last.peak_bytes)
-            values: dict[str, Any] = {"event": block.name, "phase": block.path}
+            note = block.note if block.error is None else {"error": block.error}
             if block.step is None:
-                values["duration_ns"] = duration_ns = block.end_ns - block.start_ns
+                path, duration_ns = str(block.path), block.end_ns - block.start_ns
                 host_peak = block.host_peak or peak_by_record(block.host_first, block.host_last)
-                self.phases[str(block.path)].add(duration_ns, peak, host_peak)
+                self.phases[path].add(duration_ns, peak, host_peak)
+                first = self._firsts.get(path)
+                if first is None:
+                    first = self._firsts[path] = text_of_first({"event": block.name, "phase": path})
+                first = f'{first},"duration_ns":{duration_ns}'
+                if note is None and block.num_nodes > 0:  # less if the block ended in another thread
+                    first = f'{first},"note":{{"graph_nodes":{block.num_nodes}}}'
             else:
-                values["step"] = block.step
-            if block.error is not None:
-                values["note"] = {"error": block.error}
-            elif block.note is not None:
-                values["note"] = block.note
-            elif block.step is None and block.num_nodes > 0:  # less if the block ended in another thread
-                values["note"] = {"graph_nodes": block.num_nodes}
+                first = text_of_first({"event": block.name, "phase": block.path, "step": block.step})
+            if note is not None:
+                first = f"{first},{text_of_first({'note': note})[1:]}"
             if peak.known is not None:
-                values["peak_bytes"] = peak.known
+                first = f'{first},"peak_bytes":{peak.known}'
             resident_bytes = None if self.ended else devices.resident_bytes()  # the last block ended just now
-            texts.append(self._text(values, block.end_ns, block.last, block.live_bytes, resident_bytes))
+            texts.append(self._text(first, block.end_ns, block.last, block.live_bytes, resident_bytes))
         if texts:
             self._journal.add(texts)
 
@@ -378,35 +387,39 @@ class Ledger:
         Event(**values)  # rejects an invalid event here
         live_bytes = None if tracker is None else tracker.live_bytes
         resident_bytes = devices.resident_bytes()
-        self._journal.add([self._text(values, time.monotonic_ns(), counters, live_bytes, resident_bytes)])
+        text = text_of_first(values)
+        self._journal.add([self._text(text, time.monotonic_ns(), counters, live_bytes, resident_bytes)])
 
     def _text(
         self,
-        values: dict[str, Any],
+        first: str,
         time_ns: int,
         counters: DeviceMemory,
         live_bytes: int | None,
         resident_bytes: int | None,
     ) -> str:
-        """Complete an event's values, and return its text."""
+        """Complete an event's text, of which the first values are given."""
         if resident_bytes is not None and resident_bytes > self.host_peak_bytes:  # the kernel counts in batches
             self.host_peak_bytes = resident_bytes
-        values["time_ns"] = time_ns
-        values["wall_s"] = time_ns / 1e9 + self._wall_minus_monotonic_s
-        values["allocated_bytes"] = live_bytes if counters.allocated_bytes is None else counters.allocated_bytes
-        values["host_rss_bytes"] = resident_bytes
-        values["host_peak_bytes"] = self.host_peak_bytes
-        values["children_bytes"] = self._read_children(time_ns)
+        text = f'{first},"time_ns":{time_ns},"wall_s":{time_ns / 1e9 + self._wall_minus_monotonic_s}'
+        text = f'{text},"host_peak_bytes":{self.host_peak_bytes}'
+        others: dict[str, int | None] = {}
+        if live_bytes is not None:
+            others["allocated_bytes"] = live_bytes
+        if resident_bytes is not None:
+            others["host_rss_bytes"] = resident_bytes
+        if time_ns >= self._children_due_ns:
+            others["children_bytes"] = self._read_children()
         if counters is not _NO_COUNTERS:
-            values["peak_total_bytes"] = self.peak_bytes
-            values["reserved_bytes"] = counters.reserved_bytes
-            values["reserved_peak_bytes"] = self.reserved_peak_bytes
-        return event_text(values)
+            if counters.allocated_bytes is not None:
+                others["allocated_bytes"] = counters.allocated_bytes
+            others["peak_total_bytes"] = self.peak_bytes
+            others["reserved_bytes"] = counters.reserved_bytes
+            others["reserved_peak_bytes"] = self.reserved_peak_bytes
+        return "".join([text, *[f',"{name}":{value}' for name, value in others.items() if value is not None], "}"])
 
-    def _read_children(self, time_ns: int) -> int | None:
-        """Read the bytes of child processes now and then: many or large processes take long to read."""
-        if time_ns < self._children_due_ns:
-            return None
+    def _read_children(self) -> int | None:
+        """Read the bytes of child processes; it sets when next, as many or large processes take long to read."""
         start_ns = time.monotonic_ns()
         num_bytes = devices.children_bytes()
         end_ns = time.monotonic_ns()

@@ -293,7 +293,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         Raises:
             InputError: The name is empty, or not text.
         """
-        return self._ledger.phase(name)
+        return Phase(self._ledger, name)
 
     def mark(self, name: str, *, component: str | None = None, note: dict[str, Any] | None = None) -> None:
         """Record an event with the current counters: ``memory.mark("vae_loaded")``.

@@ -71,7 +71,7 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
     if isinstance(count, torch.Tensor) and count.numel() == 1 and stay_on_device:
         # Metal has no float64; float32 counts exactly up to 16 million.
         weight = count.detach().to(torch.float32 if count.device.type == "mps" else torch.float64).reshape(())
-        return torch.where(weight >= 0, weight, math.nan)  # for `check_total`
+        return torch.where(weight >= 0, weight, math.nan)  # for `refuse_total`
     try:
         number = math.nan if isinstance(count, bool | str) else float(count)
     except (TypeError, ValueError, RuntimeError):
@@ -88,14 +88,13 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
     return number
 
 
-def check_total(total: float, caller: Caller) -> None:
-    """Check a group's total weight, when `read_count` could not read each weight.
+def refuse_total(caller: Caller) -> NoReturn:
+    """Refuse a group's total weight that is not finite, when `read_count` could not read each weight.
 
     Raises:
-        InputError: One of them was negative or not finite.
+        InputError: Always: one of them was negative or not finite.
     """
-    if not math.isfinite(total):
-        _refuse_weight(f"a step of {caller.kind}", "a count on a device that is not a valid weight")
+    _refuse_weight(f"a step of {caller.kind}", "a count on a device that is not a valid weight")
 
 
 def _refuse_weight(call: str, got: str) -> NoReturn:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from memkit._core.units import format_bytes, parse_budget
 from memkit._machine import devices
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
-from memkit._recovery.attempt import Done, attempt
+from memkit._recovery.attempt import Done, Result, attempt
 from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
@@ -31,7 +29,6 @@ from memkit.train.split import survey, take_rows
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
-_NO_PHASE = contextlib.nullcontext()  # stateless, so it can be entered again
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
 
 
@@ -125,9 +122,12 @@ class PartPlanner:
         self._failure, self._has_warned = "", False
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a phase context of the manager, if there is one."""
-        return _NO_PHASE if self._watch is None else self._watch.phase(name)
+    def in_phase(self, name: str, run: Callable[..., Result], *args: Any) -> Result:
+        """Call ``run(*args)`` in a phase of the manager, if there is one."""
+        if self._watch is None:
+            return run(*args)
+        with self._watch.phase(name):
+            return run(*args)
 
     def mark_ooms(self, num_ooms: int, sizes: Sequence[int]) -> None:
         """Report to the manager, if any, the out-of-memory errors that the step survived, and how it was split."""

@@ -17,18 +17,19 @@ from memkit._core.protocols import GradScaler
 from memkit._core.settings import Checker
 from memkit._recovery.attempt import insist
 from memkit._recovery.signals import are_plain, deferred_signals
+from memkit._torch.graph import accumulate_gradients
 from memkit._torch.tensors import accumulate_hooks, gradient_dtype, require_gradient_dtypes
 from memkit.train.checks import (
     Caller,
     check_gradients,
     check_norm,
     check_own_state,
-    check_total,
     check_weightless,
     refuse_closed,
     refuse_lost_gradients,
     refuse_missing_gradients,
     refuse_torn,
+    refuse_total,
     warn_of_foreign_gradients,
     warn_of_idle_step,
 )
@@ -75,6 +76,7 @@ class GradientSum:
     Attributes:
         optimizers: The optimizers, as a list.
         ranks: Ranks that share the gradient; None for a single process.
+        shards: These if the parameters are sharded over them, else None.
         predivisor: The sum is kept divided by this, so that it is about as large as the mean and does not overflow in
             half precision. A power of two, which adds no rounding, derived from the first weight; or set by `expect`.
         num_microbatches: Micro-batches in the sum.
@@ -120,6 +122,7 @@ class GradientSum:
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
         self.ranks: Ranks | None = find_ranks(model, self._parameters, call=f"{caller.kind}(model=...)")
+        self.shards: Shards | None = self.ranks if isinstance(self.ranks, Shards) else None
         # None: decided by the first graph. A graph does not hold sharded parameters: a backward cannot stop at them.
         self._only_own: bool | None = None if self.shards is None else False
         self.predivisor: float | None = None
@@ -135,11 +138,6 @@ class GradientSum:
     def has_foreign_gradients(self) -> bool:
         """Whether the parameters have gradients although no micro-batch was added."""
         return self.num_microbatches == 0 and have_gradients(self._parameters)
-
-    @property
-    def shards(self) -> Shards | None:
-        """The ranks if the parameters are sharded over them, else None."""
-        return self.ranks if isinstance(self.ranks, Shards) else None
 
     def add(
         self,
@@ -280,8 +278,10 @@ class GradientSum:
             add_gradients(self._parameters, gradients)
         else:
             self.is_torn = True
-            inputs = self._parameters if self._only_own else None
-            torch.autograd.backward(scaled, root, retain_graph=retain_graph, inputs=inputs)
+            if self._only_own:
+                accumulate_gradients(scaled, root, self._parameters, retain_graph=retain_graph)
+            else:
+                torch.autograd.backward(scaled, root, retain_graph=retain_graph)
         self._has_gradients = have_gradients(self._parameters)  # the loss may not depend on them
 
     def _open(self) -> None:
@@ -316,26 +316,27 @@ class GradientSum:
             widen_for_step(self._parameters, self._sum_dtype, self.ranks)
         if self.ranks is not None:
             total, present, is_last = self.ranks.agree(self._parameters, total, is_last=is_last)
-        check_total(total, self._caller)
+        if not math.isfinite(total):
+            refuse_total(self._caller)
         if total > 0:
             if self._on_step is not None:
                 self._on_step()
             if self.shards and not any(present):
                 refuse_missing_gradients(self._caller)
-            self._normalize(total)
+            # Turn the sum into the mean, or into the sum of the micro-batches' losses.
+            factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
+            if self.shards is not None:
+                factor *= self.shards.num_ranks  # each backward averages over the ranks
+            if factor != 1.0:
+                self._multiply(factor)
             if isinstance(self.ranks, Replicas):
                 self.ranks.sum_gradients(self._parameters, present)
                 self.ranks.broadcast_buffers()
             self._step_optimizers(then)
         return is_last
 
-    def _normalize(self, total: float) -> None:
-        """Turn the sum into the mean (or the sum of the micro-batches' losses)."""
-        factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
-        if isinstance(self.ranks, Shards):
-            factor *= self.ranks.num_ranks  # each backward averages over the ranks
-        if factor != 1.0:
-            insist(lambda: multiply_gradients(self._parameters, factor), "normalizing the gradients")
+    def _multiply(self, factor: float) -> None:
+        insist(lambda: multiply_gradients(self._parameters, factor), "normalizing the gradients")
 
     def _step_optimizers(self, then: Actions) -> None:
         active = list(filter(has_gradient, self.optimizers))
@@ -372,13 +373,13 @@ class GradientSum:
                 if stepped or (guard is not None and guard.has_stepped):
                     _do_all(todo)
         finally:  # again after an interrupt; finished actions are not repeated
-            if stepped or (guard is not None and guard.has_stepped):
+            if todo and (stepped or (guard is not None and guard.has_stepped)):
                 _do_all(todo)
 
     def _power_of_two(self, count: Weight) -> float | None:
         expected = float(count)
-        if isinstance(self.ranks, Shards):  # the ranks' sums are mixed in each backward, so they must agree
-            expected = self.ranks.max([expected])[0]
+        if self.shards is not None:  # the ranks' sums are mixed in each backward, so they must agree
+            expected = self.shards.max([expected])[0]
         return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None
 
 

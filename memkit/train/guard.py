@@ -43,20 +43,19 @@ class StepGuard:
 
     Args:
         optimizers: The optimizers that step together.
+
+    Attributes:
+        goes_on: Whether an interrupted step is resumed and completed.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [_inner(each) for each in optimizers]
         self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
+        self.goes_on = self._unknown is None
         self._num_steps = 0
         self._has_warned = False
         self._chunked = [] if self._unknown else [ChunkedStep(each, only_once=True) for each in self._optimizers]
         self._temporary_bytes: dict[torch.device, int] = {}
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether an interrupted step is resumed and completed."""
-        return self._unknown is None
 
     @property
     def has_stepped(self) -> bool:
@@ -76,6 +75,7 @@ class StepGuard:
         """
         if self._unknown is not None:
             return self._run_unknown(step)
+        are_closed = False
         try:
             try:
                 for each in self._chunked:
@@ -89,8 +89,10 @@ class StepGuard:
                 raise
             finally:
                 close_all(self._chunked)
+                are_closed = True
         finally:
-            close_all(self._chunked)  # again, in case an interrupt cut it short
+            if not are_closed:  # an interrupt cut it short
+                close_all(self._chunked)
 
     def _run_unknown(self, step: Callable[[], bool]) -> bool:
         outcome, is_copied = self._run_copied(step)

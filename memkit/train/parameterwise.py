@@ -105,7 +105,7 @@ def known_kind(optimizer: Optimizer) -> type[Optimizer] | None:
     None for an unknown class.
     """
     kind = type(optimizer)
-    if kind in _REGISTERED or kind in PARAMETERWISE:
+    if kind in PARAMETERWISE or kind in _REGISTERED:  # in this order: the first is searched in C
         return kind
     base = next((each for each in kind.__mro__ if each in PARAMETERWISE), None)
     return base if base is not None and _leaves_step_alone(kind, base) else None

@@ -276,6 +276,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             self._after_step += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._treated = None if saved_tensors is None else treat_saved_tensors(saved_tensors)
+            self._has_context = self._precision.is_mixed or self._offload is not None or self._treated is not None
             if saved_tensors is not None and "activations" in offload:
                 raise ConfigError(
                     f"{_CALL}(..., saved_tensors=..., offload={sorted(offload)})",
@@ -433,10 +434,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         try:
             num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
             run = self._open(batch, num_parts)
-            with self._part_planner.phase("microbatches"):
-                for attempt in self._attempts(run, loss_fn):
-                    with attempt as micro:
-                        self._run(micro, loss_fn)
+            self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
             stepped = self._step()
         except BaseException as error:
             torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can arrive while a context is being entered
@@ -660,8 +658,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         run = self._batch_run
         if run is not None and not run.is_complete:
             run.refuse_incomplete()
-        with self._part_planner.phase("optimizer"):
-            stepped, _ = self._sum.end(self._after_step)
+        stepped, _ = self._part_planner.in_phase("optimizer", self._sum.end, self._after_step)
         if run is not None and run.num_ooms:
             self._part_planner.mark_ooms(run.num_ooms, run.sizes)
         self._batch_run = None
@@ -687,6 +684,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             loss = self._evaluate(micro, loss_fn).value
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
+    def _run_all(self, run: BatchRun, loss_fn: LossFn) -> None:
+        for attempt in self._attempts(run, loss_fn):
+            with attempt as micro:
+                self._run(micro, loss_fn)
+
     def _run(self, micro: Any, loss_fn: LossFn) -> None:
         # A separate function: when it fails, its frame releases every tensor.
         try:
@@ -703,29 +705,32 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             ) from error
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> Loss:
+        if not self._has_context:
+            return call_loss_fn(loss_fn, self.model, micro, call="loss_fn of trainer.train_step")
         with self.autocast():
             return call_loss_fn(loss_fn, self.model, micro, call="loss_fn of trainer.train_step")
 
     def _add(self, loss: Loss, attempt: Attempt, call: str) -> None:
         """Add the gradient of a micro-batch, weighted by its rows or its count."""
-        if loss.count is None and self._split_fn is not None:
+        value, count, gradients = loss.value, loss.count, self._sum
+        reduction: Reduction = "sum" if loss.mean is None else "mean"
+        if count is None and self._split_fn is not None:
             _refuse_unweighted(call)
-        check_loss(loss.value, call=call)
-        count, gradients = loss.count, self._sum
+        check_loss(value, call=call)
         weight: float | torch.Tensor = float(attempt.size)
         if count is None:
             count = attempt.size
             gradients.expect(attempt.batch_size)  # the total weight is the batch's rows
-        elif attempt.size == attempt.batch_size and (loss.reduction == "mean" or not _is_on_accelerator(count)):
+        elif attempt.size == attempt.batch_size and (reduction == "mean" or not _is_on_accelerator(count)):
             # The batch is whole: hooks in its graph see the same gradient as without memkit. No count is read here
             # that would not be read anyway.
             count = weight = read_count(count, stay_on_device=False, call=call)
             gradients.expect(float(weight))
         else:
-            stays = loss.reduction == "sum" and gradients.predivisor is not None
+            stays = reduction == "sum" and gradients.predivisor is not None
             weight = read_count(count, stay_on_device=stays, call=call)
         expected = float(weight) if gradients.predivisor is None else 0.0
-        gradients.add(loss.value, weight, reduction=loss.reduction, expected=expected, all_or_nothing=attempt.is_trial)
+        gradients.add(value, weight, reduction=reduction, expected=expected, all_or_nothing=attempt.is_trial)
         attempt.loss = loss.detached(count)
 
 
