@@ -33,7 +33,7 @@ for path in paths:
     gc.collect()
     gc.freeze()  # what earlier examples imported is not searched for holders of memory again
 """
-OWN_PROCESS = {"resume.py"}  # it starts processes that import it as the main module
+OWN_PROCESS = {"resume.py"}  # it starts processes that import it as the main module; among the slow tests
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,13 @@ def printed():
     return found, done.stderr
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path.name in OWN_PROCESS else [], id=path.name)
+        for path in EXAMPLES
+    ],
+)
 def test_smoke(path, printed):
     if path.name in OWN_PROCESS:
         script = f"import runpy, sys; sys.argv[1:] = ['--smoke']; runpy.run_path({str(path)!r}, run_name='__main__')"

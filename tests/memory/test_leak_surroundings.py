@@ -200,6 +200,7 @@ def test_many_threads():
             thread.join()
 
 
+@pytest.mark.slow
 def test_among_all_objects_of_a_full_process():
     """The other tests see few objects: what was there before this file is set aside for them (tests/conftest.py)."""
     kept = []

@@ -331,6 +331,7 @@ def test_split_loss_remedies(plain):
         mk.SplitLoss(normed())(X.double(), Fails(most=4))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set as Linux does")
 def test_a_unet_with_batch_normalization_inside_real_limits():
     """Recomputed blocks; these and the disk; if neither suffices, an error, or a changed result if allowed."""

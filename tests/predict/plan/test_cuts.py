@@ -132,6 +132,7 @@ def test_forward_saves_the_planned_bytes_and_flops(name, share):
     assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_recomputes_only_cheap_operators_if_sufficient():
     """Half of an encoder's saved bytes are results without FLOPs; a plan for time and peak runs products again, too."""
     model, x = Encoder(0.1), torch.randn(8, 64, 64)

@@ -179,7 +179,7 @@ def test_time_of_the_tape_decides_between_offload_and_recomputation(tape_seconds
     assert found.seconds == (6.0 if is_moved else 4.0)  # to save, and to move; or the operator, Python and the tape
 
 
-@pytest.mark.parametrize("treat", ["tensors", "blocks"])
+@pytest.mark.parametrize("treat", [pytest.param("tensors", marks=pytest.mark.slow), "blocks"])
 def test_offload_can_be_ruled_out(treat):
     model, x = encoder(), torch.randn(8, 64, 64)
     settings = {"micro_batch_size": 8, "treat": treat, "may_offload": False}
