@@ -1,11 +1,13 @@
 """Cost of an always-on MemoryManager: a training loop with phases and step() against the same loop bare.
 
 Processor time of single steps, each beside a bare one, so that a busy machine disturbs both alike; the mean of the
-differences, with its standard error. All ways train the same model, four transformer blocks of width 64, 9 ms for a
-step. ``"bare again"`` is the bare loop a second time: what it differs from itself is the error of the method. Since
-every other step is bare, managers wait twice as long until they write, so that it is after as many steps as in a real
-loop. ``"calls"`` are the same calls with nothing between: in a training step they take several times longer, because
-the step leaves nothing of them in the caches. How much longer depends on what else runs on the machine.
+differences without the largest and smallest fifth, with its standard error. Totals and events are computed, and
+written, a few times a second for many steps at once: that time is measured by itself, and its share of a step added.
+All ways train the same model, four transformer blocks of width 64, 9 ms for a step. ``"bare again"`` is the bare loop a
+second time: what it differs from itself is the error of the method. Since every other step is bare, managers wait twice
+as long until they write, so that it is after as many steps as in a real loop. ``"calls"`` are the same calls with
+nothing between: in a training step they take several times longer, because the step leaves nothing of them in the
+caches. How much longer depends on what else runs on the machine.
 
 Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.manager_cost
 """
@@ -16,7 +18,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +31,10 @@ from benchmarks.models import Task, transformer
 from benchmarks.result import write_result
 from benchmarks.timing import seconds_of
 
-ROUNDS = 3
+ROUNDS = 4
 PAIRS = 150  # of a round
 WARM_UP = 10
-NUM_CUT = 1  # of the largest and of the smallest values of a round: one step in 24 writes the log, and stays
+CUT = 5  # one of so many values at either end
 CALLS = 20_000  # of a phase or a step alone
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -71,17 +73,30 @@ def _nothing() -> None:
     pass
 
 
-def extra_seconds(step: Callable[[], None], bare: Callable[[], None]) -> list[float]:
-    """How much longer than a bare step beside it each of some steps takes, without the outermost values."""
-    extra = []
+class Settling:
+    """Time in which managers compute the totals and events of many blocks."""
+
+    def __init__(self, managers: Iterable[mk.MemoryManager]) -> None:
+        self.seconds = 0.0
+        for manager in managers:
+            ledger = manager._ledger  # noqa: SLF001 - what the figures are about
+            ledger.settle = partial(self._timed, ledger.settle)  # type: ignore[method-assign]
+
+    def _timed(self, settle: Callable[[], None]) -> None:
+        self.seconds += seconds_of(settle)
+
+
+def extra_seconds(step: Callable[[], None], bare: Callable[[], None], settling: Settling) -> tuple[list[float], float]:
+    """How much longer than a bare step beside it each of some steps takes without settling, and that, per step."""
+    extra, settled_s = [], 0.0
     for number in range(PAIRS + WARM_UP):
-        if number % 2:
-            bare_s = seconds_of(bare)
-            extra.append(seconds_of(step) - bare_s)
-        else:
-            step_s = seconds_of(step)
-            extra.append(step_s - seconds_of(bare))
-    return sorted(extra[WARM_UP:])[NUM_CUT:-NUM_CUT]
+        if number == WARM_UP:
+            settled_s = settling.seconds
+        bare_s = seconds_of(bare) if number % 2 else None
+        before_s = settling.seconds
+        step_s = seconds_of(step) - (settling.seconds - before_s)
+        extra.append(step_s - (seconds_of(bare) if bare_s is None else bare_s))
+    return extra[WARM_UP:], (settling.seconds - settled_s) / PAIRS
 
 
 def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, float]]:
@@ -98,15 +113,25 @@ def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, 
         steps[f"{name}: 4 phases, step()"] = partial(loop.with_four_phases, manager.phase, manager.step)
     bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS))
     extra: dict[str, list[float]] = {name: [] for name in steps}
+    settled_s = dict.fromkeys(steps, 0.0)
+    settling = Settling(managers.values())
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            extra[name] += extra_seconds(step, loop.bare)
+            values, share_s = extra_seconds(step, loop.bare, settling)
+            extra[name] += values
+            settled_s[name] += share_s / ROUNDS
     rows = {"bare": {"us_per_step": round(1e6 * bare_s, 1)}}
     for name, values in extra.items():
-        mean_s = statistics.fmean(values)
+        num_cut = len(values) // CUT
+        middle = sorted(values)[num_cut:-num_cut]
+        # Of a trimmed mean: from the values with the outer ones moved to the edge.
+        moved = [middle[0]] * num_cut + middle + [middle[-1]] * num_cut
+        error_s = statistics.stdev(moved) / (1 - 2 / CUT) / len(values) ** 0.5
+        mean_s = statistics.fmean(middle) + settled_s[name]
         rows[name] = {
             "extra_us": round(1e6 * mean_s, 1),
-            "standard_error_us": round(1e6 * statistics.stdev(values) / len(values) ** 0.5, 1),
+            "settling_us": round(1e6 * settled_s[name], 1),
+            "standard_error_us": round(1e6 * error_s, 1),
             "ratio": round(1 + mean_s / bare_s, 4),
         }
     return rows

@@ -193,7 +193,8 @@ def call_loss_fn(loss_fn: LossFn, model: Any, batch: Any, *, call: str) -> Loss:
         InputError: It returns several numbers, or a loss without a graph while gradients are enabled.
     """
     loss = read_loss(run_loss_fn(loss_fn, model, batch, call=call), call=call)
-    if not loss.value.requires_grad and torch.is_grad_enabled() and not isinstance(loss.count, Tensor) and loss.weight:
+    value = loss.mean if loss.mean is not None else loss.value
+    if not value.requires_grad and torch.is_grad_enabled() and not isinstance(loss.count, Tensor) and loss.weight:
         _refuse_without_graph(model, call)
     return loss
 

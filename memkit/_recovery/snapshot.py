@@ -23,7 +23,7 @@ from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
-from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags, with_buffers
+from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags
 from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
@@ -134,7 +134,7 @@ class BufferSnapshot:
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         """Add the buffers of more modules."""
-        holders = with_buffers(owners)
+        holders = list(filter(buffers_of, owners))
         if not holders:
             return
         copied: dict[_Key, torch.Tensor] = {}
@@ -191,7 +191,7 @@ class RandomNumbers:
             self._random = random_state.capture(host)
         else:
             self._random = random_state.capture_host() if host is None else host.get()
-        self._states = [(each, _generator_state(each)) for each in generators]
+        self._states = [(each, _generator_state(each)) for each in generators] if generators else []
 
     def restore(self) -> None:
         """Restore all generators."""

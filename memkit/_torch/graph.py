@@ -62,7 +62,7 @@ def accumulate_gradients(
         leaves: The tensors whose ``.grad`` it adds to.
         retain_graph: As in `torch.autograd.backward`.
     """
-    if not loss.requires_grad or is_transforming() or has_torch_function((loss, *leaves)):
+    if not loss.requires_grad or maybe_current_level() is not None or has_torch_function((loss, *leaves)):
         torch.autograd.backward(loss, slope, retain_graph=retain_graph, inputs=leaves)
         return
     if slope is None:
@@ -82,7 +82,7 @@ def gradients_of(
         slopes: Their gradients, of their shapes and dtypes.
         leaves: The tensors whose gradients are returned.
     """
-    if is_transforming() or has_torch_function((*results, *leaves)):
+    if maybe_current_level() is not None or has_torch_function((*results, *leaves)):
         return torch.autograd.grad(results, leaves, slopes, allow_unused=True)
     keep_graph = False
     return _engine_run_backward(

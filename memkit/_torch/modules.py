@@ -31,17 +31,11 @@ __all__ = [
     "parameters_of",
     "rnn_functions",
     "training_flags",
-    "with_buffers",
 ]
 
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """Returns a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
-
-
-def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return those of the modules that have buffers of their own."""
-    return list(filter(buffers_of, modules))
 
 
 def training_flags(modules: Iterable[nn.Module]) -> list[bool]:

@@ -80,7 +80,8 @@ class StepGuard:
             try:
                 for each in self._chunked:
                     each.open()
-                return _in_two_tries(step, self._chunked)
+                outcome = attempt(step)
+                return outcome.result if isinstance(outcome, Done) else _again(step, self._chunked, outcome)
             except Exception:
                 raise
             except BaseException:  # an interrupt not raised by a signal: complete a step that has begun
@@ -164,10 +165,8 @@ class StepGuard:
         )
 
 
-def _in_two_tries(step: Callable[[], bool], chunked: Sequence[ChunkedStep]) -> bool:
-    outcome = attempt(step)
-    if isinstance(outcome, Done):
-        return outcome.result
+def _again(step: Callable[[], bool], chunked: Sequence[ChunkedStep], outcome: Failure) -> bool:
+    """Try a step that ran out of memory once more."""
     if isinstance(outcome.error, MemkitOutOfMemoryError):
         raise outcome.error  # raised by the chunks: there is nothing smaller to try
     if any(each.was_in_hooks for each in chunked):

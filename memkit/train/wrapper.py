@@ -712,8 +712,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
 
     def _add(self, loss: Loss, attempt: Attempt, call: str) -> None:
         """Add the gradient of a micro-batch, weighted by its rows or its count."""
-        value, count, gradients = loss.value, loss.count, self._sum
-        reduction: Reduction = "sum" if loss.mean is None else "mean"
+        value, count, gradients = loss.mean, loss.count, self._sum
+        reduction: Reduction = "mean"
+        if value is None:
+            value, reduction = loss.value, "sum"
         if count is None and self._split_fn is not None:
             _refuse_unweighted(call)
         check_loss(value, call=call)

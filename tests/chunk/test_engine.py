@@ -20,7 +20,7 @@ from memkit._tape.kept import KeptResults, terms
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
-from tests.helpers import assert_refused, assert_same, warm_peak_bytes
+from tests.helpers import FunctionsEntered, assert_refused, assert_same, warm_peak_bytes
 from tests.toys import mlp
 
 MIB = 2**20
@@ -531,3 +531,26 @@ def test_settings_are_checked():
     for chunk_size in (0, -1, 2.0, "all", True):
         with pytest.raises(ConfigError, match="chunk_size"):
             chunked_map(torch.sin, x, chunk_size=chunk_size)
+
+
+def test_a_chunk_enters_few_functions_whatever_the_number_of_parameters():
+    """With many small chunks, Python would take longer than the operators."""
+
+    def per_chunk(num_parameters):
+        weights = [torch.randn(8, 8, requires_grad=True) for _ in range(num_parameters)]
+
+        def fn(rows):
+            for weight in weights:
+                rows = rows @ weight
+            return rows
+
+        def entered(chunk_size):
+            x, call = torch.randn(400, 8, requires_grad=True), FunctionsEntered()
+            for _ in range(2):  # the first looks at more
+                with call:
+                    chunked_map(fn, x, chunk_size=chunk_size, params=weights).sum().backward()
+            return len(call.all)
+
+        return (entered(10) - entered(20)) / 20
+
+    assert per_chunk(2) == per_chunk(40) <= 45
