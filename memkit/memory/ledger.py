@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -58,6 +58,7 @@ class Interval:
 
     trackers: list[Tracker]
     mark: int
+    start_ns: int
     # Most blocks never set these.
     first = last = _NO_COUNTERS
     path: str | None = None
@@ -66,7 +67,7 @@ class Interval:
     note: dict[str, Any] | None = None
     tracker: Tracker | None = None
     live_bytes: int | None = None
-    num_nodes = 0
+    num_nodes = _first_node = 0
     peak: IntervalPeak | None = None
     host_peak: IntervalPeak | None = None
 
@@ -222,7 +223,7 @@ class Ledger:
         host_peak_bytes: Largest resident bytes of this process in the run.
         watched_bytes: Largest bytes of tensors that a `MemoryManager.track` has seen; None before the first one ends.
         read_device: Reads the device's counters; None if it has none.
-        read_host: Reads the peak of resident bytes since the counter was restarted.
+        read_host: Reads the peak of resident bytes since the counter was restarted: in bytes, or `devices.read_usage`.
     """
 
     def __init__(self, device: torch.device, journal: EventJournal, *, reset_peaks: bool) -> None:
@@ -237,7 +238,7 @@ class Ledger:
         self.host_peak_bytes = 0
         self.watched_bytes: int | None = None
         self.read_device = devices.allocator_counter(device)
-        self.read_host = self._host_peak.read
+        self.read_host: Callable[[], Any] = self._host_peak.read
         self._device = device
         self._journal = journal
         self.reset_peaks = reset_peaks
@@ -248,7 +249,7 @@ class Ledger:
         self._children_due_ns = 0
         self._firsts: dict[str, str] = {}  # the beginning of the text of each path's events
         self._num_steps = 0
-        self._step = self._begin_step()
+        self._step = self._begin_step(None)
 
     def step(self, note: dict[str, Any] | None = None) -> int:
         """End a step, begin the next one, and return the number of steps so far.
@@ -262,7 +263,7 @@ class Ledger:
         self._step.end()
         if here.trackers:
             self._search_kept(here.trackers[-1], here.path)
-        self._step = self._begin_step()
+        self._step = self._begin_step(self._step)
         return self._num_steps - 1
 
     def _search_kept(self, tracker: Tracker, path: str | None) -> None:
@@ -273,14 +274,19 @@ class Ledger:
             if note:
                 self.mark("kept", path, note={"num_steps": tracker.num_steps, **note})
 
-    def _begin_step(self) -> Interval:
+    def _begin_step(self, last: Interval | None) -> Interval:
         self._num_steps += 1
         step = Interval(self, f"step_{self._num_steps}")
         step.step = self._num_steps
         if self.here.trackers:
             step.tracker = self.here.trackers[-1]
             step.mark = step.tracker.mark()
-        step.begin()
+        if last is None or self.reset_peaks:
+            step.begin()
+        else:  # it begins with the counters with which the last one ended
+            step.first, step.host_first = last.last, last.host_last
+            if self._host_peak.is_quick:
+                self.read_host = devices.read_usage
         return step
 
     def note_watched(self, tracker: Tracker, path: str | None, *, is_whole: bool) -> None:
@@ -334,13 +340,14 @@ class Ledger:
         texts = []
         for block in self._take_ended():
             if block.first is not _NO_COUNTERS:
-                self._keep(block.first, block.host_first)
-            self._keep(block.last, max(block.host_first, block.host_last))
+                self._keep(block.first, 0)
+            host_first, host_last = map(self._host_bytes, (block.host_first, block.host_last))
+            self._keep(block.last, max(host_first, host_last))
             peak = block.peak or peak_by_record(block.first.peak_bytes, block.last.peak_bytes)
             note = block.note if block.error is None else {"error": block.error}
             if block.step is None:
                 path, duration_ns = str(block.path), block.end_ns - block.start_ns
-                host_peak = block.host_peak or peak_by_record(block.host_first, block.host_last)
+                host_peak = block.host_peak or peak_by_record(host_first, host_last)
                 self.phases[path].add(duration_ns, peak, host_peak)
                 first = self._firsts.get(path)
                 if first is None:
@@ -371,8 +378,11 @@ class Ledger:
         """Update the run's peaks, and return the device's counters."""
         self.settle()
         counters = _NO_COUNTERS if self.read_device is None else self.read_device()
-        self._keep(counters, self.read_host())
+        self._keep(counters, self._host_peak.read())
         return counters
+
+    def _host_bytes(self, reading: Any) -> int:
+        return reading if type(reading) is int else self._host_peak.in_usage(reading)
 
     def mark(
         self, name: str, path: str | None, *, component: str | None = None, note: dict[str, Any] | None = None

@@ -232,12 +232,13 @@ def test_a_phase_and_a_step_call_few_functions(tmp_path):
                 pass
 
         phase()
+        memory.step()  # the first one finds out how to read
         with FunctionsEntered() as in_phase:
             phase()
         with FunctionsEntered() as in_step:
             memory.step()
-        assert len(in_phase.all) <= 10  # with `phase` itself
-        assert len(in_step.all) <= 11
+        assert len(in_phase.all) <= 8  # with `phase` itself
+        assert len(in_step.all) <= 9
 
 
 def test_a_thousand_steps_hold_no_more_than_the_ring(tmp_path):
