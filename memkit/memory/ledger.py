@@ -29,6 +29,9 @@ from memkit.memory.track import Tracker
 
 _WRITTEN_NS, _KEPT_NS = 200_000_000, 1_000_000_000  # longest wait of events for a log, and of events only in memory
 _MOST_ENDED = 1000  # blocks that wait; more are settled earlier
+# Between two blocks, and in the first moment of one: a system call takes longer than all else there, and a process can
+# touch about a megabyte of new memory meanwhile.
+_SHARED_NS = 100_000
 _CHILDREN_NS, _CHILDREN_SHARE = 250_000_000, 200  # child processes: a reading each 250 ms, in at most 1/200 of the time
 _FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors after 4 steps, 16, 64 and so on
 _NO_COUNTERS = DeviceMemory()
@@ -80,7 +83,10 @@ class Interval:
         ledger = self._ledger
         if ledger.read_device is not None:
             self.first = ledger.read_device()
-        self.host_first = ledger.read_host()
+        now_ns = time.monotonic_ns()
+        if now_ns - ledger.host_read_ns > ledger.shared_ns:
+            ledger.host_reading, ledger.host_read_ns = ledger.read_host(), now_ns
+        self.host_first = ledger.host_reading
         if ledger.reset_peaks:
             ledger.begin_peaks(self)
         self._first_node = next_sequence_number()
@@ -93,7 +99,9 @@ class Interval:
         self.num_nodes = next_sequence_number() - self._first_node
         if ledger.read_device is not None:
             self.last = ledger.read_device()
-        self.host_last = ledger.read_host()
+        if end_ns - ledger.host_read_ns > ledger.shared_ns:
+            ledger.host_reading, ledger.host_read_ns = ledger.read_host(), end_ns
+        self.host_last = ledger.host_reading
         if ledger.reset_peaks:
             ledger.end_peaks(self)
         if self.trackers:
@@ -224,6 +232,9 @@ class Ledger:
         watched_bytes: Largest bytes of tensors that a `MemoryManager.track` has seen; None before the first one ends.
         read_device: Reads the device's counters; None if it has none.
         read_host: Reads the peak of resident bytes since the counter was restarted: in bytes, or `devices.read_usage`.
+        host_reading: Its last result for a block.
+        host_read_ns: Time of that reading, by the monotonic clock.
+        shared_ns: How long blocks that begin or end afterwards share it.
     """
 
     def __init__(self, device: torch.device, journal: EventJournal, *, reset_peaks: bool) -> None:
@@ -239,6 +250,8 @@ class Ledger:
         self.watched_bytes: int | None = None
         self.read_device = devices.allocator_counter(device)
         self.read_host: Callable[[], Any] = self._host_peak.read
+        self.host_reading: Any = 0
+        self.host_read_ns, self.shared_ns = 0, -1 if reset_peaks else _SHARED_NS
         self._device = device
         self._journal = journal
         self.reset_peaks = reset_peaks
