@@ -233,7 +233,15 @@ def smallest_times(ways: Ways, module: nn.Module, graph: Graph, rounds: int) -> 
 
 
 def measure(
-    hidden: tuple[int, ...], num_edges: int, reduce: str, ways: Ways, rounds: int, *, gather: bool, norms: bool = False
+    hidden: tuple[int, ...],
+    num_edges: int,
+    reduce: str,
+    ways: Ways,
+    rounds: int,
+    *,
+    gather: bool,
+    norms: bool = False,
+    pages_kept: bool = False,
 ) -> Any:
     torch.manual_seed(1)
     module, graph = Message(hidden, has_norms=norms), Graph.make(num_edges, reduce, gather=gather)
@@ -253,7 +261,7 @@ def measure(
     outputs = 4 * graph.upstream.numel()
     return {
         "hidden": list(hidden), "edges": num_edges, "nodes": graph.num_nodes, "reduce": reduce, "gather": gather,
-        "norms": norms, "output_bytes": outputs, "ways": rows,
+        "norms": norms, "output_bytes": outputs, "pages_kept": pages_kept, "ways": rows,
     }  # fmt: skip
 
 
@@ -261,8 +269,8 @@ def with_norms(number: int) -> Any:
     """Measure a case of `WITH_NORMS` in this process."""
     num_edges, reduce, is_kept, rounds = WITH_NORMS[number]
     ways: Ways = {"plain": plain, f"memkit, {NUM_MIB} MiB": WithinBudget(NUM_MIB << 20)}
-    case = measure((128,) * 3, num_edges, reduce, ways, rounds, gather=reduce != "sum", norms=True)
-    return case | {"pages_kept": is_kept}
+    how = {"gather": reduce != "sum", "norms": True, "pages_kept": is_kept}
+    return measure((128,) * 3, num_edges, reduce, ways, rounds, **how)
 
 
 def alone(number: int) -> Any:
