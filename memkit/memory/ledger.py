@@ -260,7 +260,7 @@ class Ledger:
             RestartedPeaks(self._restart_host_peak) if reset_peaks and self._host_peak.restart() else None
         )
         self._children_due_ns = 0
-        self._firsts: dict[str, str] = {}  # the beginning of the text of each path's events
+        self._firsts: dict[tuple[str, str], str] = {}  # the beginning of the text of events by name and path
         self._num_steps = 0
         self._step = self._begin_step(None)
 
@@ -362,9 +362,10 @@ class Ledger:
                 path, duration_ns = str(block.path), block.end_ns - block.start_ns
                 host_peak = block.host_peak or peak_by_record(host_first, host_last)
                 self.phases[path].add(duration_ns, peak, host_peak)
-                first = self._firsts.get(path)
+                first = self._firsts.get((block.name, path))
                 if first is None:
-                    first = self._firsts[path] = text_of_first({"event": block.name, "phase": path})
+                    first = text_of_first({"event": block.name, "phase": path})
+                    self._firsts[block.name, path] = first
                 first = f'{first},"duration_ns":{duration_ns}'
                 if note is None and block.num_nodes > 0:  # less if the block ended in another thread
                     first = f'{first},"note":{{"graph_nodes":{block.num_nodes}}}'

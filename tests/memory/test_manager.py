@@ -247,3 +247,13 @@ def test_starts_no_thread_and_is_collected():
     assert (sys.excepthook, devices.allocator_settings()) == (hook, env)
     del memory
     assert gone() is None
+
+
+def test_a_phase_named_like_a_path_keeps_its_name():
+    memory = mk.MemoryManager("cpu")
+    with memory.phase("step"), memory.phase("forward"):
+        pass
+    with memory.phase("step/forward"):
+        pass
+    named = [(event.event, event.phase) for event in memory.events]
+    assert named == [("forward", "step/forward"), ("step", "step"), ("step/forward", "step/forward")]
