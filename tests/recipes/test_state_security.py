@@ -17,6 +17,7 @@ from torch import nn
 
 from memkit._core.errors import FileFormatError, MemkitWarning
 from memkit._core.pickles import load_noted, rebuild
+from memkit._torch.pickles import MEMORY_FORMATS
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.state.reader import TensorFile
@@ -156,6 +157,27 @@ def test_a_sharded_state_comes_back(sharded):
     assert sorted(path.name for path in newest(manager).iterdir()) == [
         ".metadata", "__0_0.distcp", "manifest.json", "rank-0.pt",
     ]  # fmt: skip
+
+
+def test_an_index_as_older_pythons_write_it_comes_back(sharded):
+    """Before 3.11.4, a member of an enum is pickled as a call of getattr: noted, and never made."""
+    from torch.distributed.checkpoint import metadata
+
+    manager, make = sharded
+    index = pickle.loads((newest(manager) / ".metadata").read_bytes())
+    kind = getattr(metadata, MEMORY_FORMATS)
+
+    class Older(pickle.Pickler):
+        def reducer_override(self, value):
+            return (getattr, (kind, value.name)) if isinstance(value, kind) else NotImplemented
+
+    with (newest(manager) / ".metadata").open("wb") as file:
+        Older(file).dump(index)
+    assert b"getattr" in (newest(manager) / ".metadata").read_bytes()
+    forge(newest(manager))
+    objects = make()
+    assert manager.restore(**objects) == 2
+    assert objects["model"].weight.full_tensor().min() > 1.9
 
 
 @pytest.mark.parametrize("name", NAMES)

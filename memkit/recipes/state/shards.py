@@ -29,6 +29,7 @@ _NAMES: Final = frozenset(
         *(f"{_RECORDS}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
         *(f"{_RECORDS}{name}" for name in ("TensorStorageMetadata", "ChunkStorageMetadata", MEMORY_FORMATS)),
         *(f"{module}.{system}Path" for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
+        "builtins.getattr",  # Python before 3.11.4 writes an enum's member as this call, which is noted and never made
         "torch.Size",
         STORAGE_INFO,
         GET_LAYOUT,
