@@ -254,7 +254,7 @@ def event_text(values: Mapping[str, Any]) -> str:
 def text_of_first(values: Mapping[str, Any]) -> str:
     """Return the same for its first values, without the closing brace.
 
-    Encoding the whole dict would take three times as long: most values are numbers, which Python formats as JSON does.
+    Encoding the whole dict would take twice as long: most values are numbers, which Python formats as JSON does.
     """
     texts = [
         f'"{name}":{value if (kind := type(value)) is int or kind is float else _encode(value)}'

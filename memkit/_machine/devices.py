@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import math
 import mmap
@@ -281,10 +280,6 @@ def _read(path: str) -> bytes:
         os.close(file)
 
 
-read_usage: Callable[[], Any] = functools.partial(_getrusage, _WHO)
-"""Reads what this process has used, in C; `ResidentPeak.in_usage` finds the peak in it."""
-
-
 class ResidentPeak:
     """Peak of the resident bytes of this process since its start, or since the counter was restarted."""
 
@@ -299,17 +294,8 @@ class ResidentPeak:
         On Linux, the quick counter (``ru_maxrss``) starts at the value of the process that launched this program, which
         may have been larger: if the two cannot be distinguished, the process's own peak is read, in 15 microseconds.
         """
-        return self.in_usage(read_usage())
-
-    def in_usage(self, usage: Any) -> int:
-        """Return the peak that a result of `read_usage` contains."""
-        peak: int = usage.ru_maxrss * _USAGE_UNIT
+        peak: int = _getrusage(_WHO).ru_maxrss * _USAGE_UNIT
         return peak if peak >= self._own_from else self._tell_apart(peak)
-
-    @property
-    def is_quick(self) -> bool:
-        """Whether the quick counter is known to be this process's own, so that its results can be looked at later."""
-        return self._own_from != math.inf
 
     def _tell_apart(self, peak: int) -> int:
         own = _status_bytes(Path("/"), "VmHWM") or peak

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -29,9 +29,6 @@ from memkit.memory.track import Tracker
 
 _WRITTEN_NS, _KEPT_NS = 200_000_000, 1_000_000_000  # longest wait of events for a log, and of events only in memory
 _MOST_ENDED = 1000  # blocks that wait; more are settled earlier
-# Between two blocks, and in the first moment of one: a system call takes longer than all else there, and a process can
-# touch about a megabyte of new memory meanwhile.
-_SHARED_NS = 100_000
 _CHILDREN_NS, _CHILDREN_SHARE = 250_000_000, 200  # child processes: a reading each 250 ms, in at most 1/200 of the time
 _FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors after 4 steps, 16, 64 and so on
 _NO_COUNTERS = DeviceMemory()
@@ -83,10 +80,7 @@ class Interval:
         ledger = self._ledger
         if ledger.read_device is not None:
             self.first = ledger.read_device()
-        now_ns = time.monotonic_ns()
-        if now_ns - ledger.host_read_ns > ledger.shared_ns:
-            ledger.host_reading, ledger.host_read_ns = ledger.read_host(), now_ns
-        self.host_first = ledger.host_reading
+        self.host_first = ledger.read_host()
         if ledger.reset_peaks:
             ledger.begin_peaks(self)
         self._first_node = next_sequence_number()
@@ -99,9 +93,7 @@ class Interval:
         self.num_nodes = next_sequence_number() - self._first_node
         if ledger.read_device is not None:
             self.last = ledger.read_device()
-        if end_ns - ledger.host_read_ns > ledger.shared_ns:
-            ledger.host_reading, ledger.host_read_ns = ledger.read_host(), end_ns
-        self.host_last = ledger.host_reading
+        self.host_last = ledger.read_host()
         if ledger.reset_peaks:
             ledger.end_peaks(self)
         if self.trackers:
@@ -231,10 +223,7 @@ class Ledger:
         host_peak_bytes: Largest resident bytes of this process in the run.
         watched_bytes: Largest bytes of tensors that a `MemoryManager.track` has seen; None before the first one ends.
         read_device: Reads the device's counters; None if it has none.
-        read_host: Reads the peak of resident bytes since the counter was restarted: in bytes, or `devices.read_usage`.
-        host_reading: Its last result for a block.
-        host_read_ns: Time of that reading, by the monotonic clock.
-        shared_ns: How long blocks that begin or end afterwards share it.
+        read_host: Reads the peak of resident bytes since the counter was restarted.
     """
 
     def __init__(self, device: torch.device, journal: EventJournal, *, reset_peaks: bool) -> None:
@@ -249,9 +238,7 @@ class Ledger:
         self.host_peak_bytes = 0
         self.watched_bytes: int | None = None
         self.read_device = devices.allocator_counter(device)
-        self.read_host: Callable[[], Any] = self._host_peak.read
-        self.host_reading: Any = 0
-        self.host_read_ns, self.shared_ns = 0, -1 if reset_peaks else _SHARED_NS
+        self.read_host = self._host_peak.read
         self._device = device
         self._journal = journal
         self.reset_peaks = reset_peaks
@@ -298,8 +285,6 @@ class Ledger:
             step.begin()
         else:  # it begins with the counters with which the last one ended
             step.first, step.host_first = last.last, last.host_last
-            if self._host_peak.is_quick:
-                self.read_host = devices.read_usage
         return step
 
     def note_watched(self, tracker: Tracker, path: str | None, *, is_whole: bool) -> None:
@@ -354,13 +339,12 @@ class Ledger:
         for block in self._take_ended():
             if block.first is not _NO_COUNTERS:
                 self._keep(block.first, 0)
-            host_first, host_last = map(self._host_bytes, (block.host_first, block.host_last))
-            self._keep(block.last, max(host_first, host_last))
+            self._keep(block.last, max(block.host_first, block.host_last))
             peak = block.peak or peak_by_record(block.first.peak_bytes, block.last.peak_bytes)
             note = block.note if block.error is None else {"error": block.error}
             if block.step is None:
                 path, duration_ns = str(block.path), block.end_ns - block.start_ns
-                host_peak = block.host_peak or peak_by_record(host_first, host_last)
+                host_peak = block.host_peak or peak_by_record(block.host_first, block.host_last)
                 self.phases[path].add(duration_ns, peak, host_peak)
                 first = self._firsts.get((block.name, path))
                 if first is None:
@@ -392,11 +376,8 @@ class Ledger:
         """Update the run's peaks, and return the device's counters."""
         self.settle()
         counters = _NO_COUNTERS if self.read_device is None else self.read_device()
-        self._keep(counters, self._host_peak.read())
+        self._keep(counters, self.read_host())
         return counters
-
-    def _host_bytes(self, reading: Any) -> int:
-        return reading if type(reading) is int else self._host_peak.in_usage(reading)
 
     def mark(
         self, name: str, path: str | None, *, component: str | None = None, note: dict[str, Any] | None = None

@@ -1,7 +1,6 @@
 """The flight recorder: its contents, the file that it leaves after an out-of-memory error, and its cost until then."""
 
 import json
-import time
 import tracemalloc
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import memkit as mk
-from memkit._machine import devices
 from memkit.cli import main
 from memkit.memory.batch_shapes import batch_shapes
 from memkit.report import read_memory_events
@@ -234,37 +232,13 @@ def test_a_phase_and_a_step_call_few_functions(tmp_path):
                 pass
 
         phase()
-        memory.step()  # the first one finds out how to read
+        memory.step()
         with FunctionsEntered() as in_phase:
             phase()
         with FunctionsEntered() as in_step:
             memory.step()
-        assert len(in_phase.all) <= 8  # with `phase` itself
+        assert len(in_phase.all) <= 10  # with `phase` itself
         assert len(in_step.all) <= 9
-
-
-def test_blocks_that_follow_at_once_share_a_reading_of_the_host(monkeypatch):
-    """A system call takes as long as the rest of a block's end. A block that takes longer is read at its own end."""
-    memory, reads = mk.MemoryManager("cpu"), []
-    read_usage = devices.read_usage
-    monkeypatch.setattr(devices, "read_usage", lambda: reads.append(1) or read_usage())
-    memory._ledger.settled_ns = 2**62
-
-    def num_reads(shared_ns, seconds):
-        memory._ledger.shared_ns = shared_ns
-        reads.clear()
-        for name in ("forward", "backward", "optimizer"):
-            with memory.phase(name):
-                time.sleep(seconds)
-        memory.step()
-        return len(reads)
-
-    usual = memory._ledger.shared_ns
-    num_reads(usual, 0.0)
-    assert num_reads(-1, 0.0) == 7  # as with reset_peaks=True
-    assert num_reads(2**62, 0.0) == 0
-    assert num_reads(usual, 0.005) >= 3
-    assert mk.MemoryManager("cpu", reset_peaks=True)._ledger.shared_ns < 0
 
 
 def test_a_thousand_steps_hold_no_more_than_the_ring(tmp_path):
