@@ -111,7 +111,7 @@ def cost() -> dict[str, float]:
             write_report(read_memory_events(log), page)
             here.append(1e3 * (time.process_time() - start))
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            arguments = ["report", "--log", str(log), "--output", str(page)]
+            arguments = ["report", "--log", str(log), "--output", str(page), "--force"]
             in_shell = [sys.executable, "-m", "memkit", *arguments]
             subprocess.run(in_shell, check=True, stdout=subprocess.DEVNULL, env=environment)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -180,6 +181,7 @@ class MemoryEfficientTrainLoop:
         self._monitor = monitor
         self._state, self._save_every = state, save_every
         self._report_every, self._writer, self._progress = report_every, writer, progress
+        self._busy_every = math.gcd(report_every, validate_every or 0, save_every or 0)  # no check is due in between
         self._loader = train_loader
         self._position = Position(train_loader)
         self._timeline = Timeline()
@@ -221,13 +223,15 @@ class MemoryEfficientTrainLoop:
 
     def run_step(self, batch: Any) -> StepResult:
         """Train on one batch, which may be on the host."""
-        with self._timeline.phase("transfer"):
-            batch = to_device(batch, self._device)
-        with self._timeline.phase("step"):
-            self._last = result = self.trainer.train_step(batch, self._loss_fn)
+        timeline = self._timeline
+        timeline.start()
+        batch = to_device(batch, self._device)
+        timeline.lap("transfer")
+        self._last = result = self.trainer.train_step(batch, self._loss_fn)
+        timeline.lap("step")
         self.num_steps += 1
         self._position.num_batches += 1
-        self._timeline.num_steps += 1
+        timeline.num_steps += 1
         self._num_skipped += not result.stepped
         if callable(note_step := getattr(self.trainer.memory, "step", None)):  # a MemoryManager's
             note_step()
@@ -237,8 +241,9 @@ class MemoryEfficientTrainLoop:
         self, loader: Iterable[Any], fn: ValidationFn | None = None, reducers: Mapping[str, Reducer] | None = None
     ) -> dict[str, Any] | None:
         """Run a validation now and return its figures; None if a SIGTERM interrupted it."""
-        with self._timeline.phase("validation"), self.trainer.evaluation() as evaluate:
-            return validate(
+        self._timeline.start()
+        with self.trainer.evaluation() as evaluate:
+            figures = validate(
                 evaluate,
                 loader,
                 fn or self._val_fn,
@@ -246,6 +251,8 @@ class MemoryEfficientTrainLoop:
                 reducers=self._reducers if reducers is None else reducers,
                 should_stop=self._stop.is_set,
             )
+        self._timeline.lap("validation")
+        return figures
 
     def objects(self) -> dict[str, Any]:
         """Return everything a resumed run needs, by name, each with ``state_dict`` and ``load_state_dict``."""
@@ -280,19 +287,23 @@ class MemoryEfficientTrainLoop:
         self._validated_at = state["validated_at"]
 
     def _run_epoch(self, bar: Any) -> None:
-        batches = self._position.batches()
+        batches, timeline = self._position.batches(), self._timeline
         self._validate_if_due(at_end=False)  # where the last run was stopped before it could validate
         while True:
             if self._end_reason() is not None:
                 return
-            with self._timeline.phase("data"):
-                batch = next(batches, _END)
+            timeline.start()
+            batch = next(batches, _END)
+            timeline.lap("data")
             if batch is _END:
                 break
             self.run_step(batch)
-            self._report_if_due(bar)
-            self._validate_if_due(at_end=False)
-            self._save_if_due(at_end=False)
+            if bar is not None:
+                bar.update()
+            if self.num_steps % self._busy_every == 0:
+                self._report_if_due(bar)
+                self._validate_if_due(at_end=False)
+                self._save_if_due(at_end=False)
         if self.trainer.flush():  # under DDP other ranks had more batches: validate and save their steps too
             self._validated_at = self._saved_at = None
         elif self._position.num_batches == 0:
@@ -345,13 +356,12 @@ class MemoryEfficientTrainLoop:
         metric = {}
         if self._monitor and self._figures and self._validated_at == self.num_steps:
             metric = {"metric": metric_of(self._figures, self._monitor)}
-        with self._timeline.phase("save"):
-            self._state.save(self.num_steps, **metric, **self.objects())
+        self._timeline.start()
+        self._state.save(self.num_steps, **metric, **self.objects())
+        self._timeline.lap("save")
         self._saved_at = self.num_steps
 
     def _report_if_due(self, bar: Any) -> None:
-        if bar is not None:
-            bar.update()
         if self.num_steps % self._report_every or self._last is None:
             return
         if bar is None and self._writer is None and not _LOGGER.isEnabledFor(logging.INFO):

@@ -10,7 +10,8 @@ from memkit._core.units import format_bytes
 class Timeline:
     """Adds up the seconds of named phases since the last restart, measured by the host's clock.
 
-    An accelerator may still be working when a phase ends; that work shows up in the phase that waits for it.
+    Phases follow one another: `start` before the first, then `lap` at the end of each. An accelerator may still be
+    working when a phase ends; that work shows up in the phase that waits for it.
     """
 
     def __init__(self) -> None:
@@ -21,30 +22,21 @@ class Timeline:
         self.seconds: dict[str, float] = {}
         self.num_steps = 0
 
-    def phase(self, name: str) -> TimedBlock:
-        """Return a context manager whose time counts for ``name``."""
-        return TimedBlock(self.seconds, name)
+    def start(self) -> None:
+        """Start a phase; the time since the last one counts for none."""
+        self._began = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Count the time since the last phase began for ``name``, and start the next one."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._began
+        self._began = now
 
     def line(self) -> str:
         """Return, for example, ``"12.3 ms a step: data 3%, transfer 1%, step 96%"``."""
         total = sum(self.seconds.values())
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in self.seconds.items())
         return f"{1000 * total / max(1, self.num_steps):.1f} ms a step: {shares}"
-
-
-class TimedBlock:
-    """Adds a block's time to its name; a class, because it runs several times in every step."""
-
-    __slots__ = ("_name", "_seconds", "_start")
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.perf_counter() - self._start
 
 
 def memory_line(figures: dict[str, int]) -> str:
