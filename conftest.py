@@ -10,6 +10,14 @@ import torch
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
+gc.disable()  # while a thousand modules are imported, until the tests have been collected
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again."""
+    gc.enable()
+    gc.freeze()
+
 
 def prepare(namespace: dict[str, Any]) -> None:
     """Give each page the same random numbers in any order, and let it ask for a library.

@@ -17,6 +17,7 @@ settings.load_profile("memkit")
 # Small tensors: on a busy machine two threads would wait for each other. Processes that tests start see the variable.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of those processes compiles memkit again
 
 # torch's compiler shows progress where tqdm is there, and where Triton is compiles in a pool that stays.
 _MAY_STAY = re.compile(r"tqdm_monitor|Thread-\d+ \(_read_thread\)")

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,12 +35,18 @@ for path in paths:
     gc.freeze()  # what earlier examples imported is not searched for holders of memory again
 """
 OWN_PROCESS = {"resume.py"}  # it starts processes that import it as the main module; among the slow tests
+# A few seconds each; the slow tests run all.
+LONG = {
+    *("04_memory_log.py", "06_plan.py", "08_resume.py", "09_precision.py", "plan.py", "memory_log.py"),
+    *("s0_edge_memory.py", "s3_gan_radiance_field.py"),
+}
 
 
-@pytest.fixture(scope="module")
-def printed():
-    """What each example prints with --smoke, by its path; an error's text comes second."""
-    paths = [str(path) for path in EXAMPLES if path.name not in OWN_PROCESS]
+@cache
+def printed(*, by_long_ones):
+    """What each example, long or short, prints with --smoke, by its path; an error's text comes second."""
+    chosen = [path for path in EXAMPLES if path.name not in OWN_PROCESS and (path.name in LONG) == by_long_ones]
+    paths = list(map(str, chosen))
     done = subprocess.run([sys.executable, "-c", RUN_ALL, *paths], cwd=ROOT, capture_output=True, text=True)
     found = {Path(path): (text, error) for path, text, error in map(json.loads, done.stdout.splitlines())}
     return found, done.stderr
@@ -48,17 +55,17 @@ def printed():
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=[pytest.mark.slow] if path.name in OWN_PROCESS else [], id=path.name)
+        pytest.param(path, marks=[pytest.mark.slow] if path.name in OWN_PROCESS | LONG else [], id=path.name)
         for path in EXAMPLES
     ],
 )
-def test_smoke(path, printed):
+def test_smoke(path):
     if path.name in OWN_PROCESS:
         script = f"import runpy, sys; sys.argv[1:] = ['--smoke']; runpy.run_path({str(path)!r}, run_name='__main__')"
         done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
         text, error = done.stdout, done.stderr if done.returncode else None
     else:
-        found, stderr = printed
+        found, stderr = printed(by_long_ones=path.name in LONG)
         assert path in found, stderr
         text, error = found[path]
     assert error is None, error
@@ -77,22 +84,27 @@ def test_each_step_of_the_ladder_is_small():
         assert sum(line[0] in "+-" for line in lines) <= MOST_CHANGED_LINES, above.name
 
 
-def test_the_ladder_trains_as_plain_pytorch_does(printed):
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_ladder_trains_as_plain_pytorch_does(is_whole):
     """The loss after each epoch; mixed precision, the last step, is near it and says that it is another."""
     losses = {}
     for path in LADDER:
-        text, error = printed[0][path]
+        if path.name in LONG and not is_whole:
+            continue
+        text, error = printed(by_long_ones=path.name in LONG)[0][path]
         assert error is None, error
         losses[path.name] = [
             float(loss) for loss in re.findall(r"^epoch \d+: validation loss (\S+),", text, re.MULTILINE)
         ]
-    *exact, mixed = losses.values()
-    plain = exact[0]
+    mixed = losses.pop("09_precision.py", None)
+    plain = losses["00_plain_pytorch.py"]
     assert len(plain) == 2
-    for name, found in zip(losses, exact, strict=False):
+    for name, found in losses.items():
         assert found == pytest.approx(plain, rel=1e-5), name
-    assert mixed == pytest.approx(plain, rel=1e-2)
-    assert mixed != pytest.approx(plain, rel=1e-5)
+    assert (mixed is not None) == is_whole
+    if mixed is not None:
+        assert mixed == pytest.approx(plain, rel=1e-2)
+        assert mixed != pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """Cost of an always-on MemoryManager: a training loop with phases and step() against the same loop bare.
 
-Processor time of a few steps in a row, beside as many bare ones, so that a busy machine disturbs both alike; the mean of
-the differences without the largest and smallest fifth, with its standard error. The first step of each row is left out:
-it follows a step of the other kind, which no step of a real loop does. Totals and events are computed, and written, a
-few times a second for many steps at once: that time is measured by itself, and its share of a step added. All ways
-train the same model, four transformer blocks of width 64, 9 to 14 ms for a step. ``"bare again"`` is the bare loop a
-second time: what it differs from itself is the error of the method. Since half of the steps are bare, managers wait
-twice as long until they write, so that it is after as many steps as in a real loop. ``"calls"`` are the same calls with
-nothing between: in a training step they take several times longer, because the step leaves nothing of them in the
+Processor time of a few steps in a row, beside as many bare ones, so that a busy machine disturbs both alike; the mean
+of the differences without the largest and smallest fifth, with its standard error. The first step of each row is left
+out: it follows a step of the other kind, which no step of a real loop does. Totals and events are computed, and
+written, a few times a second for many steps at once: that time is measured by itself, and its share of a step added.
+All ways train the same model, four transformer blocks of width 64, 9 to 14 ms for a step. ``"bare again"`` is the bare
+loop a second time: what it differs from itself is the error of the method. Since half of the steps are bare, managers
+wait twice as long until they write, so that it is after as many steps as in a real loop. ``"calls"`` are the same calls
+with nothing between: in a training step they take several times longer, because the step leaves nothing of them in the
 caches. How much longer depends on what else runs on the machine.
 
 Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.manager_cost

@@ -142,7 +142,7 @@ def plan_training(
         >>> import memkit as mk
         >>> with torch.device("meta"):
         ...     layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True)
-        ...     model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        ...     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         >>> batch = torch.empty(64, 1024, 1024, device="meta")
         >>> plan = mk.plan_training(model, batch, lambda m, x: m(x).square().mean(), budget="RTX 3060 12GB")
         >>> plan.estimate.fits("RTX 3060 12GB"), plan.accumulation_steps > 1

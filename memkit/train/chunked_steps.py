@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -155,8 +156,10 @@ class ChunkedStep:
         if self._stand_in is None or own is not self._own:
             self._own = own
             # torch's own hook and profiler wrapper around it; attributes and signature are those of the replaced step.
-            hooked = Optimizer.profile_hook_step(self._run)
-            once = functools.partial(self._unless_ended, hooked) if self._only_once else hooked
+            # It refers weakly: otherwise a dropped trainer would hold model and optimizer until a garbage collection.
+            alive = weakref.ref(self)
+            hooked = Optimizer.profile_hook_step(functools.partial(self._run, alive))
+            once = functools.partial(self._unless_ended, alive, hooked) if self._only_once else hooked
             self._stand_in = types.MethodType(functools.update_wrapper(once, optimizer.step), optimizer)
         self._is_open = True
         if self._only_once and has_step_hooks(optimizer):
@@ -181,12 +184,24 @@ class ChunkedStep:
     def _note_end(self, *_: object) -> None:
         self._hooks_have_ended = True
 
-    def _unless_ended(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return None if self._hooks_have_ended else step(optimizer, *args, **kwargs)
+    @staticmethod
+    def _unless_ended(
+        alive: Callable[[], ChunkedStep | None],
+        step: Callable[..., Any],
+        optimizer: Optimizer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self = alive()
+        return None if self is not None and self._hooks_have_ended else step(optimizer, *args, **kwargs)
 
-    def _run(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    @staticmethod
+    def _run(
+        alive: Callable[[], ChunkedStep | None], optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
         """Run as ``optimizer.step(closure)`` inside the block, beneath its hooks."""
-        if not self._is_open:
+        self = alive()
+        if self is None or not self._is_open:
             return own_step(optimizer)(optimizer, closure)
         mark_stepped(optimizer)
         result = None

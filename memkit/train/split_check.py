@@ -285,6 +285,9 @@ class Examination:
             yield from self._examine()
         finally:
             self._close()
+            # Both refer back to this object, which holds the model: a dropped model is to be freed at once.
+            self._prepare = _leave
+            vars(self).pop("_attempt", None)
         self.verdict = replace(self.verdict, has_branches=self._has_branches, kind=self._kind)
 
     def _close(self) -> None:

@@ -255,10 +255,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 sum_dtype=sum_dtype,
                 is_predictable=split_fn is None and not is_sharded and is_alone,
             )
-            own_scaler = self._precision.scaler
+            own_precision, own_scaler = self._precision, self._precision.scaler
             computation = Computation(
-                parameters=lambda: list_parameters(self._optimizers),
-                is_mixed=lambda: self._precision.is_mixed,
+                parameters=functools.partial(list_parameters, self._optimizers),
+                is_mixed=lambda: own_precision.is_mixed,  # not self: it would be kept alive by itself
                 scale=(lambda: 1.0) if own_scaler is None else own_scaler.get_scale,
                 is_tight=self._part_planner.is_on,
                 unchecked="the parameters are sharded over ranks" if is_sharded else "",

@@ -101,7 +101,7 @@ def test_without_chunks_no_budget_below_would_hold(way, mlp, edges):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("budget", [4, pytest.param(16, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("budget", [4, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (16, 40))])
 def test_a_budget_is_never_exceeded_and_is_used(way, budget, mlp, edges):
     def fresh():
         return mk.ChunkedProcessor(mlp, memory_budget=budget * MIB)

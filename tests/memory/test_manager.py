@@ -85,12 +85,11 @@ def test_ignores_parent_process():
     """ru_maxrss begins with the size of whoever started the program."""
     out = run_python("""
         import subprocess, sys, torch
-        torch.ones(300 * 2**20)  # 1,200 MiB, and gone again
         script = "import memkit as mk; print(mk.MemoryManager('cpu').snapshot().host_peak_bytes)"
-        large = torch.ones(300 * 2**20)
+        large = torch.ones(200 * 2**20)  # 800 MiB
         subprocess.run([sys.executable, "-c", script], check=True)
         """).stdout
-    assert int(out) < 1000 * MIB  # builds for CUDA take 500
+    assert int(out) < 750 * MIB  # builds for CUDA take 500
 
 
 # ---- release

@@ -1,6 +1,7 @@
 """Plans are held against real steps: what they take, which gradient they have, and what is refused."""
 
 import copy
+import gc
 import json
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,24 @@ def real_peak(trainer, model, optimizer, batch) -> int:
     state = [value for values in optimizer.state.values() for value in values.values()]
     there = num_bytes(model.parameters(), model.buffers(), state, batch)
     return there + trace_allocations(lambda: trainer.train_step(batch, loss_fn)).peak
+
+
+def test_planning_needs_no_garbage_collection():
+    """Nothing of a simulated step is in a cycle: a collection, and a search among all objects, take longer than it."""
+    generations = []
+
+    def note(phase, information):
+        generations.append(information["generation"])
+
+    model = make_model()
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        plan_training(model, digits(), loss_fn, torch.optim.AdamW(model.parameters()), budget="64MiB")
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert generations == []
 
 
 def gradient(model, batch, **settings):

@@ -440,7 +440,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", LIVE)
+BY_DEFAULT = {"torch", "python", "mmap", "worker"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in LIVE]
+)
 def test_real_out_of_memory_is_recognized(name):
     kind, known, backend, text = run_child(LIVE[name]).split("|", 3)
     expected_kind, expected_text = EXPECTED[name]

@@ -180,7 +180,7 @@ class Kernel(RuleBasedStateMachine):
 
 
 TestKernel = Kernel.TestCase
-TestKernel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestKernel.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def make_run(size=4, num_parts=1, **changes):

@@ -143,7 +143,7 @@ def test_reading_takes_a_fraction_of_object_memory(tmp_path):
 
 def test_a_cut_or_damaged_snapshot_is_read_or_refused(tmp_path):
     path = tmp_path / "log"
-    write_snapshot(path, 200_000)
+    write_snapshot(path, 60_000)
     data, chance, num_refused = path.read_bytes(), random.Random(0), 0
     for _ in range(12):
         path.write_bytes(data[: chance.randrange(2, len(data))])

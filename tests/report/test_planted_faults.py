@@ -91,7 +91,13 @@ def test_the_first_line_names_the_fault(name, tmp_path, capsys):
     assert (report.severity == "good") is (name == "clean")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "leak of a process, not tracked" else [])
+        for name in VARIANTS
+    ],
+)
 def test_variants(name, tmp_path):
     fault, how, words = VARIANTS[name]
     report = make_report(log_of(fault, how, tmp_path / "log.jsonl"))

@@ -5,7 +5,7 @@ import pytest
 from tests.search.judging import describe
 from tests.search.searching import NUM_CASES, SEED, search, summarize
 
-SAMPLE = range(0, NUM_CASES, 40)
+SAMPLE = range(0, NUM_CASES, 80)
 
 
 def told(verdicts, kinds):
@@ -25,9 +25,9 @@ def test_a_sample_of_steps_is_not_silent():
     assert told(verdicts, "SILENT") == []
     assert told(verdicts, "CRASH") == []
     assert told(verdicts, "FALSE ALARM") == []
-    assert summary["num_steps"] > 100
-    assert summary["num_unequal"] > 40
-    assert summary["num_equal"] > 20
+    assert summary["num_steps"] > 50
+    assert summary["num_unequal"] > 20
+    assert summary["num_equal"] > 10
 
 
 @pytest.mark.slow

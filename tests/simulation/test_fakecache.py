@@ -62,7 +62,8 @@ def counts(monkeypatch):
     ("name", "target"),
     [
         *((name, "cpu") for name in ("resnet", "encoder_bfloat16", "message_passing", "lstm", "packed_lengths")),
-        *((name, "RTX 4090") for name in ("resnet", "encoder_bfloat16", "message_passing", "lstm")),
+        ("message_passing", "RTX 4090"),
+        *(pytest.param(name, "RTX 4090", marks=pytest.mark.slow) for name in ("resnet", "encoder_bfloat16", "lstm")),
     ],
 )
 def test_cached_results_match_torch(name, target, counts):

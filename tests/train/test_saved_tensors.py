@@ -552,7 +552,7 @@ def test_forwards_are_followed_no_further_than_the_last_treated_tensor(may_offlo
 
 
 @pytest.mark.usefixtures("moves_cost_nothing")
-@pytest.mark.parametrize("may_offload", [True, False])
+@pytest.mark.parametrize("may_offload", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("place", "num_planned", "is_told_by"), [(0, 0, "both"), (0, 1, "tape"), (-1, 0, "both"), (-1, 1, "none")]
 )

@@ -252,6 +252,11 @@ def case(name, setting="float32"):
     return build(spec, world).train(), fields, lambda model, batch: tell(said(model, batch))
 
 
+def one_in(few, names):
+    """All names, of which a few run by default, and the others among the slow tests."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if number % few else []) for number, name in enumerate(names)]
+
+
 def in_float64_too(names):
     return [(name, "float32") for name in names] + [(name, "float64") for name in names if name in OWN]
 
@@ -276,7 +281,7 @@ def test_explains_unsplittable_steps(name, setting):
     assert_same(model.state_dict(), before)
 
 
-@pytest.mark.parametrize("name", sorted({*OWN, *LOSSES, *MODULES} - NOT_IN_EVERY_BATCH - {"autocast"}))
+@pytest.mark.parametrize("name", one_in(3, sorted({*OWN, *LOSSES, *MODULES} - NOT_IN_EVERY_BATCH - {"autocast"})))
 def test_distinguishes_half_precision_rounding_from_difference(name):
     """A small bfloat16 model is checked in float32: no false alarm, and errors above 2% are found."""
     verdict = check_split(*case(name, "bfloat16"))
@@ -293,7 +298,7 @@ def test_few_rows_are_enough(num_rows):
     assert check_split(Gram(), (x, x + 1), info_nce).loss == "rows"
 
 
-@pytest.mark.parametrize("name", sorted({*OWN, *INEXACT} - {"told_one"}))  # of even parts, one each is right
+@pytest.mark.parametrize("name", one_in(3, sorted({*OWN, *INEXACT} - {"told_one"})))  # of even parts, one each is right
 def test_four_rows_tell_as_much_as_eight(monkeypatch, name):
     monkeypatch.setattr(split_ways, "_NUM_ROWS", 4)
     assert check_split(*case(name)).exact is (name in EXACT)

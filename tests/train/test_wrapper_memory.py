@@ -1,6 +1,10 @@
 """Savings and costs of the wrapper's settings, by deterministic counters: allocator bytes, operations, host reads."""
 
+import contextlib
 import copy
+import gc
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -174,6 +178,34 @@ def test_a_warm_step_enters_few_functions(on_oom, most, most_more):
     assert num_entered_by_a_warm_step(as_batch=list, on_oom=on_oom) <= most
     in_parts = [num_entered_by_a_warm_step(num_parts=each, on_oom=on_oom) for each in (3, 4)]
     assert in_parts[1] - in_parts[0] <= most_more
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"on_oom": "raise"}, {"accumulation_steps": 4}, {"checkpoint": "auto"}], ids=str
+)
+def test_a_dropped_trainer_frees_model_and_optimizer_at_once(settings):
+    """As after a loop by hand, without a garbage collection: until one, a GPU's memory would stay taken."""
+
+    def references():
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2)]
+        model = nn.Sequential(*blocks, nn.Linear(8, 8))  # parts of a batch have other means: it is checked, and told
+        trainer = trainer_of(model, **settings)
+        batch = torch.ones(8, 8), torch.ones(8, 8)
+        for _ in range(3):
+            trainer.train_step(batch, mean_loss)
+        (optimizer,) = [each for name, each in trainer.parts().items() if name == "optimizer"]
+        trainer.close()
+        return [weakref.ref(each) for each in (model, optimizer, trainer)]
+
+    with pytest.warns(mk.MemkitWarning) if "accumulation_steps" in settings else contextlib.nullcontext():
+        references()  # torch keeps a process's first optimizer
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            assert [each() for each in references()] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(

@@ -75,10 +75,10 @@ def places_to_fail(model_name, optimizer_name, num_places):
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("model_name", MODELS)
 def test_fault_anywhere_changes_only_sizes(model_name, optimizer_name):
-    """204 places in all: forward, backward, clipping, the first two optimizer steps, and the bookkeeping between."""
+    """72 places in all: forward, backward, clipping, the first two optimizer steps, and the bookkeeping between."""
     references = {}
     survived = 0
-    for place in places_to_fail(model_name, optimizer_name, 34):
+    for place in places_to_fail(model_name, optimizer_name, 12):
         state, sizes, fault, _ = recovered(model_name, optimizer_name, place)
         assert fault.num_failures == 1
         survived += 1
@@ -86,7 +86,7 @@ def test_fault_anywhere_changes_only_sizes(model_name, optimizer_name):
         if key not in references:
             references[key] = undisturbed(model_name, optimizer_name, sizes)
         torch.testing.assert_close(state, references[key], rtol=0, atol=0, msg=f"fault at operator {place}")
-    assert survived == 34
+    assert survived == 12
     assert len(references) > 1 or model_name == "transformer"  # some changed the sizes; blocks ran again instead
 
 

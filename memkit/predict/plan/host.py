@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memkit._machine import random_state
 from memkit._machine.devices import host_memory
-from memkit._torch.dispatch import TorchDispatchMode, without_modes
+from memkit._torch.dispatch import LeanDispatchMode, without_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import tree_leaves, tree_map_only
 from memkit.predict.plan.speeds import HALF, Speeds, num_bytes
@@ -35,7 +35,7 @@ _CACHE_BYTES = 2**25
 # largest tensor is freed. That holds for the rest of the process and cannot be undone, so nothing larger is freed here.
 _MOST_KEPT_BYTES, _PAGE_BYTES = 2**25 - 2**16, 2**12
 _DISK_BANDWIDTH = 2e8  # a plain disk, without the page cache in front of it
-_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES, _NUM_COLD_PROBES = 256, 16, 2**24, 8, 9, 3
+_PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES, _NUM_COLD_PROBES = 256, 16, 2**24, 4, 9, 3
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -204,7 +204,10 @@ class HostTimes:
             return 2 / _DISK_BANDWIDTH
 
     def _shortest(self, call: Callable[[], object]) -> float:
-        return min(self._time(call) for _ in range(_NUM_PROBES))
+        seconds = [self._time(call)]
+        while len(seconds) < _NUM_PROBES and sum(seconds) < _LONG_SECONDS:  # products in float16 take 10 ms on a CPU
+            seconds.append(self._time(call))
+        return min(seconds)
 
     def _measure_python(self) -> tuple[float, dict[bool, tuple[float, float]], tuple[float, float]]:
         """Measure a small operator, what a step adds to it in forward and backward, and what a dispatch mode adds.
@@ -260,7 +263,7 @@ class HostTimes:
         return {is_forward: statistics.median(each) for is_forward, each in seconds.items()}
 
 
-class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _Tally(LeanDispatchMode):
     """Counts operators and adds up their times, in forward (where gradients are enabled) and in backward."""
 
     def __init__(self, times: HostTimes) -> None:
@@ -284,7 +287,7 @@ def _between(hot_and_cold: tuple[float, float], args: tuple[Any, ...], kwargs: d
     return hot + (cold - hot) * min(1.0, num_bytes((args, tuple(kwargs.values()), out)) / _COLD_BYTES)
 
 
-class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _Followed(LeanDispatchMode):
     """Runs operators and does nothing else."""
 
     def __init__(self) -> None:

@@ -116,7 +116,9 @@ def run_step(model, x, plan):
     return waiting_bytes, flops, [each.grad for each in model.parameters()] + [each.clone() for each in model.buffers()]
 
 
-@pytest.mark.parametrize("share", [0.7, 0.4, 0.15])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.7, marks=pytest.mark.slow), 0.4, pytest.param(0.15, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_saves_the_planned_bytes_and_flops(name, share):
     make, shape = MODELS[name]

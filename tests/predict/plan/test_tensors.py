@@ -80,7 +80,7 @@ def test_sums_match_dry_runs(name, choices_of):
 
 
 @pytest.mark.parametrize("name", ["chain", "encoder"])
-@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.5])
 def test_real_step_matches_the_plan(name, share, choices_of):
     make, shape = MODELS[name]
     torch.manual_seed(0)
