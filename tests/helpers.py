@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +41,20 @@ def assert_refused(
     if isinstance(caught.value, MemkitError):
         assert all((caught.value.call, caught.value.got, caught.value.expected, caught.value.fix))
     return caught.value
+
+
+def one_in(few: int, values: Iterable[Any], *, slow: Container[Any] = ()) -> list[Any]:
+    """All values for `parametrize`, of which one in a few runs by default, and the others among the slow tests.
+
+    Args:
+        few: How many there are for each that runs by default.
+        values: The values.
+        slow: Those that are among the slow tests in any case.
+    """
+    return [
+        pytest.param(value, marks=[pytest.mark.slow] if number % few or value in slow else [])
+        for number, value in enumerate(values)
+    ]
 
 
 def assert_same(got: object, want: object, tolerance: float = 0.0) -> None:

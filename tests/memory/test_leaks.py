@@ -14,6 +14,7 @@ from torch import nn
 import memkit as mk
 from memkit._core.units import KIB
 from memkit.memory.leaks import LeakWatch
+from tests.helpers import one_in
 from tests.memory.leak_clean import CLEAN
 from tests.memory.leak_scripts import HEADER, PLANTED, run_script
 
@@ -27,11 +28,7 @@ RELATIVES = {
 }  # fmt: skip
 
 
-def named(scripts):
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in RELATIVES else []) for name in scripts]
-
-
-@pytest.mark.parametrize("name", named(PLANTED))
+@pytest.mark.parametrize("name", one_in(2, PLANTED, slow=RELATIVES))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_planted_leak_is_the_only_one_named(name, tmp_path):
     planted = PLANTED[name]
@@ -45,7 +42,7 @@ def test_planted_leak_is_the_only_one_named(name, tmp_path):
     assert expected in reports[:4], "named at the fourth check at the latest"
 
 
-@pytest.mark.parametrize("name", named(CLEAN))
+@pytest.mark.parametrize("name", one_in(2, CLEAN, slow=RELATIVES))
 def test_clean_script_raises_no_alarm(name, tmp_path):
     found, _ = run_script(CLEAN[name], tmp_path)
     assert len(found) >= 3

@@ -145,10 +145,10 @@ def test_a_cut_or_damaged_snapshot_is_read_or_refused(tmp_path):
     path = tmp_path / "log"
     write_snapshot(path, 60_000)
     data, chance, num_refused = path.read_bytes(), random.Random(0), 0
-    for _ in range(12):
+    for _ in range(6):
         path.write_bytes(data[: chance.randrange(2, len(data))])
         assert_refused(lambda: read_memory_events(path), FileFormatError)
-    for _ in range(60):
+    for _ in range(24):
         damaged = bytearray(data)
         for _ in range(chance.choice([1, 3])):
             damaged[chance.randrange(2, len(data))] = chance.randrange(256)
@@ -157,7 +157,7 @@ def test_a_cut_or_damaged_snapshot_is_read_or_refused(tmp_path):
             read_memory_events(path)
         except FileFormatError:
             num_refused += 1
-    assert num_refused > 10
+    assert num_refused > 4
 
 
 BODY = b"}\x94(h\x05h\x06h\x07K\x01h\x08K\x05"

@@ -79,7 +79,9 @@ def first_lines(log, folder, capsys):
     }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "workers" else []) for name in FAULTS]
+)
 def test_the_first_line_names_the_fault(name, tmp_path, capsys):
     how, words, suspect = FAULTS[name]
     log = log_of(name, how, tmp_path / "log.jsonl")

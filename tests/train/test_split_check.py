@@ -21,7 +21,7 @@ from memkit.train.split_check import Computation, Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same
+from tests.helpers import assert_same, one_in
 from tests.search.batches import Data, cast, make_fields
 from tests.search.doing import tell
 from tests.search.losses import LOSSES
@@ -250,11 +250,6 @@ def case(name, setting="float32"):
     said = make_loss_fn(spec, step, world)
     fields = cast(make_fields(step.data, spec.needs, dtype, seed=3), dtype)
     return build(spec, world).train(), fields, lambda model, batch: tell(said(model, batch))
-
-
-def one_in(few, names):
-    """All names, of which a few run by default, and the others among the slow tests."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if number % few else []) for number, name in enumerate(names)]
 
 
 def in_float64_too(names):

@@ -16,7 +16,6 @@ HEADROOMS = {"mlp": [20, 24, 32, 40, 48, 56, 64], "conv": [14, 16, 18, 20, 22, 2
     ("name", "headrooms"),
     [
         ("mlp", slice(3, 4)),
-        ("conv", slice(3, 4)),
         *(pytest.param(name, slice(None), marks=pytest.mark.slow) for name in HEADROOMS),
     ],
 )
