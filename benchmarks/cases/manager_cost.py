@@ -1,13 +1,12 @@
 """Cost of an always-on MemoryManager: a training loop with phases and step() against the same loop bare.
 
-Processor time of a few steps in a row, beside as many bare ones, so that a busy machine disturbs both alike; the mean
-of the differences without the largest and smallest fifth, with its standard error. The first step of each row is left
-out: it follows a step of the other kind, which no step of a real loop does. Totals and events are computed, and
+Processor time of single steps, each beside a bare one, so that a busy machine disturbs both alike; the mean of the
+differences without the largest and smallest fifth, with its standard error. Totals and events are computed, and
 written, a few times a second for many steps at once: that time is measured by itself, and its share of a step added.
-All ways train the same model, four transformer blocks of width 64, 9 to 14 ms for a step. ``"bare again"`` is the bare
-loop a second time: what it differs from itself is the error of the method. Since half of the steps are bare, managers
-wait twice as long until they write, so that it is after as many steps as in a real loop. ``"calls"`` are the same calls
-with nothing between: in a training step they take several times longer, because the step leaves nothing of them in the
+All ways train the same model, four transformer blocks of width 64, 9 ms for a step. ``"bare again"`` is the bare loop a
+second time: what it differs from itself is the error of the method. Since every other step is bare, managers wait twice
+as long until they write, so that it is after as many steps as in a real loop. ``"calls"`` are the same calls with
+nothing between: in a training step they take several times longer, because the step leaves nothing of them in the
 caches. How much longer depends on what else runs on the machine.
 
 Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.manager_cost
@@ -33,9 +32,8 @@ from benchmarks.result import write_result
 from benchmarks.timing import seconds_of
 
 ROUNDS = 4
-PAIRS = 50  # of rows of steps, in a round
-IN_A_ROW = 4  # the first of them is not timed
-WARM_UP = 3
+PAIRS = 150  # of a round
+WARM_UP = 10
 CUT = 5  # one of so many values at either end
 CALLS = 20_000  # of a phase or a step alone
 
@@ -88,24 +86,17 @@ class Settling:
         self.seconds += seconds_of(settle)
 
 
-def seconds_in_a_row(step: Callable[[], None], settling: Settling) -> float:
-    """Time of a step that follows steps of the same kind, without settling."""
-    step()
-    before_s = settling.seconds
-    all_s = sum(seconds_of(step) for _ in range(IN_A_ROW - 1))
-    return (all_s - (settling.seconds - before_s)) / (IN_A_ROW - 1)
-
-
 def extra_seconds(step: Callable[[], None], bare: Callable[[], None], settling: Settling) -> tuple[list[float], float]:
-    """How much longer than bare steps beside it each row of steps takes without settling, and that, for one step."""
+    """How much longer than a bare step beside it each of some steps takes without settling, and that, per step."""
     extra, settled_s = [], 0.0
     for number in range(PAIRS + WARM_UP):
         if number == WARM_UP:
             settled_s = settling.seconds
-        bare_s = seconds_in_a_row(bare, settling) if number % 2 else None
-        step_s = seconds_in_a_row(step, settling)
-        extra.append(step_s - (seconds_in_a_row(bare, settling) if bare_s is None else bare_s))
-    return extra[WARM_UP:], (settling.seconds - settled_s) / PAIRS / IN_A_ROW
+        bare_s = seconds_of(bare) if number % 2 else None
+        before_s = settling.seconds
+        step_s = seconds_of(step) - (settling.seconds - before_s)
+        extra.append(step_s - (seconds_of(bare) if bare_s is None else bare_s))
+    return extra[WARM_UP:], (settling.seconds - settled_s) / PAIRS
 
 
 def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, float]]:
@@ -120,7 +111,7 @@ def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, 
         steps[f"{name}: step()"] = partial(_bare_then, loop, manager.step)
         steps[f"{name}: 3 phases, step()"] = partial(loop.with_three_phases, manager.phase, manager.step)
         steps[f"{name}: 4 phases, step()"] = partial(loop.with_four_phases, manager.phase, manager.step)
-    bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS * IN_A_ROW))
+    bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS))
     extra: dict[str, list[float]] = {name: [] for name in steps}
     settled_s = dict.fromkeys(steps, 0.0)
     settling = Settling(managers.values())
@@ -177,7 +168,7 @@ def main() -> None:
             "reset_peaks": mk.MemoryManager("cpu", reset_peaks=True),
         }
         for manager in managers.values():
-            manager._ledger.interval_ns *= 2  # noqa: SLF001 - half of the steps are bare
+            manager._ledger.interval_ns *= 2  # noqa: SLF001 - every other step is bare
         figures = {"loops": measure_loops(managers)}
         figures["calls"] = {name: measure_calls(manager) for name, manager in managers.items()}
         for manager in managers.values():

@@ -24,6 +24,7 @@ from memkit.predict.plan.speeds import HALF, Speeds, num_bytes
 
 _MOST_SECONDS = 3.0
 _NUM_SETS = 3  # of operands for one call
+_ALIKE = 8  # calls up to so many times shorter, by the roofline, compare with it as the longest one does
 _LONG_SECONDS = 0.02  # calls that take longer run twice, in a hot cache
 _HOT_BYTES = 2**19  # smaller operands stay near, but other kernels evict code and other data
 _COLD_BYTES = 2**20  # after a kernel on so many bytes, Python starts in a cold cache
@@ -43,9 +44,10 @@ class HostTimes:
     """Measured times of operators with this process's number of threads.
 
     Calls are distinct if they differ in the operator, in shapes, strides or dtypes of tensors, or in another argument.
-    Each distinct one is run a few times, and its processor time is remembered: the mean of runs in a cold and in a hot
-    cache, since in a step some operands were just computed and others were saved long ago. A call that cannot be run
-    counts by a roofline, scaled by how other calls of the operator compare with theirs.
+    Each distinct one is run a few times, and its processor time is remembered: the mean of the shortest run in a cold
+    and in a hot cache, since in a step some operands were just computed and others were saved long ago. A call that
+    cannot be run counts by a roofline, scaled by how the operator's other calls of about its largest size compare with
+    theirs: the median, since on a busy machine single measurements are off by an order of magnitude.
 
     Measuring leaves the process's allocator as a step would: freed blocks as large as the measured tensors are reused,
     instead of given back to the system.
@@ -65,7 +67,10 @@ class HostTimes:
     def __init__(self, most_bytes: int, most_seconds: float = _MOST_SECONDS) -> None:
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._seconds: dict[Any, float | None] = {}  # None: cannot be run
-        self._scales: dict[Any, tuple[float, float]] = {}  # by operator: seconds of its longest call, and their ratio
+        self._compared: dict[
+            Any, list[tuple[float, float]]
+        ] = {}  # by operator: seconds by roofline, measured over them
+        self._scales: dict[Any, float] = {}  # by operator: measured seconds over those by roofline
         self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
         self._following_seconds = (0.0, 0.0)  # hot and cold
         self._clock_seconds = self.operator_seconds = self.measuring_seconds = 0.0
@@ -115,8 +120,9 @@ class HostTimes:
 
     def _measured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
         size = num_bytes((args, tuple(kwargs.values()), out))
-        estimate = self._by_roofline(func, args, kwargs, out)
-        is_cheap = size <= self._most_bytes and self.measuring_seconds + estimate <= self._most_seconds
+        estimate = self._roofline.seconds(func, args, kwargs, out)
+        expected = estimate * self._scales.get(func, 1.0)
+        is_cheap = size <= self._most_bytes and self.measuring_seconds + expected <= self._most_seconds
         if not is_cheap or func.namespace != "aten" or not _can_be_made((args, kwargs)):  # others may do anything
             return None
         num_sets = min(_NUM_SETS, self._most_bytes // max(size, 1))
@@ -127,9 +133,10 @@ class HostTimes:
                 measured = self._time_calls([partial(func, *a, **k) for a, k in sets], size)
             except Exception:  # noqa: BLE001 - operators raise what they like, if the values do not suit them
                 return None
-        longest, scale = self._scales.get(func, (0.0, 1.0))
-        if measured >= longest:
-            self._scales[func] = measured, scale * measured / estimate
+        compared = self._compared.setdefault(func, [])
+        compared.append((estimate, measured / estimate))
+        smallest = max(compared)[0] / _ALIKE
+        self._scales[func] = statistics.median(ratio for seconds, ratio in compared if seconds >= smallest)
         return measured
 
     def _have_kept(self, size: int) -> None:
@@ -140,8 +147,7 @@ class HostTimes:
             self._kept_bytes = size
 
     def _by_roofline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        _, scale = self._scales.get(func, (0.0, 1.0))
-        return scale * self._roofline.seconds(func, args, kwargs, out)
+        return self._scales.get(func, 1.0) * self._roofline.seconds(func, args, kwargs, out)
 
     def _time_calls(self, calls: Sequence[Callable[[], object]], size: int) -> float:
         """Return the processor time of an operator call from the same call on several sets of operands."""
@@ -156,7 +162,7 @@ class HostTimes:
                 self._cache_filler[:_FAST_CACHE_BYTES].add_(1)
             cold.append(self._time(call))
             hot.append(self._time(call))
-        return (statistics.median(cold) + statistics.median(hot)) / 2
+        return (min(cold) + min(hot)) / 2
 
     def _time(self, call: Callable[[], object]) -> float:
         start = time.process_time()
