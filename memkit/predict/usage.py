@@ -70,8 +70,9 @@ def estimate_memory_usage(
     **A config** describes the model family of ``benchmarks/reference_family.py``. Parameters and optimizer state are
     exact. The peak is within 0.5% of the family's step on a virtual NVIDIA GPU with the matrix library's workspaces of
     Hopper and Blackwell (others take 48 MiB less). On Hopper, cuDNN's convolutions add 3% to the presets' peaks, and up
-    to 14% with checkpointing; the reserve is large enough for them. The allocator's reserve and the driver's context are those of the worst GPU in the preset's range, or of all
-    GPUs without a preset. It takes milliseconds and does not import PyTorch. The config is the only argument.
+    to 14% with checkpointing; the reserve is large enough for them. The allocator's reserve and the driver's context
+    are those of the worst GPU in the preset's range, or of all GPUs without a preset. It takes milliseconds and does
+    not import PyTorch. The config is the only argument.
 
     **A model** goes through two steps of your own code on fake tensors, which have sizes but no data: forward, loss,
     backward, optimizer, with hooks, checkpointing, autocast. The second step is recorded. Nothing is computed and

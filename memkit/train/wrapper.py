@@ -258,7 +258,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             own_precision, own_scaler = self._precision, self._precision.scaler
             computation = Computation(
                 parameters=functools.partial(list_parameters, self._optimizers),
-                is_mixed=lambda: own_precision.is_mixed,  # not self: it would be kept alive by itself
+                is_mixed=lambda: own_precision.is_mixed,  # with self, it would be a reference cycle
                 scale=(lambda: 1.0) if own_scaler is None else own_scaler.get_scale,
                 is_tight=self._part_planner.is_on,
                 unchecked="the parameters are sharded over ranks" if is_sharded else "",

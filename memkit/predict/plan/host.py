@@ -67,10 +67,9 @@ class HostTimes:
     def __init__(self, most_bytes: int, most_seconds: float = _MOST_SECONDS) -> None:
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._seconds: dict[Any, float | None] = {}  # None: cannot be run
-        self._compared: dict[
-            Any, list[tuple[float, float]]
-        ] = {}  # by operator: seconds by roofline, measured over them
-        self._scales: dict[Any, float] = {}  # by operator: measured seconds over those by roofline
+        # By operator: the roofline's seconds of each measured call, and how many times as long it took.
+        self._compared: dict[Any, list[tuple[float, float]]] = {}
+        self._scales: dict[Any, float] = {}  # by operator: the ratio that its other calls are given
         self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
         self._following_seconds = (0.0, 0.0)  # hot and cold
         self._clock_seconds = self.operator_seconds = self.measuring_seconds = 0.0
