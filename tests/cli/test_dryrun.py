@@ -317,7 +317,11 @@ def test_spawning_script_runs_as_first_process(capfd):
     ("module", "way"),
     [
         ("skimage", "install scikit-image into"),
-        ("no_such_module", "install no_such_module into .* if no_such_module is the project's own"),
+        pytest.param(
+            "no_such_module",
+            "install no_such_module into .* if no_such_module is the project's own",
+            marks=pytest.mark.slow,
+        ),
         ("torch._six", "torch._six is not part of the installed torch: install the version"),
     ],
 )

@@ -182,6 +182,7 @@ def test_a_forked_process_reads_itself():
     assert out == "True True\nTrue\n"
 
 
+@pytest.mark.slow
 def test_the_peak_is_this_programs_own_and_can_start_again():
     """The child of a process of 800 MiB begins with its peak in ru_maxrss; a restart must reach below it too."""
     out = run_python("""

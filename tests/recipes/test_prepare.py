@@ -290,6 +290,7 @@ def test_judges_requested_micro_batches():
     assert (whole.notes, whole.is_split_exact) == ((), None)
 
 
+@pytest.mark.slow
 def test_another_loss_than_the_plan_judged_is_judged():
     def contrastive(model, batch):
         scores = model(batch[0])
@@ -431,6 +432,7 @@ def test_a_plan_has_a_report(tmp_path):
         write_report(plan, tmp_path / "plan.md", language="zh")
 
 
+@pytest.mark.slow
 def test_packed_rows_are_planned_tensor_by_tensor():
     """C++ reads how many rows each step of a packed sequence has, in the rehearsal without data too."""
 

@@ -117,6 +117,7 @@ def test_rejects_plan_not_suiting_all_kinds():
     )
 
 
+@pytest.mark.slow
 def test_warns_of_unrehearsed_forward():
     """All kinds that the loader had are known; an odd length is none of them, and runs other operators."""
     model, loader = TwoWays(), tokens((1, 700), (1, 30))
@@ -141,6 +142,7 @@ class SmallReader(Reader):
         return logits.tanh() if tokens.shape[1] % 2 else logits
 
 
+@pytest.mark.slow
 def test_forwards_of_other_kinds_of_the_loader_are_no_news():
     """They run other operators than the largest batch; a plan without its rehearsals warns of the same batch."""
     model, loader = SmallReader(), tokens((1, 700), (1, 31))

@@ -126,6 +126,7 @@ def test_reader_matches_pickle_for_all_forms_and_protocols(protocol):
     assert trace_of(pickle.dumps(value, protocol=protocol)) == expected[:1]
 
 
+@pytest.mark.slow
 def test_reading_takes_a_fraction_of_object_memory(tmp_path):
     path = tmp_path / "log"
     write_snapshot(path, 12_000_000)

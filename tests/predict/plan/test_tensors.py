@@ -179,6 +179,7 @@ def test_time_of_the_tape_decides_between_offload_and_recomputation(tape_seconds
     assert found.seconds == (6.0 if is_moved else 4.0)  # to save, and to move; or the operator, Python and the tape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("treat", [pytest.param("tensors", marks=pytest.mark.slow), "blocks"])
 def test_offload_can_be_ruled_out(treat):
     model, x = encoder(), torch.randn(8, 64, 64)
@@ -234,6 +235,7 @@ def _unsaved(choices: TensorChoices, again: set[int], held: set[int]) -> set[int
     return more
 
 
+@pytest.mark.slow
 def test_a_card_and_a_model_without_data():
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
