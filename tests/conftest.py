@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of those processes compiles memkit again
 
-# Without a GPU, `torch.manual_seed` keeps a stack trace at each call, for the time when there is one: 0.7 ms for a test.
+# Without a GPU, `torch.manual_seed` keeps a stack trace at each call, for when there is one: 0.7 ms for a test.
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 # torch's compiler shows progress where tqdm is there, and where Triton is compiles in a pool that stays.
