@@ -54,6 +54,7 @@ def real_peak(trainer, model, optimizer, batch) -> int:
     return there + trace_allocations(lambda: trainer.train_step(batch, loss_fn)).peak
 
 
+@pytest.mark.slow
 def test_every_batch_fits_for_real():
     loader, model = tokens(*MANY_AND_LONG), Reader()
     optimizer = torch.optim.AdamW(model.parameters())
