@@ -121,6 +121,23 @@ def test_estimates_oversized_call_from_measured_ones(times):
     assert too_large - extra == pytest.approx((measured - extra) / roofline(2**17) * roofline(2**20))
 
 
+def test_one_disturbed_measurement_does_not_scale_unmeasured_calls(times, monkeypatch):
+    """On a busy machine the longest measurement may be the one that another program interrupted."""
+    measure, disturbed_bytes = times._time_calls, 2 * 4 * 2**16  # argument and result
+
+    def time_calls(calls, size):
+        return measure(calls, size) * (100 if size == disturbed_bytes else 1)
+
+    monkeypatch.setattr(times, "_time_calls", time_calls)
+    for size in (2**14, 2**15, 2**16):
+        seconds_of(times, aten.relu.default, torch.ones(size))
+    too_large = seconds_of(times, aten.relu.default, torch.ones(2**20))
+    plain = times._roofline.seconds(aten.relu.default, (torch.ones(2**20),), {}, torch.ones(2**20))
+    ratios = sorted(ratio for _, ratio in times._compared[aten.relu.default])
+    assert ratios[-1] > 10 * ratios[-2]
+    assert too_large - times._added_seconds[True][1] <= 1.01 * ratios[-2] * plain
+
+
 def test_measures_a_file_only_with_free_memory(monkeypatch):
     slow = HostTimes(2**50)  # nothing is free beside such a budget: the system would write to the disk at once
     assert slow.moving_seconds(2**20) == 2**21 / 2e8
