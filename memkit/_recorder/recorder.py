@@ -865,7 +865,7 @@ class StepPosition:
         key: tuple[object, ...]
         if origin is not None and self.called_by_engine(num_own + 1):
             key = module, id(origin)
-        elif (frame := self._caller(num_own + 2)) is not None:  # not the line's number: finding it takes long
+        elif (frame := self._caller(num_own + 1)) is not None:  # not the line's number: finding it takes long
             key = phase, module, id(frame.f_code), frame.f_lasti
         else:
             key = phase, module
@@ -880,7 +880,7 @@ class StepPosition:
 
     def called_by_engine(self, num_own: int = 0) -> bool:
         """Whether the operator is called by autograd's C++ code, not by Python code inside the backward."""
-        frame: FrameType | None = sys._getframe(num_own + 1)  # noqa: SLF001 - no public equivalent
+        frame = sys._getframe(num_own).f_back  # noqa: SLF001 - no public equivalent
         while frame is not None:
             if frame.f_code is ENGINE:
                 return True
@@ -926,7 +926,7 @@ class StepPosition:
     def _caller(self, num_own: int) -> FrameType | None:
         """Return the innermost frame of user code."""
         internal, external = self._internal, self._external
-        frame: FrameType | None = sys._getframe(num_own)  # noqa: SLF001 - no public equivalent
+        frame = sys._getframe(num_own).f_back  # noqa: SLF001 - no public equivalent
         while frame is not None:
             name = frame.f_code.co_filename
             if name not in internal and (name in external or not self._is_internal(name)):

@@ -8,6 +8,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +17,7 @@ if sys.platform != "win32":
 
 
 class DeviceClaim:
-    """Announces to this user's other memkit processes that this one uses a GPU, until `close` or process exit.
+    """Announces to this user's other memkit processes that this one uses a GPU, until `close` or until it is freed.
 
     The file is held under a lock, which the system releases however the process ends: a file that can be locked has no
     owner, and is removed. The search finds no other process where this cannot work: without such locks (Windows),
@@ -39,6 +40,7 @@ class DeviceClaim:
                 if _is_private(directory):
                     self._directory = directory
                     self._file = self._lock_own(directory)
+        self._release = weakref.finalize(self, _release, self._file, os.getpid())  # also at the end of the program
 
     def others(self) -> tuple[int, ...]:
         """Return the PIDs of the other processes that hold a claim on the GPU, ascending."""
@@ -50,11 +52,7 @@ class DeviceClaim:
 
     def close(self) -> None:
         """Release the claim."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                Path(self._file.name).unlink()
-            self._file.close()
-            self._file = None
+        self._release()
 
     def _lock_own(self, directory: Path) -> IO[str] | None:
         while sys.platform != "win32":
@@ -66,6 +64,15 @@ class DeviceClaim:
                 return file
             file.close()  # removed as stale by another process before it was locked: retry
         return None
+
+
+def _release(file: IO[str] | None, owner: int) -> None:
+    """Close a claim's file, and remove it unless this is a forked copy of the process that holds the lock."""
+    if file is not None:
+        if os.getpid() == owner:
+            with contextlib.suppress(OSError):
+                Path(file.name).unlink()
+        file.close()
 
 
 def _is_private(directory: Path) -> bool:

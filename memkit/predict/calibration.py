@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import datetime as dt
 import multiprocessing
+import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 
 from memkit._core.errors import ConfigError, StateError
+from memkit._core.units import MIB, format_bytes
 from memkit._machine.devices import allocator_counters, device_memory, resolve_device
 from memkit.predict.gpus import GPU, find_gpu
+
+_MOST_DRIFT = 16 * MIB  # what drivers keep or free by themselves
 
 
 def calibrate_gpu(device: str = "cuda") -> GPU:
     """Measure a GPU in half a minute.
 
     A second process runs a matrix product, a convolution and a backward pass on the GPU. The drop in the GPU's free
-    memory minus what torch's allocator in that process holds is the context. Other processes on the GPU must be idle.
+    memory minus what torch's allocator in that process holds is the context. Other processes on the GPU must be idle:
+    if the free memory is not the same again after the second process has ended, the measurement is refused.
 
     Args:
         device: ``"cuda"``, ``"cuda:1"`` or ``"xpu"``.
@@ -29,7 +34,7 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
 
     Raises:
         ConfigError: This machine does not have the device, or the device does not report its free memory.
-        StateError: The second process died.
+        StateError: The second process died, or another process took or freed memory of the GPU meanwhile.
     """
     gpu = find_gpu(device)
     resolved = resolve_device(device)
@@ -60,6 +65,15 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
     finally:
         here.close()  # a worker that is still waiting to be released ends too
         worker.join()
+    drift = _drift(resolved, before)
+    if abs(drift) > _MOST_DRIFT:
+        done = "taken" if drift > 0 else "freed"
+        raise StateError(
+            f"calibrate_gpu(device={device!r})",
+            got=f"{format_bytes(abs(drift))} {done} on the GPU by other processes meanwhile",
+            expected="a GPU on which no other process works",
+            fix="call it again when the others are idle; `nvidia-smi` lists them.",
+        )
     context_bytes = before - after - reserved_bytes
     return replace(
         gpu,
@@ -69,6 +83,14 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
         source=f"memkit gpus --calibrate, torch {torch.__version__}",
         date=dt.datetime.now(dt.UTC).strftime("%Y-%m"),
     )
+
+
+def _drift(device: torch.device, before: int) -> int:
+    """Return the bytes that are missing after the second process; a driver may free its memory a little later."""
+    deadline = time.monotonic() + 1
+    while (drift := before - (device_memory(device).free_bytes or 0)) > _MOST_DRIFT and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return drift
 
 
 def _work(pipe: Connection, device_name: str) -> None:

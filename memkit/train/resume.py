@@ -2,8 +2,9 @@
 
 Where an optimizer steps one tensor after the other, each operator that writes to a parameter or its state increments
 that tensor's version, so the versions before and after tell how far a step has come. Operators on all tensors of a
-group at once, the default on a GPU, are a dozen in a step, and are counted as they run. Neither takes a copy. To
-resume, the same step runs again, for one parameter after the other, and skips the operators already applied.
+group at once, the default on a GPU, do so too, but not beneath a dispatch mode, and fused ones never: those are counted
+as they run. Neither takes a copy. To resume, the same step runs again, for one parameter after the other, and skips the
+operators already applied.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from memkit._core.errors import StateError
-from memkit._torch.dispatch import LeanDispatchMode, current_modes
+from memkit._torch.dispatch import LeanDispatchMode, current_modes, num_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import kernel_of, schema_of
 from memkit._torch.tensors import live_versions, version_of
@@ -57,7 +58,7 @@ class StepJournal:
         parameters: Those with a gradient, with their groups.
         num_done: Number of parameters that were stepped before the step was interrupted.
         interrupted: The parameters after these that were begun: one, or those of a group that is stepped at once.
-        watched: What must run the step and counts its operators; None where versions tell.
+        watched: What must run the step that has begun, and counts its operators; None where versions tell.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class StepJournal:
     ) -> None:
         self.parameters, self._others = [(group, parameter) for group, parameter, _ in entries], others
         self.num_done, self.interrupted = 0, list[Interrupted]()
-        is_together = any(_steps_together(group) for group, _ in self.parameters)
-        self.watched = CountApplied() if is_together else None
+        self._is_together = any(_steps_together(group) for group, _ in self.parameters)
+        self._is_fused = any(group.get("fused") for group, _ in self.parameters)
+        self.watched: CountApplied | None = None
         # For each tensor: its parameter's index, its name.
         self._keys = [(number, name) for number, (_, _, state) in enumerate(entries) for name in ("", *state)]
         tensors = [each for _, parameter, state in entries for each in (parameter, *state.values())]
@@ -105,6 +107,8 @@ class StepJournal:
 
     def begin(self) -> bool:
         """Record the versions before a step; return False if some state is gone."""
+        leaves_versions = self._is_fused or (self._is_together and (num_modes() or not _versions_tell_together()))
+        self.watched = CountApplied() if leaves_versions else None
         versions = live_versions(self._tensors)
         self._versions = versions or []
         return versions is not None
@@ -157,9 +161,9 @@ def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress:
 
 
 class CountApplied(LeanDispatchMode):
-    """Counts the in-place operators that are applied to each tensor, by its id.
+    """Counts the in-place operators that are applied to each tensor, by its id, where versions do not tell.
 
-    Versions do not tell: beneath a dispatch mode operators on many tensors leave them, and fused ones always do.
+    Each operator of the step runs through Python for it: those that write, and one for each number that is read.
     """
 
     def __init__(self) -> None:
@@ -210,6 +214,14 @@ class _SkipApplied(CountApplied):
                 self.counts.update(map(id, written))
                 return written[0] if schema_of(func).returns else None
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@cache
+def _versions_tell_together() -> bool:
+    """Whether this PyTorch's operators on many tensors increment their versions."""
+    probe = torch.zeros(1, device="cpu")
+    torch._foreach_add_([probe], 1)
+    return version_of(probe) == 1
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

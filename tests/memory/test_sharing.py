@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -80,6 +81,29 @@ def test_claims_of_one_process_count_once_until_closed(directory):
         two.close()
         assert process.others() == "()"
     finally:
+        process.end()
+
+
+def test_a_claim_that_is_freed_is_released(directory):
+    claim = DeviceClaim("GPU-1", directory=directory)
+    assert len(list(directory.iterdir())) == 1
+    with warnings.catch_warnings(action="error"):  # of a file that is not closed
+        del claim
+    assert list(directory.iterdir()) == []
+
+
+def test_a_forked_copy_that_is_freed_releases_nothing(directory):
+    process = Process(directory)
+    claim = DeviceClaim("GPU-1", directory=directory)
+    pid = os.fork()
+    if pid == 0:
+        del claim
+        os._exit(0)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert process.others() == f"({os.getpid()},)"
+    finally:
+        claim.close()
         process.end()
 
 

@@ -312,6 +312,38 @@ def test_names_module_operator_and_line_in_forward_and_backward():
     assert weight_gradient.category == "gradient"
 
 
+class Deeper(torch.autograd.Function):
+    """Its backward runs another one, and that again: beyond some depth, autograd goes on in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.save_for_backward(x)
+        ctx.depth = depth
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            inner = Deeper.apply(y, ctx.depth - 1) if ctx.depth else y
+            inner.sigmoid().sum().backward()
+        return y.grad, None
+
+
+def test_operators_in_autograds_own_threads_have_a_place():
+    """There, as in every backward on a GPU, no Python frame calls the operator."""
+    x = torch.ones(1000, requires_grad=True)
+    with Recorder() as recorder:
+        Deeper.apply(x, 70).sum().backward()
+    made = [s for s in recorder.recording().storages() if s.operator == "aten.sigmoid_backward.default"]
+    assert len(made) == 71
+    assert {s.phase for s in made} == {"backward"}
+    line = line_of(Deeper.backward, "sigmoid")
+    assert {s.source for s in made} <= {line, None}
+    assert line in {s.source for s in made}
+
+
 def test_two_roots_have_distinct_names():
     first, second = nn.Sequential(nn.Linear(2, 30)), nn.Sequential(nn.Linear(30, 40))
     with Recorder() as recorder:

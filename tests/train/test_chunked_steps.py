@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from memkit.train.chunked_steps import atomic_steps
 from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state, steps_parameterwise, writes_gradients
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same, run_python
+from tests.helpers import FunctionsEntered, assert_same, run_python
 from tests.train.faults import FailingOperator
+from tests.train.interrupts import InterruptedLine
 
 SHAPES = [(40, 30), (7,), (2, 1000), (), (1,), (3, 4, 5, 2)]
 KINDS = {
@@ -82,6 +84,50 @@ def guarded(optimizer):
         return True
 
     assert StepGuard([optimizer]).run(step)
+
+
+OPTIM = str(Path(optim.__file__).parent)
+
+
+def interrupted_at(kind, place, num_steps):
+    """Interrupt the last step at a line of torch's optimizers, with no dispatch mode in the way, as on a GPU."""
+    line = InterruptedLine(place, [OPTIM])
+
+    def step(optimizer, number):
+        if number < num_steps - 1:
+            optimizer.step()
+            return
+        with contextlib.suppress(KeyboardInterrupt), line.around():
+            atomically(optimizer, number)
+
+    return everything(*train(kind, True, num_steps=num_steps, step=step)), line.num_lines
+
+
+@pytest.mark.parametrize(
+    "kind", [*MUST, *(pytest.param(each, marks=pytest.mark.slow) for each in KINDS if each not in MUST)]
+)
+def test_an_interrupt_at_any_line_leaves_the_old_or_the_new_state(kind):
+    undone, done = (everything(*train(kind, True, num_steps=num)) for num in (2, 3))
+    _, num_lines = interrupted_at(kind, None, 3)
+    num_done = num_undone = 0
+    for place in range(1, num_lines + 1):
+        found, _ = interrupted_at(kind, place, 3)
+        is_done, is_undone = (all(map(torch.equal, found, each)) for each in (done, undone))
+        assert is_done or is_undone, place
+        num_done, num_undone = num_done + is_done, num_undone + is_undone
+    assert num_done > 3
+    assert num_undone > 3
+
+
+@pytest.mark.parametrize(("settings", "runs_through_python"), [({"foreach": True}, False), ({"fused": True}, True)])
+def test_only_a_fused_steps_operators_run_through_python(settings, runs_through_python):
+    parameters, _, generator = make("adamw", foreach=True)
+    optimizer = optim.AdamW(parameters, **settings)
+    for number in (0, 2):
+        give_gradients(parameters, generator, number)
+        with FunctionsEntered() as functions:
+            guarded(optimizer)
+    assert any(each.co_name == "__torch_dispatch__" for each in functions.own) == runs_through_python
 
 
 @pytest.mark.parametrize("in_slices", [False, True])
