@@ -97,8 +97,9 @@ def interrupted_at(kind, place, num_steps):
         if number < num_steps - 1:
             optimizer.step()
             return
-        with contextlib.suppress(KeyboardInterrupt), line.around():
-            atomically(optimizer, number)
+        # torch's own lines turn gradients off and on.
+        with torch.enable_grad(), contextlib.suppress(KeyboardInterrupt), line.around():
+            guarded(optimizer)
 
     return everything(*train(kind, True, num_steps=num_steps, step=step)), line.num_lines
 
