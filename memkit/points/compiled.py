@@ -26,6 +26,10 @@ _MOST_KEYS = 8  # per point: 32 bytes of counts
 _LOW = np.uint64(0xFFFFFFFF)
 _GOLDEN, _LAST_SHIFT, _HALFWAY, _REDRAW_BITS = (np.uint64(each) for each in (GOLDEN, LAST_SHIFT, HALFWAY, REDRAW_BITS))
 
+# The six highest bits of this word, shifted by any number of places, are different each time: they number a bit.
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+_BIT_OF = np.argsort([(0x03F79D71B4CB0A89 << bit) % 2**64 >> 58 for bit in range(64)])
+
 
 def _compiled(function: Compiled) -> Compiled:
     return cast("Compiled", numba.njit(cache=True, nogil=True)(function))
@@ -74,6 +78,13 @@ def choose_places(counts: Ints, key: Key, words: WordBlocks) -> Ints:  # noqa: A
     places = np.empty_like(counts)
     _choose_places(counts, np.uint64(key.key), places)
     return places
+
+
+def ascending(rows: NDArray[np.int32], num_points: int) -> Ints:
+    """See `Passes`. Marks each row with a bit, and reads the bits in order."""
+    found = np.empty(len(rows), np.int64)
+    _ascending(rows, np.zeros(-(-num_points // 64), np.uint64), _BIT_OF, found)
+    return found
 
 
 def take_steps(
@@ -149,6 +160,21 @@ def _choose_places(counts: Ints, seed: np.uint64, places: Ints) -> None:
         if product & _LOW < count and product & _LOW < (_LOW + np.uint64(1)) % count:  # rare
             bits = _word(np.uint64(cell) + _HALFWAY, seed) >> np.uint64(11)
             places[cell] = np.int64(np.float64(bits) * 2.0**-53 * np.float64(count))
+
+
+@_compiled
+def _ascending(rows: NDArray[np.int32], marks: Words64, bit_of: Ints, found: Ints) -> None:
+    for each in rows:
+        row = np.uint32(each)
+        marks[row >> np.uint32(6)] |= np.uint64(1) << np.uint64(row & np.uint32(63))
+    num = np.uint64(0)
+    for number in range(len(marks)):
+        word = marks[number]
+        while word:
+            lowest = word & (~word + np.uint64(1))
+            found[num] = 64 * number + bit_of[(lowest * _DE_BRUIJN) >> np.uint64(58)]
+            num += np.uint64(1)
+            word ^= lowest
 
 
 @_compiled

@@ -57,8 +57,8 @@ def choose_one(groups: Groups, key: Key, passes: Passes, words: WordBlocks) -> N
     places = passes.choose_places(groups.counts, key, words)
     places += groups.starts
     rows = groups.order.take(places)
-    rows.sort()
-    return rows.astype(np.int64)
+    del places
+    return passes.ascending(rows, len(groups.order))
 
 
 def pieces_kept(layout: Layout, kept: NDArray[np.int64], key: Key) -> NDArray[np.uint8]:

@@ -14,6 +14,8 @@ from memkit.points.bits import REDRAW_BITS, Key, WordBlocks, redraw_bits
 
 BLOCK = 1 << 15  # points at a time, so that intermediate results stay in the CPU cache
 _MOST_KEYS = 2  # per point: 16 bytes of counts
+_MANY_DIGITS = 1 << 18
+_SIGN = np.uint16(1 << 15)
 _DIVISORS = [np.array((2**16 - 1) // max(left, 1), np.uint16) for left in range(256)]  # by points left
 
 Bytes = NDArray[np.uint8]
@@ -47,6 +49,9 @@ class Passes(Protocol):
         It is the high half of 32 random bits times the count. If the low half is one of those that would favor some
         integers (Lemire, 2019), other bits are used.
         """
+
+    def ascending(self, rows: NDArray[np.int32], num_points: int) -> Ints:
+        """Sort rows, each of which occurs once."""
 
     def take_steps(self, bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: WordBlocks) -> None:
         """Draw for each slot an integer in [0, left), and run the steps: write 1 for each kept point.
@@ -107,12 +112,19 @@ def group(keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
 
 
 def sort_order(keys: NDArray[Any]) -> NDArray[np.int32]:
-    """Return the stable order of unsigned integers: a radix sort of 16-bit digits, which NumPy sorts by radix."""
-    order = keys.astype(np.uint16).argsort(kind="stable")  # their lowest digit
+    """Return the stable order of unsigned integers: a radix sort of 16-bit digits."""
+    order = _order_of_digits(keys.astype(np.uint16))  # their lowest digit
     for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
-        digit = keys.take(order)
-        digit >>= shift
-        order = order.take(digit.astype(np.uint16).argsort(kind="stable"))
+        order = order.take(_order_of_digits((keys >> shift).astype(np.uint16).take(order)))
+    return order
+
+
+def _order_of_digits(digits: NDArray[np.uint16]) -> NDArray[np.int32]:
+    """Return their stable order. NumPy and torch both sort 16 bits by radix; torch is faster with many."""
+    if len(digits) < _MANY_DIGITS:
+        return digits.argsort(kind="stable").astype(np.int32)
+    digits ^= _SIGN  # torch sorts them as signed
+    order: NDArray[np.int64] = torch.from_numpy(digits.view(np.int16)).sort(stable=True).indices.numpy()
     return order.astype(np.int32)
 
 
@@ -150,6 +162,11 @@ def choose_places(counts: Ints, key: Key, words: WordBlocks) -> Ints:
     drawn = redraw_bits(refused, key) >> REDRAW_BITS - 53  # float64 has 53 bits
     products[refused] = drawn * 2.0**-53 * counts[refused]
     return products
+
+
+def ascending(rows: NDArray[np.int32], num_points: int) -> Ints:  # noqa: ARG001 # used by numba
+    """See `Passes`."""
+    return rows.take(sort_order(rows)).astype(np.int64)
 
 
 def take_steps(bounds: Ints, needed: Bytes, key: Key, below: Bytes, chosen: Bytes, words: WordBlocks) -> None:

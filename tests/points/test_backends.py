@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit._core.errors import ConfigError, InputError, MemkitWarning
+from memkit.points import passes
 from memkit.points.backends import resolved
 from memkit.points.bits import Key, WordBlocks, draw_key, redraw_bits, words_at
 from memkit.points.grid import GridIndex
@@ -196,3 +197,20 @@ def test_a_device_has_its_back_end(monkeypatch):
 def test_imports_extras_only_when_chosen():
     code = "import memkit; memkit.GridAwareSampler().sample_half_density(memkit.GridIndex.from_cells([1]))"
     assert_not_imported({"numba", "triton"}, code, PYTHONWARNINGS="error")
+
+
+@pytest.mark.parametrize("num_points", [1, 63, 1000, 300_000])  # torch sorts from 2^18 on
+@pytest.mark.parametrize("most", [1, 2**16, 2**20, 2**31 - 1])
+def test_keys_are_sorted_stably(num_points, most):
+    keys = np.random.default_rng(0).integers(0, most, num_points, dtype=np.uint32)
+    np.testing.assert_array_equal(passes.sort_order(keys), keys.argsort(kind="stable"))
+
+
+@pytest.mark.parametrize("module", ["passes", pytest.param("compiled", marks=needs_numba)])
+@pytest.mark.parametrize("num_points", [1, 64, 65, 5000, 400_000])
+def test_rows_are_sorted(module, num_points):
+    in_module = importlib.import_module(f"memkit.points.{module}")
+    rows = np.random.default_rng(0).permutation(num_points)[: -(-num_points // 3)].astype(np.int32)
+    found = in_module.ascending(rows, num_points)
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, np.sort(rows))
