@@ -15,6 +15,7 @@ from memkit.points.bits import REDRAW_BITS, Key, WordBlocks, redraw_bits
 BLOCK = 1 << 15  # points at a time, so that intermediate results stay in the CPU cache
 _MOST_KEYS = 2  # per point: 16 bytes of counts
 _MANY_DIGITS = 1 << 18
+_SCATTERED = 1 << 17  # points at a time
 _SIGN = np.uint16(1 << 15)
 _DIVISORS = [np.array((2**16 - 1) // max(left, 1), np.uint16) for left in range(256)]  # by points left
 
@@ -104,7 +105,7 @@ def group(keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
         return order, np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
     numbers = keys.astype(np.intp)
     counts = np.bincount(numbers)
-    present = np.flatnonzero(counts)
+    present = np.flatnonzero(counts != 0)  # of truth values, they are found faster
     rank = np.empty(num_keys, np.uint16 if len(present) <= 2**16 else np.uint32)
     rank[present] = np.arange(len(present))
     ends = np.cumsum(counts[present])
@@ -137,7 +138,12 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
         left = len(bounds) - 1 - step
         order.take(ends[: stop - start] - left, out=rows[start:stop], mode="clip")  # never clips; avoids a buffer
     slots = np.empty(len(order), np.int32)
-    slots[rows.astype(np.intp)] = np.arange(len(order), dtype=np.int32)
+    place, slot = np.empty(_SCATTERED, np.intp), np.arange(_SCATTERED, dtype=np.int32)
+    for start in range(0, len(order), _SCATTERED):  # so that the memory for indexes is used again
+        part = rows[start : start + _SCATTERED]
+        place[: len(part)] = part
+        slots[place[: len(part)]] = slot[: len(part)]
+        slot += len(part)
     return slots
 
 
