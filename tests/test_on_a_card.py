@@ -32,8 +32,9 @@ def device(request):
 
 @pytest.fixture
 def free_card():
-    """The card as a process finds it: nothing of earlier tests in the allocator's cache."""
+    """The card as a process finds it: nothing of earlier tests in the allocator's cache, nor held by libraries."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
@@ -309,13 +310,13 @@ def test_a_prepared_trainer_keeps_its_budget(free_card):
         torch.optim.SGD(model.parameters(), lr=0.1),
         x,
         mean_square,
-        budget=context + 96 * MIB,
+        budget=context + 128 * MIB,
         micro_batch_size=1024,
     )
     for _ in range(3):
         result = trainer.train_step(x, mean_square)
     assert result.num_ooms == 0
-    assert torch.cuda.max_memory_reserved() <= 96 * MIB
+    assert torch.cuda.max_memory_reserved() <= 128 * MIB
 
 
 # ----------------------------------------------------------------------------------------------------------- in chunks
