@@ -347,6 +347,21 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard_limit))
 
 
+def allocator_limit_bytes(device: str) -> int | None:
+    """Return the most that torch's allocator may reserve; None if there is no limit below the device's memory.
+
+    Args:
+        device: Name of a device; others, such as a GPU's, have none.
+    """
+    name, _, index = device.partition(":")
+    if name != "cuda" or not torch.cuda.is_available():
+        return None
+    number = int(index) if index else torch.cuda.current_device()
+    fraction = machine.memory_fraction(number)
+    total_bytes: int = torch.cuda.get_device_properties(number).total_memory
+    return None if fraction is None or fraction >= 1 else int(fraction * total_bytes)
+
+
 def has_room(device: torch.device, num_bytes: int) -> bool:
     """Return whether this much memory can be allocated in one block; it is freed at once.
 

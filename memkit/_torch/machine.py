@@ -51,6 +51,14 @@ def empty_cache(device_type: str) -> None:
         torch.get_device_module(device_type).empty_cache()
 
 
+def memory_fraction(index: int) -> float | None:
+    """Return the share of a CUDA device's memory that this process's allocator may have; None if torch cannot say."""
+    if not hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        return None
+    fraction: float = torch.cuda.get_per_process_memory_fraction(index)
+    return fraction
+
+
 def onednn_version() -> tuple[int, int]:
     """Return the version of oneDNN in this torch, which its CPU kernels depend on; (0, 0) without oneDNN."""
     found = re.search(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())

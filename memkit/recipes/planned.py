@@ -24,7 +24,7 @@ from memkit._core.units import format_bytes, parse_bytes
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
-from memkit._machine.devices import host_memory
+from memkit._machine.devices import allocator_limit_bytes, host_memory
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
@@ -53,6 +53,10 @@ from memkit.train.split_watch import Probe
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
 
 _NUM_FINALISTS = 5
+_OF_A_PART = (
+    "The allocator must stay within this part of the card by itself. With a limit on it less is needed: call "
+    "torch.cuda.set_per_process_memory_fraction(...) first, and leave budget out."
+)
 _NUM_TIMED = 5
 _SLACK = 1.5  # predicted times may be off by this factor when candidates are timed
 
@@ -196,7 +200,7 @@ def _plan(
         budget = _all_memory(model, target) if budget is None else budget
     if treat is not None:
         Checker(f"{call}(...)").choice("treat", treat, get_args(Treat), fix="write treat='tensors'.")
-    gpu, budget, budget_bytes = _find_place(call, model, budget, target)
+    gpu, budget, budget_bytes, fills_card = _find_place(call, model, budget, target)
     if measure:
         _check_measurable(call, model, gpu)
     if is_loader:
@@ -233,6 +237,7 @@ def _plan(
             kept_operators=KEPT_OPERATORS,
             may_offload=may_offload,
             num_rows=_rows_to_plan(call, batch)[0],
+            fills_card=fills_card,
             call=call,
         )
 
@@ -255,6 +260,7 @@ def _plan(
     if not finalists:
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
         notes += [] if may_offload else ["Offloaded tensors may take less: leave may_offload=False out."]
+        notes += [_OF_A_PART] if gpu and not fills_card else []
         _refuse(call, budget, budget_bytes, min(allowed, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
@@ -265,6 +271,9 @@ def _plan(
             _refuse(call, budget, budget_bytes, best, notes)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
+    if gpu and best.required_bytes < best.estimate.required_bytes:
+        most = format_bytes(best.estimate.required_bytes)
+        notes += [f"Below {most} the allocator has to free its cache, mostly in the first steps."]
     plan = TrainingPlan.of(
         best,
         trials,
@@ -469,8 +478,8 @@ def _precision_meant(value: object) -> str | None:
 
 def _find_place(
     call: str, model: nn.Module, budget: CapacityLike | None, target: str | GPU | None
-) -> tuple[GPU | None, CapacityLike, int]:
-    """Return the GPU, None for the CPU; the budget; and the budget in bytes."""
+) -> tuple[GPU | None, CapacityLike, int, bool]:
+    """Return the GPU, None for the CPU; the budget; it in bytes; and whether a card's allocator can have no more."""
     where = target or device_of(model).type
     if budget is None:
         if where in ("cpu", "meta"):
@@ -481,7 +490,9 @@ def _find_place(
                 fix=f"write {call}(..., budget='24GiB'), or budget='RTX 4090' for all memory of a GPU.",
             )
         card = look_up(where, f"{call}(..., target={_shown(where)})")
-        return card, card, card.total_bytes
+        limit_bytes = allocator_limit_bytes(where) if isinstance(where, str) else None
+        allowed_bytes = card.total_bytes if limit_bytes is None else limit_bytes + card.context_bytes
+        return card, card, min(card.total_bytes, allowed_bytes), True
     try:
         num_bytes = parse_bytes(budget, name="budget", is_large=True)  # type: ignore[arg-type]  # a GPU is not a size
     except (InputError, InputTypeError):
@@ -496,12 +507,9 @@ def _find_place(
                 expected="a budget in bytes when target is given",
                 fix=f"write budget={_shown(budget)} without target, or a size such as budget='20GiB'.",
             ) from None
-        return gpu, budget, gpu.total_bytes
-    return (
-        (None if where in ("cpu", "meta") else look_up(where, f"{call}(..., target={_shown(where)})")),
-        budget,
-        num_bytes,
-    )
+        return gpu, budget, gpu.total_bytes, True
+    card_or_none = None if where in ("cpu", "meta") else look_up(where, f"{call}(..., target={_shown(where)})")
+    return card_or_none, budget, num_bytes, False
 
 
 def _check_tensors_alone(call: str, *, treat: Treat | None, curve: bool, is_for_one: bool) -> None:
