@@ -325,7 +325,7 @@ def losses(place: Place) -> dict[str, Any]:
 
 
 def plans(place: Place) -> dict[str, Any]:
-    """Trainings planned for 70% of what they reserve, and run within it: bytes, losses and time, told and found."""
+    """Trainings planned for a limit of 70% of what they reserve, and run in it: bytes, losses and time, as planned."""
     return {
         "decoder": planned(place, decoder),
         "unet": planned(place, partial(unet2d, 8)),
@@ -340,32 +340,36 @@ def planned(place: Place, build: Callable[[], Task]) -> dict[str, Any]:
     context_bytes = mk.find_gpu("cuda").context_bytes
     model, batch, loss_fn = build_on_gpu(build)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    start = time.perf_counter()
-    trainer = mk.prepare(
-        model, optimizer, batch, loss_fn, budget=limit_bytes + context_bytes, micro_batch_size=len(batch[0])
-    )
-    planning_s = time.perf_counter() - start
-    with limited_to(limit_bytes):
-        torch.cuda.reset_peak_memory_stats()
-        results = [trainer.train_step(batch, loss_fn) for _ in range(3)]
-        peak_bytes, within_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
     def by_hand() -> None:
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
         optimizer.step()
 
-    times = milliseconds_of({"by hand": by_hand, "planned": partial(trainer.train_step, batch, loss_fn)})
+    times = milliseconds_of({"by hand": by_hand})  # not in turns with the planned step: in the limit it runs out
+    model, batch, loss_fn = build_on_gpu(build)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with limited_to(limit_bytes):
+        start = time.perf_counter()
+        trainer = mk.prepare(model, optimizer, batch, loss_fn, micro_batch_size=len(batch[0]))
+        planning_s = time.perf_counter() - start
+        torch.cuda.reset_peak_memory_stats()
+        results = [trainer.train_step(batch, loss_fn) for _ in range(3)]
+        peak_bytes, within_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        times |= milliseconds_of({"planned": partial(trainer.train_step, batch, loss_fn)})
+        retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
     estimate = trainer.plan.estimate
     return {
         "plain_reserved_bytes": reserved_bytes,
         "limit_bytes": limit_bytes,
-        "predicted_reserved_bytes": trainer.plan.required_bytes - context_bytes,
+        "predicted_least_bytes": trainer.plan.required_bytes - context_bytes,
         "reserved_bytes": within_bytes,
+        "num_later_retries": retries,
         "predicted_peak_bytes": estimate.peak_bytes,
         "peak_bytes": peak_bytes,
         "num_ooms": sum(result.num_ooms for result in results),
-        "are_losses_equal": [float(result.loss) for result in results] == losses,
+        "largest_difference": relative([float(result.loss) for result in results], losses),
         "plan": str(trainer.plan.saved_tensors or "").partition("\n")[0],
         "planning_s": planning_s,
         "ratio": times["planned"] / times["by hand"],

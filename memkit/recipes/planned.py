@@ -271,7 +271,7 @@ def _plan(
             _refuse(call, budget, budget_bytes, best, notes)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
-    if gpu and best.required_bytes < best.estimate.required_bytes:
+    if gpu and budget_bytes < best.estimate.required_bytes:
         most = format_bytes(best.estimate.required_bytes)
         notes += [f"Below {most} the allocator has to free its cache, mostly in the first steps."]
     plan = TrainingPlan.of(

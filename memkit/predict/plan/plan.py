@@ -174,8 +174,9 @@ class TrainingPlan(Overviewed):
         checkpoint: Treatment of each treated block, ``{"blocks.0": "full"}``; None if there are none.
         saved_tensors: What is done with each tensor that autograd saves, for `treat_saved_tensors`; None if they stay.
         predicted_peak_bytes: Peak bytes in live tensors of the planned step, from its dry run.
-        required_bytes: The peak plus scratch memory inside kernels; on a GPU, the memory that its allocator reserves
-            plus the driver's context. This fits into the budget.
+        required_bytes: The peak plus scratch memory inside kernels. On a GPU, the driver's context plus what the
+            allocator must be able to hold, or in a part of a card what it would like to hold. This fits into the
+            budget.
         budget_bytes: The budget.
         predicted_seconds: Time of the planned step's operators, according to `speeds`.
         predicted_slowdown: `predicted_seconds` divided by the time of the first candidate: the largest micro-batches
