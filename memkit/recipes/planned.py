@@ -259,8 +259,7 @@ def _plan(
     finalists = fastest(allowed, budget_bytes)[:_NUM_FINALISTS]
     if not finalists:
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
-        notes += [] if may_offload else ["Offloaded tensors may take less: leave may_offload=False out."]
-        notes += [_OF_A_PART] if gpu and not fills_card else []
+        notes += _ways_to_less(may_offload=may_offload, is_part=gpu is not None and not fills_card)
         _refuse(call, budget, budget_bytes, min(allowed, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
@@ -271,9 +270,7 @@ def _plan(
             _refuse(call, budget, budget_bytes, best, notes)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
-    if gpu and budget_bytes < best.estimate.required_bytes:
-        most = format_bytes(best.estimate.required_bytes)
-        notes += [f"Below {most} the allocator has to free its cache, mostly in the first steps."]
+    notes += _about_cache(best, budget_bytes) if gpu else []
     plan = TrainingPlan.of(
         best,
         trials,
@@ -510,6 +507,20 @@ def _find_place(
         return gpu, budget, gpu.total_bytes, True
     card_or_none = None if where in ("cpu", "meta") else look_up(where, f"{call}(..., target={_shown(where)})")
     return card_or_none, budget, num_bytes, False
+
+
+def _ways_to_less(*, may_offload: bool, is_part: bool) -> list[str]:
+    """Say what would need less memory, if nothing fits."""
+    ways = [] if may_offload else ["Offloaded tensors may take less: leave may_offload=False out."]
+    return [*ways, _OF_A_PART] if is_part else ways
+
+
+def _about_cache(trial: Trial, budget_bytes: int) -> list[str]:
+    """Say that a card's allocator would like to hold more than the budget."""
+    most_bytes = trial.estimate.required_bytes
+    if most_bytes <= budget_bytes:
+        return []
+    return [f"Below {format_bytes(most_bytes)} the allocator has to free its cache, mostly in the first steps."]
 
 
 def _check_tensors_alone(call: str, *, treat: Treat | None, curve: bool, is_for_one: bool) -> None:
