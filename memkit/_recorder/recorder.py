@@ -6,7 +6,6 @@ All memory tracking in memkit builds on it. Its design and its limits: `docs/exp
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, eq
 from pathlib import Path
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -358,7 +358,10 @@ class Recorder(LeanDispatchMode):
                 return self._run_divided(divided, args, kwargs or {})
         where = self._where
         backward = current_backward()
-        if backward == where.backward and next_sequence_number() == where.next_sequence_number:
+        # Each thread has its own sequence, and autograd its own threads on a GPU, in which there is nothing to update.
+        if backward == where.backward and (
+            next_sequence_number() == where.next_sequence_number or get_ident() != where.thread
+        ):
             place = None  # looked up if a storage is born; otherwise as `update` would leave it
             phase = where.phase = where.outside_backward if backward == _NO_BACKWARD else "backward"
         else:
@@ -807,12 +810,13 @@ class StepPosition:
         outside_backward: Phase of operators that run outside autograd's engine.
         backward: Autograd's number of the backward in which the latest operator ran; -1 outside of one.
         next_sequence_number: Number of the next graph node, as of the latest operator.
+        thread: The thread of the step.
     """
 
     def __init__(self) -> None:
         self.phase: StepPhase = "other"
         self.outside_backward: StepPhase = "other"
-        self._thread = threading.get_ident()
+        self.thread = get_ident()
         self.next_sequence_number = next_sequence_number()
         self._origins: dict[int, OperatorPlace] = {}
         self._places: dict[tuple[object, ...], OperatorPlace] = {}
@@ -839,7 +843,7 @@ class StepPosition:
         self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
         number = next_sequence_number()
         # The counter is per thread: on an accelerator, backward runs in another thread.
-        if number == self.next_sequence_number or threading.get_ident() != self._thread:
+        if number == self.next_sequence_number or get_ident() != self.thread:
             return None
         if self.phase == "other":
             self.phase = self.outside_backward = "forward"

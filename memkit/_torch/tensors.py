@@ -1,6 +1,7 @@
 """Tensor metadata: version counter, storage, and hooks."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -41,6 +42,15 @@ def live_versions(references: Iterable[Callable[[], torch.Tensor | None]]) -> li
         return [each()._version for each in references]  # type: ignore[union-attr]  # tried, as a check takes longer
     except AttributeError:
         return None
+
+
+@cache
+def versions_tell_together() -> bool:
+    """Return whether this torch's operators on many tensors, those of `foreach`, increment the version of each."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        probe = torch.zeros(1, device="cpu")
+        torch._foreach_add_([probe], 1)
+    return version_of(probe) == 1
 
 
 def marks_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:

@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from memkit._core.errors import StateError
 from memkit._torch.dispatch import LeanDispatchMode, current_modes, num_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import kernel_of, schema_of
-from memkit._torch.tensors import live_versions, version_of
+from memkit._torch.tensors import live_versions, version_of, versions_tell_together
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group, writes_gradients
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes the real one's path
@@ -107,7 +107,7 @@ class StepJournal:
 
     def begin(self) -> bool:
         """Record the versions before a step; return False if some state is gone."""
-        leaves_versions = self._is_fused or (self._is_together and (num_modes() or not _versions_tell_together()))
+        leaves_versions = self._is_fused or (self._is_together and (num_modes() or not versions_tell_together()))
         self.watched = CountApplied() if leaves_versions else None
         versions = live_versions(self._tensors)
         self._versions = versions or []
@@ -214,14 +214,6 @@ class _SkipApplied(CountApplied):
                 self.counts.update(map(id, written))
                 return written[0] if schema_of(func).returns else None
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@cache
-def _versions_tell_together() -> bool:
-    """Whether this PyTorch's operators on many tensors increment their versions."""
-    probe = torch.zeros(1, device="cpu")
-    torch._foreach_add_([probe], 1)
-    return version_of(probe) == 1
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
