@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -14,6 +15,7 @@ import memkit as mk
 from benchmarks.__main__ import main
 from benchmarks.gpu import child, command, evidence, page
 from benchmarks.gpu.cases import CASES, Case, Place, predicted
+from benchmarks.gpu.evidence import Outcome
 from benchmarks.gpu.models import TRAININGS
 from benchmarks.gpu.observe import Ledger, Operator, differing_operators, events_of
 from benchmarks.gpu.ranks import train_both
@@ -62,6 +64,16 @@ def test_skips_finished_cases(ran, capsys):
     assert command.Run(ran, CARD).cases(FEW, is_again=False) == command.DONE
     assert (ran / "measured-gan.json").stat().st_mtime_ns == before
     assert "[1/" not in capsys.readouterr().out
+
+
+def test_a_failed_case_stays_in_the_file_until_it_runs_again(ran, tmp_path, capsys):
+    work = shutil.copytree(ran, tmp_path / "work")
+    found = evidence.read(work / "virtual.json")
+    failed = found.cases | {"tracked": Outcome(status="failed", seconds=1, reason="KeyError: 'x'")}
+    found.model_copy(update={"cases": failed}).write(work / "virtual.json")
+    assert command.Run(work, CARD).cases(FEW, is_again=False) == command.FAILED
+    assert evidence.read(work / "virtual.json").cases["tracked"].status == "failed"
+    capsys.readouterr()
 
 
 def test_another_version_begins_anew(ran, monkeypatch):

@@ -84,7 +84,7 @@ def show(paths: list[Path], *, is_taken: bool) -> int:
 
 
 def name_of(found: Evidence) -> str:
-    words = f"{found.card.name} torch {found.software.torch}"
+    words = f"{found.card.name} torch {found.software.torch} memkit {found.software.commit}"
     return "-".join("".join(c if c.isalnum() or c == "." else " " for c in words.lower()).split()) + ".json"
 
 
@@ -110,7 +110,7 @@ class Run:
     def cases(self, names: list[str], *, is_again: bool) -> int:
         if not is_again:
             self.outcomes = self.earlier()
-        if "card" not in self.outcomes:
+        if not self.is_done("card"):
             names = ["card", *(name for name in names if name != "card")]
         numbers = {name: number for number, name in enumerate(names, 1)}
         for name, outcome in self.run_in_turn([name for name in names if is_again or not self.is_done(name)]):
@@ -147,7 +147,7 @@ class Run:
         if found.software != self.software:
             print(f"{self.file} is of another commit or version of PyTorch: begun anew.")
             return {}
-        return {name: each for name, each in found.cases.items() if each.status == "done"}
+        return dict(found.cases)  # failed ones too: they stay in the file until they are run again
 
     def one(self, name: str, case: Case, target: Callable[..., None] = child.main) -> Outcome:
         """Run a case in its own process."""

@@ -1,5 +1,6 @@
 """Results of GPUs as tables: what the command prints, and what stands in docs/virtual-gpu-proof.md.
 
+With `cudnn.benchmark` the first step is left out, and what is reserved: its trials take what is free.
 The part of the page stands between ``<!-- gpu results -->`` and ``<!-- gpu results end -->``.
 Run: python -m benchmarks.gpu.page
 """
@@ -27,7 +28,9 @@ NONE_YET = "No card's file is here yet."
 def main() -> None:
     """Write the part: all cards side by side, and each one whose trainings are not predicted again, by itself."""
     files = {path: evidence.read(path) for path in sorted(evidence.FOLDER.glob("*.json"))}
-    others = [card(found) for path, found in files.items() if not path.with_suffix(".operators.json.gz").exists()]
+    others = [
+        card(found) for path, found in files.items() if not path.with_name(f"{path.stem}.operators.json.gz").exists()
+    ]
     text = "\n\n".join([overview([*files.values()]), *others]) if files else NONE_YET
     part = f"<!-- gpu results -->\n{text}\n<!-- gpu results end -->"
     PAGE.write_text(
@@ -41,25 +44,35 @@ def of(files: Sequence[Evidence]) -> str:
 
 
 def overview(files: Sequence[Evidence]) -> str:
-    heads = ["card", "PyTorch", "peak: median error", "worst", "within 1%", "reserved: median error", "addresses"]
+    heads = [
+        "card",
+        "PyTorch",
+        "memkit",
+        "peak: median error",
+        "worst",
+        "within 1%",
+        "reserved: median error",
+        "addresses",
+    ]
     return table([*heads, "failed"], [row(each) for each in files])
 
 
 def row(found: Evidence) -> list[str]:
-    predictions = list(found.predictions().values())
+    predictions = found.predictions()
     name = f"{found.card.name}{' (virtual: no proof)' if found.card.is_virtual else ''}"
     failed = [name for name, each in found.cases.items() if each.status in {"failed", "timed out"}]
     failing_tests = found.cases["tests"].figures.get("failed", []) if "tests" in found.cases else []
-    words = [name, found.software.torch]
+    words = [name, found.software.torch, found.software.commit or ""]
     if predictions:
-        peaks = [abs(each.peak_error) for each in predictions]
-        same = sum(each.allocations.num_same_address for each in predictions)
+        peaks = [abs(peaks_of(training, each)[1]) for training, each in predictions.items()]
+        reserves = [abs(each.reserved_error) for training, each in predictions.items() if not is_tuned(training)]
+        same = sum(each.allocations.num_same_address for each in predictions.values())
         words += [
             f"{statistics.median(peaks):.2%}",
             f"{max(peaks):.2%}",
             f"{sum(error <= NEAR for error in peaks)} of {len(peaks)}",
-            f"{statistics.median(abs(each.reserved_error) for each in predictions):.2%}",
-            f"{same / max(sum(each.allocations.num for each in predictions), 1):.2%}",
+            f"{statistics.median(reserves):.2%}" if reserves else "not run",
+            f"{same / max(sum(each.allocations.num for each in predictions.values()), 1):.2%}",
         ]
     else:
         words += ["not run"] * 5
@@ -71,7 +84,7 @@ def card(found: Evidence) -> str:
     cuda = f"CUDA {software.cuda}, cuDNN {software.cudnn}, driver {software.driver}, " if software.cuda else ""
     size = format_bytes(found.card.total_bytes)
     text = f"{size}, PyTorch {software.torch}, {cuda}memkit {software.commit}, {found.date}."
-    parts = [f"## {found.card.name}", text]
+    parts = [f"## {found.card.name}, memkit {software.commit}", text]
     predictions = found.predictions()
     if predictions:
         heads = ["training", "peak", "predicted", "reserved", "predicted", "what differs most"]
@@ -83,6 +96,18 @@ def card(found: Evidence) -> str:
     return "\n\n".join(parts)
 
 
+def is_tuned(name: str) -> bool:
+    """Whether a training uses `cudnn.benchmark`."""
+    return name in TRAININGS and TRAININGS[name].is_tuned
+
+
+def peaks_of(name: str, found: Prediction) -> tuple[int, float]:
+    """Return a training's measured peak, and the relative error of the predicted one."""
+    first = int(is_tuned(name))
+    measured, predicted = max(found.measured_peak_bytes[first:]), max(found.peak_bytes[first:])
+    return measured, predicted / measured - 1
+
+
 def prediction(name: str, found: Prediction) -> list[str]:
     def pair(measured: int, error: float) -> list[str]:
         return [format_bytes(measured), "equal" if error == 0 else f"{error:+.2%}"]
@@ -91,10 +116,12 @@ def prediction(name: str, found: Prediction) -> list[str]:
         f"{each.operator.removeprefix('aten.')} {_larger(each.kept_bytes, each.inside_bytes)}"
         for each in found.differing_operators[:MOST]
     ]
+    measured, error = peaks_of(name, found)
+    reserve = ["", ""] if is_tuned(name) else pair(found.measured_reserved_bytes, found.reserved_error)
     return [
         name,
-        *pair(max(found.measured_peak_bytes), found.peak_error),
-        *pair(found.measured_reserved_bytes, found.reserved_error),
+        *pair(measured, error),
+        *reserve,
         ", ".join(differing),
     ]
 
