@@ -19,10 +19,9 @@ class Cycle(NamedTuple):
     num_calls: int
 
 
-def find_cycle(observed: Sequence[Observed]) -> Cycle | None:
+def find_cycle(observed: Sequence[Observed], begins: Sequence[int | None]) -> Cycle | None:
     """Find the innermost phase that leaves memory held each time, and occurs less than once in two steps."""
     ends: dict[str, list[tuple[int, int]]] = {}
-    begins = find_begins(observed)
     for index, each in enumerate(observed):
         event = each.event
         if event.phase is not None and event.duration_ns is not None and event.allocated_bytes is not None:
@@ -41,19 +40,21 @@ def find_cycle(observed: Sequence[Observed]) -> Cycle | None:
 
 def find_begins(observed: Sequence[Observed]) -> list[int | None]:
     """Return for each event the index of the last one on its track before its block began; None if there is none."""
-    times: dict[int, list[int]] = {}  # per track; if a clock was set back, the latest so far
-    indices: dict[int, list[int]] = {}
-    begins: list[int | None] = []
+    tracks: dict[int, tuple[list[int], list[int]]] = {}  # times, the latest so far if a clock was set back; indices
+    begins: list[int | None] = [None] * len(observed)
     for index, each in enumerate(observed):
-        event, seen, places = each.event, times.setdefault(each.track, []), indices.setdefault(each.track, [])
-        begin = None
-        if event.time_ns is not None:
-            if event.duration_ns is not None:
-                found = bisect.bisect_right(seen, event.time_ns - event.duration_ns)
-                begin = places[found - 1] if found else None
-            seen.append(max(event.time_ns, seen[-1] if seen else 0))
-            places.append(index)
-        begins.append(begin)
+        time_ns = each.event.time_ns
+        if time_ns is None:
+            continue
+        track = tracks.get(each.track)
+        if track is None:
+            track = tracks[each.track] = [], []
+        times, indices = track
+        if each.event.duration_ns is not None:
+            found = bisect.bisect_right(times, time_ns - each.event.duration_ns)
+            begins[index] = indices[found - 1] if found else None
+        times.append(time_ns if not times or time_ns > times[-1] else times[-1])
+        indices.append(index)
     return begins
 
 

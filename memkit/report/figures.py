@@ -10,7 +10,7 @@ from typing import Any
 from memkit._events.log import Event, LogHeader, Origin
 from memkit._events.reader import EventLog
 from memkit.report.components import Components, find_components
-from memkit.report.cycles import Cycle, find_cycle
+from memkit.report.cycles import Cycle, find_begins, find_cycle
 from memkit.report.nodes import Size
 from memkit.report.observed import PEAK_FIELDS, Observed, observe
 from memkit.report.stages import EventStage, LoggedSteps, find_stages, find_steps
@@ -187,6 +187,7 @@ class ReportFigures:
         twice_bytes: Bytes of optimizer state for parameters that have state in another optimizer too; 0 if none.
         tracking_rate: Bytes of host memory that tracking itself took for each step.
         observed: The events from which the figures come.
+        begins: For each of these, the index of the last one before its block began; see `find_begins`.
     """
 
     num_events: int
@@ -210,6 +211,7 @@ class ReportFigures:
     twice_bytes: int
     tracking_rate: float
     observed: Sequence[Observed] = field(repr=False)
+    begins: Sequence[int | None] = field(repr=False)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -250,7 +252,9 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
     splits = tuple(_find_splits(events))
     header = next((log.headers[run] for run in reversed(range(len(log.headers))) if run not in is_over), None)
     own_total = header.device.total_bytes if header and header.device and header.device.backend != "cpu" else None
-    cycle = find_cycle(observed)
+    begins = find_begins(observed)
+    cycle = find_cycle(observed, begins)
+    noted = [event for event in events if event.note]
     return ReportFigures(
         num_events=len(log.events),
         earlier=earlier,
@@ -269,18 +273,19 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
         ),
         components=find_components(observed, missing=log.missing_loads),
         stages=find_stages(observed),
-        steps=_with_cycle(_without_preloaded(find_steps(observed), events), cycle),
+        steps=_with_cycle(_without_preloaded(find_steps(observed), noted), cycle),
         cycle=cycle,
         splits=splits,
         segments=tuple(_find_segments(events)),
         shortages=tuple(_find_shortages(events)),
-        num_survived=sum(map(_survived, events)),
-        kept=_find_kept(events),
-        twice_bytes=max((_noted(event, "optimizer_twice_bytes") for event in events), default=0),
+        num_survived=sum(map(_survived, noted)),
+        kept=_find_kept(noted),
+        twice_bytes=max((_noted(event, "optimizer_twice_bytes") for event in noted), default=0),
         tracking_rate=max(
-            (_noted(event, "tracker_bytes") / max(1, _noted(event, "num_steps")) for event in events), default=0.0
+            (_noted(event, "tracker_bytes") / max(1, _noted(event, "num_steps")) for event in noted), default=0.0
         ),
         observed=observed,
+        begins=begins,
     )
 
 
@@ -353,8 +358,8 @@ def _is_cumulative(events: Sequence[Event]) -> bool:
 
 
 def _largest(events: Sequence[Event], *names: str) -> int | None:
-    values = (value for name in names for value in map(operator.attrgetter(name), events))
-    return max((value for value in values if value is not None), default=None)
+    values = {value for name in names for value in map(operator.attrgetter(name), events)}
+    return max(values - {None}, default=None)
 
 
 def _ranks(events: Sequence[Event]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Sequence
@@ -142,5 +143,5 @@ def find_trend(values: Sequence[tuple[int, int]]) -> Trend | None:
     half = 1.96 * deviation
     low = max(0, round((len(slopes) - half) / 2))
     high = min(len(slopes) - 1, round((len(slopes) + half) / 2))
-    excess = sum((slope > 0) - (slope < 0) for slope in slopes)
+    excess = len(slopes) - bisect.bisect_right(slopes, 0) - bisect.bisect_left(slopes, 0)  # rising minus falling
     return Trend(slopes[len(slopes) // 2], slopes[low], slopes[high], excess / deviation)

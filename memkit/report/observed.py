@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from memkit._events.log import Event
@@ -66,33 +66,39 @@ class _Inside:
 
     def widen(self, each: Observed) -> Observed:
         """Raise the lower bound of a block's peak to the largest value seen inside it, if no better one is known."""
-        event, track = each.event, each.track
-        lows = [each.low]
+        event, track, low = each.event, each.track, each.low
         if event.time_ns is None:  # without a clock there are no blocks: a log of single events, as in the older format
             return each
         if each.step is not None:
-            lows.append(self._steps.pop(track, None))
+            low = _larger(low, self._steps.pop(track, None))
         elif event.phase is not None and event.duration_ns is not None:
-            inner = self._phases.pop((track, event.phase), [])
-            lows += [low for time, low in inner if time > event.time_ns - event.duration_ns]
-        low = max((low for low in lows if low is not None), default=None)
+            for time, inner in self._phases.pop((track, event.phase), ()):
+                if time > event.time_ns - event.duration_ns:
+                    low = _larger(low, inner)
         if low is not None:
             if each.step is None:
                 self._steps[track] = max(low, self._steps.get(track, 0))
             for path in _outer(event, is_block=each.step is None and event.duration_ns is not None):
                 self._phases.setdefault((track, path), []).append((event.time_ns, low))
-        if low is None or (each.high is not None and low > each.high):
+        if low is None or low == each.low or (each.high is not None and low > each.high):
             return each
         return each._replace(low=low)
 
 
-def _outer(event: Event, *, is_block: bool) -> Iterator[str]:
-    """Yield the paths of the phases that contain an event."""
+def _larger(one: int | None, other: int | None) -> int | None:
+    return other if one is None or (other is not None and other > one) else one
+
+
+def _outer(event: Event, *, is_block: bool) -> Sequence[str]:
+    """Return the paths of the phases that contain an event."""
     path = event.phase or ""
-    path = path.rpartition("/")[0] if is_block else path  # a phase does not contain itself
-    while path:
-        yield path
+    if is_block:  # a phase does not contain itself
         path = path.rpartition("/")[0]
+    paths = []
+    while path:
+        paths.append(path)
+        path = path.rpartition("/")[0]
+    return paths
 
 
 def _observe(events: Iterable[Event]) -> Iterator[Observed]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from memkit._core.units import GIB, MIB
 from memkit._events.log import Event
-from memkit.report.cycles import change_in, find_begins
+from memkit.report.cycles import change_in
 from memkit.report.figures import ReportFigures
 from memkit.report.finding import ReportFinding
 from memkit.report.nodes import clean
@@ -28,6 +29,7 @@ _SAME = 0.1  # two rises with the same cause differ by less than this share
 _LEAST_STEPS = 4  # with known peaks
 
 
+@lru_cache(maxsize=1024)  # a log has few phases, and each of them often
 def is_evaluation(path: str) -> bool:
     """Whether a phase evaluates, by its name.
 
@@ -86,7 +88,7 @@ def ran_out(event: Event) -> bool:
 
 def find_evaluation(figures: ReportFigures) -> Iterator[ReportFinding]:
     """Find an evaluation that builds graphs, or whose batches take more than training does."""
-    observed, begins = figures.observed, find_begins(figures.observed)
+    observed, begins = figures.observed, figures.begins
     calls = [
         (index, each)
         for index, each in enumerate(observed)
@@ -220,14 +222,14 @@ def _changes(figures: ReportFigures) -> dict[str, list[tuple[int, int]]]:
     """Return by how much each phase changed the held memory, by the number of the step."""
     found: dict[str, dict[int, int]] = {}
     number = 1
-    begins = find_begins(figures.observed)
     for index, each in enumerate(figures.observed):
-        change = change_in(figures.observed, index, begins[index])
         if each.step is not None:
             number = each.step + 1
-        elif each.event.phase is not None and change is not None:
-            calls = found.setdefault(each.event.phase, {})
-            calls[number] = calls.get(number, 0) + change
+        elif each.event.phase is not None:
+            change = change_in(figures.observed, index, figures.begins[index])
+            if change is not None:
+                calls = found.setdefault(each.event.phase, {})
+                calls[number] = calls.get(number, 0) + change
     return {path: list(calls.items()) for path, calls in found.items()}
 
 

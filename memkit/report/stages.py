@@ -136,6 +136,9 @@ class _OneStep:
     grown: int | None = None
 
 
+_NOTHING = (None,) * 4
+
+
 def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
     """Collect the events of each stage; steps are not stages."""
     found: dict[str, _Bounds] = {}
@@ -143,12 +146,12 @@ def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
         if (
             each.step is None
             and each.event.event not in OWN_MARKS
-            and any(
-                value is not None
-                for value in (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes)
-            )
+            and (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes) != _NOTHING
         ):
-            found.setdefault(each.event.phase or each.event.event, _Bounds()).add(each)
+            name = each.event.phase or each.event.event
+            if name not in found:
+                found[name] = _Bounds()
+            found[name].add(each)
     return tuple(
         EventStage(name, bounds.num, bounds.size, bounds.added, bounds.host_ns) for name, bounds in found.items()
     )
