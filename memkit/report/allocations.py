@@ -41,7 +41,7 @@ def _nodes(found: Allocations, words: Words) -> Iterator[Node]:
         num_bytes, birth = int(found.sizes[block]), int(found.births[block])
         asked = words("alloc_before") if birth < 0 else f"{birth + 1:,}"
         name = clean(names[int(codes[found.origins[block]])])
-        rows.append((name, Size.of(num_bytes), Share(num_bytes / data["peakBytes"]), asked))
+        rows.append((name, Size.of(num_bytes), Share(num_bytes / max(data["peakBytes"], 1)), asked))
     columns = ("alloc_line", "col_size", "col_of_peak", "alloc_asked")
     rooms = tuple((_room_name(room, data["peak"], words), room.segments) for room in _different(found.rooms))
     yield AllocationView(data, words.table(columns, rows, words("alloc_largest", count=f"{len(live):,}")), rooms)

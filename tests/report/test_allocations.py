@@ -408,6 +408,17 @@ def test_other_formats_have_the_largest_blocks(tmp_path, suffix):
     assert "demo/train.py:7 forward" in text.replace("\\", "")
 
 
+@pytest.mark.parametrize("suffix", [".html", ".md"])
+def test_blocks_without_a_size_take_no_share_of_the_peak(tmp_path, suffix):
+    """As in a damaged file, whose key is another word."""
+    value = snapshot()
+    for each in (*value["device_traces"][0], *(block for rows in value["segments"] for block in rows["blocks"])):
+        del each["size"]
+    path = tmp_path / f"report{suffix}"
+    write_report(read_memory_events(save(tmp_path, value)), path)
+    assert path.stat().st_size > 1000
+
+
 def test_names_from_a_file_cannot_leave_their_place(tmp_path):
     value = snapshot()
     for each in value["device_traces"][0]:
