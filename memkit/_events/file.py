@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
 from memkit._core.errors import FileFormatError, InputError, InputTypeError
 from memkit._core.printable import short
 from memkit._events.json_stream import JsonStream, NotWholeError, check_density
-from memkit._events.log import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, require_count
+from memkit._events.log import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, event_of, require_count
 from memkit._events.writer import LONGEST_LINE_BYTES, looks_like_log
 
 if TYPE_CHECKING:  # needs NumPy, which most logs do without
@@ -264,7 +264,7 @@ class EventFile:
 
     def _make_event(self, where: str, values: dict[str, Any]) -> Event:
         try:
-            return Event(**values)
+            return event_of(values)
         except (InputError, InputTypeError) as error:
             self._fail(f"{where}, event {short(values['event'])}: {error.got}", error.expected)
 

@@ -134,11 +134,10 @@ def find_trend(values: Sequence[tuple[int, int]]) -> Trend | None:
         return None
     points = values[:: math.ceil(len(values) / _MOST_POINTS)]
     count = len(points)
-    slopes = sorted(
-        (later[1] - earlier[1]) / (later[0] - earlier[0])
-        for index, earlier in enumerate(points)
-        for later in points[index + 1 :]
-    )
+    slopes = []
+    for index, (step, num_bytes) in enumerate(points, 1):
+        slopes += [(more_bytes - num_bytes) / (later - step) for later, more_bytes in points[index:]]
+    slopes.sort()
     deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     half = 1.96 * deviation
     low = max(0, round((len(slopes) - half) / 2))
