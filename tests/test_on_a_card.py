@@ -319,6 +319,21 @@ def test_a_prepared_trainer_keeps_its_budget(free_card):
     assert torch.cuda.max_memory_reserved() <= 128 * MIB
 
 
+@ON_CUDA
+def test_a_limit_on_the_process_is_the_budget(free_card):
+    model, x = blocks("cuda")
+    torch.cuda.set_per_process_memory_fraction(128 * MIB / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.prepare(model, optimizer, x, mean_square, micro_batch_size=1024)
+        num_ooms = sum(trainer.train_step(x, mean_square).num_ooms for _ in range(3))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    context_bytes = mk.find_gpu("cuda").context_bytes
+    assert trainer.plan.budget_bytes == pytest.approx(128 * MIB + context_bytes, abs=4096)
+    assert num_ooms == 0
+
+
 # ----------------------------------------------------------------------------------------------------------- in chunks
 
 

@@ -98,8 +98,9 @@ def plan_training(
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A GPU, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all memory of
-            the GPU that is the ``target``, or that the model is on; on the CPU, with ``activation_budget``, all of the
-            machine's memory.
+            the GPU that is the ``target``, or that the model is on, within the limit that this process has there; on
+            the CPU, with ``activation_budget``, all of the machine's memory. A size on a GPU is a part of it: all that
+            the allocator would like to hold must fit, not only what it needs.
         target: Device for a budget in bytes: a GPU, or ``"cpu"``, where live bytes are counted. None: the model's
             device.
         precisions: The precisions to choose from. None is the model's own; bf16 changes the numbers, so it is used only

@@ -283,3 +283,12 @@ def test_allocator_settings_are_those_of_the_environment(monkeypatch):
     assert devices.allocator_settings() == {}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert devices.allocator_settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_a_limit_on_the_process_is_that_of_its_allocator():
+    assert [devices.allocator_limit_bytes(name) for name in ("cpu", "RTX 4090")] == [None, None]
+    with mk.VirtualGPU("RTX 4090"):
+        assert devices.allocator_limit_bytes("cuda") is None
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        assert devices.allocator_limit_bytes("cuda:0") == pytest.approx(total_bytes / 2, abs=1)

@@ -146,6 +146,11 @@ class CachingAllocator:
             Checker("set_memory_fraction(fraction)", InputError).number("fraction", fraction, 0, 1)
         self._limit_bytes = int(fraction * self.driver.capacity_bytes) if fraction < 1 else None
 
+    @property
+    def memory_fraction(self) -> float:
+        """Share of the GPU's memory that the process may have, as ``torch.cuda.get_per_process_memory_fraction``."""
+        return 1.0 if self._limit_bytes is None else self._limit_bytes / self.driver.capacity_bytes
+
     def allocate(self, num_bytes: SupportsIndex | str, stream: int = 0) -> Block:
         """Allocate a block of at least this size.
 

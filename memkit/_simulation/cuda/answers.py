@@ -241,6 +241,7 @@ def _memory(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
         "reset_max_memory_cached": reset,
         "reset_accumulated_memory_stats": _nothing,
         "set_per_process_memory_fraction": fraction,
+        "get_per_process_memory_fraction": lambda device=None: allocator.memory_fraction,  # noqa: ARG005
     }
 
 
