@@ -286,7 +286,7 @@ class MemoryEstimate(Overviewed):
 
     @property
     def least_required_interval(self) -> tuple[int, int]:
-        """Bytes without which the step cannot run, and bytes with which it runs, slowly.
+        """Bytes without which the step cannot run, and bytes with which it runs, at times more slowly.
 
         The allocator can give up its cache beyond `least_reserved_bytes`, known to within `spread`; up to
         `MORE_AT_LEAST` of it cannot be freed if blocks in use lie between. A step also runs in the lower end of
@@ -324,8 +324,8 @@ class MemoryEstimate(Overviewed):
 
         Returns:
             One of the four words, with its `reason`. ``"fits"``: the step runs; with less than
-            `required_bytes` it runs slowly, because the allocator frees its cache again and again, and the reason says
-            so. ``"too close"``: the capacity is between the two ends of `least_required_interval`.
+            `required_bytes` the allocator has to free its cache, which takes time, and the reason says so. ``"too
+            close"``: the capacity is between the two ends of `least_required_interval`.
 
         Raises:
             InputError: ``capacity`` is negative, or text that is neither a size nor the name of one GPU.
@@ -342,7 +342,7 @@ class MemoryEstimate(Overviewed):
         if high <= there_bytes:
             needed = f"it needs {format_bytes(high)}"
             return Verdict(
-                "fits", f"{needed}; below {most} the allocator frees its cache again and again, which takes time"
+                "fits", f"{needed}; below {most} the allocator has to free its cache, which takes time"
             )
         if low <= there_bytes:
             return Verdict("too close", f"it needs at least {format_bytes(low)}, or up to {format_bytes(high)}")
@@ -362,7 +362,7 @@ class MemoryEstimate(Overviewed):
         return self.verdict(capacity) == "fits"
 
     def headroom_bytes(self, capacity: CapacityLike) -> int:
-        """Return the bytes of ``capacity`` beyond `required_bytes`; if negative, the step runs slowly or not at all.
+        """Return the bytes of ``capacity`` beyond `required_bytes`; if negative, the allocator has to free its cache, or the step does not run.
 
         Args:
             capacity: As for `verdict`.
