@@ -341,9 +341,7 @@ class MemoryEstimate(Overviewed):
         there_bytes = self.required_bytes + headroom_bytes
         if high <= there_bytes:
             needed = f"it needs {format_bytes(high)}"
-            return Verdict(
-                "fits", f"{needed}; below {most} the allocator has to free its cache, which takes time"
-            )
+            return Verdict("fits", f"{needed}; below {most} the allocator has to free its cache, which takes time")
         if low <= there_bytes:
             return Verdict("too close", f"it needs at least {format_bytes(low)}, or up to {format_bytes(high)}")
         missing = format_bytes(low - there_bytes)
@@ -362,7 +360,7 @@ class MemoryEstimate(Overviewed):
         return self.verdict(capacity) == "fits"
 
     def headroom_bytes(self, capacity: CapacityLike) -> int:
-        """Return the bytes of ``capacity`` beyond `required_bytes`; if negative, the allocator has to free its cache, or the step does not run.
+        """Return the bytes of ``capacity`` beyond `required_bytes`; if negative, it must free its cache, or fails.
 
         Args:
             capacity: As for `verdict`.
