@@ -360,7 +360,9 @@ class MemoryEstimate(Overviewed):
         return self.verdict(capacity) == "fits"
 
     def headroom_bytes(self, capacity: CapacityLike) -> int:
-        """Return the bytes of ``capacity`` beyond `required_bytes`; if negative, it must free its cache, or fails.
+        """Return the bytes of ``capacity`` beyond `required_bytes`.
+
+        If they are negative, the allocator has to free its cache, or the step does not run.
 
         Args:
             capacity: As for `verdict`.
