@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -297,12 +298,8 @@ def test_a_thread_trains_without_touching_the_signals():
 def test_child_processes_train_alike(method):
     loop, model = make(val_loader=loader_of(50))
     result = loop.run(num_epochs=2)
-    context = multiprocessing.get_context(method)
-    queue = context.SimpleQueue()
-    child = context.Process(target=train_in_child, args=(queue,))
-    child.start()
-    found, num_steps, loss = queue.get()
-    child.join()
+    with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+        found, num_steps, loss = pool.submit(train_in_child).result(timeout=120)
     assert (num_steps, loss) == (result.num_steps, result.validation["loss"])
     assert torch.equal(torch.from_numpy(found), weights(model))
 

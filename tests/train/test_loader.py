@@ -101,6 +101,7 @@ def test_starts_no_workers_inside_a_worker():
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_plan_in_child, args=(theirs,), daemon=True)
     child.start()
+    theirs.close()  # so that a child that dies ends the wait
     assert ours.recv() == 0
     child.join()
 
