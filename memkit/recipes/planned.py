@@ -6,12 +6,12 @@ import contextlib
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import NoneType
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,10 +58,12 @@ _OF_A_PART = (
     "torch.cuda.set_per_process_memory_fraction(...) first, and leave budget out."
 )
 _NUM_TIMED = 5
+_LITTLE_ROOM = 1.1  # times longer a step may take whose allocator frees its cache: on an H200, 1.1 to 1.25
 _SLACK = 1.5  # predicted times may be off by this factor when candidates are timed
 
 PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
 Treat = Literal["tensors", "blocks"]
+MakeTrials: TypeAlias = Callable[[Any], StepTrials]
 RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
 
 
@@ -99,8 +101,8 @@ def plan_training(
         optimizer: As for `estimate_memory_usage`.
         budget: A GPU, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all memory of
             the GPU that is the ``target``, or that the model is on, within the limit that this process has there; on
-            the CPU, with ``activation_budget``, all of the machine's memory. A size on a GPU is a part of it: all that
-            the allocator would like to hold must fit, not only what it needs.
+            the CPU, with ``activation_budget``, all of the machine's memory. In all of a GPU a plan may leave the
+            allocator no more than it needs, in a part of it, given as a size, all that it would like to hold.
         target: Device for a budget in bytes: a GPU, or ``"cpu"``, where live bytes are counted. None: the model's
             device.
         precisions: The precisions to choose from. None is the model's own; bf16 changes the numbers, so it is used only
@@ -224,7 +226,7 @@ def _plan(
     arrange = partial(_wrapped, is_packed=bool(whole))
     speeds: OperatorTimes = HostTimes(budget_bytes) if gpu is None else card_speeds(gpu)
 
-    def trials_for(batch: Any) -> StepTrials:
+    def make_trials(batch: Any, *, frees_cache: bool = False) -> StepTrials:
         return StepTrials(
             model=model,
             batch=batch,
@@ -238,25 +240,31 @@ def _plan(
             kept_operators=KEPT_OPERATORS,
             may_offload=may_offload,
             num_rows=_rows_to_plan(call, batch)[0],
-            fills_card=fills_card,
+            frees_cache=frees_cache,
             call=call,
         )
 
-    rehearsal = trials_for(sample_batch)
-    trials = _tried(
-        rehearsal,
-        counts,
-        precisions,
-        budget_bytes,
+    tried = partial(
+        _tried,
+        counts=counts,
+        precisions=precisions,
+        budget_bytes=budget_bytes,
         treat=treat,
         activation_budget=activation_budget,
         curve=curve,
         slack=_SLACK if measure else 1.0,
     )
+    allow = _that_treat if activation_budget is not None else list[Trial]
+    trials, trials_for = _with_room_or_little(
+        make_trials,
+        partial(make_trials, frees_cache=True) if fills_card else None,
+        lambda make: tried(make(sample_batch)),
+        lambda found: fastest(allow(found), budget_bytes),
+    )
     run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer, arrange)
     if measure:
         trials = [_settled(each, budget_bytes, run_for_real) for each in trials]
-    allowed = trials if activation_budget is None else [each for each in trials if each.arrangement.tensors]
+    allowed = allow(trials)
     finalists = fastest(allowed, budget_bytes)[:_NUM_FINALISTS]
     if not finalists:
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
@@ -285,12 +293,43 @@ def _plan(
     return plan, sample_batch, RehearsedBatches(batches, is_loader=worst is not None)
 
 
+def _that_treat(trials: Iterable[Trial]) -> list[Trial]:
+    return [each for each in trials if each.arrangement.tensors]
+
+
+def _with_room_or_little(
+    with_room: MakeTrials,
+    with_little: MakeTrials | None,
+    tried: Callable[[MakeTrials], list[Trial]],
+    fitting: Callable[[Sequence[Trial]], list[Trial]],
+) -> tuple[list[Trial], MakeTrials]:
+    """Try arrangements that leave a card's allocator all that it would like, and others if these promise to be faster.
+
+    Args:
+        with_room: Prepares trials in which all that the allocator would like to hold must fit.
+        with_little: Prepares those in which only what it needs must; None for a part of a card, and for the CPU.
+        tried: Tries arrangements.
+        fitting: Returns the trials that fit, the fastest first.
+
+    Returns:
+        The trials of one kind, and what prepares more of it.
+    """
+    trials = tried(with_room)
+    best = next((each.seconds for each in fitting(trials)), float("inf"))
+    if with_little is None or best <= _LITTLE_ROOM * trials[0].seconds:
+        return trials, with_room
+    others = tried(with_little)
+    other = next((each.seconds for each in fitting(others)), float("inf"))
+    is_better = _LITTLE_ROOM * other < best or best == float("inf")
+    return (others, with_little) if is_better else (trials, with_room)
+
+
 def _tried(
     rehearsal: StepTrials,
+    *,
     counts: Sequence[int],
     precisions: Sequence[PlannedPrecision | None],
     budget_bytes: int,
-    *,
     treat: Treat | None,
     activation_budget: int | str | float | None,
     curve: bool,

@@ -92,8 +92,8 @@ class Trial:
         arrangement: The arrangement.
         estimate: Memory of the planned step at its peak.
         required_bytes: Bytes that must fit, including scratch memory inside kernels, and on the CPU the random state
-            that the step and its treated blocks keep. On a card, what the allocator reserves if memory is plentiful,
-            or if it has no more than the budget, what it needs.
+            that the step and its treated blocks keep. On a card, all that the allocator would like to hold, or only
+            what it needs.
         seconds: Time of its operators.
         block_costs: Savings and cost of each treatment of each block, for micro-batches of this size.
         forwards: What its forwards have run or saved, where saved tensors are treated.
@@ -144,7 +144,7 @@ class StepTrials:
         kept_operators: Operators whose results a "selective" block keeps.
         may_offload: Whether saved tensors may wait elsewhere.
         num_rows: Rows of the batch.
-        fills_card: Whether the allocator can have no more than the budget, so that it frees its cache in time.
+        frees_cache: Whether only what the allocator needs must fit: when a card has no more, it frees its cache.
     """
 
     model: nn.Module
@@ -159,7 +159,7 @@ class StepTrials:
     kept_operators: frozenset[Any]
     may_offload: bool
     num_rows: int
-    fills_card: bool = False
+    frees_cache: bool = False
     call: str = "plan_training"
 
     def run(self, arrangement: Arrangement, plain: Trial | None = None) -> Trial:
@@ -174,7 +174,7 @@ class StepTrials:
         record, trace, left_bytes, device_type, *_ = self._record(arrangement, counting)
         estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
-        required_bytes = estimate.least_required_interval[1] if self.fills_card else estimate.required_bytes
+        required_bytes = estimate.least_required_interval[1] if self.frees_cache else estimate.required_bytes
         required_bytes += (arrangement.accumulation_steps - num_run) * left_bytes
         tensors = arrangement.tensors
         if device_type == "cpu":
