@@ -9,7 +9,7 @@ from typing import Literal
 
 from memkit.report.growth import LEAST_RATE, HeldGrowth, Trend, find_trend, growth_of, is_of_inputs
 from memkit.report.nodes import Size
-from memkit.report.observed import Observed
+from memkit.report.observed import Observed, larger
 
 OWN_MARKS = frozenset({"track", "kept", "leaks"})
 """Events that memkit adds by itself: other sections report their content."""
@@ -118,8 +118,8 @@ class _Bounds:
 
     def add(self, each: Observed) -> None:
         self.num += 1
-        self.added = _larger(self.added, each.event.incremental_bytes)
-        self.low = _larger(self.low, each.low)
+        self.added = larger(self.added, each.event.incremental_bytes)
+        self.low = larger(self.low, each.low)
         self.high = None if self.high is None or each.high is None else max(self.high, each.high)
         if each.event.duration_ns is not None:
             self.host_ns = (self.host_ns or 0) + each.event.duration_ns
@@ -209,9 +209,9 @@ def _summed(added: Sequence[tuple[int, int | None]]) -> list[tuple[int, int]]:
 def _add_step(one: _OneStep, each: Observed) -> None:
     event, before = each.event, each.before
     one.bounds.add(each)
-    one.held = _larger(one.held, event.allocated_bytes)
+    one.held = larger(one.held, event.allocated_bytes)
     if event.peak_total_bytes is not None and before is not None and before.peak_total_bytes is not None:
-        one.grown = _larger(one.grown, event.peak_total_bytes - before.peak_total_bytes)
+        one.grown = larger(one.grown, event.peak_total_bytes - before.peak_total_bytes)
 
 
 def _choose_change(
@@ -239,7 +239,3 @@ def _find_rise(observed: Sequence[Observed], increments: Sequence[int | None]) -
     records = (each.event.peak_total_bytes for each in observed[last + 1 :] if each.track == first.track)
     end = max((record for record in records if record is not None), default=None)
     return (added, end - start) if start is not None and end is not None and end - start < added else None
-
-
-def _larger(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else max(a, b)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from memkit._core.errors import FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
-from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
+from memkit._events.log import EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, event_of
 from memkit._events.reader import read_memory_events
 from memkit._events.writer import EventWriter, rank_path, save_events
 from tests.helpers import assert_refused, run_python
@@ -57,6 +57,19 @@ def lines_of(path):
 )
 def test_a_wrong_value_makes_no_event(values, error, text):
     assert_refused(lambda: Event(**{"event": "e", **values}), error, text)
+
+
+def test_an_event_of_a_record_is_the_event():
+    values = dict.fromkeys((each for each in EVENT_KEYS if each.endswith(("_bytes", "_ns", "step", "rank"))), 7)
+    values |= {"event": "forward", "phase": "a/b", "component": "c", "wall_s": 1.5, "note": {"x": [1]}, "run": 0}
+    values |= {"source": "allocator", "kind": "measured"}
+    assert {*values} == {*EVENT_KEYS, "run"}
+    for names in (values, ["event"]):
+        some = {name: values[name] for name in names}
+        found, expected = event_of(some), Event(**some)
+        assert (found, found.run) == (expected, expected.run)
+    assert_refused(lambda: event_of({"event": "x", "step": -1}), InputError, "step")
+    assert_refused(lambda: event_of({"step": 1}), InputTypeError, "event")
 
 
 def test_self_containing_note_terminates():
