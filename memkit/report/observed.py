@@ -70,11 +70,11 @@ class _Inside:
         if event.time_ns is None:  # without a clock there are no blocks: a log of single events, as in the older format
             return each
         if each.step is not None:
-            low = larger(low, self._steps.pop(track, None))
+            low = larger_known(low, self._steps.pop(track, None))
         elif event.phase is not None and event.duration_ns is not None:
             for time, inner in self._phases.pop((track, event.phase), ()):
                 if time > event.time_ns - event.duration_ns:
-                    low = larger(low, inner)
+                    low = larger_known(low, inner)
         if low is not None:
             if each.step is None:
                 self._steps[track] = max(low, self._steps.get(track, 0))
@@ -85,7 +85,7 @@ class _Inside:
         return each._replace(low=low)
 
 
-def larger(one: int | None, other: int | None) -> int | None:
+def larger_known(one: int | None, other: int | None) -> int | None:
     """Return the larger of two sizes that may be unknown."""
     return other if one is None or (other is not None and other > one) else one
 

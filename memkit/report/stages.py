@@ -9,7 +9,7 @@ from typing import Literal
 
 from memkit.report.growth import LEAST_RATE, HeldGrowth, Trend, find_trend, growth_of, is_of_inputs
 from memkit.report.nodes import Size
-from memkit.report.observed import Observed, larger
+from memkit.report.observed import Observed, larger_known
 
 OWN_MARKS = frozenset({"track", "kept", "leaks"})
 """Events that memkit adds by itself: other sections report their content."""
@@ -118,8 +118,8 @@ class _Bounds:
 
     def add(self, each: Observed) -> None:
         self.num += 1
-        self.added = larger(self.added, each.event.incremental_bytes)
-        self.low = larger(self.low, each.low)
+        self.added = larger_known(self.added, each.event.incremental_bytes)
+        self.low = larger_known(self.low, each.low)
         self.high = None if self.high is None or each.high is None else max(self.high, each.high)
         if each.event.duration_ns is not None:
             self.host_ns = (self.host_ns or 0) + each.event.duration_ns
@@ -209,9 +209,9 @@ def _summed(added: Sequence[tuple[int, int | None]]) -> list[tuple[int, int]]:
 def _add_step(one: _OneStep, each: Observed) -> None:
     event, before = each.event, each.before
     one.bounds.add(each)
-    one.held = larger(one.held, event.allocated_bytes)
+    one.held = larger_known(one.held, event.allocated_bytes)
     if event.peak_total_bytes is not None and before is not None and before.peak_total_bytes is not None:
-        one.grown = larger(one.grown, event.peak_total_bytes - before.peak_total_bytes)
+        one.grown = larger_known(one.grown, event.peak_total_bytes - before.peak_total_bytes)
 
 
 def _choose_change(
