@@ -31,6 +31,7 @@ Form = Literal["lines", "array", "snapshot", "trace"]
 _SNAPSHOT_START = b"\x80"  # of every pickle since protocol 2
 _GZIP_START = b"\x1f\x8b"
 _SCHEMA = re.compile(r"memkit\.events/1(\.\d+)?", re.ASCII)  # a minor version only adds keys
+_SPACES = " \t\n\r"  # around a JSON value
 _LEGACY_KEYS = {"peak_memory": "peak_total_bytes", "incremental_memory": "incremental_bytes"}
 _LEGACY_NAMES = frozenset({"event", *_LEGACY_KEYS})
 _HEADER_KEYS, _DEVICE_KEYS, _ORIGIN_KEYS = (
@@ -163,7 +164,6 @@ class EventFile:
     def _add_record(self, where: str, record: dict[str, Any], index: int | None) -> None:
         """Add the values of an event, which belongs to one of this file's headers or to none."""
         values = _known(record, _EVENT_KEYS, self._unknown)
-        values.setdefault("event", None)
         wall_s = None
         if index is not None:
             header = self.headers[index]
@@ -171,14 +171,17 @@ class EventFile:
                 values["rank"] = header.rank
             values["run"] = self._num_runs_before + index
             wall_s = header.wall_s
-        event = self._make_event(where, values)
+        try:
+            event = event_of(values)
+        except (InputError, InputTypeError) as error:
+            self._fail(f"{where}, event {short(values.get('event'))}: {error.got}", error.expected)
         self.events.append(event)
         self._note_second(wall_s if event.wall_s is None else event.wall_s)
 
     def _note_second(self, wall_s: float | None) -> None:
         """Record a wall time; a clock that is set back must not reverse the file's own order."""
         before = self.seconds[-1] if self.seconds else -math.inf
-        self.seconds.append(before if wall_s is None else max(before, wall_s))
+        self.seconds.append(before if wall_s is None or wall_s < before else wall_s)
 
     def _chunks(self, file: BinaryIO, expected: str) -> Iterator[bytes]:
         num_bytes = 0
@@ -262,12 +265,6 @@ class EventFile:
         if peaks != sorted(peaks):
             self._note("peak_memory falls at some event: the counter was reset, or the file contains several runs")
 
-    def _make_event(self, where: str, values: dict[str, Any]) -> Event:
-        try:
-            return event_of(values)
-        except (InputError, InputTypeError) as error:
-            self._fail(f"{where}, event {short(values['event'])}: {error.got}", error.expected)
-
     def _note(self, problem: str) -> None:
         self.problems.append(f"{self.path}: {problem}")
 
@@ -291,15 +288,17 @@ def _parse(data: bytes) -> Any:
         ValueError: The text is complete, but repeats a key, is nested too deeply, or contains invalid JSON values.
     """
     try:
-        text = data.decode()
+        text = data.decode().strip(_SPACES)
         check_density(text)
-        value = _decode(text)
+        value, end = _decoder.raw_decode(text)
     except UnicodeError:
         raise NotWholeError("text that is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise NotWholeError(f"invalid JSON at character {error.pos} ({error.msg})") from None
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
+    if end < len(text):
+        raise NotWholeError(f"invalid JSON at character {end} (Extra data)")
     if "\\u" in text:
         _check_characters(value)
     return value
@@ -327,13 +326,12 @@ def _no_constant(name: str) -> NoReturn:
 
 # Shared by all lines: json.loads would create one for each.
 _decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
-_decode = _decoder.decode
 
 
 def _known(record: dict[str, Any], names: frozenset[str], unknown: Counter[str]) -> dict[str, Any]:
     """Return the values under known names and count the others."""
-    if record.keys() <= names:
-        return dict(record)
+    if names.issuperset(record):
+        return record
     unknown.update(record.keys() - names)
     return {name: value for name, value in record.items() if name in names}
 

@@ -115,15 +115,15 @@ def _find_steady(values: Sequence[int]) -> HeldGrowth | None:
         if len(tail) < _FEWEST or not is_even:
             return None
         return HeldGrowth(statistics.mean(rises), 1, is_certain=evenness > 0.98 and len(rises) > 2)
-    trend = find_trend(list(enumerate(tail)))
     quarters = [min(tail[len(tail) * n // 4 : len(tail) * (n + 1) // 4]) for n in range(4)]
     is_lasting = quarters[3] - quarters[2] > _LASTING * (quarters[3] - quarters[0]) / 3
     last = rises[-max(2, len(tail) // _END) :]
     is_over = max(map(abs, last)) * 10 * len(rises) < tail[-1] - tail[0]  # flat at the end: perhaps a full cache
     is_rising = all(earlier < later for earlier, later in pairwise(quarters)) and is_lasting
-    if trend is None or trend.deviations < _CERTAIN or not is_rising or is_over:
+    if not is_rising or is_over or sum(each > 0 for each in rises) < _LEAST_RISES:
         return None
-    if sum(each > 0 for each in rises) < _LEAST_RISES:
+    trend = find_trend(list(enumerate(tail)))
+    if trend is None or trend.deviations < _CERTAIN:
         return None
     return HeldGrowth(trend.slope or (tail[-1] - tail[0]) / len(rises), 1, is_certain=True)
 

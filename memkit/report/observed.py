@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from memkit._events.log import Event
@@ -53,8 +54,7 @@ def observe(log: EventLog) -> tuple[list[Observed], int]:
     ]
     # A mark without any number does not show how the others were obtained.
     events = measured if any(_device_bytes(event) is not None for event in measured) else list(log.events)
-    inside = _Inside()
-    return [inside.widen(each) for each in _observe(events)], len(log.events) - len(events)
+    return list(_observe(events)), len(log.events) - len(events)
 
 
 class _Inside:
@@ -64,25 +64,25 @@ class _Inside:
         self._steps: dict[int, int] = {}  # per track, since its last step
         self._phases: dict[tuple[int, str], list[tuple[int, int]]] = {}  # time and bytes, by the phase's path
 
-    def widen(self, each: Observed) -> Observed:
-        """Raise the lower bound of a block's peak to the largest value seen inside it, if no better one is known."""
-        event, track, low = each.event, each.track, each.low
+    def raised(self, event: Event, track: int, *, is_step: bool, low: int | None, high: int | None) -> int | None:
+        """Return the lower bound of a block's peak, or the largest value seen inside it, if that is a better one."""
         if event.time_ns is None:  # without a clock there are no blocks: a log of single events, as in the older format
-            return each
-        if each.step is not None:
-            low = larger_known(low, self._steps.pop(track, None))
-        elif event.phase is not None and event.duration_ns is not None:
-            for time, inner in self._phases.pop((track, event.phase), ()):
+            return low
+        seen, path = low, event.phase
+        if is_step:
+            seen = larger_known(seen, self._steps.pop(track, None))
+        elif path is not None and event.duration_ns is not None:
+            for time, inner in self._phases.pop((track, path), ()):
                 if time > event.time_ns - event.duration_ns:
-                    low = larger_known(low, inner)
-        if low is not None:
-            if each.step is None:
-                self._steps[track] = max(low, self._steps.get(track, 0))
-            for path in _outer(event, is_block=each.step is None and event.duration_ns is not None):
-                self._phases.setdefault((track, path), []).append((event.time_ns, low))
-        if low is None or low == each.low or (each.high is not None and low > each.high):
-            return each
-        return each._replace(low=low)
+                    seen = larger_known(seen, inner)
+            path = path.rpartition("/")[0]  # a phase does not contain itself
+        if seen is None:
+            return None
+        if not is_step:
+            self._steps[track] = max(seen, self._steps.get(track, 0))
+        for outer in _with_outer(path) if path else ():
+            self._phases.setdefault((track, outer), []).append((event.time_ns, seen))
+        return low if high is not None and seen > high else seen
 
 
 def larger_known(one: int | None, other: int | None) -> int | None:
@@ -90,23 +90,18 @@ def larger_known(one: int | None, other: int | None) -> int | None:
     return other if one is None or (other is not None and other > one) else one
 
 
-def _outer(event: Event, *, is_block: bool) -> Sequence[str]:
-    """Return the paths of the phases that contain an event."""
-    path = event.phase or ""
-    if is_block:  # a phase does not contain itself
-        path = path.rpartition("/")[0]
-    paths = []
-    while path:
-        paths.append(path)
-        path = path.rpartition("/")[0]
-    return paths
+@lru_cache(maxsize=1024)  # a log has few phases, and each of them often
+def _with_outer(path: str) -> Sequence[str]:
+    """Return a phase's path, and those of the phases around it."""
+    parts = path.split("/")
+    return tuple("/".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
 def _observe(events: Iterable[Event]) -> Iterator[Observed]:
     last: dict[int | None, Event] = {}
     records: dict[int | None, int] = {}
     tracks: dict[int | None, int] = {}
-    num_tracks = 0
+    num_tracks, inside = 0, _Inside()
     for event in events:
         run, record = event.run, event.peak_total_bytes
         known = records.get(run)
@@ -116,8 +111,10 @@ def _observe(events: Iterable[Event]) -> Iterator[Observed]:
             num_tracks += 1
             last.pop(run, None)
             known = None
+        track, step = tracks[run], step_of(event)
         low, high = _peak(event, record, known)
-        yield Observed(event, tracks[run], last.get(run), step_of(event), low, high)
+        low = inside.raised(event, track, is_step=step is not None, low=low, high=high)
+        yield Observed(event, track, last.get(run), step, low, high)
         if record is not None:
             records[run] = record
         if record is not None or event.allocated_bytes is not None:

@@ -231,13 +231,8 @@ def _curves(
     values: Mapping[str, Sequence[int | None]], places: Sequence[float], labels: Sequence[str], words: Words
 ) -> tuple[Curve, ...]:
     """Make a curve of each row with at least two known values."""
-    curves = []
-    for key, sizes in values.items():
-        each = zip(places, sizes, labels, strict=True)
-        points = [(place, size, label) for place, size, label in each if size is not None]
-        if len(points) > 1:
-            curves.append(thin(words(key), points))
-    return tuple(curves)
+    known = {key: sizes for key, sizes in values.items() if len(sizes) - sizes.count(None) > 1}
+    return tuple(thin(words(key), places, sizes, labels) for key, sizes in known.items())
 
 
 def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
@@ -270,9 +265,11 @@ def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
 
 def _slope(figures: ReportFigures, places: Sequence[float], words: Words) -> Iterator[Curve]:
     """Draw the growth as a straight line over the steps, at the height of the held memory."""
+    if figures.steps is None or figures.steps.growth is None:
+        return
     steps = [(place, each) for place, each in zip(places, figures.observed, strict=True) if each.step is not None]
     held = [(place, each.event.allocated_bytes) for place, each in steps if each.event.allocated_bytes is not None]
-    if figures.steps is None or figures.steps.growth is None or len(held) < 2:
+    if len(held) < 2:
         return
     rise = figures.steps.growth.rate * (figures.steps.steps[-1].number - figures.steps.steps[0].number)
     (first, _), (last, end) = held[0], held[-1]
@@ -283,11 +280,11 @@ def _slope(figures: ReportFigures, places: Sequence[float], words: Words) -> Ite
 
 def _failures(figures: ReportFigures, places: Sequence[float], line: Curve, words: Words) -> Iterator[Curve]:
     """Mark where memory ran out, at the height of the first curve."""
-    shortages = {each.event for each in figures.shortages}
+    names = {"oom", *(each.event for each in figures.shortages)}
     marked = [
         (place, each.event.allocated_bytes, each.event.event)
         for place, each in zip(places, figures.observed, strict=True)
-        if ran_out(each.event) or each.event.event == "oom" or each.event.event in shortages
+        if ran_out(each.event) or each.event.event in names
     ]
     if marked:
         heights = [max(line.y) if size is None else size for _, size, _ in marked]

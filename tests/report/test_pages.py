@@ -193,12 +193,16 @@ def test_clock_set_back_breaks_no_chart():
 
 
 def test_thin_keeps_each_bucket_within_its_ends():
-    points = [(float(n), (n * 7919) % 1000, str(n)) for n in range(5_000)]
-    line = thin("a", points)
+    places = [float(n ^ 1) for n in range(5_000)]  # the clock is set back at every other point
+    sizes = [None if n % 50 == 7 else (n * 7919) % 1000 for n in range(5_000)]
+    labels = [str(n) for n in range(5_000)]
+    points = {each for each in zip(places, sizes, labels, strict=True) if each[1] is not None}
+    line = thin("a", places, sizes, labels)
     assert list(line.x) == sorted(line.x)
     assert (line.x[0], line.x[-1]) == (0.0, 4_999.0)
-    assert {(x, y) for x, y in zip(line.x, line.y, strict=True)} <= {(x, y) for x, y, _ in points}
-    assert thin("b", points[:480]).x == tuple(x for x, _, _ in points[:480])
+    assert set(zip(line.x, line.y, line.labels, strict=True)) < points
+    few = thin("b", places[:480], sizes[:480], labels[:480])
+    assert set(zip(few.x, few.y, few.labels, strict=True)) == {each for each in points if each[0] < 480}
 
 
 # ---- sections of one's own
