@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,21 +28,20 @@ from memkit._torch import machine
 
 if sys.platform == "win32":
 
-    def _getrusage(_: int) -> Any:
+    def _read_usage() -> Any:
         return SimpleNamespace(ru_maxrss=psutil.Process().memory_info().peak_wset)
-
-    _WHO = 0
 else:
     import resource
 
-    # Looked up once: between two blocks of a training step, each lookup is a cache miss.
-    _getrusage = resource.getrusage
     # On Linux, a thread's counter gives the process's peak too, and is quicker: it skips every other thread.
-    _WHO = resource.RUSAGE_THREAD if sys.platform == "linux" else resource.RUSAGE_SELF
+    _read_usage = partial(
+        resource.getrusage, resource.RUSAGE_THREAD if sys.platform == "linux" else resource.RUSAGE_SELF
+    )
 
 _PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
 _WITHOUT_PEAK = frozenset({"cpu", "meta", "mps"})
-_USAGE_UNIT = 1 if sys.platform in ("darwin", "win32") else 1024
+USAGE_UNIT = 1 if sys.platform in ("darwin", "win32") else 1024
+"""Bytes per unit of ``ru_maxrss``."""
 _CGROUP_FILES = {  # by version: limit, use, and the key of the reclaimable cache in memory.stat
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -281,27 +281,39 @@ def _read(path: str) -> bytes:
 
 
 class ResidentPeak:
-    """Peak of the resident bytes of this process since its start, or since the counter was restarted."""
+    """Peak of the resident bytes of this process since its start, or since the counter was restarted.
+
+    Attributes:
+        read_usage: Returns a record whose ``ru_maxrss`` is the peak, in units of ``USAGE_UNIT`` bytes. It is looked up
+            for each reading: as soon as it can be, it is the system call itself, which takes half a microsecond.
+    """
 
     def __init__(self) -> None:
-        self._own_from: float = math.inf  # above this value, the quick counter is this process's own
+        self._own_from: float = math.inf  # from this value on, the quick counter is this process's own
         self._restart_pid: int | None = None
         self._restart_file = -1
+        self.read_usage: Callable[[], Any] = self._tell_apart
 
     def read(self) -> int:
-        """Read the peak in half a microsecond.
+        """Read the peak in bytes."""
+        return int(self.read_usage().ru_maxrss) * USAGE_UNIT
 
-        On Linux, the quick counter (``ru_maxrss``) starts at the value of the process that launched this program, which
-        may have been larger: if the two cannot be distinguished, the process's own peak is read, in 15 microseconds.
+    def _tell_apart(self) -> Any:
+        """Read the peak where the quick counter may not be this process's own.
+
+        On Linux, that counter (``ru_maxrss``) starts at the value of the process that launched this program, which may
+        have been larger: if the two cannot be distinguished, the process's own peak is read, in 15 microseconds.
         """
-        peak: int = _getrusage(_WHO).ru_maxrss * _USAGE_UNIT
-        return peak if peak >= self._own_from else self._tell_apart(peak)
-
-    def _tell_apart(self, peak: int) -> int:
-        own = _status_bytes(Path("/"), "VmHWM") or peak
-        if own >= peak:
-            self._own_from = peak
-        return own
+        usage = _read_usage()
+        if usage.ru_maxrss >= self._own_from:
+            return usage
+        own = _status_bytes(Path("/"), "VmHWM")
+        if own is not None and own < usage.ru_maxrss * USAGE_UNIT:
+            return SimpleNamespace(ru_maxrss=own // USAGE_UNIT)
+        self._own_from = usage.ru_maxrss
+        if self._restart_pid is None:  # a counter that is never restarted does not fall below this again
+            self.read_usage = _read_usage
+        return usage
 
     def restart(self) -> bool:
         """Restart the kernel's counter from now; False if the system cannot."""
@@ -313,6 +325,7 @@ class ResidentPeak:
             os.write(self._restart_file, b"5")
         except OSError:
             return False
+        self.read_usage = self._tell_apart  # the launching process's value does not start again
         return True
 
 

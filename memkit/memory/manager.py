@@ -19,7 +19,7 @@ import torch
 
 from memkit._advice.suggest import Facts, Tip, suggest
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.errors import ConfigError, MemkitWarning, warn_user
+from memkit._core.errors import ConfigError, InputError, MemkitWarning, warn_user
 from memkit._core.foreign import PEAK, START, SUMMARY
 from memkit._core.printable import counted
 from memkit._core.protocols import Closing, Uncopied
@@ -105,7 +105,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
             other code; a phase's own peak is then known only if it sets a new record. True makes every phase's peak
             exact, by resetting the counters (on the CPU under Linux, the kernel's count for the process) at each phase.
         log: A file to which every event is appended, readable even after the process is killed: marks are written
-            immediately, ends of phases and steps are batched if several come within a fifth of a second. With several
+            immediately, ends of phases and steps are batched if several come within half a second. With several
             ranks, each writes its own file:
             ``"memory_events.jsonl"`` becomes ``"memory_events.rank3.jsonl"``.
         line_every: Log a line at level INFO to the logger ``"memkit"`` every this many steps; None disables it.
@@ -293,6 +293,10 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         Raises:
             InputError: The name is empty, or not text.
         """
+        if type(name) is not str or not name:
+            raise InputError(
+                f"phase({name!r})", got=repr(name), expected="a non-empty name", fix="pass a string such as 'forward'."
+            )
         return Phase(self._ledger, name)
 
     def mark(self, name: str, *, component: str | None = None, note: dict[str, Any] | None = None) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from memkit._core.units import GIB, MIB
 from memkit._events.log import Event
+from memkit._events.phase_names import is_evaluation
 from memkit.report.cycles import change_in
 from memkit.report.figures import ReportFigures
 from memkit.report.finding import ReportFinding
@@ -17,7 +17,6 @@ from memkit.report.nodes import clean
 from memkit.report.observed import Observed
 from memkit.report.stages import OWN_MARKS, LoggedStep
 
-_EVALUATION = re.compile(r"val(id(ation|ate)?)?|eval(uat(e|ion))?|test(ing)?|infer(ence)?|predict(ion)?", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory")
 _END_OF_RUN = 10**15  # more than any device has: a run that fails matters most
 _LARGER = 1.2  # times all others: smaller ratios are the spread of batches
@@ -27,18 +26,6 @@ _LEAST_CACHED = 64 * MIB  # a few partly used segments of 20 MiB each are normal
 _TIGHT = 0.1  # of the device, free: another order of allocations, or a longer input, may not fit
 _SAME = 0.1  # two rises with the same cause differ by less than this share
 _LEAST_STEPS = 4  # with known peaks
-
-
-@lru_cache(maxsize=1024)  # a log has few phases, and each of them often
-def is_evaluation(path: str) -> bool:
-    """Whether a phase evaluates, by its name.
-
-    Example:
-        >>> from memkit.report.peaking import is_evaluation
-        >>> is_evaluation("epoch/validation"), is_evaluation("train/forward")
-        (True, False)
-    """
-    return any(_EVALUATION.fullmatch(word) for part in path.split("/") for word in re.split(r"[ _-]|\d+", part))
 
 
 def find_shortages(figures: ReportFigures) -> Iterator[ReportFinding]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from memkit._charts.charts import Strip, unit_of
+from memkit._events.phase_names import is_evaluation
 from memkit.report.components import Components, Load
 from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Bars, Bullets, Cell, Curve, Lines, Node, Paragraph, Section, Share, Size, clean
-from memkit.report.peaking import is_evaluation, ran_out
+from memkit.report.peaking import ran_out
 from memkit.report.stages import EventStage, LoggedStep, LoggedSteps
 from memkit.report.thin import thin
 from memkit.report.words import Words

@@ -207,7 +207,7 @@ def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
     """Counted, as times are not: a step without news is read from the counters, and evaluated later."""
     memory = mk.MemoryManager("cpu")
     batch = (torch.ones(8, 3), torch.ones(8))
-    memory._ledger.settled_ns = 2**62  # no second passes
+    memory._ledger.due_ns = 2**62  # no second passes
 
     def step():
         with memory.recorded_step(tmp_path, batch):
@@ -225,7 +225,7 @@ def test_a_recorded_step_calls_few_functions(tmp_path, monkeypatch):
 def test_a_phase_and_a_step_call_few_functions(tmp_path):
     for log in (None, tmp_path / "memory_events.jsonl"):
         memory = mk.MemoryManager("cpu", log=log)
-        memory._ledger.settled_ns = 2**62
+        memory._ledger.due_ns = 2**62
 
         def phase(memory=memory):
             with memory.phase("forward"):

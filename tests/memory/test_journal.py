@@ -104,10 +104,10 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_phase(tmp_path):
     script = (
         "import os, signal, time, memkit as mk\n"
         f"memory = mk.MemoryManager('cpu', log={str(path)!r})\n"
-        "with memory.phase('first'): time.sleep(0.3)\n"
+        "with memory.phase('first'): time.sleep(0.6)\n"
         "memory.mark('now')\n"
         "with memory.phase('second'):\n"
-        "    with memory.phase('inner'): time.sleep(0.3)\n"
+        "    with memory.phase('inner'): time.sleep(0.6)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert run(script).returncode == -signal.SIGKILL

@@ -122,7 +122,7 @@ def test_blocks_wait_to_be_evaluated(tmp_path, has_log, waits):
     memory = mk.MemoryManager("cpu", log=tmp_path / "memory_events.jsonl" if has_log else None)
     for seconds, still_waits in zip((0.05, 0.5, 1.5), waits, strict=True):
         memory._ledger.settle()
-        memory._ledger.settled_ns -= int(seconds * 1e9)
+        memory._ledger.due_ns -= int(seconds * 1e9)
         with memory.phase("forward"):
             pass
         assert bool(memory._ledger.ended) == still_waits, seconds
@@ -131,7 +131,7 @@ def test_blocks_wait_to_be_evaluated(tmp_path, has_log, waits):
 
 def test_no_more_than_a_thousand_blocks_wait():
     memory = mk.MemoryManager("cpu")
-    memory._ledger.settled_ns = 2**62
+    memory._ledger.due_ns = 2**62
     for number in range(1, 1001):
         memory.step()
         assert len(memory._ledger.ended) == number % 1000
@@ -190,6 +190,29 @@ def test_open_generator_does_not_affect_other_paths():
         pass
     assert list(memory.phases) == ["epoch", "epoch/data", "epoch/data/forward", "epoch/data/later", "last"]
     assert all(each.num_calls == 1 for each in memory.phases.values())
+
+
+def test_only_evaluations_note_the_graphs_that_they_build():
+    """A report looks for them nowhere else, and each count costs time in a training step."""
+    memory = mk.MemoryManager("cpu")
+    weight = torch.ones(2, requires_grad=True)
+    for name in ("forward", "validation", "inner"):
+        with memory.phase(name), torch.set_grad_enabled(name != "inner"):
+            weight.mul(2).mul(3)
+    with memory.phase("validation"), torch.no_grad(), memory.phase("inner"):
+        weight.mul(2)
+    with memory.phase("validation"), memory.phase("inner"):
+        weight.mul(2)
+    notes = [(event.phase, event.note) for event in memory.events]
+    assert notes == [
+        ("forward", None),
+        ("validation", {"graph_nodes": 2}),
+        ("inner", None),
+        ("validation/inner", None),
+        ("validation", None),
+        ("validation/inner", {"graph_nodes": 1}),
+        ("validation", {"graph_nodes": 1}),
+    ]
 
 
 def test_each_thread_has_paths_of_its_own():
