@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 import memkit as mk
-from benchmarks.cases.manager_cost import PAIRS, ROUNDS, Loop, _nothing, extra_seconds
+from benchmarks.cases.manager_cost import PAIRS, ROUNDS, Loop, Settling, _nothing, extra_seconds, middle_mean
 from benchmarks.models import transformer
 from benchmarks.result import write_result
 from benchmarks.timing import seconds_of
@@ -39,17 +39,22 @@ def measure(loop: Loop, memory: mk.MemoryManager, directory: str) -> dict[str, d
             recorded, loop, memory, directory, partial(loop.with_three_phases, memory.phase, _nothing)
         ),
     }
+    settling = Settling([memory])
     bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS))
     rows = {}
     extra: dict[str, list[float]] = {name: [] for name in ways}
+    settled_s = dict.fromkeys(ways, 0.0)
     for _ in range(ROUNDS):
         for name, step in ways.items():
-            extra[name] += extra_seconds(step, loop.bare)
+            values, share_s = extra_seconds(step, loop.bare, settling)
+            extra[name] += values
+            settled_s[name] += share_s / ROUNDS
     for name, values in extra.items():
-        mean_s = statistics.fmean(values)
+        extra_s, error_s = middle_mean(values)
+        mean_s = extra_s + settled_s[name]
         rows[name] = {
             "extra_us": round(1e6 * mean_s, 1),
-            "standard_error_us": round(1e6 * statistics.stdev(values) / len(values) ** 0.5, 1),
+            "standard_error_us": round(1e6 * error_s, 1),
             "bare_us": round(1e6 * bare_s, 1),
             "ratio": round(1 + mean_s / bare_s, 4),
         }
