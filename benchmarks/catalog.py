@@ -84,7 +84,7 @@ CASES = {
     "log_fuzz": Case(2, ("fuzz/num_logs", "fuzz/anything else")),
     "loop_cost": Case(3, environment=STEADY_HEAP),
     "loop_semantics": Case(0.1, ("*",)),
-    "manager_cost": Case(3, environment=STEADY_HEAP),
+    "manager_cost": Case(6, environment=STEADY_HEAP),
     "metric_fuzz": Case(3, ("*",)),
     "oom_classifier": Case(0.1, ("*",)),
     "packed_batches": Case(1, ("*_bytes*", "*/num_*", "evenness/*")),

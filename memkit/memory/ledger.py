@@ -33,6 +33,9 @@ _WRITTEN_NS, _KEPT_NS = 500_000_000, 1_000_000_000  # longest wait of events for
 _MOST_ENDED = 1000  # blocks that wait; more are settled earlier
 _CHILDREN_NS, _CHILDREN_SHARE = 500_000_000, 200  # child processes: a reading each 500 ms, in at most 1/200 of the time
 _FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors after 4 steps, 16, 64 and so on
+# Within it, a process cannot touch more memory than the kernel's count lags behind: it is kept for each processor, and
+# summed up some pages at a time.
+_FRESH_NS = 50_000
 _NO_COUNTERS = DeviceMemory()
 _now = time.monotonic_ns  # looked up once: between two blocks, each lookup is a cache miss
 
@@ -140,11 +143,12 @@ class Interval:
                 self.num_nodes = next_sequence_number() - self.first_node
             if ledger.read_device is not None:
                 self.last = ledger.read_device()
-            self.host_last = ledger.read_usage().ru_maxrss
-            if ledger.reset_peaks:
-                ledger.end_peaks(self)
-            if self.trackers:
-                self._end_tracked()
+            if ledger.reset_peaks or end_ns - ledger.read_ns > _FRESH_NS:
+                ledger.usage = ledger.read_usage().ru_maxrss
+                ledger.read_ns = end_ns
+            self.host_last = ledger.usage
+            if ledger.reset_peaks or self.trackers:
+                self._find_peak()
             ended = ledger.ended
             ended.append(self)
             # After an error, the process may end.
@@ -154,7 +158,11 @@ class Interval:
             if error is None:
                 raise
 
-    def _end_tracked(self) -> None:
+    def _find_peak(self) -> None:
+        if self._ledger.reset_peaks:
+            self._ledger.end_peaks(self)
+        if not self.trackers:
+            return
         tracker = self.trackers[-1]
         self.live_bytes = tracker.live_bytes
         if self.tracker is tracker and self.last.peak_bytes is None:
@@ -191,12 +199,18 @@ class Phase(Interval):
         neighbors.append(self)
         if ledger.read_device is not None:
             self.first = ledger.read_device()
-        self.host_first = ledger.read_usage().ru_maxrss
-        if ledger.reset_peaks:
-            ledger.begin_peaks(self)
         if ledger.evaluations and path in ledger.evaluations:
             self.first_node = next_sequence_number()
-        self.start_ns = _now()
+        start_ns = _now()
+        if ledger.reset_peaks or start_ns - ledger.read_ns > _FRESH_NS:
+            ledger.usage = ledger.read_usage().ru_maxrss
+            ledger.read_ns = start_ns
+            start_ns = _now()
+        self.host_first = ledger.usage
+        if ledger.reset_peaks:
+            ledger.begin_peaks(self)
+            start_ns = _now()
+        self.start_ns = start_ns
 
     __exit__ = Interval.end
 
@@ -277,6 +291,8 @@ class Ledger:
         host_peak_bytes: Largest resident bytes of this process in the run.
         watched_bytes: Largest bytes of tensors that a `MemoryManager.track` has seen; None before the first one ends.
         read_device: Reads the device's counters; None if it has none.
+        usage: What that read last, at most 50 microseconds before it is used.
+        read_ns: When, by the monotonic clock.
         read_usage: Reads the peak of resident bytes since the counter was restarted, as `devices.ResidentPeak` does.
     """
 
@@ -290,6 +306,7 @@ class Ledger:
         self._host_peak = devices.ResidentPeak()
         self._host_peak.read()
         self.read_usage = self._host_peak.read_usage
+        self.read_ns = self.usage = 0
         self.reset_peaks = reset_peaks
         self.ended: deque[Interval] = deque()
         self.due_ns = 0
@@ -351,7 +368,7 @@ class Ledger:
             return step
         if self.read_device is not None:
             step.first = self.read_device()
-        step.host_first = self.read_usage().ru_maxrss
+        self.usage = step.host_first = self.read_usage().ru_maxrss
         if self.reset_peaks:
             self.begin_peaks(step)
         return step
@@ -493,6 +510,8 @@ class Ledger:
             others["peak_total_bytes"] = self.peak_bytes
             others["reserved_bytes"] = counters.reserved_bytes
             others["reserved_peak_bytes"] = self.reserved_peak_bytes
+        if not others:
+            return f"{text}}}"
         return "".join([text, *[f',"{name}":{value}' for name, value in others.items() if value is not None], "}"])
 
     def _read_children(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -22,6 +23,7 @@ class IntervalPeak(NamedTuple):
 _UNKNOWN = IntervalPeak(None, None)
 
 
+@lru_cache(maxsize=64)  # a counter of peaks seldom changes: most blocks begin and end with the same
 def peak_by_record(first: int | None, last: int | None) -> IntervalPeak:
     """Infer a block's peak from the values at its ends of a peak counter that is never reset.
 
@@ -94,10 +96,14 @@ class PhaseTotals:
         self.duration_ns += duration_ns
         if duration_ns > self.longest_ns:
             self.longest_ns = duration_ns
-        self.peak_bytes = larger(self.peak_bytes, peak.known)
-        self.peak_at_most_bytes = _larger_if_both(self.peak_at_most_bytes, peak.at_most)
-        self.host_peak_bytes = larger(self.host_peak_bytes, host_peak.known)
-        self.host_peak_at_most_bytes = _larger_if_both(self.host_peak_at_most_bytes, host_peak.at_most)
+        if peak.known is not None:
+            self.peak_bytes = larger(self.peak_bytes, peak.known)
+        if self.peak_at_most_bytes != peak.at_most:
+            self.peak_at_most_bytes = _larger_if_both(self.peak_at_most_bytes, peak.at_most)
+        if host_peak.known is not None:
+            self.host_peak_bytes = larger(self.host_peak_bytes, host_peak.known)
+        if self.host_peak_at_most_bytes != host_peak.at_most:
+            self.host_peak_at_most_bytes = _larger_if_both(self.host_peak_at_most_bytes, host_peak.at_most)
 
 
 def _larger_if_both(a: int | None, b: int | None) -> int | None:
