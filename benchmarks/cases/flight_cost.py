@@ -18,10 +18,9 @@ from functools import partial
 import torch
 
 import memkit as mk
-from benchmarks.cases.manager_cost import PAIRS, ROUNDS, Loop, Settling, _nothing, extra_seconds, middle_mean
+from benchmarks.cases.manager_cost import ROUNDS, Loop, Settling, _nothing, extra_seconds, middle_mean
 from benchmarks.models import transformer
 from benchmarks.result import write_result
-from benchmarks.timing import seconds_of
 
 RING = 1000  # events
 
@@ -40,17 +39,18 @@ def measure(loop: Loop, memory: mk.MemoryManager, directory: str) -> dict[str, d
         ),
     }
     settling = Settling([memory])
-    bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS))
     rows = {}
+    bare: dict[str, list[float]] = {name: [] for name in ways}
     extra: dict[str, list[float]] = {name: [] for name in ways}
     settled_s = dict.fromkeys(ways, 0.0)
     for _ in range(ROUNDS):
         for name, step in ways.items():
-            values, share_s = extra_seconds(step, loop.bare, settling)
+            bares, values, share_s = extra_seconds(step, loop.bare, settling)
+            bare[name] += bares
             extra[name] += values
             settled_s[name] += share_s / ROUNDS
     for name, values in extra.items():
-        extra_s, error_s = middle_mean(values)
+        bare_s, (extra_s, error_s) = statistics.median(bare[name]), middle_mean(values)
         mean_s = extra_s + settled_s[name]
         rows[name] = {
             "extra_us": round(1e6 * mean_s, 1),

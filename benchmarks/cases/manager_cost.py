@@ -132,17 +132,20 @@ class Settling:
         self.seconds += seconds_of(settle)
 
 
-def extra_seconds(step: Callable[[], None], bare: Callable[[], None], settling: Settling) -> tuple[list[float], float]:
-    """How much longer than a bare step beside it each of some steps takes without settling, and that, per step."""
-    extra, settled_s = [], 0.0
+def extra_seconds(
+    step: Callable[[], None], bare: Callable[[], None], settling: Settling
+) -> tuple[list[float], list[float], float]:
+    """Return each bare step's time, how much longer the step beside it takes without settling, and that, per step."""
+    bares, extra, settled_s = [], [], 0.0
     for number in range(PAIRS + WARM_UP):
         if number == WARM_UP:
             settled_s = settling.seconds
         bare_s = seconds_of(bare) if number % 2 else None
         before_s = settling.seconds
         step_s = seconds_of(step) - (settling.seconds - before_s)
-        extra.append(step_s - (seconds_of(bare) if bare_s is None else bare_s))
-    return extra[WARM_UP:], (settling.seconds - settled_s) / PAIRS
+        bares.append(seconds_of(bare) if bare_s is None else bare_s)
+        extra.append(step_s - bares[-1])
+    return bares[WARM_UP:], extra[WARM_UP:], (settling.seconds - settled_s) / PAIRS
 
 
 def middle_mean(values: list[float]) -> tuple[float, float]:
@@ -186,21 +189,23 @@ def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, 
         for kind, run in runs.items():
             steps[f"{name}: {kind}"] = partial(run, manager.phase, manager.step)
             watched[f"{name}: {kind}"] = partial(inner_seconds, run, manager, settling)
-    bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS))
+    bare: dict[str, list[float]] = {name: [] for name in steps}
     extra: dict[str, list[float]] = {name: [] for name in steps}
     inner: dict[str, list[float]] = {name: [] for name in watched}
     settled_s = dict.fromkeys(steps, 0.0)
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            values, share_s = extra_seconds(step, loop.bare, settling)
+            bares, values, share_s = extra_seconds(step, loop.bare, settling)
+            bare[name] += bares
             extra[name] += values
             settled_s[name] += share_s / ROUNDS
             if name in watched:
                 inner[name] += watched[name]()
-    rows = {"bare": {"us_per_step": round(1e6 * bare_s, 1)}}
+    rows = {}
     for name, values in extra.items():
-        extra_s, error_s = middle_mean(values)
+        bare_s, (extra_s, error_s) = statistics.median(bare[name]), middle_mean(values)
         figures = {
+            "bare_us": bare_s,
             "settling_us": settled_s[name],
             "extra_us": extra_s + settled_s[name],
             "standard_error_us": error_s,

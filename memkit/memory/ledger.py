@@ -7,11 +7,11 @@ they are read; for half a second at most with a log, otherwise for at most a sec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
 from threading import get_ident
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ _FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors
 # Within it, a process cannot touch more memory than the kernel's count lags behind: it is kept for each processor, and
 # summed up some pages at a time.
 _FRESH_NS = 50_000
+_CALM_CALLS, _SHORT_NS = 16, 100_000_000  # a phase of 0.1 s or more is read each time
 _NO_COUNTERS = DeviceMemory()
 _now = time.monotonic_ns  # looked up once: between two blocks, each lookup is a cache miss
 
@@ -55,6 +56,7 @@ class Interval:
         last: The device's counters at the end.
         host_first: The process's peak of resident bytes at the beginning, in units of `devices.USAGE_UNIT`.
         host_last: The same at the end.
+        is_calm: Whether neither is read for it: see `Ledger.calm`.
         start_ns: Time at the beginning, by the monotonic clock.
         end_ns: The same at the end.
         path: Path of the phases that it belongs to.
@@ -78,6 +80,7 @@ class Interval:
         "host_first",
         "host_last",
         "host_peak",
+        "is_calm",
         "last",
         "live_bytes",
         "mark",
@@ -99,6 +102,7 @@ class Interval:
     last: DeviceMemory
     host_first: int
     host_last: int
+    is_calm: bool
     start_ns: int
     end_ns: int
     path: str | None
@@ -120,6 +124,7 @@ class Interval:
         self.neighbors = self.path = self.step = self.error = self.note = None
         self.tracker = self.live_bytes = self.first_node = self.peak = self.host_peak = None
         self.num_nodes = 0
+        self.is_calm = False
 
     def end(
         self,
@@ -143,7 +148,7 @@ class Interval:
                 self.num_nodes = next_sequence_number() - self.first_node
             if ledger.read_device is not None:
                 self.last = ledger.read_device()
-            if ledger.reset_peaks or end_ns - ledger.read_ns > _FRESH_NS:
+            if (end_ns - ledger.read_ns > _FRESH_NS and not self.is_calm) or ledger.reset_peaks:
                 ledger.usage = ledger.read_usage().ru_maxrss
                 ledger.read_ns = end_ns
             self.host_last = ledger.usage
@@ -201,8 +206,9 @@ class Phase(Interval):
             self.first = ledger.read_device()
         if ledger.evaluations and path in ledger.evaluations:
             self.first_node = next_sequence_number()
+        self.is_calm = is_calm = path in ledger.calm
         start_ns = _now()
-        if ledger.reset_peaks or start_ns - ledger.read_ns > _FRESH_NS:
+        if (start_ns - ledger.read_ns > _FRESH_NS and not is_calm) or ledger.reset_peaks:
             ledger.usage = ledger.read_usage().ru_maxrss
             ledger.read_ns = start_ns
             start_ns = _now()
@@ -285,6 +291,9 @@ class Ledger:
         interval_ns: Time between two `settle`.
         phases: Totals of all phases, by path such as ``"step/forward"``, in order of first appearance.
         evaluations: Paths of those that evaluate, by their names: a report looks for graphs in them.
+        calm: Paths of short phases that have not raised the process's peak in many calls. Reading it takes a third of a
+            phase's time: for these phases, the next reading after them, at the end of the step or in `settle`, bounds
+            the peak. As soon as one is higher than before, all are read again.
         reset_peaks: Whether each block resets the peak counters.
         peak_bytes: Largest allocated bytes of the device in the run; None if it has no counter.
         reserved_peak_bytes: Largest reserved bytes; None if it has no counter.
@@ -302,6 +311,7 @@ class Ledger:
         self.of_main = OpenBlocks()
         self.phases: dict[str, PhaseTotals] = {}
         self.evaluations: set[str] = set()
+        self.calm: set[str] = set()
         self.read_device = devices.allocator_counter(device)
         self._host_peak = devices.ResidentPeak()
         self._host_peak.read()
@@ -323,6 +333,7 @@ class Ledger:
             RestartedPeaks(self._restart_host_peak) if reset_peaks and self._host_peak.restart() else None
         )
         self.read_usage = self._host_peak.read_usage
+        self._num_calm = Counter[str]()  # calls of each phase since the process's peak rose
         self._children_due_ns = 0
         self._firsts: dict[tuple[str, str], str] = {}  # the beginning of the text of events by name and path
         self._num_steps = 0
@@ -423,23 +434,21 @@ class Ledger:
         self.due_ns = now_ns + self.interval_ns
         self.read_usage = self._host_peak.read_usage  # by now perhaps the quick one
         self._wall_minus_monotonic_s = time.time() - now_ns / 1e9
-        texts = []
-        for block in self._take_ended():
+        texts, blocks = [], self._take_ended()
+        for block in blocks:
             if block.first is not _NO_COUNTERS:
                 self._keep(block.first, 0)
             host_first, host_last = block.host_first * devices.USAGE_UNIT, block.host_last * devices.USAGE_UNIT
+            has_risen = host_last > self.host_peak_bytes
+            if has_risen:
+                self.calm.clear()
+                self._num_calm.clear()
             self._keep(block.last, max(host_first, host_last))
             peak = block.peak or peak_by_record(block.first.peak_bytes, block.last.peak_bytes)
             note = block.note if block.error is None else {"error": block.error}
             if block.step is None:
-                path, duration_ns = str(block.path), block.end_ns - block.start_ns
                 host_peak = block.host_peak or peak_by_record(host_first, host_last)
-                self.phases[path].add(duration_ns, peak, host_peak)
-                first = self._firsts.get((block.name, path))
-                if first is None:
-                    first = text_of_first({"event": block.name, "phase": path})
-                    self._firsts[block.name, path] = first
-                first = f'{first},"duration_ns":{duration_ns}'
+                first = self._add_phase(block, peak, host_peak, has_risen=has_risen)
                 if note is None and block.num_nodes > 0:  # less if the block ended in another thread
                     first = f'{first},"note":{{"graph_nodes":{block.num_nodes}}}'
             else:
@@ -448,18 +457,40 @@ class Ledger:
                 first = f"{first},{text_of_first({'note': note})[1:]}"
             if peak.known is not None:
                 first = f'{first},"peak_bytes":{peak.known}'
-            resident_bytes = None if self.ended else devices.resident_bytes()  # the last block ended just now
+            resident_bytes = devices.resident_bytes() if block is blocks[-1] else None  # it ended just now
             texts.append(self._text(first, block.end_ns, block.last, block.live_bytes, resident_bytes))
         if texts:
             self._journal.add(texts)
 
-    def _take_ended(self) -> Iterator[Interval]:
-        while True:
-            try:
-                block = self.ended.popleft()
-            except IndexError:  # not checked beforehand, since another thread may take the last one
-                return
-            yield block
+    def _add_phase(self, block: Interval, peak: IntervalPeak, host_peak: IntervalPeak, *, has_risen: bool) -> str:
+        """Add a phase to the totals of its path, and return the beginning of its event's text."""
+        path, duration_ns = str(block.path), block.end_ns - block.start_ns
+        self.phases[path].add(duration_ns, peak, host_peak)
+        if not has_risen and duration_ns < _SHORT_NS and not self.reset_peaks:
+            self._num_calm[path] += 1
+            if self._num_calm[path] == _CALM_CALLS:
+                self.calm.add(path)
+        first = self._firsts.get((block.name, path))
+        if first is None:
+            first = text_of_first({"event": block.name, "phase": path})
+            self._firsts[block.name, path] = first
+        return f'{first},"duration_ns":{duration_ns}'
+
+    def _take_ended(self) -> list[Interval]:
+        """Take the blocks that wait, and give those that were not read the next reading after them."""
+        blocks: list[Interval] = []
+        with contextlib.suppress(IndexError):  # not checked beforehand, since another thread may take the last one
+            while True:
+                blocks.append(self.ended.popleft())
+        usage: int | None = None
+        for block in reversed(blocks):
+            if not block.is_calm:
+                usage = block.host_last
+                continue
+            if usage is None:
+                usage = self.read_usage().ru_maxrss
+            block.host_first = block.host_last = usage
+        return blocks
 
     def read(self) -> DeviceMemory:
         """Update the run's peaks, and return the device's counters."""

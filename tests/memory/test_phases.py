@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 import memkit as mk
 from memkit._machine import devices
 from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, peak_by_record
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, run_python
 
 
 class Counter:
@@ -323,6 +323,52 @@ def test_with_reset_peaks_each_phase_has_the_processs_own_peak():
     assert outer.host_peak_bytes == large.host_peak_bytes == large.host_peak_at_most_bytes
     assert 0.9 * 2**26 < large.host_peak_bytes - small.host_peak_bytes < 2.5 * 2**26  # with what is written to it
     assert memory.snapshot().host_peak_bytes >= large.host_peak_bytes  # the run's peak survives the restarts
+
+
+def test_a_short_phase_that_never_raises_the_peak_is_not_read_until_one_does():
+    """Reading takes a third of a phase's time; the next reading, here the step's, bounds those without one."""
+    out = run_python("""
+        import mmap
+        import memkit as mk
+
+        def touch(num_bytes):
+            with mmap.mmap(-1, num_bytes) as memory:
+                memory.write(b"1" * num_bytes)
+
+        memory = mk.MemoryManager("cpu")
+        touch(2**26)  # later rises are real ones
+        memory.step()
+
+        def call(name, num_bytes=0):
+            with memory.phase(name):
+                touch(num_bytes) if num_bytes else None
+            memory.step()
+            return memory.phases[name]
+
+        for _ in range(40):
+            forward = call("forward")
+        print(memory._ledger.calm, forward.host_peak_bytes)
+        before = forward.host_peak_at_most_bytes
+        grown = call("forward", 2**28)  # nobody knows which phase of the step it was
+        print(grown.host_peak_bytes, grown.host_peak_at_most_bytes - before > 2**27, memory._ledger.calm)
+        known = call("forward", 2**29)  # read again
+        print(known.host_peak_bytes == known.host_peak_at_most_bytes, known.host_peak_bytes - before > 2**28)
+        other = call("other", 2**30)  # a phase with few calls is always read
+        print(other.host_peak_bytes == other.host_peak_at_most_bytes)
+        """).stdout
+    assert out.splitlines() == ["{'forward'} None", "None True set()", "True True", "True"]
+
+
+def test_a_long_phase_is_read_each_time():
+    memory = mk.MemoryManager("cpu")
+    for _ in range(40):
+        for name in ("short", "long"):
+            with memory.phase(name):
+                pass
+            if name == "long":
+                memory._ledger.ended[-1].start_ns -= 10**9
+    memory._ledger.settle()
+    assert memory._ledger.calm == {"short"}
 
 
 def test_falls_back_to_record_without_counter_reset(monkeypatch):
