@@ -249,12 +249,12 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
     log = replace(log, events=tuple(event for event in log.events if event.run not in is_over))
     observed, num_predicted = observe(log)
     events = [each.event for each in observed]
-    splits = tuple(_find_splits(events))
+    noted = [event for event in events if event.note]
+    splits = tuple(_find_splits(noted))
     header = next((log.headers[run] for run in reversed(range(len(log.headers))) if run not in is_over), None)
     own_total = header.device.total_bytes if header and header.device and header.device.backend != "cpu" else None
     begins = find_begins(observed)
     cycle = find_cycle(observed, begins)
-    noted = [event for event in events if event.note]
     return ReportFigures(
         num_events=len(log.events),
         earlier=earlier,
@@ -276,8 +276,8 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
         steps=_with_cycle(_without_preloaded(find_steps(observed), noted), cycle),
         cycle=cycle,
         splits=splits,
-        segments=tuple(_find_segments(events)),
-        shortages=tuple(_find_shortages(events)),
+        segments=tuple(_find_segments(noted)),
+        shortages=tuple(_find_shortages(noted)),
         num_survived=sum(map(_survived, noted)),
         kept=_find_kept(noted),
         twice_bytes=max((_noted(event, "optimizer_twice_bytes") for event in noted), default=0),

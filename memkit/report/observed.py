@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from memkit._events.log import Event
@@ -58,9 +57,15 @@ def observe(log: EventLog) -> tuple[list[Observed], int]:
 
 
 class _Inside:
-    """Records the memory seen inside steps and phases that are still open: their own line comes at their end."""
+    """Records the memory seen inside steps and phases that are still open: their own line comes at their end.
 
-    def __init__(self) -> None:
+    Args:
+        ended: Paths of the phases that end in the log.
+    """
+
+    def __init__(self, ended: Set[str]) -> None:
+        self._ended = ended
+        self._around: dict[str, list[str]] = {}  # by path, itself and the phases around it, of those that end
         self._steps: dict[int, int] = {}  # per track, since its last step
         self._phases: dict[tuple[int, str], list[tuple[int, int]]] = {}  # time and bytes, by the phase's path
 
@@ -80,9 +85,17 @@ class _Inside:
             return None
         if not is_step:
             self._steps[track] = max(seen, self._steps.get(track, 0))
-        for outer in _with_outer(path) if path else ():
+        for outer in self._with_outer(path) if path else ():
             self._phases.setdefault((track, outer), []).append((event.time_ns, seen))
         return low if high is not None and seen > high else seen
+
+    def _with_outer(self, path: str) -> list[str]:
+        around = self._around.get(path)
+        if around is None:
+            parts = path.split("/")
+            paths = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
+            around = self._around[path] = [each for each in paths if each in self._ended]
+        return around
 
 
 def larger_known(one: int | None, other: int | None) -> int | None:
@@ -90,18 +103,12 @@ def larger_known(one: int | None, other: int | None) -> int | None:
     return other if one is None or (other is not None and other > one) else one
 
 
-@lru_cache(maxsize=1024)  # a log has few phases, and each of them often
-def _with_outer(path: str) -> Sequence[str]:
-    """Return a phase's path, and those of the phases around it."""
-    parts = path.split("/")
-    return tuple("/".join(parts[:count]) for count in range(len(parts), 0, -1))
-
-
-def _observe(events: Iterable[Event]) -> Iterator[Observed]:
+def _observe(events: Sequence[Event]) -> Iterator[Observed]:
     last: dict[int | None, Event] = {}
     records: dict[int | None, int] = {}
     tracks: dict[int | None, int] = {}
-    num_tracks, inside = 0, _Inside()
+    num_tracks = 0
+    inside = _Inside({event.phase for event in events if event.phase is not None and event.duration_ns is not None})
     for event in events:
         run, record = event.run, event.peak_total_bytes
         known = records.get(run)

@@ -69,7 +69,9 @@ def _parts(note: Mapping[str, Any] | None) -> int:
 
 def ran_out(event: Event) -> bool:
     """Whether an event reports an out-of-memory error that left its block."""
-    error = event.note.get("error") if event.note else None
+    if event.note is None:
+        return event.event == "out_of_memory"
+    error = event.note.get("error")
     return event.event == "out_of_memory" or (isinstance(error, str) and bool(_OUT_OF_MEMORY.search(error)))
 
 
