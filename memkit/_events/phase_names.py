@@ -1,4 +1,4 @@
-"""What the names of phases say: whoever records a phase and whoever reads the log must read them alike."""
+"""Classification of phases by their names, for the memory manager and the report."""
 
 from __future__ import annotations
 

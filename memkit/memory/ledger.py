@@ -33,10 +33,10 @@ _WRITTEN_NS, _KEPT_NS = 500_000_000, 1_000_000_000  # longest wait of events for
 _MOST_ENDED = 1000  # blocks that wait; more are settled earlier
 _CHILDREN_NS, _CHILDREN_SHARE = 500_000_000, 200  # child processes: a reading each 500 ms, in at most 1/200 of the time
 _FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors after 4 steps, 16, 64 and so on
-# Within it, a process cannot touch more memory than the kernel's count lags behind: it is kept for each processor, and
-# summed up some pages at a time.
+# Within it, a thread touches a few hundred kilobytes of new memory at most. The kernel's count lags behind by as much:
+# it is kept for each processor, and summed up some pages at a time.
 _FRESH_NS = 50_000
-_CALM_CALLS, _SHORT_NS = 16, 100_000_000  # a phase of 0.1 s or more is read each time
+_STEADY_CALLS, _SHORT_NS = 16, 100_000_000  # a phase of 0.1 s or more is read each time
 _NO_COUNTERS = DeviceMemory()
 _now = time.monotonic_ns  # looked up once: between two blocks, each lookup is a cache miss
 
@@ -56,7 +56,7 @@ class Interval:
         last: The device's counters at the end.
         host_first: The process's peak of resident bytes at the beginning, in units of `devices.USAGE_UNIT`.
         host_last: The same at the end.
-        is_calm: Whether neither is read for it: see `Ledger.calm`.
+        is_steady: Whether neither is read for it: see `Ledger.steady`.
         start_ns: Time at the beginning, by the monotonic clock.
         end_ns: The same at the end.
         path: Path of the phases that it belongs to.
@@ -80,7 +80,7 @@ class Interval:
         "host_first",
         "host_last",
         "host_peak",
-        "is_calm",
+        "is_steady",
         "last",
         "live_bytes",
         "mark",
@@ -102,7 +102,7 @@ class Interval:
     last: DeviceMemory
     host_first: int
     host_last: int
-    is_calm: bool
+    is_steady: bool
     start_ns: int
     end_ns: int
     path: str | None
@@ -124,7 +124,7 @@ class Interval:
         self.neighbors = self.path = self.step = self.error = self.note = None
         self.tracker = self.live_bytes = self.first_node = self.peak = self.host_peak = None
         self.num_nodes = 0
-        self.is_calm = False
+        self.is_steady = False
 
     def end(
         self,
@@ -148,7 +148,7 @@ class Interval:
                 self.num_nodes = next_sequence_number() - self.first_node
             if ledger.read_device is not None:
                 self.last = ledger.read_device()
-            if (end_ns - ledger.read_ns > _FRESH_NS and not self.is_calm) or ledger.reset_peaks:
+            if (end_ns - ledger.read_ns > _FRESH_NS and not self.is_steady) or ledger.reset_peaks:
                 ledger.usage = ledger.read_usage().ru_maxrss
                 ledger.read_ns = end_ns
             self.host_last = ledger.usage
@@ -206,9 +206,9 @@ class Phase(Interval):
             self.first = ledger.read_device()
         if ledger.evaluations and path in ledger.evaluations:
             self.first_node = next_sequence_number()
-        self.is_calm = is_calm = path in ledger.calm
+        self.is_steady = is_steady = path in ledger.steady
         start_ns = _now()
-        if (start_ns - ledger.read_ns > _FRESH_NS and not is_calm) or ledger.reset_peaks:
+        if (start_ns - ledger.read_ns > _FRESH_NS and not is_steady) or ledger.reset_peaks:
             ledger.usage = ledger.read_usage().ru_maxrss
             ledger.read_ns = start_ns
             start_ns = _now()
@@ -291,8 +291,8 @@ class Ledger:
         interval_ns: Time between two `settle`.
         phases: Totals of all phases, by path such as ``"step/forward"``, in order of first appearance.
         evaluations: Paths of those that evaluate, by their names: a report looks for graphs in them.
-        calm: Paths of short phases that have not raised the process's peak in many calls. Reading it takes a third of a
-            phase's time: for these phases, the next reading after them, at the end of the step or in `settle`, bounds
+        steady: Paths of short phases that have not raised the process's peak in many calls. Reading it takes a third of
+            a phase's time: for these phases, the next reading after them, at the end of the step or in `settle`, bounds
             the peak. As soon as one is higher than before, all are read again.
         reset_peaks: Whether each block resets the peak counters.
         peak_bytes: Largest allocated bytes of the device in the run; None if it has no counter.
@@ -311,7 +311,7 @@ class Ledger:
         self.of_main = OpenBlocks()
         self.phases: dict[str, PhaseTotals] = {}
         self.evaluations: set[str] = set()
-        self.calm: set[str] = set()
+        self.steady: set[str] = set()
         self.read_device = devices.allocator_counter(device)
         self._host_peak = devices.ResidentPeak()
         self._host_peak.read()
@@ -333,7 +333,7 @@ class Ledger:
             RestartedPeaks(self._restart_host_peak) if reset_peaks and self._host_peak.restart() else None
         )
         self.read_usage = self._host_peak.read_usage
-        self._num_calm = Counter[str]()  # calls of each phase since the process's peak rose
+        self._num_steady = Counter[str]()  # calls of each phase since the process's peak rose
         self._children_due_ns = 0
         self._firsts: dict[tuple[str, str], str] = {}  # the beginning of the text of events by name and path
         self._num_steps = 0
@@ -439,10 +439,7 @@ class Ledger:
             if block.first is not _NO_COUNTERS:
                 self._keep(block.first, 0)
             host_first, host_last = block.host_first * devices.USAGE_UNIT, block.host_last * devices.USAGE_UNIT
-            has_risen = host_last > self.host_peak_bytes
-            if has_risen:
-                self.calm.clear()
-                self._num_calm.clear()
+            has_risen = max(host_first, host_last) > self.host_peak_bytes
             self._keep(block.last, max(host_first, host_last))
             peak = block.peak or peak_by_record(block.first.peak_bytes, block.last.peak_bytes)
             note = block.note if block.error is None else {"error": block.error}
@@ -467,9 +464,9 @@ class Ledger:
         path, duration_ns = str(block.path), block.end_ns - block.start_ns
         self.phases[path].add(duration_ns, peak, host_peak)
         if not has_risen and duration_ns < _SHORT_NS and not self.reset_peaks:
-            self._num_calm[path] += 1
-            if self._num_calm[path] == _CALM_CALLS:
-                self.calm.add(path)
+            self._num_steady[path] += 1
+            if self._num_steady[path] == _STEADY_CALLS:
+                self.steady.add(path)
         first = self._firsts.get((block.name, path))
         if first is None:
             first = text_of_first({"event": block.name, "phase": path})
@@ -484,7 +481,7 @@ class Ledger:
                 blocks.append(self.ended.popleft())
         usage: int | None = None
         for block in reversed(blocks):
-            if not block.is_calm:
+            if not block.is_steady:
                 usage = block.host_last
                 continue
             if usage is None:
@@ -560,6 +557,8 @@ class Ledger:
             self.reserved_peak_bytes = larger(self.reserved_peak_bytes, counters.reserved_peak_bytes)
         if host_peak > self.host_peak_bytes:
             self.host_peak_bytes = host_peak
+            self.steady.clear()
+            self._num_steady.clear()
 
     def _restart_peak(self) -> int | None:
         devices.reset_peak(self._device)
