@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
@@ -64,8 +65,7 @@ class _Inside:
     """
 
     def __init__(self, ended: Set[str]) -> None:
-        self._ended = ended
-        self._around: dict[str, list[str]] = {}  # by path, itself and the phases around it, of those that end
+        self._around = functools.cache(functools.partial(_ended_around, ended))
         self._steps: dict[int, int] = {}  # per track, since its last step
         self._phases: dict[tuple[int, str], list[tuple[int, int]]] = {}  # time and bytes, by the phase's path
 
@@ -83,19 +83,18 @@ class _Inside:
             path = path.rpartition("/")[0]  # a phase does not contain itself
         if seen is None:
             return None
-        if not is_step:
-            self._steps[track] = max(seen, self._steps.get(track, 0))
-        for outer in self._with_outer(path) if path else ():
+        if not is_step and seen > self._steps.get(track, -1):
+            self._steps[track] = seen
+        for outer in self._around(path) if path else ():
             self._phases.setdefault((track, outer), []).append((event.time_ns, seen))
         return low if high is not None and seen > high else seen
 
-    def _with_outer(self, path: str) -> list[str]:
-        around = self._around.get(path)
-        if around is None:
-            parts = path.split("/")
-            paths = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
-            around = self._around[path] = [each for each in paths if each in self._ended]
-        return around
+
+def _ended_around(ended: Set[str], path: str) -> list[str]:
+    """Return the path and those of the phases around it, of those that end."""
+    parts = path.split("/")
+    paths = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return [each for each in paths if each in ended]
 
 
 def larger_known(one: int | None, other: int | None) -> int | None:
@@ -118,8 +117,10 @@ def _observe(events: Sequence[Event]) -> Iterator[Observed]:
             num_tracks += 1
             last.pop(run, None)
             known = None
-        track, step = tracks[run], step_of(event)
-        low, high = _peak(event, record, known)
+        track, step = tracks[run], step_of(event) if event.event.startswith("step") else None
+        low = high = event.peak_bytes
+        if low is None:
+            low, high = _peak(event, record, known)
         low = inside.raised(event, track, is_step=step is not None, low=low, high=high)
         yield Observed(event, track, last.get(run), step, low, high)
         if record is not None:
@@ -129,9 +130,7 @@ def _observe(events: Sequence[Event]) -> Iterator[Observed]:
 
 
 def _peak(event: Event, record: int | None, known: int | None) -> tuple[int | None, int | None]:
-    """Return bounds of the peak since the event before, or of the phase: lower and upper."""
-    if event.peak_bytes is not None:
-        return event.peak_bytes, event.peak_bytes
+    """Return bounds of the peak since the event before, or of the phase, from what is held and the running peak."""
     if record is None:
         return event.allocated_bytes, None
     # A phase's line comes after those of the phases inside it, which may have set the running peak.
@@ -142,7 +141,7 @@ def _peak(event: Event, record: int | None, known: int | None) -> tuple[int | No
 
 def step_of(event: Event) -> int | None:
     """Return the number of the step that an event ends, from its field or from a name such as ``step_12``."""
-    match = _STEP.fullmatch(event.event) if event.event.startswith("step") else None
+    match = _STEP.fullmatch(event.event)
     if match:
         return int(match[1])
     return event.step if event.event == "step" else None

@@ -117,12 +117,16 @@ class _Bounds:
     host_ns: int | None = None
 
     def add(self, each: Observed) -> None:
+        event, low, high = each.event, each.low, each.high
         self.num += 1
-        self.added = larger_known(self.added, each.event.incremental_bytes)
-        self.low = larger_known(self.low, each.low)
-        self.high = None if self.high is None or each.high is None else max(self.high, each.high)
-        if each.event.duration_ns is not None:
-            self.host_ns = (self.host_ns or 0) + each.event.duration_ns
+        if event.incremental_bytes is not None:
+            self.added = larger_known(self.added, event.incremental_bytes)
+        if low is not None and (self.low is None or low > self.low):
+            self.low = low
+        if high is None or (self.high is not None and high > self.high):
+            self.high = high
+        if event.duration_ns is not None:
+            self.host_ns = (self.host_ns or 0) + event.duration_ns
 
     @property
     def size(self) -> Size:
@@ -143,15 +147,17 @@ def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
     """Collect the events of each stage; steps are not stages."""
     found: dict[str, _Bounds] = {}
     for each in observed:
+        event = each.event
         if (
             each.step is None
-            and each.event.event not in OWN_MARKS
-            and (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes) != _NOTHING
+            and event.event not in OWN_MARKS
+            and (each.low, each.high, event.duration_ns, event.incremental_bytes) != _NOTHING
         ):
-            name = each.event.phase or each.event.event
-            if name not in found:
-                found[name] = _Bounds()
-            found[name].add(each)
+            name = event.phase or event.event
+            bounds = found.get(name)
+            if bounds is None:
+                bounds = found[name] = _Bounds()
+            bounds.add(each)
     return tuple(
         EventStage(name, bounds.num, bounds.size, bounds.added, bounds.host_ns) for name, bounds in found.items()
     )

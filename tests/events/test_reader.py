@@ -1,6 +1,7 @@
 """A log is read whatever a kill left of it, and gives back what was written, from all ranks and all runs."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from benchmarks.cases import log_fuzz
-from memkit._core.errors import InputError
+from memkit._core.errors import FileFormatError, InputError
+from memkit._events import file
 from memkit._events.log import BYTE_FIELDS, Event, LogHeader, Origin
-from memkit._events.reader import read_memory_events
+from memkit._events.reader import EventLog, read_memory_events
 from memkit._events.writer import EventWriter, rank_path, save_events
 from tests.helpers import assert_not_imported
 
@@ -214,6 +216,70 @@ def test_reports_repeated_lines_and_runs(tmp_path):
         f"{path}: 1 lines are exact copies of an earlier line of their run",
         f"run {log.headers[0].run_id} of rank 0 occurs 2 times in the log: its events are counted each time",
     )
+
+
+# ---- blocks: lines that are parsed together are read as each alone
+
+
+def what_is_read(path):
+    try:
+        return read_memory_events(path)
+    except FileFormatError as error:
+        return str(error)
+
+
+def test_damaged_lines_of_a_block_are_read_as_each_alone(tmp_path, monkeypatch):
+    chance, path = random.Random(0), tmp_path / "log.jsonl"
+    save_events(path, log_fuzz.header(), [*log_fuzz.some_events(), *map(log_fuzz.typical_event, range(200))])
+    logs = [path.read_bytes(), path.read_bytes().replace(b"\n", b" \n", 5)]
+    seen, num_together = set(), 0
+
+    def together(lines, parse=file._parse_events):
+        nonlocal num_together
+        found = parse(lines)
+        num_together += found is not None
+        return found
+
+    for _ in range(300):
+        path.write_bytes(log_fuzz.damaged(logs, chance))
+        monkeypatch.setattr(file, "_parse_events", together)
+        found = what_is_read(path)
+        monkeypatch.setattr(file, "_parse_events", lambda lines: None)
+        assert found == what_is_read(path)
+        seen.add(type(found))
+    assert seen == {EventLog, str}
+    assert num_together > 100
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['{"event":"a"', '"step":1}'],  # one value over two lines,
+        ['[{"event":"a"}', '{"event":"b"}]'],
+        ['{"event":"a', '"}'],
+        ['{"event":"a"', '"step":1}', '{"event":"b"}],[{"event":"c"}'],  # and two in the next, so that the number fits
+        ['{"event":"a"}],[{"event":"b"}'],
+        ['{"event":"a"}]', '[{"event":"b"}'],
+        ['{"event":"a"},{"event":"b"}'],
+        ['{"event":"a","event":"b"}'],
+        ['["event"]'],
+    ],
+)
+def test_no_value_goes_on_in_the_next_line(tmp_path, lines):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(START + "".join(f"{line}\n" for line in ['{"event":"x"}', *lines, '{"event":"y"}']).encode())
+    with pytest.raises(FileFormatError, match=r"got .*line 3"):
+        read_memory_events(path)
+
+
+def test_a_defect_is_named_by_its_line_in_any_block(tmp_path):
+    path = tmp_path / "log.jsonl"
+    save_events(path, log_fuzz.header(), map(log_fuzz.typical_event, range(1000)))
+    rows = path.read_bytes().splitlines(keepends=True)
+    for at in (2, 500, 997):
+        path.write_bytes(b"".join([*rows[:at], rows[at].replace(b'"step":', b'"step":-'), *rows[at + 1 :]]))
+        with pytest.raises(FileFormatError, match=rf"line {at + 1}, event 'forward': step=-{at - 1}"):
+            read_memory_events(path)
 
 
 # ---- ranks
