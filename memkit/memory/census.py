@@ -119,6 +119,7 @@ def _find_holders(
     """Return the holder of each storage, or none at all if there is not enough memory for the search."""
     try:
         references = References(objects, layers)
+        references.prepare([each for each in largest.values() if each is not None])
         return {key: _holder_of(tensor, owners, references) for key, tensor in largest.items()}
     except MemoryError:
         return {}

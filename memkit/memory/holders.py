@@ -120,6 +120,7 @@ class References:
         self._locals: dict[int, NamedReference] = {}
         self._arrays: dict[int, Any] = {}
         self._untracked: list[dict[Any, Any]] = []
+        self._found: dict[int, list[tuple[Any, Any]]] = {}  # by id() of an object: its referrers, each with the object
         self.files: list[str] = []
         namespaces: dict[int, dict[str, Any]] = {}
         for top in sys._current_frames().values():  # noqa: SLF001 - the only access to other threads' frames
@@ -170,23 +171,31 @@ class References:
 
     def referrers(self, values: list[Any]) -> list[tuple[Any, Any]]:
         """Return the referrers of some objects, as pairs (referrer, object), without namespaces of modules."""
-        ids = set(map(id, values))
-        pairs = [
-            (parent, child)
-            for parent in gc.get_referrers(*values)
-            if (id(parent) in self._known or self._is_late_namespace(parent)) and id(parent) not in self._namespaces
-            for child in gc.get_referents(parent)
-            if id(child) in ids
-        ]
+        self._look_up(values)
+        ids = dict.fromkeys(map(id, values))
+        pairs = [pair for key in ids for pair in self._found[key]]
         pairs += [(each, value) for each in self._untracked for value in each.values() if id(value) in ids]
         pairs += [(array, item) for array in self._arrays.values() for item in array.flat if id(item) in ids]
         return pairs
 
-    def _is_late_namespace(self, value: object) -> bool:
-        """Whether a value is an object's dict created after the objects were listed: Python creates it on access."""
-        return type(value) is dict and any(
-            id(owner) in self._known and namespace_of(owner) is value for owner in gc.get_referrers(value)
-        )
+    def _look_up(self, values: list[Any]) -> None:
+        """Find the referrers of several objects in one pass over all objects, which takes most of the time."""
+        new = {id(each): each for each in values if id(each) not in self._found}
+        if not new:
+            return
+        self._found |= {key: [] for key in new}
+        parents = [each for each in gc.get_referrers(*new.values()) if id(each) not in self._namespaces]
+        late = self._late_namespaces([each for each in parents if type(each) is dict and id(each) not in self._known])
+        for parent in parents:
+            if id(parent) in self._known or id(parent) in late:
+                for child in gc.get_referents(parent):
+                    if id(child) in new:
+                        self._found[id(child)].append((parent, child))
+
+    def _late_namespaces(self, dicts: list[dict[Any, Any]]) -> set[int]:
+        """Return which are objects' dicts, created after the objects were listed: Python creates them on access."""
+        owners = gc.get_referrers(*dicts) if dicts else []
+        return {id(namespace_of(each)) for each in owners if id(each) in self._known}
 
     def find_arrays(self) -> None:
         """Find arrays of objects, which the garbage collector does not track, in the objects that it tracks."""
@@ -198,6 +207,16 @@ class References:
         self._arrays |= {id(each): each for each in values if type(each) is np.ndarray and is_object_array(each)}
 
     # ---- the way up
+
+    def prepare(self, values: list[Any]) -> None:
+        """Look up the referrers of several objects together, before `holder_of` is called for each."""
+        level = values
+        for _ in range(_DEEPEST):
+            if len(level) > _WIDEST:  # each object is compared with all of them
+                break
+            self._look_up(level)
+            parents = {id(parent): parent for each in level for parent, _ in self._found[id(each)]}
+            level = [each for key, each in parents.items() if key not in self._found and not self._is_end(each)]
 
     def holder_of(self, value: object) -> Referrer:
         """Return the holder of an object."""
@@ -236,8 +255,8 @@ class References:
         below: dict[int, tuple[Any, Any]] = {id(value): (value, None)}
         level, end = [value], value
         for _ in range(_DEEPEST):
-            end = next((each for each in level if self.name_of(each) or is_a(each, nn.Module)), level[0])
-            if self.name_of(end) or is_a(end, nn.Module):
+            end = next((each for each in level if self._is_end(each)), level[0])
+            if self._is_end(end):
                 break
             pairs = [(parent, child) for parent, child in self.referrers(level) if id(parent) not in below]
             if not pairs:
@@ -249,6 +268,9 @@ class References:
             way.append(end)
             end = below[id(end)][1]
         return way[::-1]
+
+    def _is_end(self, value: object) -> bool:
+        return self.name_of(value) is not None or is_a(value, nn.Module)
 
     def _end(self, value: Any) -> str:
         """Describe the upper end of a chain: a variable, or a layer by its path."""

@@ -79,6 +79,28 @@ def test_names_holders_as_in_code():
     assert rest["optimizer"] in [f"state['{key}'] of Adam for {rest['parameter']}" for key in ("exp_avg", "exp_avg_sq")]
 
 
+def passes_over_all_objects(num_largest, monkeypatch):
+    calls, get_referrers = [], gc.get_referrers
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "get_referrers", lambda *values: calls.append(1) or get_referrers(*values))
+        largest = take_census(CPU, num_largest).largest
+    return len(calls), [each.holder for each in largest]
+
+
+def look_at_one_and_at_many(monkeypatch):
+    net = nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(10)))
+    kept = {number: torch.ones(400, 400) for number in range(10)}
+    found = [passes_over_all_objects(number, monkeypatch) for number in (1, 20)]
+    return *found, net, kept
+
+
+def test_the_holders_of_many_tensors_take_no_more_passes_over_all_objects(monkeypatch):
+    (few, _), (many, holders), *_ = look_at_one_and_at_many(monkeypatch)
+    assert many <= few + 4  # 40 and more where each is looked up alone
+    assert sum("(layer `net." in each for each in holders) == 10
+    assert sum("local `kept[" in each for each in holders) == 10
+
+
 def test_names_graph_as_only_holder():
     x = torch.ones(4 * MIB, requires_grad=True)
     before = take_census(CPU, 0)
