@@ -12,6 +12,7 @@ Other libraries' names for the same idea are listed once, in `memkit._core.forei
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -54,6 +55,8 @@ def guided(
 ) -> Callable[[F], F]:
     """Let a public function or class answer wrong calls with the corrected call.
 
+    The constructor of a dataclass without ``words`` is left alone: it is a result, which only memkit makes.
+
     Args:
         words: For each answer, the keywords that it answers, separated by spaces. They take precedence over those of
             `memkit._core.foreign`; of several answers to a keyword, the last one counts. An answer is this function's
@@ -87,7 +90,8 @@ def guided(
             name = thing.__name__
             return _guided_function(thing, name, ForeignWords(words), (rewrite or {}).get(name), is_method=False)
         name = thing.__name__
-        for method in ("__init__", *methods):
+        is_result = dataclasses.is_dataclass(thing) and words is None  # nobody but memkit constructs it
+        for method in (*methods,) if is_result else ("__init__", *methods):
             label = f"{name}(...)" if method in ("__call__", "forward") else f"{name}.{method}"
             label = name if method == "__init__" else label
             answers = methods[method] if isinstance(methods, Mapping) and method in methods else words

@@ -37,6 +37,9 @@ class Sums(Protocol):
     def discard(self) -> None:
         """Drop the sums and start over."""
 
+    def give_up(self) -> None:
+        """Tell the other ranks, if any, that this one will not reach its step."""
+
 
 class RemedySource(Protocol):
     """Remedies for an out-of-memory error to try before parts are made smaller."""
@@ -284,15 +287,11 @@ class BatchRun:
 
     def losses(self) -> tuple[Loss, ...]:
         """Return the losses of the micro-batches that are done, in order."""
-        return tuple([each.loss for each in self.done if each.loss is not None])
-
-    def next_attempt(self) -> Attempt | None:
-        """Return the next attempt; None when all micro-batches are done.
-
-        Raises:
-            MemkitOutOfMemoryError: A rank ran out of memory with parts that cannot be made smaller.
-        """
-        return self.means.peers.next_attempt(self)
+        losses = []
+        for each in self.done:
+            if each.loss is not None:
+                losses.append(each.loss)  # noqa: PERF401 - a comprehension enters a function before Python 3.12
+        return tuple(losses)
 
     def settle(self, attempt: Attempt) -> None:
         """Record the outcome of an attempt, after its block. If it ran out of memory, apply a remedy or replan.

@@ -169,7 +169,7 @@ class EnhancedTrainLoop:
             )
 
     def _end_reason(self) -> EndedBy | None:
-        if self._stop.is_set():
+        if self._stop.has_arrived:
             return "SIGTERM"
         return "early stopping" if self._monitor is not None and self._monitor.should_stop else None
 

@@ -316,13 +316,13 @@ class MemoryEfficientTrainLoop:
                 "drop_last=True dropped the only batch.",
             )
         self._validate_if_due(at_end=True)
-        if self._stop.is_set():
+        if self._stop.has_arrived:
             return  # before the validation finished: the resumed run repeats it
         self._position.end_epoch()
         self._save_if_due(at_end=True)
 
     def _end_reason(self) -> EndedBy | None:
-        if self._stop.is_set():
+        if self._stop.has_arrived:
             return "SIGTERM"
         return "early stopping" if self._monitor and self._monitor.should_stop else None
 

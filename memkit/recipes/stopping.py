@@ -11,17 +11,21 @@ from memkit._recovery.signals import only_noting
 
 
 class StopSignal:
-    """Records a SIGTERM while the block runs. Outside the main thread, where no handler can be set, it does nothing."""
+    """Records a SIGTERM while the block runs. Outside the main thread, where no handler can be set, it does nothing.
+
+    Attributes:
+        has_arrived: Whether a SIGTERM arrived in the last block.
+    """
 
     def __init__(self) -> None:
-        self._is_set = False
+        self.has_arrived = False
 
     def is_set(self) -> bool:
-        """Whether a SIGTERM arrived in the last block."""
-        return self._is_set
+        """Return `has_arrived`."""
+        return self.has_arrived
 
     def __enter__(self) -> Self:
-        self._is_set = False
+        self.has_arrived = False
         self._before = signal.getsignal(signal.SIGTERM)
         # None: a handler that was not installed from Python and could not be restored.
         self._is_ours = threading.current_thread() is threading.main_thread() and self._before is not None
@@ -35,4 +39,4 @@ class StopSignal:
 
     @only_noting
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_set = True
+        self.has_arrived = True

@@ -107,29 +107,34 @@ class BatchDriver:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
             ConfigError: The loss mixes the rows.
         """
-        # A check before there are gradients takes less memory than a step; lazy modules need a first input before it.
-        self._is_lazy = self._is_lazy and has_lazy_parameters(self._model)
-        is_checked = run.was_cut and not self._is_lazy
-        if is_checked:
-            is_checked = yield from self._check_split(run, loss_fn)
-        while (attempt := run.next_attempt()) is not None:
-            if self._remedies is not None and self._remedies.is_unproven:
-                yield from self._check_blocks(run, loss_fn)
-            if run.is_cut_anew:
+        try:
+            # A check before there are gradients takes less memory than a step; lazy modules need a first input before.
+            self._is_lazy = self._is_lazy and has_lazy_parameters(self._model)
+            is_checked = run.was_cut and not self._is_lazy
+            if is_checked:
                 is_checked = yield from self._check_split(run, loss_fn)
-                if not run.go_on_smaller():
-                    continue  # another remedy lets it stay whole
-            self.current = attempt
-            if self._has_samples:
-                attempt.part = unmark_samples(attempt.part)
-            yield attempt
-            self.current = None
-            run.settle(attempt)
-            if run.was_cut and not run.is_cut_anew and self._has_seen_enough(run, loss_fn):
-                self._split_watch.report_deferred()
-                self._note_divisors(run)
-                if self._was_uneven or not is_checked:
-                    yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
+            peers = self._means.peers
+            while (attempt := peers.next_attempt(run)) is not None:
+                if self._remedies is not None and self._remedies.is_unproven:
+                    yield from self._check_blocks(run, loss_fn)
+                if run.is_cut_anew:
+                    is_checked = yield from self._check_split(run, loss_fn)
+                    if not run.go_on_smaller():
+                        continue  # another remedy lets it stay whole
+                self.current = attempt
+                if self._has_samples:
+                    attempt.part = unmark_samples(attempt.part)
+                yield attempt
+                self.current = None
+                run.settle(attempt)
+                if run.was_cut and not run.is_cut_anew and self._has_seen_enough(run, loss_fn):
+                    self._split_watch.report_deferred()
+                    self._note_divisors(run)
+                    if self._was_uneven or not is_checked:
+                        yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
+        except MemkitError:
+            run.sums.give_up()
+            raise
 
     def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:
         """Return whether all parts are done; in the user's own loop all but one, so that it ends with a real part."""

@@ -115,6 +115,7 @@ class PartPlanner:
                 fix="omit memory=..., and set accumulation_steps.",
             )
         self.is_on = memory is not None and is_predictable
+        self.has_manager = self._watch is not None
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
         self._optimizers = optimizers
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0

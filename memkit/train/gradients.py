@@ -72,9 +72,10 @@ def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
 
 def has_gradient(optimizer: Optimizer) -> bool:
     """Return whether any parameter of an optimizer has a gradient."""
-    for group in optimizer.param_groups:  # noqa: SIM110 - as in `have_gradients`
-        if have_gradients(group["params"]):
-            return True
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
     return False
 
 

@@ -94,10 +94,12 @@ def _fingerprint(batch: Any) -> tuple[list[Any], object]:
     kind = type(batch)
     columns = batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)
     entries = list(columns)
-    fingerprint = [
-        (each.shape, each.dtype, each.layout) for each in entries if type(each) is torch.Tensor and not each.is_nested
-    ]
-    return entries, (kind, fingerprint) if fingerprint and len(fingerprint) == len(entries) else None
+    fingerprint = []
+    for each in entries:
+        if type(each) is not torch.Tensor or each.is_nested:
+            return entries, None
+        fingerprint.append((each.shape, each.dtype, each.layout))
+    return entries, (kind, fingerprint) if fingerprint else None
 
 
 def _count(leaves: list[Any], fix: str, batch: Any, call: str = _CALL) -> int:

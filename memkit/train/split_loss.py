@@ -302,6 +302,9 @@ class _Total:
         self._count: float | None = None
         self._unit = 1.0  # counted losses are summed in units of the first part's count: large sums overflow float16
 
+    def give_up(self) -> None:
+        """Do nothing: no other process waits."""
+
     def add(self, loss: Loss, weight: float, count: float | None, scale: float | torch.Tensor) -> None:
         """Add a part's loss and gradient, times its weight or the weight given by its count."""
         is_first = self._count is None and self._value is None

@@ -434,7 +434,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         try:
             num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
             run = self._open(batch, num_parts)
-            self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
+            if self._part_planner.has_manager:
+                self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
+            else:
+                self._run_all(run, loss_fn)
             stepped = self._step()
         except BaseException as error:
             torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can arrive while a context is being entered
@@ -470,7 +473,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             refuse_closed("trainer.microbatches")
         run = self._open(batch, self._accumulation_steps)
         try:
-            yield from self._attempts(run, None)
+            yield from self._driver.attempts(run)
         except BaseException as error:  # a final out-of-memory, an interrupt, or the caller left the loop
             self._abandon(error)
             raise
@@ -627,6 +630,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         run = self._driver.open(batch, num_parts, self._sum)
         if self._wrong_rows is not None or not run.size:
             self._check_rows(run.size)
+        self._batch_run, self._num_steps_before = run, self._sum.num_steps
         return run
 
     def _check_rows(self, num_rows: int) -> None:
@@ -646,19 +650,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 "`if len(x):` before the step, or find out why the loader makes empty batches."
             )
 
-    def _attempts(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
-        self._batch_run, self._num_steps_before = run, self._sum.num_steps
-        try:
-            yield from self._driver.attempts(run, loss_fn)
-        except MemkitError:
-            self._sum.give_up()  # else the other ranks would wait at their step
-            raise
-
     def _step(self) -> bool:
         run = self._batch_run
         if run is not None and not run.is_complete:
             run.refuse_incomplete()
-        stepped, _ = self._part_planner.in_phase("optimizer", self._sum.end, self._after_step)
+        if self._part_planner.has_manager:
+            stepped, _ = self._part_planner.in_phase("optimizer", self._sum.end, self._after_step)
+        else:
+            stepped, _ = self._sum.end(self._after_step)
         if run is not None and run.num_ooms:
             self._part_planner.mark_ooms(run.num_ooms, run.sizes)
         self._batch_run = None
@@ -685,7 +684,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
     def _run_all(self, run: BatchRun, loss_fn: LossFn) -> None:
-        for attempt in self._attempts(run, loss_fn):
+        for attempt in self._driver.attempts(run, loss_fn):
             with attempt as micro:
                 self._run(micro, loss_fn)
 

@@ -113,7 +113,7 @@ class Kernel(RuleBasedStateMachine):
     @rule(where=st.sampled_from([*["nowhere"] * 4, *["forward", "backward", "late"] * 2, "interrupt"]))
     def go_on(self, where):
         run = self.run_
-        attempt = run.next_attempt()
+        attempt = run.means.peers.next_attempt(run)
         if attempt is None:
             self.finish()
             return
@@ -191,7 +191,7 @@ def make_run(size=4, num_parts=1, **changes):
 
 
 def fail(run):
-    attempt = run.next_attempt()
+    attempt = run.means.peers.next_attempt(run)
     with attempt:
         raise MemoryError
     run.settle(attempt)
@@ -208,7 +208,7 @@ def test_without_remedies_the_error_comes_through():
     world = World()
     means = Means(SizeMemory(), None, world.snapshot, SingleProcess())
     run = BatchRun([1, 2], 2, 1, means=means, sums=Sums(), cut=cut)
-    with pytest.raises(MemoryError), run.next_attempt():
+    with pytest.raises(MemoryError), run.means.peers.next_attempt(run):
         raise MemoryError
     assert world.num_snapshots == 0
 
@@ -229,7 +229,7 @@ def test_reverts_forbidden_split_if_other_remedy_exists():
 
 def test_rejects_attempt_without_backward():
     run, *_ = make_run()
-    attempt = run.next_attempt()
+    attempt = run.means.peers.next_attempt(run)
     assert_refused(lambda: run.settle(attempt), StateError, "never entered")
     with attempt:
         pass
@@ -243,7 +243,7 @@ def test_a_step_before_the_last_part_is_refused():
 
 def test_errors_of_parts_say_so():
     run, *_ = make_run(num_parts=2)
-    with pytest.raises(ValueError, match="mine") as error, run.next_attempt():
+    with pytest.raises(ValueError, match="mine") as error, run.means.peers.next_attempt(run):
         raise ValueError("mine")
     assert "micro-batch of 2 of 4" in error.value.__notes__[0]
     assert Part([0, 1], 2) in run.plan.todo

@@ -504,8 +504,12 @@ def test_offload_alone_follows_no_operators():
 
 @pytest.fixture
 def moves_cost_nothing(monkeypatch):
-    """Plans that may offload do only that; otherwise the times measured on this machine decide."""
+    """Plans that may offload do only that; otherwise the times measured on this machine decide.
+
+    On a busy one, following an operator may seem to cost nothing.
+    """
     monkeypatch.setattr(HostTimes, "moving_seconds", lambda *_: 1e-9)
+    monkeypatch.setattr(HostTimes, "following_seconds", lambda *_: 1e-3)
 
 
 def first_layers_planned(model, x, may_offload):
