@@ -82,7 +82,7 @@ CASES = {
     "leak_watch": Case(2, ("summary/*", "planted/*", "clean/*")),
     "liger_rows": Case(0.1, ("*",)),
     "log_fuzz": Case(2, ("fuzz/num_logs", "fuzz/anything else")),
-    "loop_cost": Case(3, environment=STEADY_HEAP),
+    "loop_cost": Case(8, environment=STEADY_HEAP),
     "loop_semantics": Case(0.1, ("*",)),
     "manager_cost": Case(6, environment=STEADY_HEAP),
     "metric_fuzz": Case(3, ("*",)),

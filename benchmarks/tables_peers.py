@@ -221,9 +221,9 @@ COUNTS = (
     Count("track_cost", "time of steps under `track()`, 4 blocks of 64, over bare",
           "small: 4 blocks of 64/ways/{way}/steps_ratio",
           {"track()": "", "torch MemTracker": TORCH, "torch.profiler, memory": TORCH}, plain="bare"),
-    Count("loop_cost", "time of a training step over one by hand", "cost/{way}, over by hand/ratio",
+    Count("loop_cost", "time of a training step over one by hand", "cost/{way}, over by hand/own_ratio",
           {"loop": "", "lightning": "lightning"}),
-    Count("loop_cost", "the same, memkit with `on_oom='raise'`", "cost/{way}, over by hand/ratio",
+    Count("loop_cost", "the same, memkit with `on_oom='raise'`", "cost/{way}, over by hand/own_ratio",
           {"loop with on_oom='raise'": "", "lightning": "lightning"}),
 )  # fmt: skip
 
