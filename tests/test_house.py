@@ -21,7 +21,8 @@ def name_of(path):
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-TREES = {name_of(path): ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCES = {name_of(path): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 PUBLIC = {name for name, path in ((name_of(each), each) for each in PACKAGE.rglob("__init__.py"))}
 
 
@@ -39,7 +40,7 @@ def imported_by(name, tree):
 
 
 # What a package's own file lists are names that are loaded later; the graph is that of the files which define them.
-GRAPH = {name: imported_by(name, tree) for name, tree in TREES.items() if "load_lazily(" not in ast.unparse(tree)}
+GRAPH = {name: imported_by(name, tree) for name, tree in TREES.items() if "load_lazily(" not in SOURCES[name]}
 
 
 def cycle_in(graph):
