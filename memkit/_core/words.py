@@ -55,7 +55,7 @@ def guided(
 ) -> Callable[[F], F]:
     """Let a public function or class answer wrong calls with the corrected call.
 
-    The constructor of a dataclass without ``words`` is left alone: it is a result, which only memkit makes.
+    The constructor of a dataclass without ``words`` and ``rewrite`` is left alone: it is a result, which only memkit makes.
 
     Args:
         words: For each answer, the keywords that it answers, separated by spaces. They take precedence over those of
@@ -90,7 +90,7 @@ def guided(
             name = thing.__name__
             return _guided_function(thing, name, ForeignWords(words), (rewrite or {}).get(name), is_method=False)
         name = thing.__name__
-        is_result = dataclasses.is_dataclass(thing) and words is None  # nobody but memkit constructs it
+        is_result = dataclasses.is_dataclass(thing) and not words and not rewrite  # only memkit makes it
         for method in (*methods,) if is_result else ("__init__", *methods):
             label = f"{name}(...)" if method in ("__call__", "forward") else f"{name}.{method}"
             label = name if method == "__init__" else label
