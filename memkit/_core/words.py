@@ -55,7 +55,7 @@ def guided(
 ) -> Callable[[F], F]:
     """Let a public function or class answer wrong calls with the corrected call.
 
-    The constructor of a dataclass without ``words`` and ``rewrite`` is left alone: it is a result, which only memkit makes.
+    The constructor of a dataclass without ``words`` and ``rewrite`` is left alone: it is a result, which memkit makes.
 
     Args:
         words: For each answer, the keywords that it answers, separated by spaces. They take precedence over those of

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
-from memkit._core.units import format_bytes, parse_bytes
+from memkit._core.units import format_bytes, parse_budget, parse_bytes
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
@@ -200,6 +200,7 @@ def _plan(
     if activation_budget is not None:
         is_for_one = not is_loader and not isinstance(sample_batch, WorstBatch)
         _check_tensors_alone(call, treat=treat, curve=curve, is_for_one=is_for_one)
+        parse_budget(activation_budget, 2**60, name="activation_budget")  # now, as planning takes seconds
         budget = _all_memory(model, target) if budget is None else budget
     if treat is not None:
         Checker(f"{call}(...)").choice("treat", treat, get_args(Treat), fix="write treat='tensors'.")

@@ -188,10 +188,6 @@ def test_micro_batches_and_a_wrapper():
             ConfigError,
             r"leaves at least .* for its backward.*pass activation_budget='\d+B'",
         ),
-        ({"activation_budget": 1.5}, ConfigError, r"a fraction in \(0, 1\]"),
-        ({"activation_budget": 0}, ConfigError, "a size above zero"),
-        ({"activation_budget": "half"}, InputError, "a number and a unit"),
-        ({"activation_budget": True}, InputTypeError, "bytes as an int, or text with a unit"),
         ({"activation_budget": 0.5, "treat": "blocks"}, ConfigError, "leave treat='blocks' out"),
         ({"activation_budget": 0.5, "curve": True}, ConfigError, "leave curve=True out"),
         ({"activation_budget": 0.5, "budget": "1MiB"}, ConfigError, "a plan that needs at most 1.00 MiB"),
@@ -201,6 +197,23 @@ def test_micro_batches_and_a_wrapper():
 def test_refusals(settings, error, message):
     with pytest.raises(error, match=message):
         mk.plan_training(Encoder(0.1), torch.randn(8, 64, 64), mean_square, "sgd", **settings)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        (1.5, ConfigError, r"a fraction in \(0, 1\]"),
+        (0, ConfigError, "a size above zero"),
+        ("half", InputError, "a number and a unit"),
+        (True, InputTypeError, "bytes as an int, or text with a unit"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused_before_the_step_runs(budget, error, message):
+    def never(model, batch):
+        raise AssertionError
+
+    with pytest.raises(error, match=message):
+        mk.plan_training(Encoder(0.1), torch.randn(8, 64, 64), never, "sgd", activation_budget=budget)
 
 
 def test_a_loader_is_refused():
