@@ -12,6 +12,7 @@ import torch
 from memkit._core.errors import warn_user
 from memkit.predict.batch_kinds import Path, tensors_of
 from memkit.predict.plan.search import fastest, micro_batch_counts, search
+from memkit.predict.plan.speeds import Untimed
 from memkit.predict.plan.trial import Arrangement, PlannedTreatment, StepTrials, Trial
 from memkit.predict.worst_batch import WorstBatch
 
@@ -92,7 +93,10 @@ def suit_all(
     largest = trials_for(worst.batches[worst.number])
     precision = planned.arrangement.precision
     while True:
-        trials = {number: _rehearse(trials_for(each), planned.arrangement) for number, each in worst.batches.items()}
+        trials = {
+            number: _rehearse(replace(trials_for(each), speeds=Untimed()), planned.arrangement)
+            for number, each in worst.batches.items()
+        }
         most = max(trials, key=lambda number: trials[number].required_bytes)
         suited = replace(planned, estimate=trials[most].estimate, required_bytes=trials[most].required_bytes)
         if suited.required_bytes <= budget_bytes:

@@ -83,6 +83,20 @@ def test_a_plan_for_the_largest_batch_alone_does_not_suit_a_long_row(monkeypatch
         assert real_peak(trainer, model, optimizer, long) > naive.budget_bytes
 
 
+def num_timed_calls(monkeypatch, batch):
+    """Operator calls whose time was asked for while a plan was made."""
+    calls, seconds = [], HostTimes.seconds
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTimes, "seconds", lambda *args: calls.append(1) or seconds(*args))
+        mk.plan_training(Reader(), batch, loss_fn, "sgd", budget="1GiB")
+    return len(calls)
+
+
+def test_other_kinds_of_batch_are_rehearsed_without_timing_their_operators(monkeypatch):
+    one = num_timed_calls(monkeypatch, tokens((4, 40)))
+    assert num_timed_calls(monkeypatch, tokens((4, 40), (2, 30), (3, 20), (1, 50))) == one > 100
+
+
 def test_saved_tensors_are_treated_in_every_batch():
     loader, model = tokens((1, 700), (1, 30)), Reader()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -40,6 +40,25 @@ class OperatorTimes(Protocol):
         """Return Python's time for an operator call that a dispatch mode follows, beside the call's own."""
 
 
+class Untimed:
+    """Takes the time of no operator: for a trial that is asked for its memory alone. All times are 0."""
+
+    operator_seconds = 0.0
+    about = "not timed"
+
+    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:  # noqa: ARG002 - as in the protocol
+        """Return 0."""
+        return 0.0
+
+    def moving_seconds(self, num_bytes: int) -> float:  # noqa: ARG002 - as in the protocol
+        """Return 0."""
+        return 0.0
+
+    def following_seconds(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:  # noqa: ARG002 - as in the protocol
+        """Return 0."""
+        return 0.0
+
+
 @dataclass(frozen=True)
 class Speeds:
     """A roofline model of a device: an operator takes the longer of its compute and transfer time, plus a launch.
