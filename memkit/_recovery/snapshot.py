@@ -130,7 +130,8 @@ class BufferSnapshot:
 
     def __init__(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         self.entries: dict[_Key, _Entry] = {}
-        self.add(owners, still)
+        if holders := list(filter(buffers_of, owners)):
+            self.add(holders, still)
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         """Add the buffers of more modules."""

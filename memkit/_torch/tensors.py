@@ -55,7 +55,11 @@ def versions_tell_together() -> bool:
 
 def marks_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """Return the tensors that have a version (inference tensors have none), each with its current one."""
-    return [(each, each._version) for each in tensors if not each.is_inference()]
+    marks = []
+    for each in tensors:
+        if not each.is_inference():
+            marks.append((each, each._version))  # noqa: PERF401 - a comprehension enters a function before Python 3.12
+    return marks
 
 
 def are_unwritten(marks: Iterable[tuple[torch.Tensor, int]]) -> bool:
