@@ -13,7 +13,8 @@ import memkit as mk
 from memkit.cli import main
 from memkit.memory.batch_shapes import batch_shapes
 from memkit.report import read_memory_events
-from tests.helpers import FunctionsEntered, run_module
+from tests.forked import run_module_forked
+from tests.helpers import FunctionsEntered
 from tests.memory.test_postmortem import CHILD, read
 
 
@@ -142,7 +143,7 @@ def test_each_rank_has_its_own(tmp_path, monkeypatch):
 
 
 def test_real_out_of_memory_under_limit_leaves_the_log(tmp_path):
-    passed = json.loads(run_module(CHILD, tmp_path, "tightest").stdout)
+    passed = json.loads(run_module_forked(CHILD, tmp_path, "tightest").stdout)
     assert passed["is_oom"]
     assert read_memory_events(tmp_path / "out-of-memory.jsonl").events[-1].event == "out_of_memory"
 

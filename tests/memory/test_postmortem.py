@@ -8,13 +8,13 @@ import torch
 
 import memkit as mk
 from memkit._core.units import MIB
-from tests.helpers import run_module
+from tests.forked import run_module_forked
 
 CHILD = "tests.memory.oom_child"
 
 
 def run_child(directory, where, **environment):
-    passed = json.loads(run_module(CHILD, directory, where, **environment).stdout)
+    passed = json.loads(run_module_forked(CHILD, directory, where, **environment).stdout)
     texts = ["DefaultCPUAllocator: can't allocate memory"]
     if where in ("tight", "tightest"):  # what fails may as well be a few bytes of C++
         texts.append("std::bad_alloc")
