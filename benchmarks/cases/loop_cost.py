@@ -3,7 +3,7 @@
 The loop's batches come from a generator that now and then runs a few steps of another loop, so the two take turns, and
 a busy machine disturbs both alike. The first of the steps in a row is left out: it follows a step of the other loop,
 which no step of a real loop does. Processor time; everything that the loop does between two batches counts, reports
-too. A step takes about 10 ms. Where a network lies in memory makes it faster or slower by a per cent: so both loops
+too. A step takes 10 to 20 ms. Where a network lies in memory makes it faster or slower by a per cent: so both loops
 train the very same one with the same optimizer, and it is made anew several times. The figure is the mean over those
 times, with its standard error, of the mean difference without the largest and smallest tenth.
 

@@ -121,6 +121,7 @@ class References:
         self._arrays: dict[int, Any] = {}
         self._untracked: list[dict[Any, Any]] = []
         self._found: dict[int, list[tuple[Any, Any]]] = {}  # by id() of an object: its referrers, each with the object
+        self._looked_up: list[Any] = []  # kept, so that no other object gets the same id()
         self.files: list[str] = []
         namespaces: dict[int, dict[str, Any]] = {}
         for top in sys._current_frames().values():  # noqa: SLF001 - the only access to other threads' frames
@@ -184,6 +185,7 @@ class References:
         if not new:
             return
         self._found |= {key: [] for key in new}
+        self._looked_up += new.values()
         parents = [each for each in gc.get_referrers(*new.values()) if id(each) not in self._namespaces]
         late = self._late_namespaces([each for each in parents if type(each) is dict and id(each) not in self._known])
         for parent in parents:

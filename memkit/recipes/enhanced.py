@@ -385,7 +385,9 @@ def _validation(
     def run() -> dict[str, Any] | None:
         evaluate = Evaluation(model, sizes, can_split=True)
         with eval_mode(model), without_gradients():
-            return validate(evaluate, batches, fn, device=device, reducers=reducers, should_stop=stop.is_set)
+            return validate(
+                evaluate, batches, fn, device=device, reducers=reducers, should_stop=lambda: stop.has_arrived
+            )
 
     return run
 

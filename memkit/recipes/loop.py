@@ -249,7 +249,7 @@ class MemoryEfficientTrainLoop:
                 fn or self._val_fn,
                 device=self._device,
                 reducers=self._reducers if reducers is None else reducers,
-                should_stop=self._stop.is_set,
+                should_stop=lambda: self._stop.has_arrived,
             )
         self._timeline.lap("validation")
         return figures

@@ -20,10 +20,6 @@ class StopSignal:
     def __init__(self) -> None:
         self.has_arrived = False
 
-    def is_set(self) -> bool:
-        """Return `has_arrived`."""
-        return self.has_arrived
-
     def __enter__(self) -> Self:
         self.has_arrived = False
         self._before = signal.getsignal(signal.SIGTERM)

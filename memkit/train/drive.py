@@ -133,7 +133,7 @@ class BatchDriver:
                     if self._was_uneven or not is_checked:
                         yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
         except MemkitError:
-            run.sums.give_up()
+            run.sums.give_up()  # else the other ranks would wait at their step
             raise
 
     def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:

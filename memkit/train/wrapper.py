@@ -473,6 +473,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             refuse_closed("trainer.microbatches")
         run = self._open(batch, self._accumulation_steps)
         try:
+            self._batch_run, self._num_steps_before = run, self._sum.num_steps
             yield from self._driver.attempts(run)
         except BaseException as error:  # a final out-of-memory, an interrupt, or the caller left the loop
             self._abandon(error)
@@ -630,7 +631,6 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         run = self._driver.open(batch, num_parts, self._sum)
         if self._wrong_rows is not None or not run.size:
             self._check_rows(run.size)
-        self._batch_run, self._num_steps_before = run, self._sum.num_steps
         return run
 
     def _check_rows(self, num_rows: int) -> None:
@@ -684,6 +684,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
     def _run_all(self, run: BatchRun, loss_fn: LossFn) -> None:
+        self._batch_run, self._num_steps_before = run, self._sum.num_steps
         for attempt in self._driver.attempts(run, loss_fn):
             with attempt as micro:
                 self._run(micro, loss_fn)

@@ -254,7 +254,7 @@ def test_damaged_lines_of_a_block_are_read_as_each_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "lines",
     [
-        ['{"event":"a"', '"step":1}'],  # one value over two lines,
+        ['{"event":"a"', '"step":1}'],  # one value over two lines
         ['[{"event":"a"}', '{"event":"b"}]'],
         ['{"event":"a', '"}'],
         ['{"event":"a"', '"step":1}', '{"event":"b"}],[{"event":"c"}'],  # and two in the next, so that the number fits

@@ -208,7 +208,7 @@ def test_refusals(settings, error, message):
         (True, InputTypeError, "bytes as an int, or text with a unit"),
     ],
 )
-def test_a_budget_that_is_none_is_refused_before_the_step_runs(budget, error, message):
+def test_a_wrong_budget_is_refused_before_the_step_runs(budget, error, message):
     def never(model, batch):
         raise AssertionError
 
