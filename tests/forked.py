@@ -1,4 +1,4 @@
-"""Modules run in forks of a process that has imported torch already, which takes most of a short run's time."""
+"""Code runs in forks of a process that has imported torch already, which takes most of a short run's time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import torch.multiprocessing as mp
@@ -17,20 +18,33 @@ from tests.helpers import ROOT
 
 def run_module_forked(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a module as `tests.helpers.run_module` does, where nothing depends on how the process began."""
+    return _run(["-m", name, *map(str, arguments)], expected=0, environment=environment)
+
+
+def run_python_forked(
+    code: str, *arguments: object, expected: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run code as `tests.helpers.run_python` does; the process ends with the exit code, minus the number of a signal.
+
+    It ends as a fork does: functions registered with `atexit` are not called.
+    """
+    return _run(["-c", textwrap.dedent(code), *map(str, arguments)], expected=expected, environment=environment)
+
+
+def _run(command: list[str], *, expected: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, each) for each in ("stdout", "stderr")]
-        command = [name, *map(str, arguments)]
         code = run_forked(command, cwd=ROOT, env=os.environ | environment, outputs=outputs, timeout=300)
         done = subprocess.CompletedProcess(command, code, *(each.read_text() for each in outputs))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == expected, done.stderr
     return done
 
 
 def run_forked(
     arguments: list[str], *, cwd: Path, env: dict[str, str], outputs: list[Path], timeout: float | None
 ) -> int:
-    """Run ``python -m MODULE ...``, which writes to these two files; return its exit code."""
-    child = mp.get_context("forkserver").Process(target=_run_module, args=(arguments, cwd, env, outputs))
+    """Run ``python -m MODULE ...`` or ``-c CODE ...``, which writes to these two files; return its exit code."""
+    child = mp.get_context("forkserver").Process(target=_run_child, args=(arguments, cwd, env, outputs))
     child.start()
     child.join(timeout)
     if child.is_alive():
@@ -40,12 +54,16 @@ def run_forked(
     return child.exitcode or 0
 
 
-def _run_module(arguments: list[str], cwd: Path, env: dict[str, str], outputs: list[Path]) -> None:
+def _run_child(arguments: list[str], cwd: Path, env: dict[str, str], outputs: list[Path]) -> None:
     for descriptor, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # read from the environment again
-    sys.argv, sys.path[:0] = arguments, [str(cwd)]
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    option, program, *rest = arguments
+    sys.argv, sys.path[:0] = [program if option == "-m" else option, *rest], [str(cwd)]
+    if option == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})

@@ -21,8 +21,8 @@ def run(
     check: bool,
 ) -> subprocess.CompletedProcess[bytes]:
     """Stand in for `subprocess.run` of ``python -m MODULE ORDER``."""
-    _, option, *arguments = command
-    assert option == "-m"
+    _, *arguments = command
+    assert arguments[0] == "-m"
     outputs = [Path(json.loads(arguments[-1])["folder"], name) for name in ("stdout", "stderr")]
     code = run_forked(arguments, cwd=cwd, env=env, outputs=outputs, timeout=timeout)
     for path, to in zip(outputs, (stdout, 2 if stderr is None else stderr), strict=True):

@@ -18,7 +18,8 @@ from memkit._core.errors import FileFormatError, InputError, InputTypeError, Mem
 from memkit._events.log import EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, event_of
 from memkit._events.reader import read_memory_events
 from memkit._events.writer import EventWriter, rank_path, save_events
-from tests.helpers import assert_refused, run_python
+from tests.forked import run_python_forked
+from tests.helpers import assert_refused
 
 ROOT = Path(__file__).parents[1]
 
@@ -251,7 +252,7 @@ def test_a_forked_process_is_refused(tmp_path):
         "os.waitpid(child, 0)\n"
     )
     path = tmp_path / "log.jsonl"
-    assert "StateError: EventWriter.write(event): got a call in process" in run_python(script, path).stderr
+    assert "StateError: EventWriter.write(event): got a call in process" in run_python_forked(script, path).stderr
     assert [event.event for event in read_memory_events(path).events] == ["parent"]
 
 

@@ -10,7 +10,7 @@ import torch
 import memkit as mk
 from memkit._core.records import DeviceMemory
 from memkit._machine import devices
-from tests.helpers import run_python
+from tests.forked import run_python_forked
 
 requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
 
@@ -110,7 +110,7 @@ print(devices.under_memory_pressure("cpu"), devices.under_memory_pressure("cuda"
 def test_resource_limit_bounds_available_memory(held, pressure):
     if resource.getrlimit(resource.RLIMIT_DATA)[1] != resource.RLIM_INFINITY:
         pytest.skip("Requires: [no hard RLIMIT_DATA]")
-    done = run_python(CHILD.format(name="RLIMIT_DATA", held=held))
+    done = run_python_forked(CHILD.format(name="RLIMIT_DATA", held=held))
     assert done.stdout.splitlines() == ["RLIMIT_DATA True True True", f"{pressure} False"]
 
 
@@ -139,7 +139,7 @@ def test_cuda_memory_counts():
 
 
 def test_a_memory_limit_is_real():
-    out = run_python("""
+    out = run_python_forked("""
         import torch, memkit as mk
         from memkit._machine.devices import limit_memory
         limit_memory(torch.device('cpu'), 64 * 2**20)
@@ -165,7 +165,7 @@ def test_resident_bytes_are_psutils():
 
 
 def test_a_forked_process_reads_itself():
-    out = run_python("""
+    out = run_python_forked("""
         import os, torch
         from memkit._machine import devices
         read_peak = devices.ResidentPeak().read
@@ -185,7 +185,7 @@ def test_a_forked_process_reads_itself():
 @pytest.mark.slow
 def test_the_peak_is_this_programs_own_and_can_start_again():
     """The child of a process of 800 MiB begins with its peak in ru_maxrss; a restart must reach below it too."""
-    out = run_python("""
+    out = run_python_forked("""
         import subprocess, sys, torch
         held = torch.ones(200 * 2**20)
         child = '''
@@ -236,7 +236,7 @@ def test_the_rank_is_the_launchers(environment, expected, monkeypatch):
 
 
 def test_rank_comes_from_torch_distributed():
-    out = run_python(
+    out = run_python_forked(
         """
         import torch.distributed as dist
         from memkit._machine import devices

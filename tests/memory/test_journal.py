@@ -15,6 +15,7 @@ import torch
 
 import memkit as mk
 from memkit._core.printable import printable_json
+from tests.forked import run_python_forked
 from tests.helpers import assert_refused
 
 
@@ -110,7 +111,7 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_phase(tmp_path):
         "    with memory.phase('inner'): time.sleep(0.6)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert run(script).returncode == -signal.SIGKILL
+    run_python_forked(script, expected=-signal.SIGKILL)
     assert names(path) == ["first", "now", "inner"]
 
 
@@ -136,7 +137,7 @@ def test_each_rank_has_a_file_of_its_own(tmp_path):
     path = tmp_path / "memory_events.jsonl"
     script = f"import memkit as mk\nmemory = mk.MemoryManager('cpu', log={str(path)!r})\nmemory.mark('up')\n"
     for rank in range(2):
-        assert run(script, RANK=str(rank), WORLD_SIZE="2").returncode == 0
+        run_python_forked(script + "memory.close()\n", RANK=str(rank), WORLD_SIZE="2")
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "memory_events.rank0.jsonl",
         "memory_events.rank1.jsonl",
@@ -152,7 +153,8 @@ def test_one_log_has_one_manager_at_a_time(tmp_path):
         with pytest.raises(mk.errors.StateError, match=r"another writer has open.* choose another path"):
             mk.MemoryManager("cpu", log=path)
         script = f"import memkit as mk\nmk.MemoryManager('cpu', log={str(path)!r})\n"
-        assert "StateError: EventWriter(" in run(script).stderr  # another process, as a rank that nobody numbered
+        done = run_python_forked(script, expected=1)  # another process, as a rank that nobody numbered
+        assert "StateError: EventWriter(" in done.stderr
         assert path.read_bytes() == held
         worker = os.fork()  # has the file open for longer than the manager, and holds nothing
         if worker == 0:
@@ -171,7 +173,7 @@ def test_a_killed_managers_log_is_free_at_once(tmp_path):
         f"import os, memkit as mk\nmemory = mk.MemoryManager('cpu', log={str(path)!r})\nmemory.mark('killed')\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    assert run(script).returncode == -signal.SIGKILL
+    run_python_forked(script, expected=-signal.SIGKILL)
     with mk.MemoryManager("cpu", log=path) as memory:
         memory.mark("next")
     assert [event.event for event in mk.report.read_memory_events(path).events] == ["killed", "next"]

@@ -14,7 +14,8 @@ import torch
 import memkit as mk
 from memkit._core.protocols import MemoryWatch
 from memkit._machine import devices
-from tests.helpers import assert_refused, run_python
+from tests.forked import run_python_forked
+from tests.helpers import assert_refused
 
 MIB = 2**20
 requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
@@ -63,7 +64,7 @@ def test_the_budget_is_for_the_whole_process():
 
 def test_resource_limit_sets_capacity_and_remainder():
     """A budget may be a fraction of the limit; the bytes reported as available can be allocated, but not much more."""
-    out = run_python("""
+    out = run_python_forked("""
         import torch, memkit as mk
         from memkit._machine.devices import limit_memory
         memory = mk.MemoryManager("cpu")
@@ -83,7 +84,7 @@ def test_resource_limit_sets_capacity_and_remainder():
 
 def test_ignores_parent_process():
     """ru_maxrss begins with the size of whoever started the program."""
-    out = run_python("""
+    out = run_python_forked("""
         import subprocess, sys, torch
         script = "import memkit as mk; print(mk.MemoryManager('cpu').snapshot().host_peak_bytes)"
         large = torch.ones(200 * 2**20)  # 800 MiB

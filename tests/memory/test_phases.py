@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 import memkit as mk
 from memkit._machine import devices
 from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, peak_by_record
-from tests.helpers import assert_refused, run_python
+from tests.forked import run_python_forked
+from tests.helpers import assert_refused
 
 
 class Counter:
@@ -327,7 +328,7 @@ def test_with_reset_peaks_each_phase_has_the_processs_own_peak():
 
 def test_a_short_phase_that_never_raises_the_peak_is_not_read_until_one_does():
     """Reading takes a third of a phase's time; the next reading, here the step's, bounds those without one."""
-    out = run_python("""
+    out = run_python_forked("""
         import mmap
         import memkit as mk
 

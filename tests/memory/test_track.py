@@ -19,7 +19,8 @@ from memkit._core.errors import ConfigError, InputError, StateError
 from memkit._core.units import MIB
 from memkit.memory.track import Tracker
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, run_python
+from tests.forked import run_python_forked
+from tests.helpers import assert_refused
 from tests.zoo import CASES, no_mark
 
 BOTH = pytest.mark.parametrize("workspace", [False, True], ids=["default", "workspace"])
@@ -262,7 +263,7 @@ def test_workspace_prints_nothing():
         "with Tracker(workspace=True) as tracker: torch.zeros(1000).sort()\n"
         "assert tracker.peak_by_category['workspace']"
     )
-    done = run_python(code)
+    done = run_python_forked(code)
     assert (done.stdout, done.stderr) == ("", "")
 
 

@@ -25,7 +25,8 @@ import memkit
 from memkit._core.errors import InputError, StateError
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
-from tests.helpers import assert_refused, run_python
+from tests.forked import run_python_forked
+from tests.helpers import assert_refused
 from tests.versions import has, lacks
 from tests.zoo import CASES, no_mark
 
@@ -346,7 +347,7 @@ def test_operators_in_autograds_own_threads_have_a_place():
     Beyond some depth of a backward in another, autograd goes on in a thread of its own; a process with such threads
     cannot be forked any more, so this is one of its own.
     """
-    assert run_python(DEEP).stdout.split() == ["71", "backward"]
+    assert run_python_forked(DEEP).stdout.split() == ["71", "backward"]
 
 
 def test_two_roots_have_distinct_names():
