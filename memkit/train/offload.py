@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -29,6 +30,7 @@ from memkit.train.state_offload import moved_state
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
 _OFFLOADS = ("activations", "optimizer")  # the wrapper's choices
 _ALIGNMENT = 16  # bytes of the largest element
+_WORD, _STRIDE = 8, 7  # bytes of a number that a checksum adds up; every so many count twice, so that order matters
 _UNFILLED_NODE = "RreluWithNoise"  # the backward of `rrelu`
 
 
@@ -37,7 +39,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     Saved tensors beyond ``budget`` are moved out, oldest first, because backward needs them last; the backward, which
     may run after the block, brings them back. Gradients are bit-identical. Several views of one storage are written
-    once, and keep their strides. Parameters, buffers and tensors smaller than ``min_bytes`` stay. The same object can
+    once, and keep their strides; again, if a checksum shows that it was written through ``.data`` since. Parameters, buffers and tensors smaller than ``min_bytes`` stay. The same object can
     be entered again for each step.
 
     Args:
@@ -56,7 +58,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         ConfigError: A setting is invalid.
         MemkitOutOfMemoryError: From the forward: the disk is full. The state is unchanged since before that operator.
         StateError: From the backward: a saved tensor that stayed was changed in place since, as plain autograd would
-            also refuse. A tensor that was moved out keeps the value that it had when it was saved.
+            also refuse. A tensor that was moved out keeps the value that it had when it was saved. On an accelerator,
+            also if a storage was written through ``.data`` between the saving of two views of it.
 
     Not supported: ``rrelu`` in training. Autograd saves its noise before it is drawn, so that gradients would be wrong:
     backward raises. Use ``leaky_relu``, or recompute that block.
@@ -94,6 +97,9 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._active: list[contextlib.AbstractContextManager[Self]] = []
         self.held_bytes = self.written_bytes = 0
         self._num_on_cpu, self._has_moved, self._has_warned = 0, False, False
+        # Checksums on an accelerator, of what was moved out and of what relies on it; compared in backward, because
+        # that waits for the device.
+        self._to_compare: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __enter__(self) -> Self:
         """Start offloading."""
@@ -152,7 +158,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         record = self._records.get(storage_key(storage))
         first, size = _extent(tensor)
         if not is_alone:
-            if record is not None and record.covers(storage, version_of(tensor), first, size):
+            covers = record is not None and record.covers(storage, version_of(tensor), first, size)
+            if record is not None and covers and self._is_unchanged(record, tensor):
                 return record
             if storage.nbytes() <= _WORTH_WHOLE * size:
                 first, size = 0, storage.nbytes()
@@ -172,9 +179,41 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             store = self._store_for(original)
             record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
             record.store = store  # a write that failed has nothing to release
+            record.checksum = _checksum(original, record.first, record.num_bytes)
             self.written_bytes += record.num_bytes
         record.original = None
         self.held_bytes -= record.num_bytes
+
+    def _is_unchanged(self, record: _Record, tensor: torch.Tensor) -> bool:
+        """Return whether a record still has the bytes of its storage: a write through ``.data`` makes no new version.
+
+        On an accelerator that is not known yet, and assumed: `compare` raises if it is wrong.
+        """
+        if record.is_kept or record.checksum is None:
+            return True
+        now = _checksum(tensor, record.first, record.num_bytes)
+        if isinstance(now, torch.Tensor) and isinstance(record.checksum, torch.Tensor):
+            if not isinstance(now, FakeTensor):
+                self._to_compare.append((record.checksum, now))
+            return True
+        return now == record.checksum
+
+    def compare(self) -> None:
+        """Compare the checksums of the forwards so far.
+
+        Raises:
+            StateError: A storage was written through ``.data`` between the saving of two views of it.
+        """
+        pairs, self._to_compare = self._to_compare, []
+        if pairs and not torch.equal(*(torch.stack(each) for each in zip(*pairs, strict=True))):
+            raise StateError(
+                "backward() through tensors that offload_activations saved",
+                got="a tensor that was written through .data, or by code that autograd does not see, after a part of "
+                "it was saved",
+                expected="writes that autograd sees",
+                fix="write x[i] = value instead of x.data[i] = value, make a list and torch.stack it, or do without "
+                "offload: checkpoint='auto' recomputes instead.",
+            )
 
     def _store_for(self, tensor: torch.Tensor) -> Store:
         if isinstance(tensor, FakeTensor):
@@ -237,6 +276,7 @@ class _Record:
         self.original: torch.Tensor | None = tensor  # while it is kept
         self.store: Store | None = None
         self.handle: Any = None
+        self.checksum: tuple[int, ...] | torch.Tensor | None = None  # of what was moved out
 
     def __del__(self) -> None:
         self._owner._forget(self)  # noqa: SLF001 - one mechanism in two classes
@@ -258,6 +298,7 @@ class _Record:
             return self.original.untyped_storage(), 0
         if self.store is None:
             _refuse_changed()
+        self._owner.compare()
         storage = self._loaded() if self._loaded else None  # another view may just have brought it back
         if storage is None:
             storage = self.store.read(self.handle, self._device).untyped_storage()
@@ -323,6 +364,22 @@ def _storages(model: nn.Module) -> set[int]:
 def _view_bytes(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
     """Return a byte range of a tensor's storage as a tensor."""
     return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), first, (size,), (1,))
+
+
+def _checksum(tensor: torch.Tensor, first: int, size: int) -> tuple[int, ...] | torch.Tensor | None:
+    """Return a checksum of a byte range of a tensor's storage; on an accelerator a tensor, so that nothing waits.
+
+    Tensors without data on the CPU have none. On an accelerator they run what those with data do, for their memory.
+    """
+    if tensor.device.type == "cpu":
+        if isinstance(tensor, FakeTensor):
+            return None
+        data: Any = _view_bytes(tensor, first, size).numpy()  # no tensor beside the training's own
+        words, rest = data[: size - size % _WORD].view(np.uint64), data[size - size % _WORD :]
+        return int(words.sum()), int(words[::_STRIDE].sum()), int(rest.sum())
+    bytes_ = _view_bytes(tensor, first, size)
+    words, rest = bytes_[: size - size % _WORD].view(torch.int64), bytes_[size - size % _WORD :]
+    return torch.stack([words.sum(), words[::_STRIDE].sum(), rest.sum(dtype=torch.int64)])
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:
