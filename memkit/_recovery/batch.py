@@ -16,10 +16,11 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
+from memkit._core.errors import InputError, InputTypeError, MemkitError, MemkitOutOfMemoryError, StateError
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory, insist
+from memkit._recovery.errors import describe_error
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
@@ -114,6 +115,8 @@ class Attempt:
         loss: Its loss, without a graph.
         terms: The divisor of its loss terms.
         failure: Why the block failed; None if it did not.
+        refuse: Called with another error of the block, which the size of the part may have caused; None lets it
+            propagate.
     """
 
     is_check = False
@@ -133,6 +136,7 @@ class Attempt:
         self.loss: Loss | None = None
         self.terms: tuple[Any, ...] = ()
         self.failure: Failure | None = None
+        self.refuse: Callable[[Attempt, Exception], NoReturn] | None = None
         self._remedies, self._watching = remedies, watching
         self._around: contextlib.ExitStack | None = None
 
@@ -161,6 +165,8 @@ class Attempt:
             if caught.__exit__(kind, error, trace):
                 self.failure = caught.failure
                 return True
+        if self.refuse is not None and isinstance(error, Exception) and not isinstance(error, MemkitError):
+            self.refuse(self, error)
         note_part(error, self.size, self.batch_size)
         return False
 
@@ -220,10 +226,17 @@ class Forced:
     """Marks a batch that was split for lack of memory, not at the user's request.
 
     Attributes:
-        failure: The error; None if it occurred in an earlier step, or on another rank.
+        failure: The error; None if it occurred in an earlier step, or on another rank, or was predicted.
+        is_predicted: Whether the batch is predicted not to fit as a whole, and nothing was tried.
     """
 
     failure: Failure | None
+    is_predicted: bool = False
+
+    def __str__(self) -> str:
+        if self.is_predicted:
+            return "a batch that is predicted not to fit as a whole (memory=...)"
+        return f"out of memory ({self.failure.description if self.failure else 'in an earlier step'})"
 
 
 class BatchRun:
@@ -238,6 +251,7 @@ class BatchRun:
         cut: ``cut(part, n)`` returns about n parts.
         key: Key under which sizes are stored.
         tensors: The tensors of the batch, which no forward may change before it runs again.
+        is_predicted: Whether the number of micro-batches is that of a prediction, more than the user asked for.
 
     Attributes:
         plan: The micro-batches to do, and those that are done.
@@ -261,12 +275,13 @@ class BatchRun:
         cut: CutPart,
         key: str = "",
         tensors: Sequence[torch.Tensor] = (),
+        is_predicted: bool = False,
     ) -> None:
         self.batch, self.size, self.key, self.means, self.sums = batch, size, key, means, sums
         self._whole, self._cut = Part(batch, size), cut
         self.num_ooms = 0
         self.is_complete = self.is_cut_anew = self.was_cut = False
-        self.forced: Forced | None = None
+        self.forced = Forced(None, is_predicted=True) if is_predicted else None
         self.done: list[Attempt] = []
         self._before_cut: tuple[Attempt, Plan, dict[str, Any]] | None = None
         self.rollback: Rollback | None = None
@@ -333,6 +348,21 @@ class BatchRun:
             failure = self.forced.failure
             remedies.tell("split", f"out of memory ({failure.description if failure else 'on a rank'})", done)
         return True
+
+    def refuse_part(self, attempt: Attempt, error: Exception) -> NoReturn:
+        """Refuse an error of a part that only lack of memory has made so small, without a check of such parts.
+
+        Raises:
+            MemkitOutOfMemoryError: Always.
+        """
+        self.means.sizes.forget(self.key)
+        raise MemkitOutOfMemoryError(
+            self.means.call,
+            got=f"{self.forced}, and a micro-batch of {attempt.size} of {self.size} {self.means.unit}, into which the "
+            f"batch was cut for that reason, raised {describe_error(error)}",
+            expected="memory for the batch, or for micro-batches that the model accepts",
+            fix="set checkpoint='auto', offload={'activations'}, a lower precision, smaller batches or a smaller model.",
+        ) from error
 
     def refuse_incomplete(self) -> NoReturn:
         """Refuse a step on a batch that has micro-batches left.

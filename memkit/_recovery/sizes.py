@@ -85,6 +85,10 @@ class SizeMemory:
             entry.proven = 0  # the proven size is out of date: something else has taken memory
         entry.clean = 0
 
+    def forget(self, key: str) -> None:
+        """Forget what ran and what failed, after a step that was refused: the next one tries the whole batch."""
+        self._entries.pop(key, None)
+
     def note_clean_step(self, key: str) -> None:
         """Record an optimizer step without any failure."""
         self._entries[key].clean += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from memkit._core.errors import InputError, MemkitError
+from memkit._core.errors import InputError, MemkitError, MemkitOutOfMemoryError
 from memkit._gradients.loss import LossFn
 from memkit._recovery.batch import Attempt, BatchRun, Means, Peers, SingleProcess, Sums
 from memkit._recovery.plan import Part
@@ -70,13 +70,14 @@ class BatchDriver:
         snapshot = functools.partial(Rollback, self.state_watch)
         self._means = Means(self.sizes, remedies, snapshot, peers or SingleProcess(), unit, call)
 
-    def open(self, batch: Any, num_parts: int, sums: Sums) -> BatchRun:
+    def open(self, batch: Any, num_parts: int, sums: Sums, *, is_predicted: bool = False) -> BatchRun:
         """Split a batch into at least this many micro-batches.
 
         Args:
             batch: The batch of one optimizer step.
             num_parts: Requested micro-batches; there are more if these are known not to fit.
             sums: Where the gradients go.
+            is_predicted: Whether there are so many because the batch is predicted not to fit as a whole.
 
         Raises:
             InputError: The batch has no common number of rows, and may have to be split.
@@ -94,7 +95,17 @@ class BatchDriver:
         else:
             key = "packed"
             size, tensors = survey_packed(batch)
-        return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, tensors=tensors)
+        return BatchRun(
+            batch,
+            size,
+            num_parts,
+            means=self._means,
+            sums=sums,
+            cut=self._cut,
+            key=key,
+            tensors=tensors,
+            is_predicted=is_predicted,
+        )
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts, to be run by the caller, until the batch is done.
@@ -124,6 +135,8 @@ class BatchDriver:
                 self.current = attempt
                 if self._has_samples:
                     attempt.part = unmark_samples(attempt.part)
+                if run.forced is not None and not is_checked:
+                    attempt.refuse = run.refuse_part
                 yield attempt
                 self.current = None
                 run.settle(attempt)
@@ -132,7 +145,9 @@ class BatchDriver:
                     self._note_divisors(run)
                     if self._was_uneven or not is_checked:
                         yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
-        except MemkitError:
+        except MemkitError as error:
+            if isinstance(error, MemkitOutOfMemoryError):
+                self.sizes.forget(run.key)  # memory may be back in the next step
             run.sums.give_up()  # else the other ranks would wait at their step
             raise
 

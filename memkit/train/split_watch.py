@@ -13,7 +13,6 @@ from torch import nn
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._core.settings import Checker
-from memkit._recovery.attempt import Failure
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
@@ -155,9 +154,9 @@ class SplitWatch:
         if known is None or known.exact or not run.forced or not self.is_on:
             return
         if not (run.is_cut_anew and run.undo_cut()):
-            self._check_forced(known, run.forced.failure)
+            self._check_forced(known, run.forced)
 
-    def _check_forced(self, verdict: SplitVerdict, failure: Failure | None) -> None:
+    def _check_forced(self, verdict: SplitVerdict, forced: Forced) -> None:
         if verdict.exact or self._may_change:
             return
         why = f"could not be checked: {verdict.reason.rstrip('.')}"
@@ -165,14 +164,17 @@ class SplitWatch:
             is_known = verdict.error is not None and math.isfinite(verdict.error)
             why = "changes its gradient" + (f" by {verdict.error:.2g}" if is_known else "")
         advice = f"{verdict.advice} Otherwise use" if verdict.advice else "use"
+        tried = ", and splitting it"
+        if not forced.is_predicted:
+            tried = ", the remedies that keep the result do not suffice, and splitting the batch"
         raise MemkitOutOfMemoryError(
             self._call,
-            got=f"out of memory ({failure.description if failure else 'in an earlier step'}), the remedies that keep "
-            f"the result do not suffice, and splitting the batch {why}",
+            got=f"{forced}{tried} {why}",
             expected="memory for the batch, or a split that keeps its gradient",
-            fix=f"{advice} a lower precision, smaller batches or a smaller model; on_oom='inexact' splits anyway, "
+            fix=f"{advice} a lower precision, smaller batches{', more memory=...' if forced.is_predicted else ''} or a "
+            "smaller model; on_oom='inexact' splits anyway, "
             "and probe=False splits without the check.",
-        ) from (failure.error if failure else None)
+        ) from (forced.failure.error if forced.failure else None)
 
     def report(
         self,
@@ -201,7 +203,7 @@ class SplitWatch:
         """
         self._deferred, self.has_branches = None, self.has_branches or verdict.has_branches
         if forced:
-            self._check_forced(verdict, forced.failure)
+            self._check_forced(verdict, forced)
         if is_early and verdict.exact is None and not verdict.is_uninformative:
             self._deferred = verdict
             return

@@ -433,7 +433,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         is_grad_enabled = torch.is_grad_enabled()
         try:
             num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
-            run = self._open(batch, num_parts)
+            run = self._open(batch, num_parts, is_predicted=num_parts > self._accumulation_steps)
             if self._part_planner.has_manager:
                 self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
             else:
@@ -620,7 +620,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         self._is_closed = True
         self._cleanup.close()
 
-    def _open(self, batch: Any, num_parts: int) -> BatchRun:
+    def _open(self, batch: Any, num_parts: int, *, is_predicted: bool = False) -> BatchRun:
         if self._batch_run is not None:
             raise StateError(
                 "trainer.microbatches(batch)",
@@ -628,7 +628,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 expected="one step() after the micro-batches of each batch",
                 fix="call trainer.step() after the loop over micro-batches, or trainer.discard() to drop that batch.",
             )
-        run = self._driver.open(batch, num_parts, self._sum)
+        run = self._driver.open(batch, num_parts, self._sum, is_predicted=is_predicted)
         if self._wrong_rows is not None or not run.size:
             self._check_rows(run.size)
         return run

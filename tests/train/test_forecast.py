@@ -12,7 +12,7 @@ from torch import nn
 import memkit as mk
 from memkit._recorder.recorder import Recorder
 from memkit.train.forecast import Forecast, _added, _upper_envelope
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, assert_same
 from tests.toys import mean_square, trainer_of
 
 MIB = 2**20
@@ -156,6 +156,27 @@ def test_budget_is_kept_and_training_equals_plain_parts(name, num_rows, on_oom):
         accumulator.flush()
     for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)  # the two small runs left no trace: dropout, statistics, gradients
+
+
+@pytest.mark.parametrize("on_oom", ["exact", "raise"])
+def test_a_predicted_split_that_changes_the_gradient_is_refused(on_oom):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 256))
+    x, before = torch.randn(512, 256), copy.deepcopy(model.state_dict())
+    with trainer_of(model, memory="7MiB", on_oom=on_oom) as trainer:
+        for _ in range(2):  # in the second step it is known
+            assert_refused(
+                lambda: trainer.train_step(x, mean_square),
+                mk.MemkitOutOfMemoryError,
+                r"predicted not to fit as a whole \(memory=...\), and splitting it changes its gradient",
+                "In training mode 1 would see the statistics of each micro-batch",
+            )
+    assert_same(dict(model.state_dict()), dict(before))
+    with (
+        trainer_of(model, memory="7MiB", on_oom="inexact") as trainer,
+        pytest.warns(mk.MemkitWarning, match="splitting the batch changes the gradient"),
+    ):
+        assert trainer.train_step(x, mean_square).num_microbatches > 1
 
 
 def test_a_model_in_bfloat16_is_charged_for_sums_in_bfloat16():

@@ -232,6 +232,52 @@ def test_a_refusal_is_remembered_and_smaller_batches_go_on():
             assert trainer.train_step(X[:4].double(), fails).sizes == (4,)
 
 
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_an_error_of_parts_that_memory_made_too_small_is_out_of_memory(own_loop):
+    """Not even a check fits, and BatchNorm refuses a single row: the whole batch would not have failed so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = X[:, 0].double()
+    model.register_forward_pre_hook(lambda _, inputs: out_of_memory() if len(inputs[0]) > 1 else None)
+    trainer = trainer_of(model)
+
+    def run():
+        if not own_loop:
+            trainer.train_step(rows, mean_square)
+        for attempt in trainer.microbatches(rows):
+            with attempt as micro:
+                trainer.backward(mean_square(model, micro))
+
+    caught = assert_refused(run, mk.MemkitOutOfMemoryError, "a micro-batch of 1 of 8 rows.*raised ValueError")
+    assert isinstance(caught.__cause__, ValueError)
+    assert_same(dict(model.state_dict()), before)
+    assert trainer.state_dict()["sizes"] == {}
+
+
+def test_errors_of_the_users_code_stay_theirs():
+    def loss_fn(model, x):
+        if len(x) <= 4:
+            raise KeyError("label")
+        out_of_memory()
+
+    with pytest.raises(KeyError, match="label"):
+        step(loss_fn, probe=False)  # which says that parts of any size are fine
+
+
+@pytest.mark.parametrize("fewest", [0, 4, 6])
+def test_a_whole_batch_is_tried_again_when_memory_is_back(fewest):
+    model, fails = normed(), Fails(most=8)
+    with trainer_of(model) as trainer:
+        trainer.train_step(X.double(), fails)
+        fails.most = fewest
+        with pytest.raises(mk.MemkitOutOfMemoryError):
+            trainer.train_step(X.double(), fails)
+        fails.most = 8
+        for rows in (X, X, X[:4]):
+            assert trainer.train_step(rows.double(), fails).sizes == (len(rows),)
+
+
 def test_does_not_recompute_unrepeatable_blocks(plain):
     model = make(is_inplace=True)
     model, result, blocks, _ = step(Fails(most=4), model)
