@@ -361,7 +361,7 @@ class BatchRun:
             got=f"{self.forced}, and a micro-batch of {attempt.size} of {self.size} {self.means.unit}, into which the "
             f"batch was cut for that reason, raised {describe_error(error)}",
             expected="memory for the batch, or for micro-batches that the model accepts",
-            fix="set checkpoint='auto', offload={'activations'}, a lower precision, smaller batches or a smaller model.",
+            fix="set checkpoint='auto', offload={'activations'} or a lower precision, or make batches smaller.",
         ) from error
 
     def refuse_incomplete(self) -> NoReturn:

@@ -30,6 +30,7 @@ _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DIGESTED_BYTES = 2**22  # at a time
+_COMPARED_BYTES = 2**18  # at a time: three times a quarter of it for the results
 _SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
 
 
@@ -352,7 +353,15 @@ def _all_cloned(buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have the same values; NaN equals NaN."""
+    """Return whether two tensors of one shape have the same values; NaN equals NaN.
+
+    Large ones are compared a part at a time: a step within a budget has no room for more.
+    """
+    if one.nbytes > _COMPARED_BYTES and one.dim():
+        if len(one) == 1:
+            return are_same(one[0], other[0])
+        num_rows = max(1, len(one) * _COMPARED_BYTES // one.nbytes)
+        return all(map(are_same, torch.split(one, num_rows), torch.split(other, num_rows)))
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 

@@ -42,7 +42,7 @@ def note_failure(call: str, error: Exception, model: object, batch: object, gues
             expected="a batch of tensors, as in the training step",
             fix=f"write sample_batch=torch.empty{shape}; on the meta device it takes no memory.",
         ) from error
-    error.add_note(_note(call, error, model, list(guesses)))
+    error.add_note(_note(call, error, model, list(guesses)) + _about_lists(batch))
 
 
 def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) -> str:
@@ -58,6 +58,13 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
             "sizes equal; otherwise watch a real step with mk.Tracker()."
         )
     return f"{text} Way out: run loss_fn(model, sample_batch) once by itself, which fails on the same line."
+
+
+def _about_lists(batch: object) -> str:
+    """Say what to do with a list of batches, which looks like a batch that is a list of samples."""
+    if type(batch) is not list or not all(isinstance(each, (tuple, list, Mapping)) for each in batch):
+        return ""
+    return " If it is a list of batches, pass one of them, or mk.predict.find_worst_batch(batches, model, loss_fn)."
 
 
 def _module_at(trace: TracebackType | None, model: object) -> str | None:

@@ -87,3 +87,23 @@ def without_data(batch: Any) -> Any:
         return node if children is None else with_children(node, [stripped(each) for each in children])
 
     return stripped(batch)
+
+
+def with_data(batch: Any) -> Any:
+    """Return a batch of the same kind that a real step can run on, in place of one from `without_data`.
+
+    Floating-point tensors without data get random numbers, large integer tensors zeros. Kernels take the same memory.
+    """
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            if node.device.type != "meta":
+                return node
+            new = torch.zeros_like(node, device="cpu")
+            if new.dtype.is_floating_point or new.dtype.is_complex:
+                new.normal_()
+            return new.requires_grad_(node.requires_grad)
+        children = children_of(node)
+        return node if children is None else with_children(node, [filled(each) for each in children])
+
+    return filled(batch)

@@ -206,7 +206,7 @@ def find_worst_batch(
         selected_fraction=selected_fraction,
     )
     kinds = _Kinds(estimate, is_limited=num_estimates is not None)
-    with random_state.preserved(), _restored(loader):
+    with random_state.preserved(), _restored(loader), _noting_one_batch(loader):
         for given in islice(loader, num_batches):
             kinds.add(given if make_batch is None else make_batch(given), given)
     if not kinds.numbers:
@@ -327,6 +327,20 @@ def _restored(loader: Any) -> Iterator[None]:
 def _size(estimate: MemoryEstimate) -> tuple[int, int]:
     """Return the bytes reserved, which decide what fits, in steps of 2 MiB; among equals, the bytes in tensors."""
     return estimate.required_bytes, estimate.peak_bytes
+
+
+@contextmanager
+def _noting_one_batch(loader: Any) -> Iterator[None]:
+    """Add a note to an error of the user's code if the loader looks like one batch."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(loader, (tuple, list)) and all(isinstance(each, Tensor) for each in loader):
+            error.add_note(
+                f"memkit: find_worst_batch read {len(loader)} batches, each a tensor, from its first argument. For one "
+                "batch, pass [batch]."
+            )
+        raise
 
 
 def _check_loader(loader: Any, model: object, *, is_made: bool) -> None:

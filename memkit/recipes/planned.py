@@ -30,7 +30,8 @@ from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit._tape.kept import KEPT_OPERATORS
-from memkit._torch.pytree import tree_leaves
+from memkit._torch.pytree import children_of, tree_leaves
+from memkit.predict.batch_kinds import with_data
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
 from memkit.predict.plan.host import HostTimes
@@ -64,7 +65,7 @@ _SLACK = 1.5  # predicted times may be off by this factor when candidates are ti
 PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
 Treat = Literal["tensors", "blocks"]
 MakeTrials: TypeAlias = Callable[[Any], StepTrials]
-RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
+RunForReal = Callable[[Any, Arrangement], AbstractContextManager[Callable[[], int]]]
 
 
 @guided(words=PLAN_WORDS)
@@ -194,7 +195,7 @@ def _plan(
     selected_fraction: float | None,
 ) -> tuple[TrainingPlan, Any, RehearsedBatches]:
     """Plan for `plan_training` or `prepare`, whose name is ``call``; return the batch too, which may be a loader's."""
-    is_loader = isinstance(sample_batch, (DataLoader, ResumableLoader))
+    is_loader = _is_loader(sample_batch)
     check_model(call, model, None if is_loader else sample_batch, optimizer)
     precisions = _check_precisions(call, precisions)
     if activation_budget is not None:
@@ -262,22 +263,27 @@ def _plan(
         lambda make: tried(make(sample_batch)),
         lambda found: fastest(allow(found), budget_bytes),
     )
-    run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer, arrange)
-    if measure:
-        trials = [_settled(each, budget_bytes, run_for_real) for each in trials]
+    run_for_real = partial(_on_a_copy, model, loss_fn, optimizer, arrange)
+    settled = partial(_settled, budget_bytes=budget_bytes, run_for_real=run_for_real if measure else None)
+    trials = [settled(each, sample_batch) for each in trials]
     allowed = allow(trials)
     finalists = fastest(allowed, budget_bytes)[:_NUM_FINALISTS]
     if not finalists:
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
         notes += _ways_to_less(may_offload=may_offload, is_part=gpu is not None and not fills_card)
-        _refuse(call, budget, budget_bytes, min(allowed, key=lambda each: each.required_bytes), notes)
-    measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
+        nearest = min(allowed, key=lambda each: each.required_bytes)
+        _refuse(call, budget, budget_bytes, nearest, notes, is_measured=measure)
+    timed = finalists if measure else ()
+    measured = {each.arrangement: _time_step(run_for_real, sample_batch, each.arrangement) for each in timed}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
     if worst is not None:
-        best, hardest = suit_all(worst, best, trials_for, counts, budget_bytes, treats_blocks=treat != "tensors")
+        best, hardest = suit_all(
+            worst, best, trials_for, counts, budget_bytes, treats_blocks=treat != "tensors", settled=settled
+        )
         if best.required_bytes > budget_bytes:
             notes += [f"No plan suits all batches: with this one, batch {hardest} does not fit."]
-            _refuse(call, budget, budget_bytes, best, notes)
+            notes += [] if gpu or measure else _about_workspace([best], budget_bytes)
+            _refuse(call, budget, budget_bytes, best, notes, is_measured=measure)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
     notes += _about_cache(best, budget_bytes) if gpu else []
@@ -292,6 +298,16 @@ def _plan(
     )
     batches = [sample_batch] if worst is None else worst.batches.values()
     return plan, sample_batch, RehearsedBatches(batches, is_loader=worst is not None)
+
+
+def _is_loader(given: Any) -> bool:
+    """Whether this is a loader: iterable, neither a container nor an object that holds tensors or moves to a device."""
+    if isinstance(given, (DataLoader, ResumableLoader)):
+        return True
+    if isinstance(given, (Tensor, str)) or children_of(given) is not None or not hasattr(given, "__iter__"):
+        return False
+    has_tensors = any(isinstance(each, Tensor) for each in getattr(given, "__dict__", {}).values())
+    return not (has_tensors or hasattr(given, "to") or hasattr(given, "__array__"))
 
 
 def _that_treat(trials: Iterable[Trial]) -> list[Trial]:
@@ -709,10 +725,10 @@ def _on_oom(*, is_packed: bool) -> Literal["exact", "raise"]:
 @contextlib.contextmanager
 def _on_a_copy(
     model: nn.Module,
-    batch: Any,
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer,
     arrange: Callable[..., AbstractContextManager[TrainStep]],
+    batch: Any,
     arrangement: Arrangement,
 ) -> Iterator[Callable[[], int]]:
     """The real step on the whole batch, on a copy that has already taken one step."""
@@ -722,14 +738,15 @@ def _on_a_copy(
         twin = copy.deepcopy(model)
         twins_optimizer = optimizer_maker(optimizer)(twin.parameters())
     with random_state.preserved(), arrange(twin, twins_optimizer, arrangement, most_steps=sys.maxsize) as train_step:
+        batch = with_data(batch)
         train_step(batch, loss_fn)
         yield lambda: train_step(batch, loss_fn)
 
 
-def _time_step(run_for_real: RunForReal, arrangement: Arrangement) -> float:
+def _time_step(run_for_real: RunForReal, batch: Any, arrangement: Arrangement) -> float:
     """Processor time of a real step, the shortest of five runs."""
     seconds = []
-    with run_for_real(arrangement) as step:
+    with run_for_real(batch, arrangement) as step:
         for _ in range(_NUM_TIMED):
             start = time.process_time()
             step()
@@ -747,12 +764,13 @@ def _fits_without_workspace(trial: Trial, budget_bytes: int) -> bool:
     return trial.required_bytes - (trial.estimate.workspace_bytes or 0) <= budget_bytes
 
 
-def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial:
+def _settled(trial: Trial, batch: Any, *, budget_bytes: int, run_for_real: RunForReal | None) -> Trial:
     """Replace the workspace bound by the measured workspace, if whether the trial fits depends on it."""
-    if trial.required_bytes <= budget_bytes or not _fits_without_workspace(trial, budget_bytes):
+    does_not_matter = trial.required_bytes <= budget_bytes or not _fits_without_workspace(trial, budget_bytes)
+    if run_for_real is None or does_not_matter:
         return trial
     recorder = Recorder(marks=WorkspaceMarks())
-    with run_for_real(trial.arrangement) as step, recorder:
+    with run_for_real(batch, trial.arrangement) as step, recorder:
         step()
     unseen_bytes = trial.required_bytes - trial.estimate.required_bytes
     return replace(trial, required_bytes=recorder.recording().peak_bytes() + unseen_bytes)
@@ -765,13 +783,19 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
         return {}
 
 
-def _refuse(call: str, budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequence[str]) -> NoReturn:
+def _refuse(
+    call: str, budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequence[str], *, is_measured: bool
+) -> NoReturn:
     holders = "; ".join(f"{format_bytes(each.nbytes)} {each}" for each in nearest.estimate.holders[:3])
     arrangement = nearest.arrangement
     treated = f", {len(arrangement.treatments)} blocks treated" if arrangement.treatments else ""
+    workspace_bytes = 0 if is_measured else nearest.estimate.workspace_bytes or 0
+    needs = f"at least {format_bytes(nearest.required_bytes)}"
+    if workspace_bytes:  # a bound
+        needs = " to ".join(format_bytes(nearest.required_bytes - each) for each in (workspace_bytes, 0))
     raise ConfigError(
         f"{call}(..., budget={_shown(budget)})",
-        got=f"a step that needs at least {format_bytes(nearest.required_bytes)}, with micro-batches of "
+        got=f"a step that needs {needs}, with micro-batches of "
         f"{arrangement.micro_batch_size} rows{treated}; its largest holders are {holders}",
         expected=f"a plan that needs at most {format_bytes(budget_bytes)}",
         fix=" ".join([f"pass a budget of at least {nearest.required_bytes} bytes, or a smaller model.", *notes]),

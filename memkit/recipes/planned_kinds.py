@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -72,6 +73,7 @@ def suit_all(
     budget_bytes: int,
     *,
     treats_blocks: bool,
+    settled: Callable[[Trial, Any], Trial],
 ) -> tuple[Trial, int]:
     """Rehearse a plan with every kind of batch; if one does not fit, add the parts and treatments of a plan for it.
 
@@ -85,16 +87,24 @@ def suit_all(
         counts: The numbers of micro-batches that were allowed for the largest; a single one if the user fixed it.
         budget_bytes: The most that a step may require.
         treats_blocks: Whether blocks may be treated.
+        settled: Returns a trial with the batch's workspace, if that was to be measured.
 
     Returns:
         The plan, with the time and the rows of the largest batch and the memory of the most demanding one, which does
         not fit if no plan for all was found; and the number of the most demanding batch.
     """
     largest = trials_for(worst.batches[worst.number])
-    precision = planned.arrangement.precision
+    plan = partial(
+        _plan,
+        counts=counts,
+        precision=planned.arrangement.precision,
+        budget_bytes=budget_bytes,
+        treats_blocks=treats_blocks,
+        settled=settled,
+    )
     while True:
         trials = {
-            number: _rehearse(replace(trials_for(each), speeds=Untimed()), planned.arrangement)
+            number: settled(_rehearse(replace(trials_for(each), speeds=Untimed()), planned.arrangement), each)
             for number, each in worst.batches.items()
         }
         most = max(trials, key=lambda number: trials[number].required_bytes)
@@ -107,9 +117,9 @@ def suit_all(
                 suited = replace(suited, arrangement=replace(planned.arrangement, tensors=tensors))
             return suited, most
         if planned.arrangement.tensors is not None:
-            planned = _plan(largest, counts, precision, budget_bytes, treats_blocks=treats_blocks)
+            planned = plan(largest)
             continue
-        other = _plan(trials_for(worst.batches[most]), counts, precision, budget_bytes, treats_blocks=treats_blocks)
+        other = plan(trials_for(worst.batches[most]))
         stronger = _combined(planned.arrangement, other.arrangement)
         if stronger == planned.arrangement:
             return suited, most
@@ -126,12 +136,19 @@ def _rehearse(trials: StepTrials, arrangement: Arrangement, plain: Trial | None 
 
 
 def _plan(
-    trials: StepTrials, counts: Sequence[int], precision: str | None, budget_bytes: int, *, treats_blocks: bool
+    trials: StepTrials,
+    *,
+    counts: Sequence[int],
+    precision: str | None,
+    budget_bytes: int,
+    treats_blocks: bool,
+    settled: Callable[[Trial, Any], Trial],
 ) -> Trial:
     """Plan for one batch; return the closest candidate if none fits."""
     num_rows = trials.num_rows
     allowed = micro_batch_counts(num_rows) if len(counts) > 1 else [min(counts[0], num_rows)]
     found = search(trials.run, num_rows, allowed, [precision], budget_bytes, slack=1.0, treats_blocks=treats_blocks)
+    found = [settled(each, trials.batch) for each in found]
     fitting = fastest(found, budget_bytes)
     return fitting[0] if fitting else min(found, key=lambda each: each.required_bytes)
 

@@ -135,8 +135,7 @@ class BatchDriver:
                 self.current = attempt
                 if self._has_samples:
                     attempt.part = unmark_samples(attempt.part)
-                if run.forced is not None and not is_checked:
-                    attempt.refuse = run.refuse_part
+                attempt.refuse = run.refuse_part if run.forced is not None and not is_checked else None
                 yield attempt
                 self.current = None
                 run.settle(attempt)
@@ -146,10 +145,13 @@ class BatchDriver:
                     if self._was_uneven or not is_checked:
                         yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
         except MemkitError as error:
-            if isinstance(error, MemkitOutOfMemoryError):
-                self.sizes.forget(run.key)  # memory may be back in the next step
-            run.sums.give_up()  # else the other ranks would wait at their step
+            self._give_up(run, error)
             raise
+
+    def _give_up(self, run: BatchRun, error: MemkitError) -> None:
+        if isinstance(error, MemkitOutOfMemoryError):
+            self.sizes.forget(run.key)  # memory may be back in the next step
+        run.sums.give_up()  # else the other ranks would wait at their step
 
     def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:
         """Return whether all parts are done; in the user's own loop all but one, so that it ends with a real part."""

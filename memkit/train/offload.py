@@ -39,8 +39,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     Saved tensors beyond ``budget`` are moved out, oldest first, because backward needs them last; the backward, which
     may run after the block, brings them back. Gradients are bit-identical. Several views of one storage are written
-    once, and keep their strides; again, if a checksum shows that it was written through ``.data`` since. Parameters, buffers and tensors smaller than ``min_bytes`` stay. The same object can
-    be entered again for each step.
+    once, and keep their strides; again, if a checksum shows that it was written through ``.data`` since. Parameters,
+    buffers and tensors smaller than ``min_bytes`` stay. The same object can be entered again for each step.
 
     Args:
         to: ``"disk"``: an unlinked temporary file, removed with the process, however it ends. ``"host"``: pinned

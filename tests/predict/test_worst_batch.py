@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import memkit as mk
 from memkit.predict import worst_batch
-from memkit.predict.batch_kinds import batch_kind, values_of, without_data
+from memkit.predict.batch_kinds import batch_kind, values_of, with_data, without_data
 from memkit.predict.size_law import search_highest
 from tests.helpers import assert_refused
 
@@ -163,6 +163,26 @@ def test_a_batch_without_data_takes_the_same_memory():
     assert bare["lengths"].tolist() == [30, 10]
     one, other = (mk.estimate_memory_usage(MODEL, each, step) for each in (batch, bare))
     assert one.parts() == other.parts()
+
+
+def test_one_batch_in_place_of_a_loader_is_told():
+    batch = torch.ones(8, 4), torch.ones(8, 4)
+    with pytest.raises(IndexError) as caught:
+        worst_batch.find_worst_batch(
+            batch, torch.nn.Linear(4, 4), lambda model, batch: model(batch[0][:4, 0, :]).mean()
+        )
+    assert (
+        "read 2 batches, each a tensor, from its first argument. For one batch, pass [batch]."
+        in caught.value.__notes__[-1]
+    )
+
+
+def test_data_made_for_a_batch_without():
+    batch = {"x": torch.randn(4, 3, dtype=torch.float64), "y": [torch.arange(4)]}
+    made = with_data(without_data(batch))
+    assert batch_kind(made) == batch_kind(batch)
+    assert torch.equal(made["y"][0], batch["y"][0])
+    assert made["x"].isfinite().all()
 
 
 def test_model_reading_its_mask():

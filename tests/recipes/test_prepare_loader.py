@@ -276,3 +276,57 @@ ROWS = DataLoader([torch.ones(64, 100, 16), torch.ones(1, 3000, 16)], batch_size
 )
 def test_refusals(refusal):
     assert_refused(*refusal)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.LeakyReLU(), nn.Conv2d(32, 64, 1), nn.BatchNorm2d(64),
+        nn.LeakyReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def images(*sizes):
+    return [(torch.randn(size, 3, 32, 32), torch.randint(10, (size,))) for size in sizes]
+
+
+class OwnLoader:
+    """Neither a DataLoader nor a container."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 5)])
+def test_kernels_are_measured_for_a_loader_too(sizes):
+    """The bound for what convolutions take inside is more than the budget, and what they take is not."""
+    model, batches = net(), images(*sizes)
+    optimizer, state = torch.optim.SGD(model.parameters(), lr=0.1), torch.get_rng_state()
+    budget = mk.estimate_memory_usage(model, batches[0], loss_fn=classify, optimizer=optimizer).peak_bytes
+    with pytest.raises(ConfigError, match=r"needs \d.* to \d.*measure=True finds what they take"):
+        mk.prepare(model, optimizer, OwnLoader(batches), classify, budget=budget, treat="tensors", may_offload=False)
+    with mk.prepare(model, optimizer, OwnLoader(batches), classify, budget=budget, measure=True) as trainer:
+        for batch in batches:
+            with mk.Tracker(device="cpu", workspace=True) as tracker:
+                trainer.train_step(batch, classify)
+            assert tracker.peak_bytes <= trainer.plan.required_bytes <= budget
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_list_of_batches_is_told_from_a_batch():
+    model, batches = net(), images(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError) as caught:
+        mk.prepare(model, optimizer, batches, classify, budget="1GiB")
+    assert "If it is a list of batches, pass one of them, or mk.predict.find_worst_batch(" in caught.value.__notes__[0]
+    worst = mk.predict.find_worst_batch(batches, model, classify, optimizer=optimizer)
+    assert (
+        mk.prepare(model, optimizer, worst, classify, budget="1GiB").plan.notes[0].startswith("Rehearsed with 2 of 2")
+    )

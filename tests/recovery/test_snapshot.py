@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit._recovery.snapshot import StateWatch
+from memkit._recovery.snapshot import StateWatch, are_same
+from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same
 from tests.toys import trainer_of
 
@@ -84,6 +85,16 @@ def test_unchanged_large_buffers_are_copied_once_and_guarded():
     second.restore()
     model.mask[0] = 1
     assert_refused(lambda: second.restore(), mk.errors.StateError, "large buffer 'mask' of a Linear")
+
+
+@pytest.mark.parametrize("shape", [(2**20,), (1, 2, 2**19), (2**19, 2)])
+def test_large_buffers_are_compared_in_little_memory(shape):
+    one = torch.randn(shape)
+    other = one.clone()
+    one.view(-1)[7] = other.view(-1)[7] = float("nan")
+    assert trace_allocations(lambda: are_same(one, other)).peak <= 2**18
+    other.view(-1)[-1] += 1
+    assert not are_same(one, other)
 
 
 def test_model_edits_between_steps():
