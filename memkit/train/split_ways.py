@@ -71,6 +71,7 @@ def ways_to_cut(
     has_branches: bool = False,
     is_widened: bool = False,
     may_run_out: bool = True,
+    adds_parts: bool = False,
 ) -> list[Way]:
     """List the ways to compare: real parts if they are small, else a few rows; two real parts; less if memory is short.
 
@@ -86,6 +87,8 @@ def ways_to_cut(
         may_run_out: Whether a check may try more rows than are known to fit; not in the user's own loop, which would
             see the error.
         is_widened: Whether the check is in full precision and the step is not, so half the rows take as much memory.
+        adds_parts: Whether to look, besides, at as many real parts as are within the rows of a first check. A loss that
+            takes the smaller of two means may be the same for other rows, and for other parts of them.
 
     Raises:
         InputError: The batch has no common rows, and there is no ``split_fn``.
@@ -131,7 +134,9 @@ def ways_to_cut(
     else:
         ways = [replace(in_another_order, make=functools.partial(_if_alike, in_another_order, batch, sizes)), in_order]
     fewer = way(_few_rows, sizes, _NUM_ROWS, is_smaller=True)
-    return [*ways, few, two, fewer, two_rows, two_rows]
+    number = min(len(sizes), _MOST_ROWS // max(1, *sizes)) if adds_parts else 0
+    some_parts = [way(_some_parts, sizes, number, is_real=True, is_further=True)] * (number > 1)
+    return [*ways, *some_parts, few, two, fewer, two_rows, two_rows]
 
 
 def once(way: Way) -> Way:

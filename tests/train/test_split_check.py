@@ -21,7 +21,7 @@ from memkit.train.split_check import Computation, Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same, one_in
+from tests.helpers import assert_same, gradient_of, one_in, relative_error
 from tests.search.batches import Data, cast, make_fields
 from tests.search.doing import tell
 from tests.search.losses import LOSSES
@@ -713,6 +713,30 @@ def test_out_of_memory_means_fewer_rows(capacity, exact):
     verdict = check_split(net(), torch.randn(16, 6), loss_fn)
     assert verdict.exact is exact
     assert exact or "MemoryError" in verdict.reason
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_a_smaller_one_of_two_means_is_found(num_parts):
+    """A few other rows may all take the same side. Here the loss for sources in any order is not one for each row."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False).double()
+
+    def loss_fn(model, batch):
+        sources, targets = (each.view(-1, 2, 4) for each in (model(batch[0]), batch[1]))
+        return torch.minimum((sources - targets).square().mean(), (sources - targets.flip(1)).square().mean())
+
+    num_different = 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        batch = [torch.randn(16, width, generator=generator, dtype=torch.float64) for width in (16, 8)]
+        whole = gradient_of(loss_fn(model, batch), model, flat=True)
+        parts = zip(*(each.chunk(num_parts) for each in batch), strict=True)
+        split = gradient_of(sum(loss_fn(model, part) for part in parts) / num_parts, model, flat=True)
+        is_same = relative_error(split, whole) < 1e-9
+        num_different += not is_same
+        verdict = check_split(model, tuple(batch), loss_fn, num_parts=num_parts)
+        assert is_same or verdict.exact is not True, seed
+    assert num_different > 5
 
 
 def test_takes_few_small_runs_if_equal():
