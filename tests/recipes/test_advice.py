@@ -342,6 +342,47 @@ def test_on_a_card():
     assert all(each.fits for each in table if each.is_verified)
 
 
+def test_what_is_not_known_is_not_called_above_the_budget():
+    """Python branches on a value, which is guessed without data."""
+    model = mlp(64, 256, 10)
+
+    def loss_fn(model, x):
+        out = model(x)
+        return out.square().mean() if out.abs().max() > 1e-3 else out.exp().mean()
+
+    with pytest.warns(mk.MemkitWarning):
+        table = advise(model, torch.randn(512, 64), loss_fn, budget="1GiB")
+    judged = [each for each in table if each.predicted_peak_bytes is not None]
+    assert judged
+    assert all((each.fits, each.budget_verdict) == (None, "not known") for each in judged)
+    assert "whether it is within the budget is not known" in str(judged[0])
+
+
+def test_a_disappointment_names_its_figures():
+    advice = mk.recipes.Advice(
+        name="a", change="b", effect="c", exact=True, status="", expected_peak_bytes=2**20, measured_peak_bytes=2**21,
+        expected_saved_bytes=2**20, measured_saved_bytes=2**20, expected_flops_ratio=1.0, measured_flops_ratio=1.5,
+    )  # fmt: skip
+    assert not advice.meets_expectations
+    assert advice.disappointments == [
+        "the peak is 2.00 MiB instead of 1.00 MiB",
+        "the ratio of operations is 1.50 instead of 1.00",
+    ]
+
+
+def test_a_precision_that_loses_the_gradient_is_not_advice():
+    """A difference quotient is lost in bfloat16."""
+    torch.manual_seed(0)
+    model = mlp(64, 512, 64)
+
+    def loss_fn(model, x):
+        return ((model(x) - model(x + 1e-4)).float() * 1e4).square().mean()
+
+    advice = by_name(advise(model, torch.randn(512, 64), loss_fn))["bf16"]
+    assert advice.status.startswith("failed: gradients differ by")
+    assert "more than rounding" in advice.status
+
+
 def test_wrong_arguments(batch):
     with pytest.raises(mk.errors.InputTypeError, match=r"advise\(str, \.\.\.\): got a str"):
         advise("model", batch, classify)

@@ -33,6 +33,8 @@ _WORTH_TELLING = 0.01  # of the peak
 _WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
 _PAIRED = 3  # of the best single remedies, tried pairwise
 _LONGEST_REASON = 200  # characters
+_MOST_ROUNDING = 0.5  # of the largest value, by which results of a change that rounds may differ
+_FITS: dict[str | None, bool] = {"fits": True, "does not fit": False}
 _SHARE_OF_HOST = 0.8  # of the available memory, for a run and the results that are kept
 
 
@@ -176,6 +178,7 @@ class _Trial:
         if self.plain.peak_bytes - predicted.peak_bytes < _WORTH_TELLING * self.plain.peak_bytes:
             return None
         estimate = predicted.estimate
+        verdict = None if self._budget is None or estimate is None else str(estimate.verdict(self._budget))
         advice = replace(
             advice,
             predicted_peak_bytes=predicted.peak_bytes,
@@ -184,7 +187,8 @@ class _Trial:
             expected_peak_bytes=expected.peak_bytes,
             expected_saved_bytes=self._plain_here.peak_bytes - expected.peak_bytes,
             expected_flops_ratio=_ratio(expected, self._plain_here),
-            fits=None if self._budget is None or estimate is None else estimate.fits(self._budget),
+            fits=_FITS.get(verdict),
+            budget_verdict=verdict,
         )
         if obstacle := self._obstacle(expected):
             return replace(advice, status=f"not run: {obstacle}")
@@ -253,7 +257,7 @@ class _Trial:
         dtypes = {each.dtype for each in self._training.model.parameters()}
         tolerance = max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
         if not advice.meets_expectations:
-            return replace(advice, status="failed: measurement and expectation differ by more than 2%")
+            return replace(advice, status=f"failed: {', '.join(advice.disappointments)}")
         highest = (1 + TOLERANCE) * estimate.peak_interval[1] if estimate else 0
         if (measured.allocator_peak_bytes or 0) > highest:
             return replace(advice, status="failed: kernels need more workspace than predicted")
@@ -261,6 +265,9 @@ class _Trial:
             return replace(advice, status="failed: with the kernels' workspace, nothing is saved on this CPU")
         if advice.exact and advice.difference is not None and not advice.difference <= tolerance:
             return replace(advice, status=f"failed: {remedy.entry.compares} differ by {advice.difference:.1e}")
+        if advice.difference is not None and not advice.difference <= _MOST_ROUNDING:
+            what = f"{remedy.entry.compares} differ by {advice.difference:.1e} of the largest one"
+            return replace(advice, status=f"failed: {what}, which is more than rounding")
         return advice
 
 

@@ -11,6 +11,13 @@ from memkit._events.reader import EventLog
 from memkit.report.nodes import Cell, Paragraph, Section, Size, Table
 
 TOLERANCE = 0.02  # of the measured value
+_RATIO = "ratio of operations"
+_BUDGET_VERDICTS = {
+    "fits": "within the budget",
+    "does not fit": "above the budget",
+    "too close": "too close to the budget to tell",
+    "not known": "whether it is within the budget is not known",
+}
 _HEADINGS = {
     "en": ("Verified advice", "change", "saves, predicted", "saves, measured", "FLOPs", "status", "code to write"),
     "zh": ("经验证的建议", "改动", "预测节省", "实测节省", "FLOPs", "状态", "写法"),
@@ -45,7 +52,8 @@ class Advice:
         allocator_saved_bytes: The measured saving by the allocator's own events, which include the kernels' workspace.
         difference: Largest difference in the first step's gradients, or in its parameter updates if the change concerns
             those, relative to the largest value of the plain step.
-        fits: Whether the step fits the budget; None without a budget.
+        fits: Whether the step fits the budget; None without a budget, or if that is not known.
+        budget_verdict: What `MemoryEstimate.verdict` says of the budget; None without one.
 
     Example:
         >>> import memkit as mk
@@ -75,6 +83,7 @@ class Advice:
     allocator_saved_bytes: int | None = None
     difference: float | None = None
     fits: bool | None = None
+    budget_verdict: str | None = None
 
     @property
     def is_verified(self) -> bool:
@@ -84,16 +93,24 @@ class Advice:
     @property
     def meets_expectations(self) -> bool:
         """Whether all measurements are within 2% of the expectation."""
-        pairs = (
-            (self.expected_peak_bytes, self.measured_peak_bytes),
-            (self.expected_saved_bytes, self.measured_saved_bytes),
-            (self.expected_flops_ratio, self.measured_flops_ratio),
+        return not self.disappointments
+
+    @property
+    def disappointments(self) -> list[str]:
+        """The measurements that are further than 2% from the expectation, in words."""
+        pairs: tuple[tuple[str, float | None, float | None], ...] = (
+            ("peak", self.expected_peak_bytes, self.measured_peak_bytes),
+            ("saving", self.expected_saved_bytes, self.measured_saved_bytes),
+            (_RATIO, self.expected_flops_ratio, self.measured_flops_ratio),
         )
-        return all(
-            abs(expected - measured) <= TOLERANCE * abs(measured)
-            for expected, measured in pairs
-            if expected is not None and measured is not None
-        )
+        found = []
+        for name, expected, measured in pairs:
+            if expected is None or measured is None or abs(expected - measured) <= TOLERANCE * abs(measured):
+                continue
+            is_size = name != _RATIO
+            shown = [_size(int(each)) if is_size else f"{each:.2f}" for each in (measured, expected)]
+            found.append(f"the {name} is {' instead of '.join(shown)}")
+        return found
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.status}"]
@@ -114,7 +131,7 @@ class Advice:
             measured = "" if self.measured_flops_ratio is None else f", measured {self.measured_flops_ratio:.2f}"
             lines.append(f"  operations: {self.predicted_flops_ratio:.2f} times{measured}")
         difference = "" if self.difference is None else f"; measured difference {self.difference:.1e}"
-        budget = {None: "", True: "; within the budget", False: "; above the budget"}[self.fits]
+        budget = "" if self.budget_verdict is None else f"; {_BUDGET_VERDICTS[self.budget_verdict]}"
         return "\n".join(
             [*lines, f"  {self.effect}{difference}{budget}", *(f"  > {line}" for line in self.change.splitlines())]
         )
