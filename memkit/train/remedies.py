@@ -29,7 +29,8 @@ class Remedies:
     gradient (a block that changes its attributes would run again with the changed ones); then an accelerator's saved
     activations are offloaded to host memory. Both stay on, since the next batch is as large. If they do not suffice and
     the batch may be split, they are taken back: parts that fit need neither. On the CPU, activations can only be
-    offloaded to disk, which is slower than a split, so that comes last. Each remedy is reported once.
+    offloaded to disk, which is slower than a split, so that comes last. If both together do not suffice either,
+    activations are offloaded alone. Each remedy is reported once.
 
     Args:
         model: The model.
@@ -127,7 +128,16 @@ class Remedies:
                 if name != "recompute":
                     self.tell(name, *self._message)
                 return True
-        return False
+        return is_last and self._offload_alone(failure, what)
+
+    def _offload_alone(self, failure: Failure, what: str) -> bool:
+        """Do without recomputing: a block that runs again is there as a whole, where its tensors could wait outside."""
+        if self._checkpointing is None or self._offload is None:
+            return False
+        self._close_checkpointing()
+        done = f"from now on no block runs again, and activations are offloaded: {self._known['offload'].effect}."
+        self.tell("offload alone", f"out of memory with {what} ({failure.description})", done)
+        return True
 
     def take_back(self) -> None:
         """Turn off remedies that did not suffice: parts are made smaller instead."""

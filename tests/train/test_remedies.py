@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import memkit as mk
 from tests.helpers import assert_refused, assert_same, run_module
@@ -45,7 +46,13 @@ class Fails:
     def __call__(self, model, x):
         self.sizes.append(len(x))
         loss = mean_square(model, x)
-        is_helped = self.needs == "recompute" and "forward" in vars(model[1])
+        recomputes = isinstance(model, nn.Sequential) and "forward" in vars(model[1])
+        offloads = _top_saved_tensors_default_hooks(True) is not None
+        is_helped = {
+            "recompute": recomputes,
+            "both": recomputes and offloads,
+            "offload alone": offloads and not recomputes,
+        }.get(self.needs, False)
         if len(x) > self.most and not is_helped:
             out_of_memory()
         return loss
@@ -160,6 +167,18 @@ def test_a_block_with_batch_normalization_runs_again_instead():
     mean_square(twin, X.double()).backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     assert result.sizes == (8,)
+    same(model, twin, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("needs", ["both", "offload alone"])
+def test_offloads_what_may_not_be_split(needs):
+    """A block that runs again is there as a whole: offloading alone may take less than both."""
+    model, twin = normed(), normed()
+    model, result, blocks, told = step(Fails(most=4, needs=needs), model)
+    mean_square(twin, X.double()).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert (result.sizes, bool(blocks)) == ((8,), needs == "both")
+    assert any("no block runs again, and activations are offloaded" in each for each in told) == (needs != "both")
     same(model, twin, rtol=0, atol=0)
 
 
