@@ -46,7 +46,7 @@ from memkit.recipes.planned_kinds import RehearsedBatches, suit_all
 from memkit.train.blocks import choose_blocks
 from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
-from memkit.train.owners import list_optimizers
+from memkit.train.owners import check_owner, list_optimizers
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, take_rows
 from memkit.train.split_check import CheckAttempt, check_split, scan_modules
@@ -468,7 +468,8 @@ def prepare(
         True
     """
     if isinstance(model, nn.Module):  # otherwise swapped arguments are explained better below
-        list_optimizers(optimizer, Caller("prepare", "trainer", ", sample_batch, loss_fn"))  # before the simulation
+        optimizers = list_optimizers(optimizer, Caller("prepare", "trainer", ", sample_batch, loss_fn"))
+        check_owner(model, optimizers)  # now: planning takes seconds
     plan, batch, rehearsed = _plan(
         "prepare",
         model,

@@ -514,3 +514,12 @@ def test_packed_rows_are_planned_tensor_by_tensor():
     plan = plan_training(model, batch, loss_fn, optimizer=optimizer, activation_budget=0.6)
     assert plan.saved_tensors.recomputed
     torch.testing.assert_close(trained(plan.saved_tensors), trained(None), rtol=0, atol=0)
+
+
+def test_another_models_optimizer_is_refused_before_planning():
+    def loss_fn(*_):
+        pytest.fail("a dry run")
+
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ConfigError, match="none of which is a parameter of the model"):
+        mk.prepare(make_model(), optimizer, digits(), loss_fn, budget="1GiB")

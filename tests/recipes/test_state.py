@@ -329,6 +329,9 @@ def test_objects_without_a_state_are_refused(tmp_path):
     assert_refused(lambda: manager.save(0, history=[1]), InputTypeError, r"save\(history=\.\.\.\): got list")
     manager.save(0, holder=Holder(1))
     assert_refused(lambda: manager.restore(holder=1), InputTypeError, r"restore\(holder=\.\.\.\): got int")
+    assert_refused(
+        lambda: manager.save(0, opt=torch.optim.AdamW), InputTypeError, "got the class AdamW.*AdamW that trains"
+    )
 
 
 def test_names_and_kinds_are_compared(tmp_path):

@@ -48,10 +48,10 @@ def check_objects(call: str, objects: Mapping[str, Any]) -> dict[str, Stateful]:
         InputTypeError: An object has no state.
     """
     for name, value in objects.items():
-        if not isinstance(value, Stateful):
+        if not isinstance(value, Stateful) or isinstance(value, type):
             raise InputTypeError(
                 f"TrainingStateManager.{call}({name}=...)",
-                got=type(value).__name__,
+                got=f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__,
                 expected="objects with state_dict() and load_state_dict(state)",
                 fix=_way_out(call, name, value),
             )
@@ -62,6 +62,8 @@ def _way_out(call: str, name: str, value: object) -> str:
     """Return the way out for an object without a state."""
     if isinstance(value, Mapping):
         return f"write {call}(..., {name}={name}), the object itself instead of its state_dict()."
+    if isinstance(value, type):
+        return f"pass the {value.__name__} that trains, an object of this class."
     if isinstance(value, DataLoader):
         return f"write {call}(..., {name}=loader), with loader = mk.recipes.ResumableLoader(...) around the DataLoader."
     if isinstance(value, (int, float)):
