@@ -8,7 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import NoneType
 from typing import Any
 
@@ -36,8 +37,33 @@ _CACHE_BYTES = 2**25
 # largest tensor is freed. That holds for the rest of the process and cannot be undone, so nothing larger is freed here.
 _MOST_KEPT_BYTES, _PAGE_BYTES = 2**25 - 2**16, 2**12
 _DISK_BANDWIDTH = 2e8  # a plain disk, without the page cache in front of it
+_PROBED_BYTES = 2**20  # of a call that is run to measure what Python adds to it
 _PROBE_WIDTH, _SMALL_WIDTH, _PROBE_BYTES, _PROBE_DEPTH, _NUM_PROBES, _NUM_COLD_PROBES = 256, 16, 2**24, 4, 9, 3
 _PLAIN = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpeeds:
+    """Speeds of this machine, and what Python takes on it.
+
+    Attributes:
+        clock_seconds: Time to read the clock.
+        roofline: Measured speeds.
+        operator_seconds: See `HostTimes.operator_seconds`.
+        added_seconds: What a step adds to an operator in backward and in forward, each in a hot and in a cold cache.
+        following_seconds: What a dispatch mode adds, likewise.
+    """
+
+    clock_seconds: float = 0.0
+    roofline: Speeds | None = None
+    operator_seconds: float = 0.0
+    added_seconds: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
+    following_seconds: tuple[float, float] = (0.0, 0.0)
+
+
+@cache
+def _this_machine(num_threads: int) -> HostSpeeds:  # noqa: ARG001 - the process has so many now; others are another entry
+    return HostTimes(_PROBED_BYTES, machine=HostSpeeds()).measure_machine()
 
 
 class HostTimes:
@@ -55,31 +81,40 @@ class HostTimes:
     Args:
         most_bytes: Most bytes of operands and results of a call that is run.
         most_seconds: Total processor time of measuring, after which the roofline counts.
+        machine: The machine; None is this one, which is measured once in a process for each number of threads.
 
     What is offloaded goes to a temporary file. Its speed is measured, too, if the memory that is free beside the budget
     is enough for the system to keep the file there; otherwise it is that of a plain disk.
 
     Attributes:
-        operator_seconds: Time of a small operator in forward, with what Python and autograd add, in a hot cache.
         measuring_seconds: Processor time spent on measuring.
     """
 
-    def __init__(self, most_bytes: int, most_seconds: float = _MOST_SECONDS) -> None:
+    def __init__(self, most_bytes: int, most_seconds: float = _MOST_SECONDS, machine: HostSpeeds | None = None) -> None:
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
+        self._machine = _this_machine(torch.get_num_threads()) if machine is None else machine
         self._seconds: dict[Any, float | None] = {}  # None: cannot be run
         # By operator: the roofline's seconds of each measured call, and how many times as long it took.
         self._compared: dict[Any, list[tuple[float, float]]] = {}
         self._scales: dict[Any, float] = {}  # by operator: the ratio that its other calls are given
-        self._added_seconds = {True: (0.0, 0.0), False: (0.0, 0.0)}  # hot and cold; by whether gradients are enabled
-        self._following_seconds = (0.0, 0.0)  # hot and cold
-        self._clock_seconds = self.operator_seconds = self.measuring_seconds = 0.0
+        self.measuring_seconds = 0.0
         self._kept_bytes = 0
-        with without_modes(), random_state.preserved():
+        with without_modes():
             self._cache_filler = _bytes_beside_the_heap(_CACHE_BYTES)
-            self._clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
-            self._roofline = self._measure_roofline()
-            self.operator_seconds, self._added_seconds, self._following_seconds = self._measure_python()
             self._moving_seconds = self._measure_file()
+
+    def measure_machine(self) -> HostSpeeds:
+        """Measure what all plans of this process have in common."""
+        with without_modes(), random_state.preserved():
+            clock_seconds = min(self._time(lambda: None) for _ in range(_NUM_PROBES))
+            self._machine = HostSpeeds(clock_seconds=clock_seconds)
+            self._machine = replace(self._machine, roofline=self._measure_roofline())
+            return self._measure_python()
+
+    @property
+    def operator_seconds(self) -> float:
+        """Time of a small operator in forward, with what Python and autograd add, in a hot cache."""
+        return self._machine.operator_seconds
 
     @property
     def about(self) -> str:
@@ -107,11 +142,11 @@ class HostTimes:
         seconds = self._seconds[key]
         if seconds is None:
             seconds = self._by_roofline(func, args, kwargs, out)
-        return seconds + _between(self._added_seconds[torch.is_grad_enabled()], args, kwargs, out)
+        return seconds + _between(self._machine.added_seconds[torch.is_grad_enabled()], args, kwargs, out)
 
     def following_seconds(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         """Return Python's time for an operator call that a dispatch mode follows, beside the call's own."""
-        return _between(self._following_seconds, args, kwargs, out)
+        return _between(self._machine.following_seconds, args, kwargs, out)
 
     def moving_seconds(self, num_bytes: int) -> float:
         """Return the time to write so many bytes to a temporary file and to read them back."""
@@ -145,6 +180,11 @@ class HostTimes:
             torch.empty(size, dtype=torch.uint8, device="cpu")
             self._kept_bytes = size
 
+    @property
+    def _roofline(self) -> Speeds:
+        assert self._machine.roofline is not None  # noqa: S101 - it is measured first
+        return self._machine.roofline
+
     def _by_roofline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         return self._scales.get(func, 1.0) * self._roofline.seconds(func, args, kwargs, out)
 
@@ -168,7 +208,7 @@ class HostTimes:
         result = call()
         seconds = time.process_time() - start
         del result  # only now: a step does not free it at once
-        return max(seconds - self._clock_seconds, 1e-7)
+        return max(seconds - self._machine.clock_seconds, 1e-7)
 
     def _measure_roofline(self) -> Speeds:
         """Measure a matrix product, a copy, and an operator too small to compute much."""
@@ -214,7 +254,7 @@ class HostTimes:
             seconds.append(self._time(call))
         return min(seconds)
 
-    def _measure_python(self) -> tuple[float, dict[bool, tuple[float, float]], tuple[float, float]]:
+    def _measure_python(self) -> HostSpeeds:
         """Measure a small operator, what a step adds to it in forward and backward, and what a dispatch mode adds.
 
         Each in a hot and in a cold cache.
@@ -228,13 +268,23 @@ class HostTimes:
                 nn.Sequential(*layers)(x).sum().backward()
             plain = {size: self._time_passes(layers, x, size) for size in (0, _FAST_CACHE_BYTES, _MOST_CACHE_BYTES)}
             followed = {size: self._time_passes(layers, x, size, _Followed()) for size in (0, _MOST_CACHE_BYTES)}
-        added = {
-            is_forward: tuple(max(0.0, plain[size][is_forward] - own) / number for size in (0, _FAST_CACHE_BYTES))
-            for is_forward, (number, own) in tally.sums.items()
-        }
+
+        def added(size: int, *, is_forward: bool) -> float:
+            number, own_seconds = tally.sums[is_forward]
+            return float(max(0.0, plain[size][is_forward] - own_seconds) / number)
+
         num_operators = tally.sums[True][0]
         hot_s, cold_s = (max(0.0, followed[size][True] - plain[size][True]) / num_operators for size in followed)
-        return plain[0][True] / num_operators, added, (hot_s, cold_s)
+        backward, forward = (
+            (added(0, is_forward=is_forward), added(_FAST_CACHE_BYTES, is_forward=is_forward))
+            for is_forward in (False, True)
+        )
+        return replace(
+            self._machine,
+            operator_seconds=plain[0][True] / num_operators,
+            added_seconds=(backward, forward),
+            following_seconds=(hot_s, cold_s),
+        )
 
     def _time_passes(
         self, layers: Sequence[nn.Module], x: Tensor, num_bytes: int, around: AbstractContextManager[Any] | None = None

@@ -19,7 +19,6 @@ aten = torch.ops.aten
 def times():
     made = HostTimes(2**20)
     assert made.operator_seconds > 0
-    made._seconds.clear()  # of the probes that measure Python
     return made
 
 
@@ -117,7 +116,7 @@ def test_estimates_oversized_call_from_measured_ones(times):
 
     measured = seconds_of(times, aten.relu.default, torch.ones(2**17))
     too_large = seconds_of(times, aten.relu.default, torch.ones(2**20))
-    _, extra = times._added_seconds[True]
+    _, extra = times._machine.added_seconds[True]
     assert too_large - extra == pytest.approx((measured - extra) / roofline(2**17) * roofline(2**20))
 
 
@@ -135,7 +134,18 @@ def test_one_disturbed_measurement_does_not_scale_unmeasured_calls(times, monkey
     plain = times._roofline.seconds(aten.relu.default, (torch.ones(2**20),), {}, torch.ones(2**20))
     ratios = sorted(ratio for _, ratio in times._compared[aten.relu.default])
     assert ratios[-1] > 10 * ratios[-2]
-    assert too_large - times._added_seconds[True][1] <= 1.01 * ratios[-2] * plain
+    assert too_large - times._machine.added_seconds[True][1] <= 1.01 * ratios[-2] * plain
+
+
+def test_a_machine_is_measured_once_for_each_number_of_threads(times):
+    assert HostTimes(2**30)._machine is times._machine
+    torch.set_num_threads(2)
+    try:
+        other = HostTimes(2**20)._machine
+    finally:
+        torch.set_num_threads(1)
+    assert other is not times._machine
+    assert other.operator_seconds > 0 < other.following_seconds[1] + other.added_seconds[False][1]
 
 
 def test_measures_a_file_only_with_free_memory(monkeypatch):
