@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import memkit as mk
 from tests.helpers import run_python
 
@@ -40,15 +42,15 @@ def run(second, *, first="", cwd=ROOT):
 
 
 def test_import_has_no_side_effects():
-    seconds = []
-    for _ in range(3):  # the least of three: another process may have taken the core
+    for _ in range(3):  # another process may have taken the core
         result = run("import memkit")
         assert result["same"]
         assert {name for name in result["new"] if name.startswith("memkit")} == {
             "memkit", "memkit._core", "memkit._core.lazy", "memkit._version",
         }  # fmt: skip
-        seconds.append(result["seconds"])
-    assert min(seconds) <= 0.050
+        if result["seconds"] <= 0.050:
+            return
+    pytest.fail(f"{result['seconds']} s")
 
 
 def test_a_public_package_costs_nothing():
