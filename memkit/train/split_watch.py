@@ -164,16 +164,16 @@ class SplitWatch:
             is_known = verdict.error is not None and math.isfinite(verdict.error)
             why = "changes its gradient" + (f" by {verdict.error:.2g}" if is_known else "")
         advice = f"{verdict.advice} Otherwise use" if verdict.advice else "use"
-        tried = ", and splitting it"
+        # Nothing was tried of what was only predicted, so remedies that keep the result are the user's to choose.
+        tried, before = ", and splitting it", "checkpoint='auto', offload={'activations'}, more memory=..., "
         if not forced.is_predicted:
-            tried = ", the remedies that keep the result do not suffice, and splitting the batch"
+            tried, before = ", the remedies that keep the result do not suffice, and splitting the batch", ""
         raise MemkitOutOfMemoryError(
             self._call,
             got=f"{forced}{tried} {why}",
             expected="memory for the batch, or a split that keeps its gradient",
-            fix=f"{advice} a lower precision, smaller batches{', more memory=...' if forced.is_predicted else ''} or a "
-            "smaller model; on_oom='inexact' splits anyway, "
-            "and probe=False splits without the check.",
+            fix=f"{advice} {before}a lower precision, smaller batches or a smaller model; on_oom='inexact' splits "
+            "anyway, and probe=False splits without the check.",
         ) from (forced.failure.error if forced.failure else None)
 
     def report(
