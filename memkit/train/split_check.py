@@ -42,6 +42,7 @@ _TIMES_ROUNDING, _MOST_ROUNDED = 10.0, 4
 _CLEAR = 1e-2  # relative error of a parameter that is hardly rounding
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
+_LEFT_OUT = 1e-6  # share of a part that does not count; one valid token among those of a few rows has more
 _ONLY_IN_ORDER = (
     "parts of the batch in its own order have the gradient of the whole, parts of the same rows in another order do "
     "not: the loss, or the model, compares or mixes rows, and either the rows that belong together were in one part, "
@@ -696,6 +697,8 @@ class Examination:
         is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by something independent of the part
         if not (is_mean or is_sum) or np.linalg.norm(columns @ shares - wanted) > self._fit_limit(norms):
             return None
+        if (np.linalg.norm(columns, axis=0)[abs(shares) < _LEFT_OUT] > _FIT).any():
+            return None  # one part alone decides: a maximum, or the larger of two means
         return "weights" if is_mean or abs(shares.mean() - 1) > _FIT else "sum"
 
     def _fit_limit(self, norms: Vector) -> float:

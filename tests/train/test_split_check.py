@@ -210,7 +210,7 @@ MODULES = {name: modules for name, (_, _, _, *modules) in OWN.items() if modules
 AT_FAULT = {
     "weights": (
         *("class_weights", "class_weights_smoothed", "ignored_tokens", "masked_mean", "told_wrong_count", "told_one"),
-        *("log_of_mean", "missing_labels", "worst_row", "median", "finite_rows", "class_weights, BatchNorm"),
+        *("log_of_mean", "missing_labels", "finite_rows", "class_weights, BatchNorm"),
     ),
     "sum": ("summed", "fixed_batch_size"),
     "state": ("Queue", "QueueOfList", "Teacher", "Center", "Codebook", "SpectralNorm", "WarmUp"),
@@ -220,7 +220,7 @@ AT_FAULT = {
         *("correlation", "r_squared", "variance", "root_mean", "perplexity", "relative_of_batch", "missing_by_task"),
         *("ranking", "quantile", "focal_by_positives", "by_spread_of_targets", "diversity", "BatchNormByHand"),
         *("BatchNormTiny", "BatchAttention", "BatchMax", "BatchMean", "InputByMax", "Mixture", "GradientHook"),
-        *("NoiseByBatch", "InfoNCE over batch norm"),
+        *("NoiseByBatch", "InfoNCE over batch norm", "worst_row", "median"),
     ),
 }
 FAULTS = {name: fault for fault, names in AT_FAULT.items() for name in names}
