@@ -47,6 +47,7 @@ def nothing_leaks():
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == 1
     changed = {
         key for key, _ in set(os.environ.items()) ^ set(environment.items()) if not key.startswith("ACCELERATE_")
     }
