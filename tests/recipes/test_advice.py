@@ -358,13 +358,13 @@ def test_what_is_not_known_is_not_called_above_the_budget():
     assert "whether it is within the budget is not known" in str(judged[0])
 
 
-def test_a_disappointment_names_its_figures():
+def test_a_deviation_names_its_figures():
     advice = mk.recipes.Advice(
         name="a", change="b", effect="c", exact=True, status="", expected_peak_bytes=2**20, measured_peak_bytes=2**21,
         expected_saved_bytes=2**20, measured_saved_bytes=2**20, expected_flops_ratio=1.0, measured_flops_ratio=1.5,
     )  # fmt: skip
     assert not advice.meets_expectations
-    assert advice.disappointments == [
+    assert advice.deviations == [
         "the peak is 2.00 MiB instead of 1.00 MiB",
         "the ratio of operations is 1.50 instead of 1.00",
     ]

@@ -62,7 +62,7 @@ class HostSpeeds:
 
 
 @cache
-def _this_machine(num_threads: int) -> HostSpeeds:  # noqa: ARG001 - the process has so many now; others are another entry
+def _this_machine(num_threads: int) -> HostSpeeds:  # noqa: ARG001 - the key of the cache
     return HostTimes(_PROBED_BYTES, machine=HostSpeeds()).measure_machine()
 
 

@@ -257,7 +257,7 @@ class _Trial:
         dtypes = {each.dtype for each in self._training.model.parameters()}
         tolerance = max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
         if not advice.meets_expectations:
-            return replace(advice, status=f"failed: {', '.join(advice.disappointments)}")
+            return replace(advice, status=f"failed: {', '.join(advice.deviations)}")
         highest = (1 + TOLERANCE) * estimate.peak_interval[1] if estimate else 0
         if (measured.allocator_peak_bytes or 0) > highest:
             return replace(advice, status="failed: kernels need more workspace than predicted")

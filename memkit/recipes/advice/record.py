@@ -93,10 +93,10 @@ class Advice:
     @property
     def meets_expectations(self) -> bool:
         """Whether all measurements are within 2% of the expectation."""
-        return not self.disappointments
+        return not self.deviations
 
     @property
-    def disappointments(self) -> list[str]:
+    def deviations(self) -> list[str]:
         """The measurements that are further than 2% from the expectation, in words."""
         pairs: tuple[tuple[str, float | None, float | None], ...] = (
             ("peak", self.expected_peak_bytes, self.measured_peak_bytes),
