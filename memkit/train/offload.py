@@ -34,6 +34,10 @@ _WORD, _STRIDE = 8, 7  # bytes of a number that a checksum adds up; every so man
 _UNFILLED_NODE = "RreluWithNoise"  # the backward of `rrelu`
 
 
+class WrittenAsideError(StateError):
+    """A storage was written through ``.data``, which autograd does not see, between the saving of two views of it."""
+
+
 class offload_activations(contextlib.AbstractContextManager["offload_activations"]):  # noqa: N801 - used like a function
     """Offload the activations saved for backward: to disk, or from an accelerator to host memory.
 
@@ -202,11 +206,11 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         """Compare the checksums of the forwards so far.
 
         Raises:
-            StateError: A storage was written through ``.data`` between the saving of two views of it.
+            WrittenAsideError: They differ.
         """
         pairs, self._to_compare = self._to_compare, []
         if pairs and not torch.equal(*(torch.stack(each) for each in zip(*pairs, strict=True))):
-            raise StateError(
+            raise WrittenAsideError(
                 "backward() through tensors that offload_activations saved",
                 got="a tensor that was written through .data, or by code that autograd does not see, after a part of "
                 "it was saved",

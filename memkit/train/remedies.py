@@ -16,7 +16,7 @@ from memkit._recovery.attempt import Failed, Failure, Kinds
 from memkit._torch.modules import is_compiled
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.models import device_of
-from memkit.train.offload import make_offload, offload_activations
+from memkit.train.offload import WrittenAsideError, make_offload, offload_activations
 from memkit.train.treatments import ChangedInputError
 
 RemedyName = Literal["recompute", "offload"]
@@ -70,8 +70,9 @@ class Remedies:
 
     @property
     def failures(self) -> Kinds:
-        """Errors that mark a block as impossible to recompute; empty if no blocks are recomputed."""
-        return (ChangedInputError, CheckpointError) if self._checkpointing is not None else ()
+        """Errors that show that blocks cannot be recomputed, or activations not be offloaded, if they are."""
+        recomputing = (ChangedInputError, CheckpointError) if self._checkpointing is not None else ()
+        return recomputing + ((WrittenAsideError,) if self._offload is not None else ())
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -109,7 +110,8 @@ class Remedies:
         """Apply the next remedy; return False if none is left.
 
         Args:
-            failure: Failure of the last attempt. If a block could not be recomputed, recomputation stays off.
+            failure: Failure of the last attempt. If a block could not be recomputed, recomputation stays off, and so
+                does offload if activations could not be offloaded.
             what: Description of the failed attempt, for the message.
             is_last: Whether parts cannot or may not be made smaller: use all remedies left, also those taken back.
         """
@@ -118,7 +120,10 @@ class Remedies:
             is_on = {"recompute": self._checkpointing, "offload": self._offload}
             self._left = [each for each in self._can if is_on[each] is None]
         if isinstance(failure, Failed):
-            self.settle(is_equal=False)
+            if isinstance(failure.error, WrittenAsideError):
+                self._can, self._offload = [each for each in self._can if each != "offload"], None
+            else:
+                self.settle(is_equal=False)
             return True
         while self._left:
             name = self._left.pop(0)

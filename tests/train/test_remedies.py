@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import memkit as mk
+from memkit.train.offload import WrittenAsideError
 from tests.helpers import assert_refused, assert_same, run_module
 from tests.toys import mean_square, out_of_memory, trainer_of
 
@@ -180,6 +181,22 @@ def test_offloads_what_may_not_be_split(needs):
     assert (result.sizes, bool(blocks)) == ((8,), needs == "both")
     assert any("no block runs again, and activations are offloaded" in each for each in told) == (needs != "both")
     same(model, twin, rtol=0, atol=0)
+
+
+def test_offload_that_the_model_does_not_bear_is_taken_back():
+    """On a card, backward finds writes through `.data` between two saved views: it is not the end of the training."""
+    seen = []
+
+    def loss_fn(model, x):
+        if _top_saved_tensors_default_hooks(True) is not None:
+            seen.append(len(x))
+            raise WrittenAsideError("backward", got="a write", expected="none", fix="none")
+        return Fails(most=4)(model, x)
+
+    assert_refused(
+        lambda: step(loss_fn, normed()), mk.MemkitOutOfMemoryError, "splitting the batch changes its gradient"
+    )
+    assert seen == [8]
 
 
 def test_inexact_splits_with_a_warning():
