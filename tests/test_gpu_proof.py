@@ -279,7 +279,8 @@ def test_page_matches_committed_files():
 # ------------------------------------------------------------------------------------------------- what the cases hold
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp2", marks=TOGETHER)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=TOGETHER)])
 def test_ranks_end_with_the_losses_of_one_process(kind):
     found = train_both("cpu", width=16, kinds=[kind])[kind]
     assert found["largest_difference"] < 1e-5

@@ -94,13 +94,7 @@ def test_the_first_line_names_the_fault(name, tmp_path, capsys):
     assert (report.severity == "good") is (name == "clean")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "leak of a process, not tracked" else [])
-        for name in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("name", one_in(2, VARIANTS, slow={"leak of a process, not tracked"}))
 def test_variants(name, tmp_path):
     fault, how, words = VARIANTS[name]
     report = make_report(log_of(fault, how, tmp_path / "log.jsonl"))
@@ -113,7 +107,7 @@ def test_a_leak_is_found_in_short_and_long_logs(num_steps, tmp_path):
     assert f"Memory grows 64.00 KiB per step over {num_steps} steps" in make_report(log).headline
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", one_in(2, CLEAN))
 def test_no_false_alarm(name, device, tmp_path):
     report = make_report(log_of(name, device, tmp_path / "log.jsonl"))

@@ -127,7 +127,7 @@ def test_number_of_fitting_rows():
     assert forecast.max_rows(10**6, 1000) == 1000
 
 
-@pytest.mark.parametrize("on_oom", ["exact", "raise"])
+@pytest.mark.parametrize("on_oom", ["exact", pytest.param("raise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "num_rows"), [("mlp", 2000), ("convolutions", 400), ("encoder", 400)])
 def test_budget_is_kept_and_training_equals_plain_parts(name, num_rows, on_oom):
     torch.manual_seed(0)
