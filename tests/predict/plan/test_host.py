@@ -145,7 +145,7 @@ def test_a_machine_is_measured_once_for_each_number_of_threads(times):
     finally:
         torch.set_num_threads(1)
     assert other is not times._machine
-    assert other.operator_seconds > 0 < other.following_seconds[1] + other.added_seconds[False][1]
+    assert other.operator_seconds > 0
 
 
 def test_measures_a_file_only_with_free_memory(monkeypatch):
