@@ -122,7 +122,8 @@ def plan_training(
             dry runs of the largest micro-batches. Not with ``treat="blocks"``.
         measure: Whether to run real steps, on a copy of the model, of up to five candidates that are expected to be the
             fastest, and choose the one with the least processor time; also one step of each candidate whose fit depends
-            on the kernels' workspace, to measure that workspace. CPU only.
+            on the kernels' workspace, to measure that workspace. Of a loader's kinds of batch only the largest has its
+            own data there; the others have the shapes and small integers, and random numbers. CPU only.
         selected_fraction: As for `estimate_memory_usage`.
 
     Returns:

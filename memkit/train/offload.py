@@ -101,9 +101,9 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._active: list[contextlib.AbstractContextManager[Self]] = []
         self.held_bytes = self.written_bytes = 0
         self._num_on_cpu, self._has_moved, self._has_warned = 0, False, False
-        # Checksums on an accelerator, of what was moved out and of what relies on it; compared in backward, because
-        # that waits for the device.
-        self._to_compare: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Later checksums, on an accelerator, of what was moved out and is used again. They are compared in backward,
+        # because that waits for the device, and go with the record.
+        self._to_compare: weakref.WeakKeyDictionary[_Record, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> Self:
         """Start offloading."""
@@ -198,7 +198,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         now = _checksum(tensor, record.first, record.num_bytes)
         if isinstance(now, torch.Tensor) and isinstance(record.checksum, torch.Tensor):
             if not isinstance(now, FakeTensor):
-                self._to_compare.append((record.checksum, now))
+                self._to_compare.setdefault(record, []).append(now)
             return True
         return now == record.checksum
 
@@ -208,8 +208,12 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         Raises:
             WrittenAsideError: They differ.
         """
-        pairs, self._to_compare = self._to_compare, []
-        if pairs and not torch.equal(*(torch.stack(each) for each in zip(*pairs, strict=True))):
+        pairs = [(record.checksum, now) for record, later in self._to_compare.items() for now in later]
+        by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = {}
+        for pair in pairs:
+            by_device.setdefault(pair[1].device, []).append(pair)
+        alike = [torch.equal(*map(torch.stack, zip(*each, strict=True))) for each in by_device.values()]
+        if not all(alike):  # they stay: another backward of this graph would be as wrong
             raise WrittenAsideError(
                 "backward() through tensors that offload_activations saved",
                 got="a tensor that was written through .data, or by code that autograd does not see, after a part of "
@@ -218,6 +222,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
                 fix="write x[i] = value instead of x.data[i] = value, make a list and torch.stack it, or do without "
                 "offload: checkpoint='auto' recomputes instead.",
             )
+        self._to_compare.clear()
 
     def _store_for(self, tensor: torch.Tensor) -> Store:
         if isinstance(tensor, FakeTensor):
@@ -381,8 +386,12 @@ def _checksum(tensor: torch.Tensor, first: int, size: int) -> tuple[int, ...] | 
         data: Any = _view_bytes(tensor, first, size).numpy()  # no tensor beside the training's own
         words, rest = data[: size - size % _WORD].view(np.uint64), data[size - size % _WORD :]
         return int(words.sum()), int(words[::_STRIDE].sum()), int(rest.sum())
-    bytes_ = _view_bytes(tensor, first, size)
-    words, rest = bytes_[: size - size % _WORD].view(torch.int64), bytes_[size - size % _WORD :]
+    return _checksum_on_device(_view_bytes(tensor, first, size))
+
+
+def _checksum_on_device(data: torch.Tensor) -> torch.Tensor:
+    size = len(data)
+    words, rest = data[: size - size % _WORD].view(torch.int64), data[size - size % _WORD :]
     return torch.stack([words.sum(), words[::_STRIDE].sum(), rest.sum(dtype=torch.int64)])
 
 

@@ -147,8 +147,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         scheduler: Stepped after each real optimizer step.
         average: A running average of the weights, updated after each real optimizer step.
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. With it,
-            `train_step` predicts from two small runs how large a micro-batch may be. A manager also records the phases
-            (and in `MemoryEfficientTrainLoop` the steps); it is available as the attribute ``memory``.
+            `train_step` predicts from two small runs how large a micro-batch may be, and refuses a batch that does not
+            fit as a whole if splitting it changes its gradient (``on_oom="inexact"`` splits it). A manager also records
+            the phases (and in `MemoryEfficientTrainLoop` the steps); it is available as the attribute ``memory``.
         on_oom: ``"exact"`` first tries what cannot change the result (recomputing blocks in backward, offloading
             activations), then splits the batch if the check shows that this keeps its gradient; otherwise the error
             is raised. ``"inexact"`` also allows a split that changes the gradient, with a warning. ``"raise"`` always

@@ -19,7 +19,8 @@ import memkit as mk
 from memkit._core.errors import StateError
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.tensors import Tensors
-from memkit.train.offload import offload_activations
+from memkit.train import offload as offloading
+from memkit.train.offload import WrittenAsideError, offload_activations
 from memkit.train.offload_files import DiskStore, _Ranges
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same
@@ -394,6 +395,38 @@ def test_storages_written_through_data_are_written_out_again(budget):
         loss.backward()
         found.append([each.grad.clone() for each in model.parameters()])
     assert_same(found[1], found[0])
+
+
+@pytest.fixture
+def as_on_a_card(monkeypatch):
+    """Checksums that are compared in backward."""
+    checksum, view_bytes = offloading._checksum_on_device, offloading._view_bytes
+    monkeypatch.setattr(offloading, "_checksum", lambda *given: checksum(view_bytes(*given)))
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_checksums_that_differ_are_found_in_each_backward_and_go_with_the_graph():
+    model, x = nn.Linear(32, 32), torch.randn(64, 32)
+    offload = offload_activations(to="disk", min_bytes=0, model=model)
+    with offload:
+        loss = integrate(model, x).square().mean()
+    for _ in range(2):
+        with pytest.raises(WrittenAsideError, match=r"written through \.data"):
+            loss.backward(retain_graph=True)
+    assert offload._to_compare
+    del loss
+    assert not offload._to_compare
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+@pytest.mark.parametrize("name", MODELS)
+def test_checksums_that_agree_change_nothing(name):
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(13, 6)
+    expected = gradients(model, x, never())
+    offload = offload_activations(to="disk", min_bytes=1, model=model)
+    assert_same(gradients(model, x, offload), expected)
+    assert not offload._to_compare
 
 
 @pytest.mark.gpu
