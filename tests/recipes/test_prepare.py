@@ -523,3 +523,24 @@ def test_another_models_optimizer_is_refused_before_planning():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match="none of which is a parameter of the model"):
         mk.prepare(make_model(), optimizer, digits(), loss_fn, budget="1GiB")
+
+
+class WithTable(nn.Linear):
+    """Has a large buffer that no forward changes, which the first step finds out."""
+
+    def __init__(self):
+        super().__init__(64, 64)
+        self.register_buffer("table", torch.randn(4 * 2**20))
+
+    def forward(self, x):
+        return super().forward(x) * self.table[:64]
+
+
+def test_the_first_step_too_keeps_to_the_plan():
+    model, x = WithTable(), torch.randn(256, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mk.prepare(model, optimizer, x, lambda model, x: model(x).square().mean(), budget="34MiB") as trainer:
+        for _ in range(2):
+            with mk.Tracker(device="cpu") as tracker:
+                trainer.train_step(x, lambda model, x: model(x).square().mean())
+            assert tracker.peak_bytes <= trainer.plan.required_bytes
