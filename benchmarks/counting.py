@@ -15,6 +15,13 @@ from benchmarks.timing import seconds_of
 ROUNDS = 9
 
 
+class EmptyMode(TorchDispatchMode):
+    """The least that any dispatch mode costs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class Count(TorchDispatchMode):
     """Counts operators of the steps, which run in a fake tensor mode, and not what prepares them."""
 

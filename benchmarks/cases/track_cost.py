@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.counting import EmptyMode
 from benchmarks.models import Task, transformer
 from benchmarks.result import write_result
 from memkit.memory.track import Tracker
@@ -50,13 +50,6 @@ SIZES: dict[str, tuple[Callable[[], Task], int]] = {
     "small: 4 blocks of 64": (lambda: transformer(num_blocks=4, width=64, length=32, rows=4), 5),
     "medium: 4 blocks of 192": (lambda: transformer(num_blocks=4, width=192, length=128, rows=8), 2),
 }
-
-
-class EmptyMode(TorchDispatchMode):
-    """The least that any dispatch mode costs."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def mem_tracker(loop: Loop) -> MemTracker:
