@@ -334,6 +334,24 @@ def test_a_limit_on_the_process_is_the_budget(free_card):
     assert num_ooms == 0
 
 
+@ON_CUDA
+def test_a_plan_counts_what_else_is_on_the_card(free_card):
+    """A tensor that the step does not use is within the limit too."""
+    model, x = blocks("cuda")
+    other = torch.zeros(128 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(256 * MIB / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.prepare(model, optimizer, x, mean_square, micro_batch_size=1024)
+        num_ooms = sum(trainer.train_step(x, mean_square).num_ooms for _ in range(3))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert num_ooms == 0
+    assert other.sum().item() == 0
+    beside = next(note for note in trainer.plan.notes if "of this process" in note)
+    assert float(beside.split()[0]) == pytest.approx(128, abs=2)
+
+
 # ----------------------------------------------------------------------------------------------------------- in chunks
 
 

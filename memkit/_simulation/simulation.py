@@ -112,6 +112,9 @@ class SimulatedTensors(Protocol):
     def survivors(self) -> list[Tensor]:
         """Return the live tensors that must not outlive the simulation."""
 
+    def block_bytes(self, device: torch.device) -> int:
+        """Return what the allocator of an accelerator holds for the tensors that have stand-ins here."""
+
     def __enter__(self) -> Any: ...
 
     def __exit__(

@@ -58,6 +58,7 @@ _LOOKING = frozenset(
 _WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
+_BLOCK = 512  # bytes: the sizes of an accelerator's allocator are multiples of it
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
 # padding) are true. Those that a step makes without inputs are computed for real, up to the second, smaller limit.
 _MOST_VALUES, _MOST_COUNTED = 2**20, 1024
@@ -199,6 +200,11 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         self._note(fake)
         self._stand_ins[id(tensor)] = tensor, fake
         return fake
+
+    def block_bytes(self, device: torch.device) -> int:
+        """Return what the allocator of an accelerator holds for the tensors that have stand-ins here."""
+        found = {**self.converter.storages, **self.copies.storages()}
+        return sum(-(-num_bytes // _BLOCK) * _BLOCK for where, num_bytes in found.values() if where == device)
 
     def is_stand_in(self, tensor: Tensor) -> bool:
         """Whether a tensor was made by `stand_in`, so that its memory lives as long as the simulation."""
@@ -650,10 +656,14 @@ class _Converter(FakeTensorConverter):
     def __init__(self) -> None:
         super().__init__()
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.storages: dict[int, tuple[torch.device, int]] = {}  # device and bytes of those with data, by address
 
     def from_real_tensor(self, fake_mode: FakeTensorMode, t: Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
         if t.requires_grad and t.is_leaf:
             self._gradients.setdefault(id(t), (t, t.grad))
+        if t.layout is torch.strided and not (t.is_cpu or t.is_meta):
+            storage = t.untyped_storage()
+            self.storages[storage_key(storage)] = t.device, storage.nbytes()
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
     def from_meta_and_device(
@@ -734,6 +744,11 @@ class StorageCopies:
             copied = self._copies[id(storage), device][1]
             empty = torch.empty(0, dtype=tensor.dtype, device=device)
             return empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def storages(self) -> dict[int, tuple[torch.device, int]]:
+        """Return device and bytes of the originals, by address."""
+        originals = [original for original, _ in self._copies.values()]
+        return {storage_key(original): (original.device, original.nbytes()) for original in originals}
 
 
 def holds_values(value: object) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -24,7 +25,13 @@ from memkit._core.units import format_bytes, parse_budget, parse_bytes
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
-from memkit._machine.devices import allocator_limit_bytes, host_memory
+from memkit._machine.devices import (
+    allocator_counters,
+    allocator_limit_bytes,
+    device_memory,
+    host_memory,
+    resolve_device,
+)
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
@@ -101,8 +108,9 @@ def plan_training(
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A GPU, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all memory of
-            the GPU that is the ``target``, or that the model is on, within the limit that this process has there; on
-            the CPU, with ``activation_budget``, all of the machine's memory. In all of a GPU a plan may leave the
+            the GPU that is the ``target``, or that the model is on, within the limit that this process has there, and
+            less what other programs, and other tensors of this process, hold on it now; on the CPU, with
+            ``activation_budget``, all of the machine's memory. In all of a GPU a plan may leave the
             allocator no more than it needs, in a part of it, given as a size, all that it would like to hold.
         target: Device for a budget in bytes: a GPU, or ``"cpu"``, where live bytes are counted. None: the model's
             device.
@@ -206,7 +214,7 @@ def _plan(
         budget = _all_memory(model, target) if budget is None else budget
     if treat is not None:
         Checker(f"{call}(...)").choice("treat", treat, get_args(Treat), fix="write treat='tensors'.")
-    gpu, budget, budget_bytes, fills_card = _find_place(call, model, budget, target)
+    gpu, budget, budget_bytes, fills_card, own = _find_place(call, model, budget, target)
     if measure:
         _check_measurable(call, model, gpu)
     if is_loader:
@@ -244,6 +252,7 @@ def _plan(
             may_offload=may_offload,
             num_rows=_rows_to_plan(call, batch)[0],
             frees_cache=frees_cache,
+            held=None if own is None else (own, allocator_counters(own).allocated_bytes or 0),
             call=call,
         )
 
@@ -273,6 +282,7 @@ def _plan(
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
         notes += _ways_to_less(may_offload=may_offload, is_part=gpu is not None and not fills_card)
         nearest = min(allowed, key=lambda each: each.required_bytes)
+        notes += _about_the_rest(nearest, gpu, budget_bytes) if gpu and own else []
         _refuse(call, budget, budget_bytes, nearest, notes, is_measured=measure)
     timed = finalists if measure else ()
     measured = {each.arrangement: _time_step(run_for_real, sample_batch, each.arrangement) for each in timed}
@@ -288,6 +298,7 @@ def _plan(
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
     notes += _about_cache(best, budget_bytes) if gpu else []
+    notes += _about_the_rest(best, gpu, budget_bytes) if gpu and own else []
     plan = TrainingPlan.of(
         best,
         trials,
@@ -534,9 +545,15 @@ def _precision_meant(value: object) -> str | None:
 
 def _find_place(
     call: str, model: nn.Module, budget: CapacityLike | None, target: str | GPU | None
-) -> tuple[GPU | None, CapacityLike, int, bool]:
-    """Return the GPU, None for the CPU; the budget; it in bytes; and whether a card's allocator can have no more."""
-    where = target or device_of(model).type
+) -> tuple[GPU | None, CapacityLike, int, bool, torch.device | None]:
+    """Find where the step is planned to run.
+
+    Returns:
+        The GPU, None for the CPU; the budget; it in bytes; whether a card's allocator can have no more; and the device,
+        if it is a card of this machine whose other tensors stay within the budget too.
+    """
+    device = device_of(model)
+    where = target or (str(device) if device.type == "cuda" else device.type)
     if budget is None:
         if where in ("cpu", "meta"):
             raise ConfigError(
@@ -546,9 +563,14 @@ def _find_place(
                 fix=f"write {call}(..., budget='24GiB'), or budget='RTX 4090' for all memory of a GPU.",
             )
         card = look_up(where, f"{call}(..., target={_shown(where)})")
-        limit_bytes = allocator_limit_bytes(where) if isinstance(where, str) else None
-        allowed_bytes = card.total_bytes if limit_bytes is None else limit_bytes + card.context_bytes
-        return card, card, min(card.total_bytes, allowed_bytes), True
+        if not (isinstance(where, str) and where.startswith("cuda")):
+            return card, card, card.total_bytes, True, None
+        own = resolve_device(where)
+        limit_bytes, memory = allocator_limit_bytes(where), device_memory(own)
+        # What is free and what is in the allocator's cache; a context that is there already is no longer free.
+        allowed_bytes = (memory.free_bytes or 0) + (memory.reserved_bytes or 0)
+        allowed_bytes = allowed_bytes if limit_bytes is None else min(allowed_bytes, limit_bytes)
+        return card, card, min(card.total_bytes, allowed_bytes + card.context_bytes), True, own
     try:
         num_bytes = parse_bytes(budget, name="budget", is_large=True)  # type: ignore[arg-type]  # a GPU is not a size
     except (InputError, InputTypeError):
@@ -563,9 +585,9 @@ def _find_place(
                 expected="a budget in bytes when target is given",
                 fix=f"write budget={_shown(budget)} without target, or a size such as budget='20GiB'.",
             ) from None
-        return gpu, budget, gpu.total_bytes, True
+        return gpu, budget, gpu.total_bytes, True, None
     card_or_none = None if where in ("cpu", "meta") else look_up(where, f"{call}(..., target={_shown(where)})")
-    return card_or_none, budget, num_bytes, False
+    return card_or_none, budget, num_bytes, False, None
 
 
 def _ways_to_less(*, may_offload: bool, is_part: bool) -> list[str]:
@@ -576,7 +598,7 @@ def _ways_to_less(*, may_offload: bool, is_part: bool) -> list[str]:
 
 def _about_cache(trial: Trial, budget_bytes: int) -> list[str]:
     """Say that a card's allocator would like to hold more than the budget."""
-    most_bytes = trial.estimate.required_bytes
+    most_bytes = trial.estimate.required_bytes + trial.beside_bytes
     if most_bytes <= budget_bytes:
         return []
     return [f"Below {format_bytes(most_bytes)} the allocator has to free its cache, mostly in the first steps."]
@@ -605,6 +627,22 @@ def _all_memory(model: nn.Module, target: str | GPU | None) -> CapacityLike | No
     """Return the memory of this machine for a plan on the CPU; None for a card."""
     place = device_of(model).type if target is None else target
     return f"{host_memory().total_bytes}B" if place in ("cpu", "meta") else None
+
+
+def _about_the_rest(trial: Trial, gpu: GPU, budget_bytes: int) -> list[str]:
+    """Say what is on a card of this machine beside the step."""
+    notes = []
+    if trial.beside_bytes:
+        notes.append(
+            f"{format_bytes(trial.beside_bytes)} of what it needs are tensors of this process that the step does not "
+            "use, and workspaces of libraries."
+        )
+    if budget_bytes < gpu.total_bytes:
+        notes.append(
+            f"Of the {gpu.name}'s {format_bytes(gpu.total_bytes)} this process can have {format_bytes(budget_bytes)} "
+            "now, the driver's context included: the rest is taken by other programs, or above the process's limit."
+        )
+    return notes
 
 
 def _check_measurable(call: str, model: nn.Module, gpu: GPU | None) -> None:

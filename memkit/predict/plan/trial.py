@@ -93,10 +93,11 @@ class Trial:
         estimate: Memory of the planned step at its peak.
         required_bytes: Bytes that must fit, including scratch memory inside kernels, and on the CPU the random state
             that the step and its treated blocks keep. On a card, all that the allocator would like to hold, or only
-            what it needs.
+            what it needs, and what is there beside the step.
         seconds: Time of its operators.
         block_costs: Savings and cost of each treatment of each block, for micro-batches of this size.
         forwards: What its forwards have run or saved, where saved tensors are treated.
+        beside_bytes: What this process holds on the card beside the step.
     """
 
     arrangement: Arrangement
@@ -105,6 +106,7 @@ class Trial:
     seconds: float
     block_costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]
     forwards: frozenset[ForwardCounts] = frozenset()
+    beside_bytes: int = 0
 
 
 # Takes the whole batch and runs at most its first two micro-batches: a third starts from the same memory as the second,
@@ -124,6 +126,7 @@ class _Recorded(NamedTuple):
         device_type: Where it ran.
         live: int64, shape ``(num_events + 1,)``: live bytes, by the recorder's count of events.
         highest: The same with scratch memory inside kernels.
+        beside_bytes: What this process holds on the card beside the step.
     """
 
     record: Record
@@ -132,6 +135,7 @@ class _Recorded(NamedTuple):
     device_type: str
     live: IntArray
     highest: IntArray
+    beside_bytes: int
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,8 @@ class StepTrials:
         may_offload: Whether saved tensors may wait elsewhere.
         num_rows: Rows of the batch.
         frees_cache: Whether only what the allocator needs must fit: when a card has no more, it frees its cache.
+        held: A card of this machine, and what its allocator holds for this process now: tensors that the step does not
+            use, and workspaces of libraries, stay beside it. None if the step is not planned for such a card.
     """
 
     model: nn.Module
@@ -160,6 +166,7 @@ class StepTrials:
     may_offload: bool
     num_rows: int
     frees_cache: bool = False
+    held: tuple[torch.device, int] | None = None
     call: str = "plan_training"
 
     def run(self, arrangement: Arrangement, plain: Trial | None = None) -> Trial:
@@ -171,19 +178,19 @@ class StepTrials:
         """
         forwards: list[ForwardCounts] = []
         counting = None if arrangement.tensors is None else lambda _: noting_calls(forwards)
-        record, trace, left_bytes, device_type, *_ = self._record(arrangement, counting)
+        record, trace, left_bytes, device_type, *_, beside_bytes = self._record(arrangement, counting)
         estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.least_required_interval[1] if self.frees_cache else estimate.required_bytes
-        required_bytes += (arrangement.accumulation_steps - num_run) * left_bytes
+        required_bytes += (arrangement.accumulation_steps - num_run) * left_bytes + beside_bytes
         tensors = arrangement.tensors
         if device_type == "cpu":
             num_states = 1 + len(arrangement.treatments) + (0 if tensors is None else tensors.num_random)
             required_bytes += torch.get_rng_state().nbytes * num_states + _NUMBERS_BYTES
         seconds = self._seconds(trace.parts, arrangement)
         if plain is None:
-            costs = self._block_costs(trace, record.recording, arrangement)
-            return Trial(arrangement, estimate, required_bytes, seconds, costs, frozenset(forwards))
+            block_costs = self._block_costs(trace, record.recording, arrangement)
+            return Trial(arrangement, estimate, required_bytes, seconds, block_costs, frozenset(forwards), beside_bytes)
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         if tensors is not None:
             unseen = self.speeds.moving_seconds(tensors.offloaded_bytes)
@@ -195,7 +202,8 @@ class StepTrials:
                 unseen += _TAPE_FOLLOWING * following.seconds * share
                 unseen += _RERUN_FOLLOWING * following.mean_seconds * len(tensors.recomputed)
             seconds += arrangement.accumulation_steps * unseen
-        return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs, frozenset(forwards))
+        costs = plain.block_costs
+        return Trial(arrangement, estimate, required_bytes, seconds, costs, frozenset(forwards), beside_bytes)
 
     def tensor_choices(self, arrangement: Arrangement) -> TensorChoices:
         """Return what can be done with the tensors that a micro-batch of an arrangement saves."""
@@ -249,7 +257,13 @@ class StepTrials:
                             watched = _within(partial(around, watch), loss_fn)
                         left_bytes = train_step(batch, _announced(watched, trace))
             events = watch.recorder.events_since(0)
-            return _Recorded(watch.record(), trace, left_bytes, place.device_type, events.live, events.highest())
+            beside_bytes = 0
+            if self.held is not None:
+                device, held_bytes = self.held
+                beside_bytes = max(0, held_bytes - simulation.tensors.block_bytes(device))
+            return _Recorded(
+                watch.record(), trace, left_bytes, place.device_type, events.live, events.highest(), beside_bytes
+            )
 
         return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
