@@ -100,6 +100,11 @@ def _parse_device(device: str | torch.device) -> torch.device | None:
         return None
 
 
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream on which this thread launches work on an accelerator."""
+    return torch.accelerator.current_stream(device)
+
+
 def device_memory(device: torch.device) -> DeviceMemory:
     """Read the allocator and driver counters of an accelerator; all None for the CPU, which has no counters."""
     counters = allocator_counters(device)

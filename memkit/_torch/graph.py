@@ -19,6 +19,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 from torch._C._functorch import maybe_current_level
+from torch.autograd import Variable
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.overrides import has_torch_function
 
@@ -28,6 +29,7 @@ ENGINE = _engine_run_backward.__code__
 __all__ = [
     "ENGINE",
     "accumulate_gradients",
+    "at_end_of_backward",
     "current_backward",
     "current_node",
     "fields_of",
@@ -92,6 +94,15 @@ def gradients_of(
 
 
 _CREATE_GRAPH = False
+_NONE = -1  # number of a backward
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward ends, whose error is then that of the backward; outside of one, now."""
+    if current_backward() == _NONE:
+        call()
+    else:
+        Variable._execution_engine.queue_callback(call)
 
 
 def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

@@ -20,17 +20,18 @@ from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import parse_bytes
 from memkit._torch.compiler import uncompiled
 from memkit._torch.fake import FakeTensor
-from memkit._torch.graph import current_node
+from memkit._torch.graph import at_end_of_backward, current_backward, current_node
 from memkit._torch.tensors import base_of, is_view, is_zero_tensor, storage_key, version_of
 from memkit.train.checks import WRAPPER
 from memkit.train.models import device_of
-from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store, span
+from memkit.train.offload_files import Arriving, DiskStore, FakeStore, HostStore, Store, span
 from memkit.train.state_offload import moved_state
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
 _OFFLOADS = ("activations", "optimizer")  # the wrapper's choices
 _ALIGNMENT = 16  # bytes of the largest element
-_WORD, _STRIDE = 8, 7  # bytes of a number that a checksum adds up; every so many count twice, so that order matters
+# A checksum adds up numbers of so many bytes, and every so many of them once more, so that order matters.
+_WORD, _STRIDE, _WEIGHT = 8, 7, 1_000_003
 _UNFILLED_NODE = "RreluWithNoise"  # the backward of `rrelu`
 
 
@@ -69,7 +70,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     backward raises. Use ``leaky_relu``, or recompute that block.
 
     Memory:
-        The budget, plus the storages that the current backward operator needs.
+        The budget, plus the storages that the current backward operator needs, and the one brought back before; from
+        host memory also the next operator's: it is brought back while this one computes.
 
     Example:
         >>> import torch, memkit as mk
@@ -101,9 +103,9 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._active: list[contextlib.AbstractContextManager[Self]] = []
         self.held_bytes = self.written_bytes = 0
         self._num_on_cpu, self._has_moved, self._has_warned = 0, False, False
-        # Later checksums, on an accelerator, of what was moved out and is used again. They are compared in backward,
-        # because that waits for the device, and go with the record.
-        self._to_compare: weakref.WeakKeyDictionary[_Record, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[_Record] | None = None  # the latest record
+        self._brought: weakref.ref[_Record] | None = None  # the record that was brought back last
+        self._checks: weakref.WeakValueDictionary[int, _Checks] = weakref.WeakValueDictionary()  # by backward
 
     def __enter__(self) -> Self:
         """Start offloading."""
@@ -167,7 +169,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
                 return record
             if storage.nbytes() <= _WORTH_WHOLE * size:
                 first, size = 0, storage.nbytes()
-        record = _Record(self, tensor, first, size)
+        record = _Record(self, tensor, first, size, before=self._last)
+        self._last = weakref.ref(record)
         if not is_alone:
             self._records[storage_key(storage)] = record
         self._held[id(record)] = weakref.ref(record)
@@ -183,7 +186,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             store = self._store_for(original)
             record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
             record.store = store  # a write that failed has nothing to release
-            record.checksum = _checksum(original, record.first, record.num_bytes)
+            record.checksum = None if _compares_in_backward(original) else _checksum(original, record)
             self.written_bytes += record.num_bytes
         record.original = None
         self.held_bytes -= record.num_bytes
@@ -191,42 +194,48 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     def _is_unchanged(self, record: _Record, tensor: torch.Tensor) -> bool:
         """Return whether a record still has the bytes of its storage: a write through ``.data`` makes no new version.
 
-        On an accelerator that is not known yet, and assumed: `compare` raises if it is wrong.
+        On an accelerator that is not known yet, and assumed: a backward that brings the record back compares them.
         """
-        if record.is_kept or record.checksum is None:
+        if record.is_kept or record.store is None:
             return True
-        now = _checksum(tensor, record.first, record.num_bytes)
-        if isinstance(now, torch.Tensor) and isinstance(record.checksum, torch.Tensor):
-            if not isinstance(now, FakeTensor):
-                self._to_compare.setdefault(record, []).append(now)
+        if _compares_in_backward(tensor):
+            record.later.append(_checksum_on_device(tensor, record.first, record.num_bytes))
             return True
-        return now == record.checksum
+        return record.checksum is None or _checksum(tensor, record) == record.checksum
 
-    def compare(self) -> None:
-        """Compare the checksums of the forwards so far.
+    def stay(self, record: _Record) -> None:
+        """Let the record that was brought back last go: another one follows it.
 
-        Raises:
-            WrittenAsideError: They differ.
+        Until then it stays: the result of an activation function is saved by that and by the next layer, whose
+        backwards follow each other.
         """
-        pairs = [(record.checksum, now) for record, later in self._to_compare.items() for now in later]
-        by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = {}
-        for pair in pairs:
-            by_device.setdefault(pair[1].device, []).append(pair)
-        alike = [torch.equal(*map(torch.stack, zip(*each, strict=True))) for each in by_device.values()]
-        if not all(alike):  # they stay: another backward of this graph would be as wrong
-            raise WrittenAsideError(
-                "backward() through tensors that offload_activations saved",
-                got="a tensor that was written through .data, or by code that autograd does not see, after a part of "
-                "it was saved",
-                expected="writes that autograd sees",
-                fix="write x[i] = value instead of x.data[i] = value, make a list and torch.stack it, or do without "
-                "offload: checkpoint='auto' recomputes instead.",
-            )
-        self._to_compare.clear()
+        last = self._brought() if self._brought is not None else None
+        if last is not None and last is not record:
+            last.leave()
+        self._brought = weakref.ref(record)
+
+    def check(self, record: _Record, brought: torch.Tensor) -> None:
+        """Compare what a backward brought back with what its storage held whenever it was saved again.
+
+        That waits for the device, so all are compared when the backward ends.
+        """
+        if not record.later:
+            return
+        checksum = _checksum_on_device(brought, 0, record.num_bytes)
+        if isinstance(checksum, FakeTensor):
+            return
+        number = current_backward()
+        checks = self._checks.get(number)
+        is_first = checks is None
+        if checks is None:
+            self._checks[number] = checks = _Checks()
+        checks.pairs += [(checksum, later) for later in record.later]
+        if is_first:
+            at_end_of_backward(checks.compare)
 
     def _store_for(self, tensor: torch.Tensor) -> Store:
         if isinstance(tensor, FakeTensor):
-            return FakeStore()
+            return FakeStore(reads_ahead=self._to == "host")
         key = torch.device("cpu") if self._to == "disk" else tensor.device
         if key not in self._stores:
             self._stores[key] = DiskStore(self._folder) if self._to == "disk" else HostStore(key)
@@ -273,19 +282,38 @@ def make_offload(
 
 
 class _Record:
-    """The bytes of one storage, or of a small part of it, kept in place or moved out."""
+    """The bytes of one storage, or of a small part of it, kept in place or moved out.
 
-    def __init__(self, owner: offload_activations, tensor: torch.Tensor, first: int, num_bytes: int) -> None:
-        self._owner = owner
+    Args:
+        owner: Whose record it is.
+        tensor: A tensor with this storage.
+        first: First byte in the storage.
+        num_bytes: Number of bytes.
+        before: The record that was made before this one, which a backward needs after it.
+    """
+
+    def __init__(
+        self,
+        owner: offload_activations,
+        tensor: torch.Tensor,
+        first: int,
+        num_bytes: int,
+        *,
+        before: weakref.ref[_Record] | None,
+    ) -> None:
+        self._owner, self._before = owner, before
         self._source = weakref.ref(tensor.untyped_storage())
         self._loaded: weakref.ref[torch.UntypedStorage] | None = None
+        self._ahead: Arriving | None = None  # on its way, for the next operator of the backward
+        self._staying: torch.UntypedStorage | None = None  # until another record is brought back
         self._device = tensor.device
         self.version = version_of(tensor)
         self.first, self.num_bytes = first, num_bytes
         self.original: torch.Tensor | None = tensor  # while it is kept
         self.store: Store | None = None
         self.handle: Any = None
-        self.checksum: tuple[int, ...] | torch.Tensor | None = None  # of what was moved out
+        self.checksum: tuple[int, ...] | None = None  # of what was moved out; None on an accelerator, and without data
+        self.later: list[torch.Tensor] = []  # checksums, on an accelerator, of its storage whenever it was saved again
 
     def __del__(self) -> None:
         self._owner._forget(self)  # noqa: SLF001 - one mechanism in two classes
@@ -304,15 +332,66 @@ class _Record:
         """Return a storage with the bytes, and the offset of its first byte in the original storage."""
         if self.original is not None:
             _check_version(self.original, self.version)
-            return self.original.untyped_storage(), 0
+            storage, first = self.original.untyped_storage(), 0
+        else:
+            storage, first = self._bring_back(), self.first
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.read_ahead()
+        return storage, first
+
+    def _bring_back(self) -> torch.UntypedStorage:
         if self.store is None:
             _refuse_changed()
-        self._owner.compare()
-        storage = self._loaded() if self._loaded else None  # another view may just have brought it back
+        storage = self._loaded() if self._loaded else None  # another operator may still have it
         if storage is None:
-            storage = self.store.read(self.handle, self._device).untyped_storage()
+            arriving, self._ahead = self._ahead or self.store.read(self.handle, self._device), None
+            brought = arriving.wait()
+            storage = brought.untyped_storage()
             self._loaded = weakref.ref(storage)
-        return storage, self.first
+            self._owner.check(self, brought)
+        self._owner.stay(self)
+        self._staying = storage
+        return storage
+
+    def leave(self) -> None:
+        """Stay no longer than the operators that have it."""
+        self._staying = None
+
+    def read_ahead(self) -> None:
+        """Start bringing it back beside the computing, if its store can, and there is room."""
+        is_there = self._ahead is not None or (self._loaded is not None and self._loaded() is not None)
+        if self.store is None or is_there or not self.store.reads_ahead:
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._ahead = self.store.read(self.handle, self._device)
+
+
+class _Checks:
+    """Checksums of what a backward brought back, each beside that of the same bytes when they were saved again."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def compare(self) -> None:
+        """Compare them.
+
+        Raises:
+            WrittenAsideError: They differ.
+        """
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for pair in self.pairs:
+            by_device.setdefault(pair[0].device, []).append(pair)
+        if all(torch.equal(*map(torch.stack, zip(*each, strict=True))) for each in by_device.values()):
+            return
+        raise WrittenAsideError(
+            "backward() through tensors that offload_activations saved",
+            got="a tensor that was written through .data, or by code that autograd does not see, after a part of it "
+            "was saved",
+            expected="writes that autograd sees",
+            fix="write x[i] = value instead of x.data[i] = value, make a list and torch.stack it, or do without "
+            "offload: checkpoint='auto' recomputes instead.",
+        )
 
 
 class _Packed:
@@ -375,24 +454,30 @@ def _view_bytes(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
     return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), first, (size,), (1,))
 
 
-def _checksum(tensor: torch.Tensor, first: int, size: int) -> tuple[int, ...] | torch.Tensor | None:
-    """Return a checksum of a byte range of a tensor's storage; on an accelerator a tensor, so that nothing waits.
-
-    Tensors without data on the CPU have none. On an accelerator they run what those with data do, for their memory.
-    """
-    if tensor.device.type == "cpu":
-        if isinstance(tensor, FakeTensor):
-            return None
-        data: Any = _view_bytes(tensor, first, size).numpy()  # no tensor beside the training's own
-        words, rest = data[: size - size % _WORD].view(np.uint64), data[size - size % _WORD :]
-        return int(words.sum()), int(words[::_STRIDE].sum()), int(rest.sum())
-    return _checksum_on_device(_view_bytes(tensor, first, size))
+def _compares_in_backward(tensor: torch.Tensor) -> bool:
+    """Whether checksums of a tensor are compared in backward: to compare numbers of an accelerator waits for it."""
+    return tensor.device.type != "cpu"
 
 
-def _checksum_on_device(data: torch.Tensor) -> torch.Tensor:
-    size = len(data)
-    words, rest = data[: size - size % _WORD].view(torch.int64), data[size - size % _WORD :]
-    return torch.stack([words.sum(), words[::_STRIDE].sum(), rest.sum(dtype=torch.int64)])
+def _checksum(tensor: torch.Tensor, record: _Record) -> tuple[int, ...] | None:
+    """Return a checksum of a record's bytes in a tensor's storage on the CPU; None for a tensor without data."""
+    if isinstance(tensor, FakeTensor):
+        return None
+    size = record.num_bytes
+    data: Any = _view_bytes(tensor, record.first, size).numpy()  # no tensor beside the training's own
+    words, rest = data[: size - size % _WORD].view(np.uint64), data[size - size % _WORD :]
+    return int(words.sum()), int(words[::_STRIDE].sum()), int(rest.sum())
+
+
+def _checksum_on_device(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
+    """Return a checksum, int64, 0-dim, of a byte range of a tensor's storage: few operators, and nothing waits."""
+    storage, start, num_words = tensor.untyped_storage(), first // _WORD, size // _WORD
+    words = tensor.new_empty(0, dtype=torch.int64).set_(storage, start, (num_words,), (1,))
+    some = tensor.new_empty(0, dtype=torch.int64).set_(storage, start, (-(-num_words // _STRIDE),), (_STRIDE,))
+    checksum = torch.add(words.sum(), some.sum(), alpha=_WEIGHT)
+    if size % _WORD:
+        checksum = checksum + _view_bytes(tensor, first + num_words * _WORD, size % _WORD).sum(dtype=torch.int64)
+    return checksum
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:

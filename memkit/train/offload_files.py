@@ -10,23 +10,47 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from memkit._core.errors import MemkitOutOfMemoryError
+from memkit._machine.devices import current_stream
 
 _ALIGNMENT = 64  # bytes, of a tensor in a mapped file
+
+
+class Arriving(NamedTuple):
+    """Bytes on their way back.
+
+    Attributes:
+        memory: Where they arrive, shape ``(num_bytes,)``, uint8.
+        arrived: Recorded when they are there; None if they are.
+    """
+
+    memory: torch.Tensor
+    arrived: torch.Event | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Return them; later work on the current stream, perhaps another than that of `read`, waits for them."""
+        if self.arrived is not None:
+            self.arrived.wait()
+            self.memory.record_stream(current_stream(self.memory.device))
+        return self.memory
 
 
 class Store(Protocol):
     """Storage for offloaded bytes. The caller of `write` must release the handle it gets."""
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `read` returns before the bytes are there."""
+
     def write(self, source: torch.Tensor) -> Any:
         """Store a one-dimensional tensor of bytes; return its handle."""
 
-    def read(self, handle: Any, device: torch.device) -> torch.Tensor:
-        """Bring the bytes of a handle back, as a new tensor."""
+    def read(self, handle: Any, device: torch.device) -> Arriving:
+        """Bring the bytes of a handle back, in new memory."""
 
     def release(self, handle: Any) -> None:
         """Release a handle; may be called at any time, also by the garbage collector."""
@@ -38,6 +62,8 @@ class DiskStore:
     Args:
         folder: Folder of the file; None is the system's temporary folder, which on some systems is in memory.
     """
+
+    reads_ahead = False
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -72,7 +98,7 @@ class DiskStore:
                 ) from error
         return place
 
-    def read(self, handle: tuple[int, int], device: torch.device) -> torch.Tensor:
+    def read(self, handle: tuple[int, int], device: torch.device) -> Arriving:
         """Read bytes into new memory."""
         start, num_bytes = handle
         result = torch.empty(num_bytes, dtype=torch.uint8)
@@ -85,7 +111,7 @@ class DiskStore:
                 if not count:
                     raise OSError(f"the offload file ends at byte {start + done}")
                 done += count
-        return result.to(device)
+        return Arriving(result.to(device))
 
     def release(self, handle: tuple[int, int]) -> None:
         """Free the range for later writes."""
@@ -93,7 +119,7 @@ class DiskStore:
 
 
 class HostStore:
-    """Pinned host memory, copied on a separate stream while the accelerator keeps computing.
+    """Pinned host memory, copied on streams of its own, one for each direction, while the accelerator keeps computing.
 
     The blocks come from torch's pinned allocator, which caches them for the next step and reuses none before the
     copies that use it are done.
@@ -102,52 +128,60 @@ class HostStore:
         device: The accelerator.
     """
 
+    reads_ahead = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._out, self._back = torch.Stream(device), torch.Stream(device)
 
-    def write(self, source: torch.Tensor) -> torch.Tensor:
-        """Start copying bytes to the host, without blocking."""
+    def write(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+        """Start copying bytes to the host, without blocking; return the block, and the event of its last byte."""
         block = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
-        self._follow()
-        with self._stream:
+        self._follow(self._out)
+        with self._out:
             block.copy_(source, non_blocking=True)
-        source.record_stream(self._stream)  # its memory is not reused before it has been copied
-        return block
+        source.record_stream(self._out)  # its memory is not reused before it has been copied
+        return block, self._out.record_event()
 
-    def read(self, handle: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Start copying bytes back; later work on the device waits for them."""
-        result = torch.empty(len(handle), dtype=torch.uint8, device=device)
-        self._follow()  # its memory may still be in use by earlier kernels
-        with self._stream:
-            result.copy_(handle, non_blocking=True)
-        result.record_stream(self._stream)
-        arrived = torch.Event(self._device)
-        arrived.record(self._stream)
-        arrived.wait()
-        return result
+    def read(self, handle: tuple[torch.Tensor, torch.Event], device: torch.device) -> Arriving:
+        """Start copying bytes back."""
+        block, written = handle
+        memory = torch.empty(len(block), dtype=torch.uint8, device=device)
+        self._follow(self._back)  # its memory may still be in use by earlier kernels
+        self._back.wait_event(written)
+        with self._back:
+            memory.copy_(block, non_blocking=True)
+        memory.record_stream(self._back)
+        return Arriving(memory, self._back.record_event())
 
-    def release(self, handle: torch.Tensor) -> None:
+    def release(self, handle: tuple[torch.Tensor, torch.Event]) -> None:
         """Nothing to do: the block goes back to torch's allocator with the last reference."""
 
-    def _follow(self) -> None:
-        """Make the side stream wait for all work launched so far."""
+    def _follow(self, stream: torch.Stream) -> None:
+        """Make a stream wait for all work launched so far."""
         launched = torch.Event(self._device)
         launched.record()
-        self._stream.wait_event(launched)
+        stream.wait_event(launched)
 
 
 class FakeStore:
-    """Store for fake tensors, which have no data; reading allocates new memory, as in the other stores."""
+    """Store for fake tensors, which have no data; reading allocates new memory, as in the other stores.
+
+    Args:
+        reads_ahead: Whether the store that it stands for does.
+    """
+
+    def __init__(self, *, reads_ahead: bool) -> None:
+        self.reads_ahead = reads_ahead
 
     def write(self, source: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Record the number of bytes."""
         return source.new_empty(0), len(source)
 
-    def read(self, handle: tuple[torch.Tensor, int], device: torch.device) -> torch.Tensor:
+    def read(self, handle: tuple[torch.Tensor, int], device: torch.device) -> Arriving:
         """Make a fake tensor of that many bytes."""
         empty, num_bytes = handle
-        return empty.new_empty(num_bytes, device=device)
+        return Arriving(empty.new_empty(num_bytes, device=device))
 
     def release(self, handle: tuple[torch.Tensor, int]) -> None:
         """Nothing to do."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -299,7 +300,7 @@ def test_the_folder_is_the_callers(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     store = DiskStore(tmp_path)
     handle = store.write(torch.arange(10, dtype=torch.uint8))
-    torch.testing.assert_close(store.read(handle, torch.device("cpu")), torch.arange(10, dtype=torch.uint8))
+    torch.testing.assert_close(store.read(handle, torch.device("cpu")).wait(), torch.arange(10, dtype=torch.uint8))
 
 
 @pytest.mark.slow
@@ -400,8 +401,7 @@ def test_storages_written_through_data_are_written_out_again(budget):
 @pytest.fixture
 def as_on_a_card(monkeypatch):
     """Checksums that are compared in backward."""
-    checksum, view_bytes = offloading._checksum_on_device, offloading._view_bytes
-    monkeypatch.setattr(offloading, "_checksum", lambda *given: checksum(view_bytes(*given)))
+    monkeypatch.setattr(offloading, "_compares_in_backward", lambda _: True)
 
 
 @pytest.mark.usefixtures("as_on_a_card")
@@ -413,9 +413,7 @@ def test_checksums_that_differ_are_found_in_each_backward_and_go_with_the_graph(
     for _ in range(2):
         with pytest.raises(WrittenAsideError, match=r"written through \.data"):
             loss.backward(retain_graph=True)
-    assert offload._to_compare
-    del loss
-    assert not offload._to_compare
+    assert not offload._checks
 
 
 @pytest.mark.usefixtures("as_on_a_card")
@@ -426,7 +424,55 @@ def test_checksums_that_agree_change_nothing(name):
     expected = gradients(model, x, never())
     offload = offload_activations(to="disk", min_bytes=1, model=model)
     assert_same(gradients(model, x, offload), expected)
-    assert not offload._to_compare
+    assert not offload._checks
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Reads ahead from a file, as from host memory; for each read, what had been read and was still there."""
+    found, there, read = [], weakref.WeakSet(), DiskStore.read
+
+    def noting(self, *given):
+        found.append(len(there))
+        arriving = read(self, *given)
+        there.add(arriving.memory.untyped_storage())
+        return arriving
+
+    monkeypatch.setattr(DiskStore, "read", noting)
+    monkeypatch.setattr(DiskStore, "reads_ahead", True)
+    return found
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(32, 32), nn.Tanh()))).double()
+
+
+@pytest.mark.parametrize("budget", [0, 50_000])
+def test_one_storage_is_read_ahead(budget, reads):
+    model, x = chain(), torch.randn(64, 32, dtype=torch.float64)
+    expected = gradients(model, x, never())
+    offload = offload_activations(to="disk", budget=budget, min_bytes=0, model=model)
+    assert_same(gradients(model, x, offload), expected)
+    assert len(reads) == offload.written_bytes // x.nbytes  # once each
+    assert len(reads) >= 4
+    assert reads[0] == 0
+    assert reads[1:] == [1] * (len(reads) - 1)  # each begins while the one before it is there
+
+
+def test_a_storage_that_does_not_fit_is_not_read_ahead(reads, monkeypatch):
+    model, x = chain(), torch.randn(64, 32, dtype=torch.float64)
+    expected = gradients(model, x, never())
+    read = DiskStore.read
+
+    def failing(self, *given):
+        arriving = read(self, *given)
+        if reads[-1]:
+            raise torch.OutOfMemoryError("a simulated one")
+        return arriving
+
+    monkeypatch.setattr(DiskStore, "read", failing)
+    assert_same(gradients(model, x, offload_activations(to="disk", min_bytes=0, model=model)), expected)
 
 
 @pytest.mark.gpu
