@@ -69,11 +69,21 @@ class StepJournal:
         self._is_together = any(_steps_together(group) for group, _ in self.parameters)
         self._is_fused = any(group.get("fused") for group, _ in self.parameters)
         self.watched: CountApplied | None = None
-        # For each tensor: its parameter's index, its name.
-        self._keys = [(number, name) for number, (_, _, state) in enumerate(entries) for name in ("", *state)]
-        tensors = [each for _, parameter, state in entries for each in (parameter, *state.values())]
+        # The parameters that are stepped by the same operators, by the first of them, which speaks for all: to read
+        # hundreds of versions takes longer than all else.
+        self._alike: dict[int, list[int]] = {}
+        firsts: dict[int, int] = {}
+        for number, (group, _, _) in enumerate(entries):
+            first = firsts.setdefault(id(group), number) if _steps_together(group) else number
+            self._alike.setdefault(first, []).append(number)
+        # For each tensor of these: its parameter's index, its name.
+        self._keys = [(first, name) for first in self._alike for name in ("", *entries[first][2])]
+        tensors = [each for first in self._alike for each in (entries[first][1], *entries[first][2].values())]
         self._tensors = [weakref.ref(each) for each in tensors]
         self._versions: list[int] = []
+        # The last parameter's last tensor, with its name.
+        lasts = [{"": parameter, **state} for _, parameter, state in entries[-1:]]
+        self._last = [(name, weakref.ref(each)) for each_state in lasts for name, each in each_state.items()][-1:]
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> StepJournal | None:
@@ -102,8 +112,8 @@ class StepJournal:
             return False
         if not self.parameters or (self._others and any(each.grad is not None for each in self._others)):
             return False
-        last, name = self.parameters[-1][1], self._keys[-1][1]
-        return self._tensors[-1]() is ((optimizer.state.get(last) or {}).get(name) if name else last)
+        last, ((name, noted),) = self.parameters[-1][1], self._last
+        return noted() is ((optimizer.state.get(last) or {}).get(name) if name else last)
 
     def begin(self) -> bool:
         """Record the versions before a step; return False if some state is gone."""
@@ -120,8 +130,8 @@ class StepJournal:
             StateError: A state tensor was replaced in the meantime, so the progress is unknown.
         """
         applied: dict[int, Progress] = {}
-        for (number, name), noted, version in zip(self._keys, self._tensors, self._versions, strict=True):
-            parameter = self.parameters[number][1]
+        for (first, name), noted, version in zip(self._keys, self._tensors, self._versions, strict=True):
+            parameter = self.parameters[first][1]
             tensor = optimizer.state.get(parameter, {}).get(name) if name else parameter
             if tensor is not noted() or tensor is None:
                 raise StateError(
@@ -131,7 +141,7 @@ class StepJournal:
                     fix="resume from the last checkpoint.",
                 )
             num = version_of(tensor) - version if self.watched is None else self.watched.counts[id(tensor)]
-            if num:
+            for number in self._alike[first] if num else ():
                 applied.setdefault(number, {})[name] = num
         self.num_done = 0
         if applied:

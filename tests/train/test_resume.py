@@ -266,6 +266,25 @@ class TestCopies:
         with FailingOperator(12), pytest.raises(StateError, match="'exp_avg' was replaced by a new tensor"):
             guarded(optimizer, guard)
 
+    def test_parameters_that_are_stepped_at_once_need_one_look(self):
+        """At the first of each group: to read the versions of all would take longer than the rest of the journal."""
+        parameters, optimizer = make(f"adamw{TOGETHER}")
+        alone, together = (StepJournal.of(make(name)[1]) for name in ("adamw", f"adamw{TOGETHER}"))
+        assert len(alone._tensors) == 4 * len(parameters)
+        assert len(together._tensors) == 4 * len(optimizer.param_groups)
+
+    def test_replaced_state_of_a_parameter_that_others_speak_for(self):
+        after, _ = expected(f"adamw{TOGETHER}")
+        for place in every(f"adamw{TOGETHER}"):
+            parameters, optimizer = make(f"adamw{TOGETHER}")
+            guard = StepGuard([optimizer])
+            guard.run(lambda: True)
+            state = optimizer.state[parameters[1]]
+            state["exp_avg"] = state["exp_avg"].clone()
+            with FailingOperator(place):
+                guarded(optimizer, guard)
+            assert_same(bits(parameters, optimizer), after)
+
     def test_parameter_with_late_first_gradient(self):
         parameters, optimizer = make("adamw", num_steps=0)
         guard = StepGuard([optimizer])
