@@ -126,16 +126,18 @@ def allocator_counters(device: torch.device) -> DeviceMemory:
         )
     # Raw, in one call: each of torch's single-value getters flattens and sorts all of its hundred numbers.
     stats = torch.get_device_module(device).memory_stats_as_nested_dict(device)
-
-    def bytes_of(name: str, which: str) -> int:
-        return int(stats.get(name, {}).get("all", {}).get(which, 0))  # empty before the first use: nothing allocated
-
+    if not stats:  # before the first use
+        return DeviceMemory(
+            allocated_bytes=0, reserved_bytes=0, peak_bytes=0, reserved_peak_bytes=0, inactive_split_bytes=0
+        )
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return DeviceMemory(
-        allocated_bytes=bytes_of("allocated_bytes", "current"),
-        reserved_bytes=bytes_of("reserved_bytes", "current"),
-        peak_bytes=bytes_of("allocated_bytes", "peak"),
-        reserved_peak_bytes=bytes_of("reserved_bytes", "peak"),
-        inactive_split_bytes=bytes_of("inactive_split_bytes", "current"),
+        allocated_bytes=allocated["current"],
+        reserved_bytes=reserved["current"],
+        peak_bytes=allocated["peak"],
+        reserved_peak_bytes=reserved["peak"],
+        # Intel's allocator does not count them.
+        inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"] if "inactive_split_bytes" in stats else 0,
     )
 
 
