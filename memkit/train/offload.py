@@ -70,8 +70,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     backward raises. Use ``leaky_relu``, or recompute that block.
 
     Memory:
-        The budget, plus the storages that the current backward operator needs, and the one brought back before; from
-        host memory also the next operator's: it is brought back while this one computes.
+        The budget, plus the storages that the current backward operator needs, and the last one that several operators
+        have saved; from host memory also the next operator's, which is brought back while this one computes.
 
     Example:
         >>> import torch, memkit as mk
@@ -104,7 +104,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self.held_bytes = self.written_bytes = 0
         self._num_on_cpu, self._has_moved, self._has_warned = 0, False, False
         self._last: weakref.ref[_Record] | None = None  # the latest record
-        self._brought: weakref.ref[_Record] | None = None  # the record that was brought back last
+        self._staying: weakref.ref[_Record] | None = None
         self._checks: weakref.WeakValueDictionary[int, _Checks] = weakref.WeakValueDictionary()  # by backward
 
     def __enter__(self) -> Self:
@@ -143,7 +143,10 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         """
         moves, is_alone = self._may_move(tensor, lasting), _has_own_version(tensor)
         tensor = tensor.detach()  # an operator's own result would keep its graph alive; the version stays shared
-        return _Packed(tensor, self._record(tensor, is_alone=is_alone) if moves else None)
+        record = self._record(tensor, is_alone=is_alone) if moves else None
+        if record is not None:
+            record.num_saved += 1
+        return _Packed(tensor, record)
 
     def _may_move(self, tensor: torch.Tensor, lasting: Collection[int]) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter) or not _has_storage(tensor):
@@ -199,32 +202,35 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         if record.is_kept or record.store is None:
             return True
         if _compares_in_backward(tensor):
-            record.later.append(_checksum_on_device(tensor, record.first, record.num_bytes))
+            record.later.append(
+                _checksum_on_device(tensor.untyped_storage(), tensor.device, record.first, record.num_bytes)
+            )
             return True
         return record.checksum is None or _checksum(tensor, record) == record.checksum
 
     def stay(self, record: _Record) -> None:
-        """Let the record that was brought back last go: another one follows it.
+        """Let the record that stayed so far go.
 
-        Until then it stays: the result of an activation function is saved by that and by the next layer, whose
-        backwards follow each other.
+        What several operators have saved stays until the next such record: the result of an activation function, for
+        example, is saved by that and by the next layer, whose backwards follow each other.
         """
-        last = self._brought() if self._brought is not None else None
+        last = self._staying() if self._staying is not None else None
         if last is not None and last is not record:
             last.leave()
-        self._brought = weakref.ref(record)
+        self._staying = weakref.ref(record)
 
-    def check(self, record: _Record, brought: torch.Tensor) -> None:
+    def check(self, record: _Record, storage: torch.UntypedStorage) -> None:
         """Compare what a backward brought back with what its storage held whenever it was saved again.
 
         That waits for the device, so all are compared when the backward ends.
         """
-        if not record.later:
+        number = current_backward()
+        if not record.later or record.checked_in == number:
             return
-        checksum = _checksum_on_device(brought, 0, record.num_bytes)
+        record.checked_in = number
+        checksum = _checksum_on_device(storage, record.device, 0, record.num_bytes)
         if isinstance(checksum, FakeTensor):
             return
-        number = current_backward()
         checks = self._checks.get(number)
         is_first = checks is None
         if checks is None:
@@ -305,15 +311,17 @@ class _Record:
         self._source = weakref.ref(tensor.untyped_storage())
         self._loaded: weakref.ref[torch.UntypedStorage] | None = None
         self._ahead: Arriving | None = None  # on its way, for the next operator of the backward
-        self._staying: torch.UntypedStorage | None = None  # until another record is brought back
-        self._device = tensor.device
+        self._staying: torch.UntypedStorage | None = None  # until the next one that stays is brought back
+        self.device = tensor.device
         self.version = version_of(tensor)
         self.first, self.num_bytes = first, num_bytes
+        self.num_saved = 0  # tensors of a graph that it is for
         self.original: torch.Tensor | None = tensor  # while it is kept
         self.store: Store | None = None
         self.handle: Any = None
         self.checksum: tuple[int, ...] | None = None  # of what was moved out; None on an accelerator, and without data
         self.later: list[torch.Tensor] = []  # checksums, on an accelerator, of its storage whenever it was saved again
+        self.checked_in: int | None = None  # the backward that has compared them
 
     def __del__(self) -> None:
         self._owner._forget(self)  # noqa: SLF001 - one mechanism in two classes
@@ -345,13 +353,13 @@ class _Record:
             _refuse_changed()
         storage = self._loaded() if self._loaded else None  # another operator may still have it
         if storage is None:
-            arriving, self._ahead = self._ahead or self.store.read(self.handle, self._device), None
-            brought = arriving.wait()
-            storage = brought.untyped_storage()
+            arriving, self._ahead = self._ahead or self.store.read(self.handle, self.device), None
+            storage = arriving.wait().untyped_storage()
             self._loaded = weakref.ref(storage)
-            self._owner.check(self, brought)
-        self._owner.stay(self)
-        self._staying = storage
+        self._owner.check(self, storage)
+        if self.num_saved > 1:
+            self._owner.stay(self)
+            self._staying = storage
         return storage
 
     def leave(self) -> None:
@@ -364,7 +372,7 @@ class _Record:
         if self.store is None or is_there or not self.store.reads_ahead:
             return
         with contextlib.suppress(torch.OutOfMemoryError):
-            self._ahead = self.store.read(self.handle, self._device)
+            self._ahead = self.store.read(self.handle, self.device)
 
 
 class _Checks:
@@ -469,14 +477,17 @@ def _checksum(tensor: torch.Tensor, record: _Record) -> tuple[int, ...] | None:
     return int(words.sum()), int(words[::_STRIDE].sum()), int(rest.sum())
 
 
-def _checksum_on_device(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
-    """Return a checksum, int64, 0-dim, of a byte range of a tensor's storage: few operators, and nothing waits."""
-    storage, start, num_words = tensor.untyped_storage(), first // _WORD, size // _WORD
-    words = tensor.new_empty(0, dtype=torch.int64).set_(storage, start, (num_words,), (1,))
-    some = tensor.new_empty(0, dtype=torch.int64).set_(storage, start, (-(-num_words // _STRIDE),), (_STRIDE,))
-    checksum = torch.add(words.sum(), some.sum(), alpha=_WEIGHT)
+def _checksum_on_device(storage: torch.UntypedStorage, device: torch.device, first: int, size: int) -> torch.Tensor:
+    """Return a checksum, int64, 0-dim, of a byte range of a storage; nothing waits for the device."""
+    start, num_words = first // _WORD, size // _WORD
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    checksum = empty.set_(storage, start, (num_words,), (1,)).sum()
+    some = empty.set_(storage, start, (-(-num_words // _STRIDE),), (_STRIDE,)).sum()
+    checksum = torch.add(checksum, some, alpha=_WEIGHT)
     if size % _WORD:
-        checksum = checksum + _view_bytes(tensor, first + num_words * _WORD, size % _WORD).sum(dtype=torch.int64)
+        rest = torch.empty(0, dtype=torch.uint8, device=device)
+        rest = rest.set_(storage, first + num_words * _WORD, (size % _WORD,), (1,))
+        checksum = checksum + rest.sum(dtype=torch.int64)
     return checksum
 
 
