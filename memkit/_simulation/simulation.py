@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from memkit._core.errors import ConfigError, InputTypeError
+from memkit._core.errors import ConfigError, InputTypeError, warn_user
 from memkit._core.protocols import SimulatedGpu
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
 from memkit._machine import random_state
+from memkit._machine.devices import allocator_settings
 from memkit._recorder.recorder import UNSHARD, Recorder, StepPosition
 from memkit._recorder.recording import Recording
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
@@ -150,7 +151,7 @@ class Gpu:
     Args:
         card: The GPU.
         capacity_bytes: Its capacity. None: unlimited, so that a step that does not fit still runs to the end.
-        settings: Settings of the allocator.
+        settings: Settings of the allocator, "" for torch's own; None: those of this process's environment.
         rules: Rules of the simulated PyTorch version; None for the installed one.
         has_history: Whether the allocator's actions are kept.
 
@@ -171,6 +172,7 @@ class Gpu:
         has_history: bool = False,
     ) -> None:
         is_limited = capacity_bytes is not None
+        settings = _settings_here() if settings is None else settings
         allocator = CachingAllocator(
             _UNLIMITED if capacity_bytes is None else capacity_bytes,
             other_bytes=card.context_bytes if is_limited else 0,
@@ -208,6 +210,20 @@ class Gpu:
             self._card.total_bytes,
             self.memory.convolves,
         )
+
+
+def _settings_here() -> AllocatorSettings | str:
+    """Return the allocator's settings in this process's environment; torch's own, with a warning, if not simulated."""
+    name, text = next(((name, text) for name, text in allocator_settings().items() if text.strip()), ("", ""))
+    try:
+        return AllocatorSettings.parse(text) if text else ""
+    except ConfigError as error:
+        warn_user(
+            f"What a GPU's allocator reserves is predicted without {name}={text!r}: got {error.got}, expected "
+            f"{error.expected}. What is allocated barely depends on that, what is reserved and needed does. Way out: "
+            "leave the variable out, or measure on the GPU."
+        )
+        return ""
 
 
 # ------------------------------------------------------------------------------------------- simulations

@@ -71,7 +71,7 @@ class VirtualGPU(Uncopied, Overviewed):
         gpu: A GPU name that `memkit.find_gpu` accepts, or a `GPU`. ``"cuda"`` is the GPU of this machine.
         selected_fraction: As for `memkit.estimate_memory_usage`.
         allocator_settings: The value of ``PYTORCH_ALLOC_CONF``, such as ``"expandable_segments:True"``, or an
-            `AllocatorSettings`.
+            `AllocatorSettings`; "" is torch's own. None: those of this process's environment.
         torch: The version of PyTorch whose CUDA build is simulated, such as ``"2.6"``. Versions differ in attention,
             cuBLAS's workspaces, RMSNorm and the allocator's options, as ``docs/versions.md`` says. The operators
             themselves are those of the installed version. None: the installed version.
@@ -115,7 +115,7 @@ class VirtualGPU(Uncopied, Overviewed):
         gpu: str | GPU,
         *,
         selected_fraction: float | None = None,
-        allocator_settings: AllocatorSettings | str = "",
+        allocator_settings: AllocatorSettings | str | None = None,
         torch: str | None = None,
         cudnn: str | None = None,
     ) -> None:
@@ -232,10 +232,10 @@ class VirtualGPU(Uncopied, Overviewed):
         return self._watch.record()
 
 
-def _options_of(settings: AllocatorSettings | str) -> str:
+def _options_of(settings: AllocatorSettings | str | None) -> str:
     """Return the names of set options that not every version knows; text settings are returned unchanged."""
     if not isinstance(settings, AllocatorSettings):
-        return str(settings)
+        return str(settings or "")
     is_set = {
         "large_segment_size_mb": settings.large_segment_bytes != AllocatorSettings().large_segment_bytes,
         "per_process_memory_fraction": settings.memory_fraction != 1,

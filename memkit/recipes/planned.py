@@ -28,6 +28,7 @@ from memkit._machine import random_state
 from memkit._machine.devices import (
     allocator_counters,
     allocator_limit_bytes,
+    allocator_settings,
     device_memory,
     host_memory,
     resolve_device,
@@ -601,7 +602,12 @@ def _about_cache(trial: Trial, budget_bytes: int) -> list[str]:
     most_bytes = trial.estimate.required_bytes + trial.beside_bytes
     if most_bytes <= budget_bytes:
         return []
-    return [f"Below {format_bytes(most_bytes)} the allocator has to free its cache, mostly in the first steps."]
+    note = f"Below {format_bytes(most_bytes)} the allocator has to free its cache, in the first steps or in each."
+    if any("expandable_segments:true" in text.lower() for text in allocator_settings().values()):
+        return [note]
+    return [
+        f"{note} PYTORCH_ALLOC_CONF=expandable_segments:True, set before Python starts, may need less: plan with it."
+    ]
 
 
 def _check_tensors_alone(call: str, *, treat: Treat | None, curve: bool, is_for_one: bool) -> None:

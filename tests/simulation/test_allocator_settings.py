@@ -2,12 +2,15 @@
 
 import ctypes
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
+import memkit as mk
 from memkit._core.errors import ConfigError
 from memkit._core.units import GIB, KIB, MIB
 from memkit._simulation.cuda.allocator import AllocatorSettings
@@ -159,3 +162,48 @@ def test_rounding(text, requested, size):
 )
 def test_constructor_rejects_settings_invalid_as_text(settings):
     assert_refused(lambda: AllocatorSettings(**settings), ConfigError, "AllocatorSettings(...): got")
+
+
+# ------------------------------------------------------------------------------------- those of this process
+
+
+def growing(model, x):
+    """Each layer's result is larger than the one before, so no free segment has room for it."""
+    return model(x).square().mean()
+
+
+def estimate_with(monkeypatch, variable=None, text=""):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, text)
+    torch.manual_seed(0)
+    widths = (256, 320, 448, 704, 1152)
+    model = nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())))
+    return mk.estimate_memory_usage(model, torch.zeros(2**15, 256), loss_fn=growing, target="RTX 4090")
+
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("variable", VARIABLES[:2])
+def test_predictions_follow_the_environment(monkeypatch, variable):
+    plain = estimate_with(monkeypatch)
+    expandable = estimate_with(monkeypatch, variable, "expandable_segments:True")
+    rounded = estimate_with(monkeypatch, variable, "roundup_power2_divisions:2")
+    assert expandable.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    assert rounded.peak_bytes > 1.05 * plain.peak_bytes
+    assert expandable.reserved_bytes < plain.reserved_bytes - 64 * MIB
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        torch.empty(2**26 + 1, dtype=torch.uint8, device="cuda")
+    assert gpu.peak_bytes == 2**26 + 2**25
+    with mk.VirtualGPU("RTX 4090", allocator_settings="") as gpu:
+        torch.empty(2**26 + 1, dtype=torch.uint8, device="cuda")
+    assert gpu.peak_bytes == 2**26 + 512
+
+
+def test_settings_that_are_not_simulated_are_said(monkeypatch):
+    plain = estimate_with(monkeypatch)
+    with pytest.warns(mk.errors.MemkitWarning, match="predicted without PYTORCH_ALLOC_CONF='backend:cudaMallocAsync'"):
+        found = estimate_with(monkeypatch, "PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert found.reserved_bytes == plain.reserved_bytes
