@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._core.errors import InputTypeError, MemkitError
+from memkit._core.errors import InputError, InputTypeError, MemkitError
 from memkit._torch.pytree import tree_leaves
 
 _LONGEST = 80  # characters of a module's own description
@@ -32,6 +32,13 @@ def note_failure(call: str, error: Exception, model: object, batch: object, gues
     Raises:
         InputTypeError: The batch is a shape instead of tensors, and the code could not use it.
     """
+    guesses = list(guesses)
+    if isinstance(error, InputError) and guesses:
+        error.add_note(
+            f"memkit: {call} ran this code on tensors without data, and numbers that it read were guessed (such as "
+            f"{guesses[-1]}): a loop or a branch that depends on them may have gone another way than with data. Way "
+            "out: pass such numbers as Python numbers, or watch a real step with mk.Tracker()."
+        )
     if isinstance(error, (MemkitError, MemoryError, torch.OutOfMemoryError)):
         return
     shape = _as_shape(batch)
@@ -42,7 +49,7 @@ def note_failure(call: str, error: Exception, model: object, batch: object, gues
             expected="a batch of tensors, as in the training step",
             fix=f"write sample_batch=torch.empty{shape}; on the meta device it takes no memory.",
         ) from error
-    error.add_note(_note(call, error, model, list(guesses)) + _about_lists(batch))
+    error.add_note(_note(call, error, model, guesses) + _about_lists(batch))
 
 
 def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) -> str:

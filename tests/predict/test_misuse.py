@@ -239,6 +239,25 @@ def test_shape_mismatch_names_the_place_without_logs(call, caplog):
     assert note.endswith("which fails on the same line.")
 
 
+def test_a_loop_that_a_guessed_number_ended_is_not_said_to_be_detached():
+    """As in a solver with fixed steps: their number is read from a tensor of times."""
+
+    def integrated(model, batch):
+        y, times = batch
+        num_steps = int(torch.ceil((times[-1] - times[0]) / 0.25).item())
+        for _ in range(num_steps - 1):
+            y = y + model(y).mean()
+        return y.sum()
+
+    batch = torch.ones(8, 4), torch.linspace(0, 1, 5)
+    assert integrated(MODEL, batch).requires_grad
+    with pytest.raises(mk.errors.InputError, match="a loss without a graph") as caught:
+        estimate(MODEL, batch, integrated)
+    (note,) = caught.value.__notes__
+    assert "numbers that it read were guessed (such as aten._local_scalar_dense.default at" in note
+    assert "a loop or a branch that depends on them may have gone another way" in note
+
+
 @pytest.mark.parametrize("call", [estimate, lambda *args, **kwargs: plan(*args, budget="T4", **kwargs), advise])
 def test_guessed_sizes_that_do_not_fit_together_are_not_the_users_fault(call):
     def matched(model, batch):
