@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import dataclasses
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,9 @@ import torch
 from memkit._core.errors import StateError
 from memkit._core.settings import check_version
 from memkit._torch.machine import built_accelerator
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Types of random generators that objects may hold."""
 
 _VERSION = 2
 _NUM_WORDS = 624  # of a Mersenne twister; NumPy stores its position after them, Python before them
@@ -276,3 +281,36 @@ def _others(module: Any) -> list[int]:
     if module is None or module.device_count() == 1:
         return []
     return [index for index in range(module.device_count()) if index != module.current_device()]
+
+
+def is_same_state(state: Any, other: Any) -> bool:
+    """Whether two states of random generators, in any form, are equal."""
+    if isinstance(state, (torch.Tensor, np.ndarray)):
+        return bool((state == other).all())
+    if isinstance(state, (RandomState, HostRandomState)):
+        fields = dataclasses.fields(state)
+        return all(is_same_state(getattr(state, each.name), getattr(other, each.name)) for each in fields)
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(is_same_state(each, other[name]) for name, each in state.items())
+    if isinstance(state, tuple):
+        return len(state) == len(other) and all(map(is_same_state, state, other))
+    return bool(state == other)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of one of `GENERATORS`, as a copy."""
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set the state of one of `GENERATORS`."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)

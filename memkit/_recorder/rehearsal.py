@@ -54,6 +54,7 @@ _EXACT_OPERATORS = frozenset(
 )
 _SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
 _CONTAINERS = (list, dict, set, collections.deque)
+_WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
 _MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # an instance-level override
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
@@ -459,6 +460,9 @@ class Attributes:
 
     def __init__(self, roots: Sequence[object]) -> None:
         self._owners: list[tuple[Any, dict[str, Any]]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        # With its storage and its layout in there: `tensor.data = other` gives it another one.
+        self._tensors: list[tuple[Tensor, Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         modules = [each for each in roots if isinstance(each, nn.Module)]
@@ -481,6 +485,12 @@ class Attributes:
             return list(inside) if len(value) <= _MAX_ITEMS else ()
         if isinstance(value, (tuple, frozenset)):
             return list(value) if len(value) <= _MAX_ITEMS else ()
+        if isinstance(value, random_state.GENERATORS):
+            self._generators.append((value, random_state.generator_state(value)))
+            return ()
+        if isinstance(value, Tensor):
+            self._tensors.append((value, value.detach()))
+            return ()
         own = _attributes_of(value)
         self._owners.append((value, own))
         return list(own.values())
@@ -497,12 +507,32 @@ class Attributes:
                 for name in now.keys() - attributes.keys():
                     del vars(owner)[name]
                 vars(owner).update(attributes)
+        for generator, state in self._generators:
+            random_state.set_generator_state(generator, state)
+        for tensor, same in self._tensors:
+            if not _shares(tensor, same):
+                tensor.data = same
 
     def differ(self) -> bool:
         """Return whether any attribute has changed."""
-        return any(not _is_same(container, copy) for container, copy in self._containers) or any(
-            not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners
+        return (
+            any(not _is_same(container, copy) for container, copy in self._containers)
+            or any(not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners)
+            or not all(_shares(*pair) for pair in self._tensors)
+            or any(
+                not random_state.is_same_state(random_state.generator_state(generator), state)
+                for generator, state in self._generators
+            )
         )
+
+    def holders(self) -> list[object]:
+        """Return the modules, and the attributes of other objects that hold tensors, in dicts."""
+        owners = [(owner, vars(owner)) for owner, _ in self._owners]
+        return [
+            owner if isinstance(owner, nn.Module) else own
+            for owner, own in owners
+            if isinstance(owner, nn.Module) or any(isinstance(each, Tensor) for each in own.values())
+        ]
 
     def plain_tensors(self) -> list[Tensor]:
         """Return the tensors in attributes and containers that are neither parameters nor buffers."""
@@ -531,7 +561,17 @@ def _attributes_of(owner: object) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if name not in skipped}
 
 
+def _shares(tensor: Tensor, same: Tensor) -> bool:
+    """Whether a tensor still has the storage that it had, in the same layout."""
+    is_there = storage_key(tensor.untyped_storage()) == storage_key(same.untyped_storage())
+    return is_there and tensor.shape == same.shape and tensor.dtype is same.dtype
+
+
 def _may_hold_state(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) in _WITH_STORAGE and value.layout is torch.strided
+    if isinstance(value, random_state.GENERATORS):
+        return True
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
     kind = type(value)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -28,7 +24,6 @@ from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DIGESTED_BYTES = 2**22  # at a time
 _COMPARED_BYTES = 2**18  # at a time: three times a quarter of it for the results
 _SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
@@ -47,6 +42,7 @@ class StateWatch:
         module: The module.
         owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
+        loss_fn: The loss function of the current step, whose objects belong to the attributes; None if there is none.
         host: Cache of the random state of NumPy and Python.
     """
 
@@ -55,11 +51,30 @@ class StateWatch:
         self.owners = dict.fromkeys(module.modules())
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
-        self.changes_attributes = not self._is_compiled
+        self.changes_attributes = self._watches_attributes = not self._is_compiled
+        self.loss_fn: object = None
+        self._losses_code: object = None
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
         self.host = random_state.HostState()
+
+    def leave_attributes(self) -> None:
+        """Restore no attributes."""
+        self.changes_attributes = self._watches_attributes = False
+
+    @contextlib.contextmanager
+    def using(self, loss_fn: object) -> Iterator[None]:
+        """Watch what a loss function holds, too; another one than before may change it."""
+        code = getattr(loss_fn, "__code__", type(loss_fn))
+        if code is not self._losses_code:
+            self._losses_code = code
+            self.changes_attributes = self._watches_attributes
+        self.loss_fn = loss_fn
+        try:
+            yield
+        finally:
+            self.loss_fn = None  # it may hold a batch
 
     def generators(self) -> Iterable[Any]:
         """Return random generators (torch, NumPy, Python) in modules' attributes, or in lists and dicts there.
@@ -193,7 +208,7 @@ class RandomNumbers:
             self._random = random_state.capture(host)
         else:
             self._random = random_state.capture_host() if host is None else host.get()
-        self._states = [(each, _generator_state(each)) for each in generators] if generators else []
+        self._states = [(each, random_state.generator_state(each)) for each in generators] if generators else []
 
     def restore(self) -> None:
         """Restore all generators."""
@@ -202,18 +217,20 @@ class RandomNumbers:
         else:
             random_state.restore_host(self._random, self._host)
         for generator, state in self._states:
-            _set_generator_state(generator, state)
+            random_state.set_generator_state(generator, state)
 
     def have_moved(self) -> bool:
         """Return whether any number was drawn since the state was saved."""
         now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch, host=self._host)
         pairs = zip(self._states, now._states, strict=True)
-        return not _is_same(self._random, now._random) or any(not _is_same(a, b) for (_, a), (_, b) in pairs)
+        return not random_state.is_same_state(self._random, now._random) or any(
+            not random_state.is_same_state(a, b) for (_, a), (_, b) in pairs
+        )
 
     def host_has_moved(self) -> bool:
         """Return whether NumPy or Python has drawn a number since the state was saved."""
         before = self._random.host if isinstance(self._random, random_state.RandomState) else self._random
-        return not _is_same(before, random_state.capture_host())
+        return not random_state.is_same_state(before, random_state.capture_host())
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -226,20 +243,6 @@ class RandomNumbers:
             now.restore()
 
 
-def _is_same(state: Any, other: Any) -> bool:
-    """Whether two states of random generators, in any form, are equal."""
-    if isinstance(state, (torch.Tensor, np.ndarray)):
-        return bool((state == other).all())
-    if isinstance(state, (random_state.RandomState, random_state.HostRandomState)):
-        fields = dataclasses.fields(state)
-        return all(_is_same(getattr(state, each.name), getattr(other, each.name)) for each in fields)
-    if isinstance(state, dict):
-        return state.keys() == other.keys() and all(_is_same(each, other[name]) for name, each in state.items())
-    if isinstance(state, tuple):
-        return len(state) == len(other) and all(map(_is_same, state, other))
-    return bool(state == other)
-
-
 def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     """Return random generators in attributes of modules and their children, or in lists and dicts there."""
     owners = dict.fromkeys(owner for module in modules for owner in module.modules())
@@ -250,7 +253,7 @@ class AttributeStates:
     """Saved attributes of modules, with the contents of their lists, dictionaries and non-trainable tensors."""
 
     def __init__(self, watch: StateWatch) -> None:
-        self._attributes = Attributes([watch.module])
+        self._attributes = Attributes([each for each in (watch.module, watch.loss_fn) if each is not None])
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
         self._tensors = [
@@ -292,6 +295,8 @@ class Rollback:
     Args:
         watch: The watch of the model.
         of_torch: Whether to include torch's own random state, or leave it to other code.
+        is_trial: Whether the forward is only a trial, of which nothing may stay: attributes too, whether or not they
+            ever changed.
 
     Attributes:
         buffers: The buffers.
@@ -299,11 +304,11 @@ class Rollback:
         attributes: The attributes; None if forwards leave them unchanged.
     """
 
-    def __init__(self, watch: StateWatch, *, of_torch: bool = True) -> None:
+    def __init__(self, watch: StateWatch, *, of_torch: bool = True, is_trial: bool = False) -> None:
         self._watch = watch
         self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
-        self.attributes = AttributeStates(watch) if watch.changes_attributes else None
+        self.attributes = AttributeStates(watch) if watch.changes_attributes or is_trial else None
 
     def discover(self) -> AbstractContextManager[None]:
         """Return a context for a forward: other modules that run in it are also rolled back from then on."""
@@ -329,13 +334,13 @@ class Rollback:
         insist(self._restore, "undoing a failed attempt")
 
     def _restore(self) -> None:
+        if self.attributes is not None:
+            self.attributes.restore()  # before the buffers: what forward has put in a tensor's place leaves it again
         self.buffers.restore()
         for module, is_training in zip(self._watch.owners, self._modes, strict=False):  # some were found since
             if module.training != is_training:
                 module.training = is_training
         self.random.restore()
-        if self.attributes is not None:
-            self.attributes.restore()
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:
@@ -383,25 +388,8 @@ def _digest(buffer: torch.Tensor) -> int:
 
 def _held_generators(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, random_state.GENERATORS):
             yield value
         elif isinstance(value, (list, tuple, dict)) and not name.startswith("_"):
             values = value.values() if isinstance(value, dict) else value
-            yield from (each for each in values if isinstance(each, _GENERATORS))
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+            yield from (each for each in values if isinstance(each, random_state.GENERATORS))

@@ -30,6 +30,7 @@ from memkit._machine import random_state
 from memkit._machine.devices import allocator_settings
 from memkit._recorder.recorder import UNSHARD, Recorder, StepPosition
 from memkit._recorder.recording import Recording
+from memkit._recorder.rehearsal import Attributes
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches
 from memkit._simulation.cuda.history import History
@@ -425,12 +426,19 @@ def simulate(
     Raises:
         StateError: Some object holds a tensor without data and cannot be made to release it.
     """
+    roots = values if roots is None else roots
+    before = Attributes(list(roots))
+    # Networks and tensors in objects that the loss function holds, which are not among the values.
+    holders = before.holders()
 
     def simulated() -> T:
-        with default_modes(), simulation.running(*values) as stand_ins:
-            return run(*stand_ins)
+        with default_modes(), simulation.running(*values, *holders) as stand_ins:
+            return run(*stand_ins[: len(values)])
 
-    return leaving_nothing(call, values if roots is None else roots, simulation.tensors, simulated)
+    try:
+        return leaving_nothing(call, roots, simulation.tensors, simulated)
+    finally:
+        before.restore()
 
 
 @contextmanager

@@ -62,7 +62,8 @@ class BatchDriver:
         self._is_lazy = True  # until shown otherwise
         self._has_samples = False  # whether the current batch has lists of samples
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
-        self.state_watch.changes_attributes &= watches_attributes
+        if not watches_attributes:
+            self.state_watch.leave_attributes()
         self.current: Attempt | CheckAttempt | None = None
         unit = "elements" if split_fn else "rows"
         self._call_of_split = f"{call}: splitting a batch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -62,10 +62,22 @@ def has_lazy_parameters(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode for the block, then restore every module's mode."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = modes_of(model)
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        restore_modes(modes)
+
+
+def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return each module with its mode."""
+    return [(module, module.training) for module in model.modules()]
+
+
+def restore_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Restore the modes of `modes_of`, by a module's own `train` where it does more: LoRA's merges weights."""
+    for module, is_training in modes:
+        if module.training != is_training and type(module).train is not nn.Module.train:
+            module.train(is_training)
+        module.training = is_training

@@ -433,12 +433,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
-            num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
-            run = self._open(batch, num_parts, is_predicted=num_parts > self._accumulation_steps)
-            if self._part_planner.has_manager:
-                self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
-            else:
-                self._run_all(run, loss_fn)
+            with self._driver.state_watch.using(loss_fn):
+                num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
+                run = self._open(batch, num_parts, is_predicted=num_parts > self._accumulation_steps)
+                if self._part_planner.has_manager:
+                    self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
+                else:
+                    self._run_all(run, loss_fn)
             stepped = self._step()
         except BaseException as error:
             torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can arrive while a context is being entered
@@ -680,7 +681,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, then undo all side effects."""
-        with Rollback(self._driver.state_watch).undone():
+        rollback = Rollback(self._driver.state_watch, is_trial=True)
+        with rollback.undone():
             loss = self._evaluate(micro, loss_fn).value
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
