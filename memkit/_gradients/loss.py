@@ -139,6 +139,11 @@ class Loss:
         is_sum = self.mean is None
         value = (self.sum if is_sum else self.mean).detach()  # type: ignore[union-attr]  # one of them is there
         value = value.reshape(()) if value.dim() else value
+        try:
+            if value.untyped_storage().nbytes() > value.nbytes:  # mse_loss on a CPU: that of all its elements
+                value = value.clone()
+        except (NotImplementedError, RuntimeError):  # a wrapper tensor has no storage of its own
+            pass
         outputs = None if self.outputs is None else detached(self.outputs)
         return _unchecked(None, value, count, outputs) if is_sum else _unchecked(value, None, count, outputs)
 

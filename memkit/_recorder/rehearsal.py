@@ -54,6 +54,7 @@ _EXACT_OPERATORS = frozenset(
 )
 _SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
 _CONTAINERS = (list, dict, set, collections.deque)
+_WORDS = frozenset({bool, int, float, str, type(None)})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
 _MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # an instance-level override
@@ -525,6 +526,25 @@ class Attributes:
             )
         )
 
+    def differences(self) -> list[str]:
+        """Return what has changed, in words: attributes by their names, and how many other things.
+
+        Numbers and words that were appended to a list do not count: that is how a loss is written down.
+        """
+        names, num_others = dict[str, None](), 0
+        for owner, attributes in self._owners:
+            now = _attributes_of(owner)
+            for name in now.keys() | attributes.keys():
+                if now.get(name, self) is not attributes.get(name, self):
+                    names[f"{type(owner).__name__}.{name}"] = None
+        num_others += sum(not (_is_same(*pair) or _is_written_down(*pair)) for pair in self._containers)
+        num_others += sum(not _shares(*pair) for pair in self._tensors)
+        for generator, state in self._generators:
+            if not random_state.is_same_state(random_state.generator_state(generator), state):
+                names[f"a {type(generator).__name__}"] = None
+        others = [f"{num_others} of its lists, dicts and tensors"] if num_others else []
+        return [*sorted(names), *others]
+
     def holders(self) -> list[object]:
         """Return the modules, and the attributes of other objects that hold tensors, in dicts."""
         owners = [(owner, vars(owner)) for owner, _ in self._owners]
@@ -599,6 +619,13 @@ def _held_by_function(fn: Any) -> Iterator[object]:
             variables = inspect.getclosurevars(fn)
             yield from variables.nonlocals.values()
             yield from variables.globals.values()
+
+
+def _is_written_down(container: Any, copy: Any) -> bool:
+    """Whether numbers or words were appended to a list, and nothing else was changed."""
+    if not isinstance(container, list) or len(container) < len(copy):
+        return False
+    return _is_same(container[: len(copy)], copy) and all(type(each) in _WORDS for each in container[len(copy) :])
 
 
 def _is_same(container: Any, copy: Any) -> bool:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from memkit._core.errors import StateError
+from memkit._core.errors import StateError, warn_user
+from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
@@ -42,7 +43,10 @@ class StateWatch:
         module: The module.
         owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
-        loss_fn: The loss function of the current step, whose objects belong to the attributes; None if there is none.
+        changes_held: The same of what the loss function holds, if ``watches_held``.
+        watches_held: Whether what the loss function holds is looked at.
+        loss_fn: The loss function of the current step, which may hold a batch; None if there is none.
+        known_code: Code of the loss function of `changes_held`.
         host: Cache of the random state of NumPy and Python.
     """
 
@@ -51,9 +55,10 @@ class StateWatch:
         self.owners = dict.fromkeys(module.modules())
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
-        self.changes_attributes = self._watches_attributes = not self._is_compiled
+        self.changes_attributes = self.changes_held = self.watches_held = not self._is_compiled
+        self._has_told = False
         self.loss_fn: object = None
-        self._losses_code: object = None
+        self.known_code: object = None
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
@@ -61,20 +66,18 @@ class StateWatch:
 
     def leave_attributes(self) -> None:
         """Restore no attributes."""
-        self.changes_attributes = self._watches_attributes = False
+        self.changes_attributes = self.changes_held = self.watches_held = False
 
-    @contextlib.contextmanager
-    def using(self, loss_fn: object) -> Iterator[None]:
-        """Watch what a loss function holds, too; another one than before may change it."""
-        code = getattr(loss_fn, "__code__", type(loss_fn))
-        if code is not self._losses_code:
-            self._losses_code = code
-            self.changes_attributes = self._watches_attributes
-        self.loss_fn = loss_fn
-        try:
-            yield
-        finally:
-            self.loss_fn = None  # it may hold a batch
+    def tell_of_held(self, differences: Sequence[str]) -> None:
+        """Warn, once, of what a failed attempt has changed and nobody restores."""
+        if differences and not self._has_told:
+            self._has_told = True
+            warn_user(
+                "Recovery from out-of-memory: the attempt that failed had changed what loss_fn holds "
+                f"({list_some(differences, 3)}), and that stays changed: if the loss depends on it, the result differs "
+                "from that of a step which fits. Way out: keep such state in buffers or attributes of the model, which "
+                "are restored, or change it after the step."
+            )
 
     def generators(self) -> Iterable[Any]:
         """Return random generators (torch, NumPy, Python) in modules' attributes, or in lists and dicts there.
@@ -253,7 +256,7 @@ class AttributeStates:
     """Saved attributes of modules, with the contents of their lists, dictionaries and non-trainable tensors."""
 
     def __init__(self, watch: StateWatch) -> None:
-        self._attributes = Attributes([each for each in (watch.module, watch.loss_fn) if each is not None])
+        self._attributes = Attributes([watch.module])
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
         self._tensors = [
@@ -302,13 +305,21 @@ class Rollback:
         buffers: The buffers.
         random: The random state.
         attributes: The attributes; None if forwards leave them unchanged.
+        held: What the loss function holds, which only a trial restores: a failed attempt's changes are told. None like
+            the attributes.
     """
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True, is_trial: bool = False) -> None:
         self._watch = watch
         self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
+        self._is_trial = is_trial
         self.attributes = AttributeStates(watch) if watch.changes_attributes or is_trial else None
+        self.held = None
+        if watch.loss_fn is not None:
+            code = getattr(watch.loss_fn, "__code__", type(watch.loss_fn))
+            if is_trial or watch.changes_held or code is not watch.known_code:
+                self.held, watch.known_code = Attributes([watch.loss_fn]), code
 
     def discover(self) -> AbstractContextManager[None]:
         """Return a context for a forward: other modules that run in it are also rolled back from then on."""
@@ -319,6 +330,9 @@ class Rollback:
         insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
         if self.attributes is not None and not self.attributes.differ():
             self._watch.changes_attributes, self.attributes = False, None
+        if self.held is not None:
+            self._watch.changes_held = self._watch.watches_held and self.held.differ()
+            self.held = None
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -341,6 +355,12 @@ class Rollback:
             if module.training != is_training:
                 module.training = is_training
         self.random.restore()
+        if self.held is None:
+            return
+        if self._is_trial:
+            self.held.restore()
+        else:  # the model's own state is back: what differs still is not the model's
+            self._watch.tell_of_held(self.held.differences())
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,10 @@ from memkit._machine.devices import (
     resolve_device,
 )
 from memkit._recorder.recorder import Recorder
+from memkit._recorder.rehearsal import Attributes
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
+from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit._tape.kept import KEPT_OPERATORS
 from memkit._torch.pytree import children_of, tree_leaves
@@ -783,10 +785,28 @@ def _on_a_copy(
     else:
         twin = copy.deepcopy(model)
         twins_optimizer = optimizer_maker(optimizer)(twin.parameters())
-    with random_state.preserved(), arrange(twin, twins_optimizer, arrangement, most_steps=sys.maxsize) as train_step:
+    arranged = arrange(twin, twins_optimizer, arrangement, most_steps=sys.maxsize)
+    with random_state.preserved(), _leaving_others(loss_fn), arranged as train_step:
         batch = with_data(batch)
         train_step(batch, loss_fn)
         yield lambda: train_step(batch, loss_fn)
+
+
+@contextlib.contextmanager
+def _leaving_others(loss_fn: LossFn) -> Iterator[None]:
+    """Undo what the block's steps change in the networks and objects that a loss function holds."""
+    networks = nn.ModuleList(each for each in Attributes([loss_fn]).holders() if isinstance(each, nn.Module))
+    gradients = [(each, each.grad) for each in networks.parameters()]
+    networks.zero_grad()  # what is added to them is added to new ones
+    watch = StateWatch(networks)
+    watch.loss_fn = loss_fn
+    before = Rollback(watch, is_trial=True)
+    try:
+        yield
+    finally:
+        before.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _time_step(run_for_real: RunForReal, batch: Any, arrangement: Arrangement) -> float:

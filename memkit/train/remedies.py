@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from memkit._advice.catalog import remedy
+from memkit._advice.catalog import Remedy, remedy
 from memkit._core.errors import ConfigError, warn_user
 from memkit._core.printable import list_some
 from memkit._recovery.attempt import Failed, Failure, Kinds
@@ -140,7 +140,7 @@ class Remedies:
         if self._checkpointing is None or self._offload is None:
             return False
         self._close_checkpointing()
-        done = f"from now on no block runs again, and activations are offloaded: {self._known['offload'].effect}."
+        done = f"from now on no block runs again, and activations are offloaded: {self._offloading().effect}."
         self.tell("offload alone", f"out of memory with {what} ({failure.description})", done)
         return True
 
@@ -171,10 +171,14 @@ class Remedies:
         known = self._known["recompute"]
         return f"from now on {shown} run again in backward: {known.effect}. {known.arguments} does so from the start."
 
+    def _offloading(self) -> Remedy:
+        """Return what is known about offloading, with the place."""
+        place = "the disk" if device_of(self._model).type == "cpu" else "host memory"
+        return self._known["offload"].filled(place=place)
+
     def _move_out(self) -> str:
         self._offload = make_offload({"activations"}, self._model, [], contextlib.ExitStack())
-        place = "the disk" if device_of(self._model).type == "cpu" else "host memory"
-        known = self._known["offload"].filled(place=place)
+        known = self._offloading()
         which = "all activations are offloaded instead of those in the plan" if self._has_plan else ""
         which = which or "activations are offloaded"
         return f"from now on {which}: {known.effect}. {known.arguments} does so from the start."

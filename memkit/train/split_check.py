@@ -372,6 +372,7 @@ class Examination:
             with contextlib.ExitStack() as stack:
                 in_float32 = self._made(lambda: stack.enter_context(_in_float32(self._model, parts)))
                 if in_float32 is not None:
+                    stack.callback(self._close)  # while the parameters are those that it knows
                     verdict = yield from self._compare_whole_and_parts(in_float32)
                     failed = verdict.exact is None and not verdict.is_uninformative
                     if not failed or self._attempt.is_between_ranks or self._attempt.is_out_of_memory:

@@ -431,18 +431,20 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             refuse_closed("trainer.train_step")
         check_loss_fn(loss_fn, batch, call="trainer.train_step")
         num_graphs = count_graphs()
-        is_grad_enabled = torch.is_grad_enabled()
+        is_grad_enabled, watch = torch.is_grad_enabled(), self._driver.state_watch
         try:
-            with self._driver.state_watch.using(loss_fn):
-                num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
-                run = self._open(batch, num_parts, is_predicted=num_parts > self._accumulation_steps)
-                if self._part_planner.has_manager:
-                    self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
-                else:
-                    self._run_all(run, loss_fn)
+            watch.loss_fn = loss_fn
+            num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
+            run = self._open(batch, num_parts, is_predicted=num_parts > self._accumulation_steps)
+            if self._part_planner.has_manager:
+                self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
+            else:
+                self._run_all(run, loss_fn)
+            watch.loss_fn = None
             stepped = self._step()
         except BaseException as error:
             torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can arrive while a context is being entered
+            watch.loss_fn = None
             self._abandon(error)
             raise
         return StepResult(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
@@ -98,3 +99,34 @@ def test_chunked_calls_reject_mixed_rows_unless_check_is_off():
     ):
         assert_refused(call, mk.errors.InputError, r"BatchNorm1d.*check=False")
         call(check=False)
+
+
+PROBABILITIES = nn.Sequential(mlp(), nn.Sigmoid())
+
+
+def only_finite(x):
+    assert torch.isfinite(x).all()
+    return torch.tanh(x)
+
+
+REFUSE_NAN = {
+    "probabilities": lambda x: F.binary_cross_entropy(PROBABILITIES(x), torch.full((len(x), 3), 0.5), reduction="none"),
+    "a distribution": lambda x: torch.distributions.Normal(x, 1.0).log_prob(x + 1),
+    "an assertion": only_finite,
+}
+
+
+@pytest.mark.parametrize("name", REFUSE_NAN)
+def test_functions_that_refuse_nan_are_checked_by_other_values(name):
+    fn, x = REFUSE_NAN[name], torch.randn(16, 4)
+    check(fn, x)
+    with pytest.raises(mk.errors.InputError, match="its own code"):
+        check(lambda x: fn(x - x.mean(0) * 0.5), x)
+
+
+def test_an_error_of_the_function_itself_is_the_users_own():
+    def broken(x):
+        raise ValueError("not a NaN at all")
+
+    with pytest.raises(ValueError, match="not a NaN at all"):
+        check(broken, torch.randn(16, 4))

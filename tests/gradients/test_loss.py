@@ -321,3 +321,13 @@ def test_passes_existing_values_on():
     loss = mk.Loss(sum=SCALAR, count=2)
     assert read_loss(loss, call="loss_fn") is loss
     assert read_loss(SCALAR, call="loss_fn").mean is SCALAR
+
+
+@pytest.mark.parametrize("fn", [F.mse_loss, F.smooth_l1_loss, F.l1_loss])
+def test_a_detached_loss_holds_no_more_than_its_number(fn):
+    """On a CPU, the result of `mse_loss` has the storage of all its elements."""
+    x = torch.randn(1000, requires_grad=True)
+    loss = fn(x, torch.zeros(1000))
+    found = read_loss(loss, call="loss_fn(model, batch)").detached(1)
+    assert found.mean.untyped_storage().nbytes() == found.mean.nbytes
+    assert found.mean == loss

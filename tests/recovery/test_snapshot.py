@@ -247,3 +247,74 @@ def test_recovery_in_one_thread_leaves_the_models_of_others_alone():
     assert one.model[1].num_batches_tracked == 2  # the failed one was undone
     assert other.model[1].num_batches_tracked == 1
     assert_same(other.model[1].running_mean, mean)
+
+
+class ActNorm(nn.Module):
+    """Puts tensors made from its first batch in the place of its parameters and its flag, as nflows does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("is_ready", torch.tensor(False))
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.scale.data = 1 / x.detach().std(0)
+            self.is_ready.data = torch.tensor(True)
+        return x * self.scale
+
+
+def test_storages_that_a_failed_attempt_has_replaced_are_back():
+    def run(capacity):
+        torch.manual_seed(0)
+        model = nn.Sequential(ActNorm(), nn.Linear(4, 2, dtype=torch.float64))
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+        parts = []
+
+        def loss_fn(model, x):
+            loss = model(x).square().mean()
+            if len(x) > capacity:
+                raise MemoryError
+            parts.append(len(x))
+            return loss
+
+        x = torch.randn(8, 4, dtype=torch.float64)
+        with torch.no_grad():
+            first = 1 / x[:4].std(0)
+        trainer.train_step(x, loss_fn)
+        return model, first, parts
+
+    model, first, parts = run(capacity=4)
+    assert parts == [4, 4]
+    torch.testing.assert_close(model[0].scale, first, rtol=0.2, atol=0.2)  # of the first part, and stepped since
+    assert model[0].is_ready
+
+
+def test_a_check_sees_storages_that_are_replaced():
+    torch.manual_seed(0)
+    model = nn.Sequential(ActNorm(), nn.Linear(4, 2, dtype=torch.float64))
+    x = torch.randn(32, 4, dtype=torch.float64) * torch.arange(1, 5)
+    verdict = mk.train.check_split(model, x, lambda model, x: (model(x) ** 4).mean())
+    assert verdict.exact is False
+    assert not model[0].is_ready
+    assert bool((model[0].scale == 1).all())
+
+
+class Kept:
+    def __init__(self):
+        self.mean, self.written = 0.0, []
+
+    def __call__(self, model, x):
+        y = model(x)
+        self.mean = 0.5 * self.mean + 0.5 * float(y.detach().mean())
+        self.written.append(float(y.detach().sum()))
+        if len(x) > 4:
+            raise MemoryError
+        return (y - self.mean).square().mean()
+
+
+def test_what_a_failed_attempt_has_changed_in_the_loss_is_told():
+    model, loss_fn = nn.Linear(3, 2), Kept()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+    with pytest.warns(mk.errors.MemkitWarning, match=r"changed what loss_fn holds \(Kept\.mean\), and that stays"):
+        trainer.train_step(torch.ones(8, 3), loss_fn)

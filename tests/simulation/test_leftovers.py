@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ import memkit as mk
 from memkit._core.errors import StateError
 from memkit._simulation import leftovers
 from memkit.predict.scaling.profile import profile_scaling
+from tests.helpers import assert_same
 from tests.toys import mean_square
 
 X = torch.arange(32.0).reshape(8, 4) / 32
@@ -455,3 +457,78 @@ def test_packages_of_any_environment_are_installed(file, is_own):
     module = types.ModuleType("some")
     module.__file__ = file
     assert leftovers._is_own(module) is is_own
+
+
+class Critic:
+    """A loss in an object, which holds another network, a state and a generator."""
+
+    def __init__(self):
+        self.network = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        self.center, self.num_calls, self.chance = torch.zeros(16), 0, np.random.default_rng(0)
+
+    def __call__(self, model, x):
+        self.num_calls += 1
+        hidden = self.network[1](self.network[0](model(x)))
+        loss = (hidden - self.center).square().mean() + self.chance.normal() * self.network(x).mean()
+        self.center = 0.9 * self.center + 0.1 * hidden.detach().mean(0)
+        return loss
+
+    def as_default(self):
+        return lambda model, x, critic=self: critic(model, x)
+
+
+CALLS = {
+    "estimate": lambda model, loss_fn: mk.estimate_memory_usage(model, X, loss_fn=loss_fn, optimizer="sgd"),
+    "estimate for a card": lambda model, loss_fn: mk.estimate_memory_usage(
+        model, X, loss_fn=loss_fn, optimizer="sgd", target="RTX 4090"
+    ),
+    "plan": lambda model, loss_fn: mk.plan_training(model, X, loss_fn, "sgd", budget="64MiB"),
+    "plan, measured": lambda model, loss_fn: mk.plan_training(
+        model, X, loss_fn, "sgd", budget="64MiB", measure=True, micro_batch_size=len(X)
+    ),
+    "worst batch": lambda model, loss_fn: mk.predict.find_worst_batch([X, X[:4]], model, loss_fn),
+    "advice": lambda model, loss_fn: mk.advise(model, X, loss_fn),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("way", ["itself", "a default argument", "a variable"])
+@pytest.mark.filterwarnings("ignore::memkit.errors.MemkitWarning")  # the loss draws and mixes rows
+def test_what_the_loss_function_holds_is_as_before(name, way):
+    torch.manual_seed(0)
+    model, critic = nn.Linear(4, 4), Critic()
+    loss_fn = {
+        "itself": critic,
+        "a default argument": critic.as_default(),
+        "a variable": lambda model, x: critic(model, x),
+    }[way]
+    before = {key: value.clone() for key, value in critic.network.state_dict().items()}
+    center, state = critic.center, critic.chance.bit_generator.state
+    CALLS[name](model, loss_fn)
+    assert_same(dict(critic.network.state_dict()), before)
+    assert critic.num_calls == 0
+    assert critic.center is center
+    assert not center.any()
+    assert critic.chance.bit_generator.state == state
+    assert all(each.grad is None for each in (*critic.network.parameters(), *model.parameters()))
+
+
+@pytest.mark.parametrize("target", ["cpu", "RTX 4090"])
+def test_a_network_in_an_object_counts_as_one_in_a_closure(target):
+    network = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 1))
+
+    class Task:
+        def __init__(self):
+            self.network = network
+
+        def loss(self, model, x):
+            return self.network(model(x)).square().mean()
+
+        def __call__(self, model, x):
+            return self.loss(model, x)
+
+    task, model = Task(), nn.Linear(4, 4)
+    ways = [task, task.loss, lambda model, x: task(model, x), lambda model, x, task=task: task.loss(model, x)]
+    ways.append(lambda model, x: network(model(x)).square().mean())
+    found = {mk.estimate_memory_usage(model, X, loss_fn=each, target=target).peak_bytes for each in ways}
+    assert len(found) == 1

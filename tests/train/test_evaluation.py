@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import memkit as mk
 from tests.toys import SmallRoom, mean_square, trainer_of
@@ -124,3 +125,38 @@ def test_a_loader_is_not_a_batch(rows):
     with trainer.evaluation() as evaluate, pytest.raises(mk.errors.InputTypeError) as caught:
         evaluate(loader, forward)
     assert str(caught.value).endswith("write for batch in loader: evaluate(batch, fn)")
+
+
+class Merging(nn.Linear):
+    """Merges its adapter into the weight for evaluation, as LoRA does in `train`."""
+
+    def __init__(self):
+        super().__init__(3, 3, dtype=torch.float64)
+        self.adapter, self.is_merged = nn.Parameter(torch.ones(3, 3, dtype=torch.float64)), False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.is_merged == mode:
+            self.weight.data += (-1 if mode else 1) * self.adapter.detach()
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.is_merged else x @ self.adapter.t())
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_module_that_works_in_train_gets_back_by_it(rows, is_frozen):
+    torch.manual_seed(0)
+    model = nn.Sequential(Merging(), nn.Sequential(nn.Dropout(), Merging()))
+    model[1][1].train(not is_frozen)
+    trainer = trainer_of(model)
+    with torch.no_grad():
+        expected = model[1][1](model[0](rows))
+    with trainer.evaluation() as evaluate:
+        assert all(each.is_merged for each in (model[0], model[1][1]))
+        torch.testing.assert_close(evaluate(rows, lambda model, part: model(part)), expected)
+    assert [each.training for each in model.modules()] == [True, True, True, True, not is_frozen]
+    assert (model[0].is_merged, model[1][1].is_merged) == (False, is_frozen)
+    trainer.train_step(rows, mean_square)
+    assert model[0].adapter.grad is None or model[0].adapter.grad.abs().sum() > 0

@@ -1,6 +1,7 @@
 """The memory of a micro-batch of any size is predicted from two small runs, and batches are cut accordingly."""
 
 import copy
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -213,17 +214,48 @@ def test_batch_without_rows_stays_whole():
 
 
 def test_fitting_batch_stays_whole_and_is_rehearsed_once():
-    calls = []
+    class Seen:
+        sizes: ClassVar = []  # of a class: what an object holds is restored after a rehearsal
 
     def counted(model, x):
-        calls.append(len(x))
+        Seen.sizes.append(len(x))
         return mean_square(model, x)
 
     model = mlp()
     with trainer_of(model, memory="1GiB") as trainer:
         for _ in range(3):
             assert trainer.train_step(torch.randn(16, 512), counted).sizes == (16,)
-    assert calls == [2, 4, 16, 16, 16]
+    assert Seen.sizes == [2, 4, 16, 16, 16]
+
+
+class Centered:
+    """A loss with a state of its own, as DINO's, and one that counts its calls, as a warm-up does."""
+
+    def __init__(self):
+        self.center, self.num_calls, self.chance = torch.zeros(512), 0, np.random.default_rng(0)
+
+    def __call__(self, model, x):
+        y = model(x)
+        self.num_calls += 1
+        loss = (y - self.center - self.chance.normal()).square().mean() * self.num_calls
+        self.center = 0.9 * self.center + 0.1 * y.detach().mean(0)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["a budget", "a manager"])
+def test_a_rehearsal_leaves_no_trace_in_what_the_loss_holds(how):
+    def run(**settings):
+        torch.manual_seed(0)
+        model, loss_fn = nn.Linear(512, 512), Centered()
+        with trainer_of(model, **settings) as trainer:
+            for _ in range(3):
+                assert trainer.train_step(torch.randn(16, 512), loss_fn).sizes == (16,)
+        return [*model.parameters(), loss_fn.center], loss_fn.num_calls
+
+    expected, num_calls = run()
+    found, num_calls_found = run(memory="1GiB" if how == "a budget" else mk.MemoryManager("cpu"))
+    assert num_calls_found == num_calls == 3
+    assert_same(found, expected)
 
 
 def test_manager_supplies_budget_and_gets_phases():

@@ -96,6 +96,7 @@ def test_the_block_runs_again_after_an_out_of_memory():
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Recovery from out-of-memory")  # its loss function notes what it holds
 def test_failed_attempt_is_freed_before_the_next():
     import weakref
 
