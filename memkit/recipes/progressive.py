@@ -18,7 +18,7 @@ from memkit._torch.modules import BatchNorm
 from memkit.recipes.order import tell_epoch
 from memkit.recipes.words import PROGRESSIVE_ABSENT, PROGRESSIVE_WORDS, STAGE_WORDS
 from memkit.train.loader import to_device
-from memkit.train.models import device_of, modes_of, restore_modes
+from memkit.train.models import device_of, training_modes, restore_modes
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, join_rows, take_rows
 
@@ -260,7 +260,7 @@ def estimate_batch_norm(batches: Iterable[Any], model: nn.Module) -> None:
     Torch's own `update_bn` puts the whole model into training mode and leaves it there: norms that the user froze would
     be re-estimated too, and trained from then on.
     """
-    modes = modes_of(model)
+    modes = training_modes(model)
     norms = [each for each, training in modes if isinstance(each, _BATCH_NORMS) and (training or not model.training)]
     norms = [each for each in norms if each.running_mean is not None]
     if not norms:

@@ -62,7 +62,7 @@ def has_lazy_parameters(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode for the block, then restore every module's mode."""
-    modes = modes_of(model)
+    modes = training_modes(model)
     model.eval()
     try:
         yield
@@ -70,13 +70,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         restore_modes(modes)
 
 
-def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+def training_modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Return each module with its mode."""
     return [(module, module.training) for module in model.modules()]
 
 
 def restore_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Restore the modes of `modes_of`, by a module's own `train` where it does more: LoRA's merges weights."""
+    """Restore the modes of `training_modes`, by a module's own `train` where it does more: LoRA's merges weights."""
     for module, is_training in modes:
         if module.training != is_training and type(module).train is not nn.Module.train:
             module.train(is_training)
