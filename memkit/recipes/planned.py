@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.printable import list_some
 from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_budget, parse_bytes
@@ -730,6 +731,8 @@ def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | 
     verdict = check_split(unwrap_model(model), batch, loss_fn)
     if verdict.exact is False or verdict.modules:
         return False, f"the parts have a different gradient. {verdict.advice}"
+    if verdict.buffers:
+        return False, f"the parts leave other values in {list_some(verdict.buffers, 3)} than the whole batch."
     return verdict.exact, verdict.reason
 
 

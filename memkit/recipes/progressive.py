@@ -18,7 +18,7 @@ from memkit._torch.modules import BatchNorm
 from memkit.recipes.order import tell_epoch
 from memkit.recipes.words import PROGRESSIVE_ABSENT, PROGRESSIVE_WORDS, STAGE_WORDS
 from memkit.train.loader import to_device
-from memkit.train.models import device_of, training_modes, restore_modes
+from memkit.train.models import device_of, restore_modes, training_modes
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, join_rows, take_rows
 

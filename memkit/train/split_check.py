@@ -40,6 +40,8 @@ _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 _TOLERANCE = 1e-5
 _TIMES_ROUNDING, _MOST_ROUNDED = 10.0, 4
 _CLEAR = 1e-2  # relative error of a parameter that is hardly rounding
+_SMALL_BYTES = 2**20  # of a buffer that is compared
+_BUFFER_TOLERANCE = 1e-3
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
 _LEFT_OUT = 1e-6  # share of a part that does not count; one valid token among those of a few rows has more
@@ -96,6 +98,8 @@ class SplitVerdict:
         is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
         has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
         kind: The operators from the loss down to its reductions; they distinguish one loss from another.
+        buffers: Buffers that the parts leave with other values than the whole batch. The gradient of this batch does
+            not depend on them, but what the training does with them later may.
     """
 
     exact: bool | None
@@ -108,6 +112,7 @@ class SplitVerdict:
     is_uninformative: bool = False
     has_branches: bool = False
     kind: tuple[tuple[str, ...], ...] = ()
+    buffers: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.exact is True  # for `if check_split(...):`
@@ -268,6 +273,7 @@ class Examination:
         self._in_full_precision = how.is_mixed() or 0 < _half_bytes(model) <= _MAX_HALF_BYTES
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
+        self._left: tuple[str, ...] = ()  # buffers with other values after the parts
         self._prepare: Callable[[], None] = _leave
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(how.scale())
         self._kind: tuple[tuple[str, ...], ...] = ()
@@ -323,7 +329,8 @@ class Examination:
             verdict = SplitVerdict(None, modules=self._suspects, reason=self._failure, is_out_of_memory=True)
         if self._is_uneven and not self._were_real and (verdict.exact or verdict.is_uninformative):
             verdict = SplitVerdict(None, modules=self._suspects, reason=_UNEVEN)
-        self.verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
+        verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
+        self.verdict = replace(verdict, buffers=self._left) if verdict.exact and self._left else verdict
 
     def _is_worthwhile(self, way: Way, verdict: SplitVerdict) -> bool:
         """Return whether another comparison can tell more than the previous ones."""
@@ -398,18 +405,38 @@ class Examination:
             return (yield from self._judge_not_finite())
         if not _norm(whole.vectors):
             return self._uninformative("the gradient of the rows that were checked is zero")
+        after_whole = self._written_buffers()
         found = yield from self._run_parts()
         if found is None:
             if self._suspects and not self._attempt.is_out_of_memory:  # such as BatchNorm, which refuses a single row
                 return SplitVerdict(exact=False, modules=self._suspects)
             return self._not_checked()
         together, separate = found
+        self._left = self._left or self._differing(after_whole)
         error, is_equal = yield from self._weigh(whole, together)
         if self._around_whole is not None:
             return SplitVerdict(exact=is_equal, error=error)
         if is_equal:
             return (yield from self._judge_losses(whole, separate, error))
         return (yield from self._judge_unequal(parts, whole, separate, error))
+
+    def _written_buffers(self) -> dict[str, Tensor]:
+        """Return copies of the small buffers that the last runs have written."""
+        changed = set(self._rehearsal.changed())
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in self._model.named_buffers()
+            if name in changed and buffer.is_floating_point() and buffer.nbytes <= _SMALL_BYTES
+        }
+
+    def _differing(self, after_whole: dict[str, Tensor]) -> tuple[str, ...]:
+        now = dict(self._model.named_buffers())
+        return tuple(
+            name
+            for name, buffer in after_whole.items()
+            if now[name].shape != buffer.shape
+            or not torch.allclose(now[name], buffer, rtol=_BUFFER_TOLERANCE, atol=1e-6, equal_nan=True)
+        )
 
     def _judge_losses(self, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
         """If gradients are equal but losses are not, find out whether forwards change state.

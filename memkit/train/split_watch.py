@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
+from memkit._core.printable import list_some
 from memkit._core.settings import Checker
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
@@ -234,6 +235,14 @@ class SplitWatch:
             self.say(text, text)
         self._known.add(self._key)
         self._verdicts.setdefault(self._key, verdict)  # also if memory prevented the check: nothing is proven
+        if verdict.buffers:
+            names = list_some(verdict.buffers, 3)
+            text = (
+                f"{self._call}: splitting the batch{because} keeps its gradient, but not what forward writes to "
+                f"{names}: each micro-batch writes its own, where the whole batch writes once. Way out: if the training "
+                "reads them, update them once per step, outside of forward, or keep the batch whole."
+            )
+            self.say(text, names)
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"

@@ -10,7 +10,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.split_check import check_split
 from tests.helpers import assert_refused, assert_same
-from tests.toys import classify, fits, out_of_memory, trainer_of
+from tests.toys import classify, fits, mean_square, out_of_memory, trainer_of
 from tests.train.faults import FailingOperator
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
@@ -382,3 +382,40 @@ def test_rejects_list_with_one_number_per_row(values, is_refused):
             trainer.train_step(step, lambda model, batch: square(model, batch["x"]))
     else:
         trainer.train_step(step, lambda model, batch: square(model, batch["x"]))
+
+
+class Centered(nn.Module):
+    """Writes its batch's mean to a buffer, which the training reads after the step, as DINO's centering does."""
+
+    def __init__(self, *, counts=False):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(4))
+        self.register_buffer("num_calls", torch.tensor(0))
+        self.counts = counts
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.counts:
+            self.num_calls += 1
+        else:
+            self.last.copy_(y.detach().mean(0))
+        return y
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_buffers_that_the_parts_leave_otherwise_are_told(counts):
+    """A number of calls says nothing: it is another one in any loop that accumulates."""
+    torch.manual_seed(0)
+    model, x = Centered(counts=counts), torch.randn(16, 4)
+    verdict = mk.train.check_split(model, x, mean_square)
+    assert verdict.exact
+    assert verdict.buffers == (() if counts else ("last",))
+    trainer = trainer_of(model, accumulation_steps=4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            trainer.train_step(x, mean_square)
+    assert len(told) == (not counts)
+    assert counts or "but not what forward writes to last: each micro-batch writes its own" in str(told[0].message)
+    assert mk.plan_training(model, x, mean_square, "sgd", budget="64MiB").is_split_exact is counts
