@@ -239,7 +239,7 @@ class SplitWatch:
             names = list_some(verdict.buffers, 3)
             text = (
                 f"{self._call}: splitting the batch{because} keeps its gradient, but not what forward writes to "
-                f"{names}: each micro-batch writes its own, where the whole batch writes once. Way out: if the training "
+                f"{names}: each micro-batch writes its own, the whole batch would write once. Way out: if the training "
                 "reads them, update them once per step, outside of forward, or keep the batch whole."
             )
             self.say(text, names)

@@ -106,6 +106,20 @@ def test_names_the_line_that_runs_out(capfd):
     assert {"memory of the GPU", "parameters", "total"} < {line[:28].rstrip() for line in lines}
 
 
+@pytest.mark.usefixtures("forked")
+def test_an_optimizer_that_has_not_stepped_yet_is_not_counted_as_fitting(capfd):
+    code, out, _ = dryrun(capfd, "warms_up.py", "100", "--gpu", "T4")
+    assert code == 3
+    said = unfolded(out)
+    assert out.startswith("NOT KNOWN")
+    assert "the optimizer made at warms_up.py:10 in <module> never stepped" in said
+    assert "--steps with more than 3" in said
+    for arguments in (("100", "--steps", "6"), ("3",)):  # it has stepped; or the script has ended by itself
+        code, out, _ = dryrun(capfd, "warms_up.py", arguments[0], "--gpu", "T4", *arguments[1:])
+        assert code == 0
+        assert out.startswith("fits T4")
+
+
 @pytest.mark.slow
 def test_pages_match_command_output(capfd, tmp_path, monkeypatch):
     pages = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memkit._core.errors import MemkitError
-from memkit._recorder.recorder import OperatorPlace
+from memkit._recorder.recorder import OperatorPlace, StepPosition
 from memkit._simulation.guesses import CONTRARY, LARGE, OTHER, PLAIN, SMALL
 from memkit._simulation.leftovers import patched
 from memkit._simulation.simulation import AllocatorFigures
@@ -61,6 +62,9 @@ _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
 _NOT_THE_SCRIPTS = (MemkitError, NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
 # Code in these folders is not the user's own.
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
+
+
+_AFTER_STEPS = "after its steps"  # how a script was ended
 
 
 class _EndOfStepsError(BaseException):
@@ -112,11 +116,17 @@ class StepCounter:
         self._num_done: Counter[int] = Counter()
         self._num_backwards = 0
         self._has_optimizer = False
+        self._made: list[tuple[weakref.ref[Optimizer], str]] = []  # with the lines that made them
 
     @property
     def num_done(self) -> int:
         """Steps so far: of the optimizer with the most steps, or else backward passes."""
         return max(self._num_done.values(), default=self._num_backwards)
+
+    def unstepped(self) -> list[str]:
+        """Return the lines that made optimizers which are there and have never stepped."""
+        there = [(each(), line) for each, line in self._made]
+        return [line for each, line in there if each is not None and not self._num_done[id(each)]]
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -133,6 +143,7 @@ class StepCounter:
         @wraps(initialize)
         def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
+            self._made.append((weakref.ref(optimizer), _line_of(StepPosition().place())))
             initialize(optimizer, *args, **kwargs)
 
         handle = register_optimizer_step_post_hook(self._after_step)
@@ -191,7 +202,7 @@ def run_child() -> None:
         "numbers": list(gpu.guesses.numbers),
         "other_way": requests.other_way,
         "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
-        "estimate": _estimate(gpu, _doubt_of_cpu(gpu, steps)).as_dict(),
+        "estimate": _estimate(gpu, (*_doubt_of_cpu(gpu, steps), *_doubts_of_steps(steps, ended))).as_dict(),
     }
     if expected is None:
         np.save(folder / sizes.name, np.asarray(requests.sizes, dtype=np.int64))
@@ -203,6 +214,17 @@ def _doubt_of_cpu(gpu: VirtualGPU, steps: StepCounter) -> tuple[str, ...]:
     if not steps.num_done or gpu.memory.allocator.highest_allocated_bytes or gpu.memory.shortages:
         return ()
     return ("the script trained on the CPU and put nothing on the card: move model and batches to cuda",)
+
+
+def _doubts_of_steps(steps: StepCounter, ended: str) -> list[str]:
+    """Return a doubt for each optimizer that never stepped in a script which was ended: it may step later."""
+    if ended != _AFTER_STEPS:
+        return []
+    return [
+        f"the optimizer made at {line} never stepped: what it trains from a later step on is not counted. "
+        f"--steps with more than {steps.num_done}, or a shorter warm-up, counts it"
+        for line in steps.unstepped()
+    ]
 
 
 def _estimate(gpu: VirtualGPU, doubts: tuple[str, ...]) -> MemoryEstimate:
@@ -246,7 +268,7 @@ def _run(
         with _noting_compile(compiled), steps.counted(), launched_as_first_rank(num_ranks):
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
-        return "after its steps", None, bool(compiled)
+        return _AFTER_STEPS, None, bool(compiled)
     except _DivergedError:
         return "diverged", None, bool(compiled)
     except torch.OutOfMemoryError as error:
