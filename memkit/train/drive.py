@@ -182,7 +182,8 @@ class BatchDriver:
             is_first=watch.is_new and not is_again,
             is_tight=run.forced is not None or how.is_tight,
             has_branches=watch.has_branches,
-            may_run_out=loss_fn is not None,
+            # Nothing runs out of a budget: more rows than were predicted to fit would only break it.
+            may_run_out=loss_fn is not None and not (run.forced is not None and run.forced.is_predicted),
             is_widened=how.is_mixed(),
         )
         verdict = yield from self._examine(ways, loss_fn, is_uneven=is_uneven)

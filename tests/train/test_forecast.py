@@ -13,6 +13,7 @@ from torch import nn
 import memkit as mk
 from memkit._recorder.recorder import Recorder
 from memkit.train.forecast import Forecast, _added, _upper_envelope
+from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same
 from tests.toys import mean_square, trainer_of
 
@@ -226,6 +227,24 @@ def test_fitting_batch_stays_whole_and_is_rehearsed_once():
         for _ in range(3):
             assert trainer.train_step(torch.randn(16, 512), counted).sizes == (16,)
     assert Seen.sizes == [2, 4, 16, 16, 16]
+
+
+def test_a_look_at_the_split_stays_within_the_budget():
+    class Seen:
+        sizes: ClassVar = []
+
+    def counted(model, x):
+        Seen.sizes.append(len(x))
+        return mean_square(model, x)
+
+    model, x = nn.Linear(8, 512), torch.randn(2048, 8)
+    with trainer_of(model, memory="2MiB") as trainer:
+        for _ in range(4):
+            results = []
+            trace = trace_allocations(lambda into=results: into.append(trainer.train_step(x, counted)))
+            assert len(results[0].sizes) > 2
+            assert trace.live.max() <= 2 * MIB
+    assert max(Seen.sizes) == max(results[0].sizes)
 
 
 class Centered:
