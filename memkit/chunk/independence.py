@@ -37,9 +37,10 @@ def check_independence(
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
     A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this is
-    not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead. Buffers
-    and random state are restored; a function that changes buffers is refused too, since each chunk would see different
-    ones.
+    not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead. A function
+    that refuses NaN runs twice without, with another row's values in that row the second time, and other rows' results
+    must stay. Buffers and random state are restored; a function that changes buffers is refused too, since each chunk
+    would see different ones.
 
     Args:
         fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
