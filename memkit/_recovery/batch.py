@@ -284,6 +284,7 @@ class BatchRun:
         self.forced = Forced(None, is_predicted=True) if is_predicted else None
         self.done: list[Attempt] = []
         self._before_cut: tuple[Attempt, Plan, dict[str, Any]] | None = None
+        self._num_requested = num_parts
         self.rollback: Rollback | None = None
         if means.remedies is not None:
             self._marks, self.rollback = marks_of(tensors), self.take_rollback()
@@ -291,7 +292,7 @@ class BatchRun:
         if num_parts > 1 or means.remedies is not None:
             num_chosen = means.peers.num_parts(self, num_parts)
             if num_chosen > min(num_parts, size):
-                self.forced = Forced(None)
+                self.forced, self._num_requested = Forced(None), min(num_parts, size)
             if num_chosen > 1:
                 self.cut_whole(num_chosen)
 
@@ -334,6 +335,19 @@ class BatchRun:
         self._take(plan)
         self.is_cut_anew, self.forced = False, None
         self.means.sizes.load_state_dict(sizes)
+        return True
+
+    def try_larger(self) -> bool:
+        """Revert a split that is not allowed, and that only an earlier step's error has caused; False if it was not."""
+        is_old = self.forced is not None and self.forced.failure is None and not self.forced.is_predicted
+        if not is_old or self.done or not isinstance(self.means.peers, SingleProcess):
+            return False
+        self.means.sizes.forget(self.key)
+        self.forced = None
+        if self._num_requested > 1:
+            self.cut_whole(self._num_requested)
+        else:
+            self._take(Plan((self._whole,)))
         return True
 
     def go_on_smaller(self) -> bool:

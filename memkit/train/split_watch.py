@@ -138,7 +138,7 @@ class SplitWatch:
         is_open = verdict.is_out_of_memory and run.forced is not None and not is_last
         if not verdict.is_out_of_memory:
             self._verdicts[self._key] = verdict
-        if run.is_cut_anew and not verdict.exact and run.undo_cut():
+        if not verdict.exact and ((run.is_cut_anew and run.undo_cut()) or self._tries_larger(run)):
             return not is_open
         if not is_open:
             is_early = not is_last and not run.num_ooms
@@ -154,8 +154,12 @@ class SplitWatch:
         known = self._verdicts.get(self._key)
         if known is None or known.exact or not run.forced or not self.is_on:
             return
-        if not (run.is_cut_anew and run.undo_cut()):
+        if not (run.is_cut_anew and run.undo_cut()) and not self._tries_larger(run):
             self._check_forced(known, run.forced)
+
+    def _tries_larger(self, run: BatchRun) -> bool:
+        """Whether a batch that only an earlier step's error has cut is tried as it came: its parts may not be trained."""
+        return not self._may_change and run.try_larger()
 
     def _check_forced(self, verdict: SplitVerdict, forced: Forced) -> None:
         if verdict.exact or self._may_change:

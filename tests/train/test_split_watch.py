@@ -419,3 +419,31 @@ def test_buffers_that_the_parts_leave_otherwise_are_told(counts):
     assert len(told) == (not counts)
     assert counts or "but not what forward writes to last: each micro-batch writes its own" in str(told[0].message)
     assert mk.plan_training(model, x, mean_square, "sgd", budget="64MiB").is_split_exact is counts
+
+
+@pytest.mark.filterwarnings("ignore::memkit.errors.MemkitWarning")
+@pytest.mark.parametrize("still_runs_out", [False, True])
+def test_a_cut_of_an_earlier_step_is_not_the_reason_to_refuse(still_runs_out):
+    """Memory ran out once; later the loss compares rows. The whole batch is tried, and refused only if it fails."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    trainer = trainer_of(model)
+
+    class Now:
+        step = 0
+
+    def loss_fn(model, x):
+        y = model(x)
+        if len(x) > 4 and (Now.step == 0 or still_runs_out):
+            raise MemoryError
+        return y.square().mean() + (y.std() if Now.step >= 1 else 0)
+
+    sizes = []
+    for Now.step in range(5):
+        try:
+            sizes.append(trainer.train_step(x, loss_fn).sizes)
+        except mk.errors.MemkitOutOfMemoryError:
+            sizes.append(None)
+    assert sizes[0] == (4, 4)
+    assert (None in sizes) == still_runs_out
+    assert still_runs_out or sizes[-1] == (8,)
