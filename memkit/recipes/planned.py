@@ -862,10 +862,11 @@ def _refuse(
     needs = f"at least {format_bytes(nearest.required_bytes)}"
     if workspace_bytes:  # a bound
         needs = " to ".join(format_bytes(nearest.required_bytes - each) for each in (workspace_bytes, 0))
+    size, count = arrangement.micro_batch_size, arrangement.accumulation_steps
+    cut = f"with micro-batches of {size} rows" if size > 1 or count > 1 else "with the batch as a whole"
     raise ConfigError(
         f"{call}(..., budget={_shown(budget)})",
-        got=f"a step that needs {needs}, with micro-batches of "
-        f"{arrangement.micro_batch_size} rows{treated}; its largest holders are {holders}",
+        got=f"a step that needs {needs}, {cut}{treated}; its largest holders are {holders}",
         expected=f"a plan that needs at most {format_bytes(budget_bytes)}",
         fix=" ".join([f"pass a budget of at least {nearest.required_bytes} bytes, or a smaller model.", *notes]),
     )

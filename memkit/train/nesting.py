@@ -67,7 +67,8 @@ class Nesting:
             self._is_told = True
             warn_user(
                 f"{self._call}: the forward of the block {name!r} runs three times in each step, and so may others: "
-                f"the model checkpoints it itself, too (torch.utils.checkpoint). Way out: {self._fix}."
+                "the model checkpoints it itself, too (torch.utils.checkpoint), or another wrapper of the same block "
+                f"does. Way out: {self._fix}."
             )
 
 

@@ -158,7 +158,7 @@ class SplitWatch:
             self._check_forced(known, run.forced)
 
     def _tries_larger(self, run: BatchRun) -> bool:
-        """Whether a batch that only an earlier step's error has cut is tried as it came: its parts may not be trained."""
+        """Whether a batch that only an earlier step's error has cut is tried as it came."""
         return not self._may_change and run.try_larger()
 
     def _check_forced(self, verdict: SplitVerdict, forced: Forced) -> None:

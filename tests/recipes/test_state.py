@@ -324,6 +324,21 @@ def test_rejects_other_values_by_name_before_writing(tmp_path, value):
     assert not list(tmp_path.iterdir())
 
 
+def test_sparse_gradients_in_a_group_name_their_way_out(tmp_path):
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, sparse=True), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = GradientAccumulator(optimizer, accumulation_steps=2)
+    x = torch.arange(24).view(8, 3)
+    accumulator.backward(model(x).square().mean(), count=8)
+    accumulator.step()
+    manager = TrainingStateManager(tmp_path)
+    with pytest.raises(InputTypeError, match="save after a whole batch, when its step is done"):
+        manager.save(1, model=model, optimizer=optimizer, accumulator=accumulator)
+    accumulator.backward(model(x).square().mean(), count=8)
+    assert accumulator.step()
+    manager.save(1, model=model, optimizer=optimizer, accumulator=accumulator)
+
+
 def test_objects_without_a_state_are_refused(tmp_path):
     manager = TrainingStateManager(tmp_path)
     assert_refused(lambda: manager.save(0, history=[1]), InputTypeError, r"save\(history=\.\.\.\): got list")

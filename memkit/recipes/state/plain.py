@@ -167,12 +167,15 @@ class ShardedTensors:
 
 def _refuse(value: Any, name: str) -> NoReturn:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    fix = "let state_dict() return plain values: torch.from_numpy for an array, list for a deque, str for a path."
     if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
         kind += f" ({'on meta' if value.is_meta else value.layout})"
+        if value.layout is torch.sparse_coo and "gradients" in name:
+            fix = "save after a whole batch, when its step is done and there are no gradients, or use sparse=False."
     raise InputTypeError(
         f"TrainingStateManager.save({name.split('.', 1)[0]}=...)",
         got=f"{kind} at {name}",
         expected="numbers, strings, bytes, dense tensors with values, and dicts, lists, tuples and sets of them, up "
         f"to {_MOST_LEVELS} levels deep: these load without running code",
-        fix="let state_dict() return plain values: torch.from_numpy for an array, list for a deque, str for a path.",
+        fix=fix,
     )
