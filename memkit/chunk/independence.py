@@ -22,6 +22,7 @@ from memkit._torch.tensors import version_of
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Cache of modules that passed, by how they were called and the training modes of all their children.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[bool]]] = weakref.WeakKeyDictionary()
 
@@ -234,9 +235,14 @@ def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
             if (now := getattr(owner, name)).shape == copy.shape and not are_same(now, copy)
         ]
 
+    members = [each for module in modules for each in (*module.parameters(), *module.buffers())]
+    storages = [(each, each.detach()) for each in members if type(each) in _PLAIN and each.layout is torch.strided]
     try:
         yield changed
     finally:
+        for each, same in storages:  # `tensor.data = other` gives it another one
+            if each.data_ptr() != same.data_ptr():
+                each.data = same
         rollback.restore()
 
 

@@ -130,3 +130,28 @@ def test_an_error_of_the_function_itself_is_the_users_own():
 
     with pytest.raises(ValueError, match="not a NaN at all"):
         check(broken, torch.randn(16, 4))
+
+
+class ActNorm(nn.Module):
+    """Puts tensors made from its first batch in the place of its own, as nflows does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("is_ready", torch.tensor(False))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.scale.data = 1 / x.detach().std(0)
+            self.is_ready.data = torch.tensor(True)
+        return x * self.scale
+
+
+def test_storages_that_a_check_has_replaced_are_back():
+    model = ActNorm()
+    before = model.scale.data_ptr()
+    with pytest.raises(mk.errors.InputError):
+        check(model, torch.randn(16, 4))
+    assert model.scale.data_ptr() == before
+    assert_same(list(model.parameters()), [torch.ones(4)])
+    assert not model.is_ready
