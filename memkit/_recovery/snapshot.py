@@ -43,10 +43,8 @@ class StateWatch:
         module: The module.
         owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
-        changes_held: The same of what the loss function holds, if ``watches_held``.
-        watches_held: Whether what the loss function holds is looked at.
         loss_fn: The loss function of the current step, which may hold a batch; None if there is none.
-        known_code: Code of the loss function of `changes_held`.
+        quiet_losses: Code of loss functions that were seen to change nothing of what they hold, by its `id`.
         host: Cache of the random state of NumPy and Python.
     """
 
@@ -55,10 +53,10 @@ class StateWatch:
         self.owners = dict.fromkeys(module.modules())
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
-        self.changes_attributes = self.changes_held = self.watches_held = not self._is_compiled
-        self._has_told = False
+        self.changes_attributes = self._watches_attributes = not self._is_compiled
         self.loss_fn: object = None
-        self.known_code: object = None
+        self.quiet_losses: dict[int, object] = {}
+        self._has_told = False
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
@@ -66,7 +64,17 @@ class StateWatch:
 
     def leave_attributes(self) -> None:
         """Restore no attributes."""
-        self.changes_attributes = self.changes_held = self.watches_held = False
+        self.changes_attributes = self._watches_attributes = False
+
+    def held(self, *, is_trial: bool) -> Attributes | None:
+        """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
+        return Attributes([self.loss_fn]) if is_trial or self._watches_attributes else None
+
+    def learn_of_held(self, held: Attributes) -> None:
+        """Compare with what was saved before a completed forward."""
+        if self.loss_fn is not None and not held.differ():
+            code = getattr(self.loss_fn, "__code__", type(self.loss_fn))  # the same for all made by the same lines
+            self.quiet_losses[id(code)] = code
 
     def tell_of_held(self, differences: Sequence[str]) -> None:
         """Warn, once, of what a failed attempt has changed and nobody restores."""
@@ -315,11 +323,10 @@ class Rollback:
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
         self.attributes = AttributeStates(watch) if watch.changes_attributes or is_trial else None
-        self.held = None
-        if watch.loss_fn is not None:
-            code = getattr(watch.loss_fn, "__code__", type(watch.loss_fn))
-            if is_trial or watch.changes_held or code is not watch.known_code:
-                self.held, watch.known_code = Attributes([watch.loss_fn]), code
+        loss_fn, self.held = watch.loss_fn, None
+        if loss_fn is not None:
+            is_quiet = not is_trial and id(getattr(loss_fn, "__code__", type(loss_fn))) in watch.quiet_losses
+            self.held = None if is_quiet else watch.held(is_trial=is_trial)
 
     def discover(self) -> AbstractContextManager[None]:
         """Return a context for a forward: other modules that run in it are also rolled back from then on."""
@@ -331,7 +338,7 @@ class Rollback:
         if self.attributes is not None and not self.attributes.differ():
             self._watch.changes_attributes, self.attributes = False, None
         if self.held is not None:
-            self._watch.changes_held = self._watch.watches_held and self.held.differ()
+            self._watch.learn_of_held(self.held)
             self.held = None
 
     @contextlib.contextmanager
