@@ -800,11 +800,11 @@ def _leaving_others(loss_fn: LossFn) -> Iterator[None]:
     """Undo what the block's steps change in the networks and objects that a loss function holds."""
     networks = nn.ModuleList(each for each in Attributes([loss_fn]).holders() if isinstance(each, nn.Module))
     gradients = [(each, each.grad) for each in networks.parameters()]
-    networks.zero_grad()  # what is added to them is added to new ones
     watch = StateWatch(networks)
     watch.loss_fn = loss_fn
     before = Rollback(watch, is_trial=True)
     try:
+        networks.zero_grad()  # what is added to them is added to new ones
         yield
     finally:
         before.restore()

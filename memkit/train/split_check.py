@@ -434,7 +434,8 @@ class Examination:
         return tuple(
             name
             for name, buffer in after_whole.items()
-            if now[name].shape != buffer.shape
+            if name not in now
+            or now[name].shape != buffer.shape
             or not torch.allclose(now[name], buffer, rtol=_BUFFER_TOLERANCE, atol=1e-6, equal_nan=True)
         )
 
