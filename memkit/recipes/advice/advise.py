@@ -265,7 +265,8 @@ class _Trial:
             return replace(advice, status="failed: with the kernels' workspace, nothing is saved on this CPU")
         if advice.exact and advice.difference is not None and not advice.difference <= tolerance:
             return replace(advice, status=f"failed: {remedy.entry.compares} differ by {advice.difference:.1e}")
-        if advice.difference is not None and not advice.difference <= _MOST_ROUNDING:
+        rounds = remedy.batch is None  # some of the edges give another gradient, which is on average the same
+        if rounds and advice.difference is not None and not advice.difference <= _MOST_ROUNDING:
             what = f"{remedy.entry.compares} differ by {advice.difference:.1e} of the largest one"
             return replace(advice, status=f"failed: {what}, which is more than rounding")
         return advice
