@@ -319,16 +319,20 @@ def test_a_prepared_trainer_keeps_its_budget(free_card):
     assert torch.cuda.max_memory_reserved() <= 128 * MIB
 
 
-@ON_CUDA
-def test_a_limit_on_the_process_is_the_budget(free_card):
-    model, x = blocks("cuda")
-    torch.cuda.set_per_process_memory_fraction(128 * MIB / torch.cuda.get_device_properties(0).total_memory)
+def planned_in(num_bytes, model, x):
+    """A trainer planned for a limit on the process, and how often it ran out of that."""
+    torch.cuda.set_per_process_memory_fraction(num_bytes / torch.cuda.get_device_properties(0).total_memory)
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = mk.prepare(model, optimizer, x, mean_square, micro_batch_size=1024)
-        num_ooms = sum(trainer.train_step(x, mean_square).num_ooms for _ in range(3))
+        return trainer, sum(trainer.train_step(x, mean_square).num_ooms for _ in range(3))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@ON_CUDA
+def test_a_limit_on_the_process_is_the_budget(free_card):
+    trainer, num_ooms = planned_in(128 * MIB, *blocks("cuda"))
     context_bytes = mk.find_gpu("cuda").context_bytes
     assert trainer.plan.budget_bytes == pytest.approx(128 * MIB + context_bytes, abs=4096)
     assert num_ooms == 0
@@ -339,13 +343,7 @@ def test_a_plan_counts_what_else_is_on_the_card(free_card):
     """A tensor that the step does not use is within the limit too."""
     model, x = blocks("cuda")
     other = torch.zeros(128 * MIB, dtype=torch.uint8, device="cuda")
-    torch.cuda.set_per_process_memory_fraction(256 * MIB / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = mk.prepare(model, optimizer, x, mean_square, micro_batch_size=1024)
-        num_ooms = sum(trainer.train_step(x, mean_square).num_ooms for _ in range(3))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    trainer, num_ooms = planned_in(256 * MIB, model, x)
     assert num_ooms == 0
     assert other.sum().item() == 0
     beside = next(note for note in trainer.plan.notes if "of this process" in note)

@@ -124,6 +124,11 @@ def test_functions_that_refuse_nan_are_checked_by_other_values(name):
         check(lambda x: fn(x - x.mean(0) * 0.5), x)
 
 
+def test_rows_that_are_the_same_prove_nothing_and_it_is_said():
+    with pytest.warns(mk.errors.MemkitWarning, match="could not check that each row is computed from that row alone"):
+        check(lambda x: only_finite(x - x.mean(0)), torch.ones(16, 4))
+
+
 def test_an_error_of_the_function_itself_is_the_users_own():
     def broken(x):
         raise ValueError("not a NaN at all")
