@@ -100,14 +100,15 @@ class EventFile:
             for line, record in zip(lines, _parse_events(lines) or repeat(None), strict=False):
                 number += 1
                 if record is not None and self.headers and not cut:
-                    self._add_event(f"line {number}", line, record)
+                    self._add_event(number, line, record)
                 else:
-                    cut = self._read_line(f"line {number}", line, cut)
+                    cut = self._read_line(number, line, cut)
         self._end_run(cut)
         self._note_ends()
 
-    def _read_line(self, where: str, line: bytes, cut: str) -> str:
+    def _read_line(self, number: int, line: bytes, cut: str) -> str:
         """Read any line; return the problem with it, if it may have been cut."""
+        where = f"line {number}"
         if len(line) > LONGEST_LINE_BYTES:
             self._fail(f"{where}, longer than {LONGEST_LINE_BYTES} bytes", "an event log")
         if line.isspace():
@@ -122,7 +123,7 @@ class EventFile:
         elif isinstance(record, NotWholeError):
             return f"{where}: {record}"
         else:
-            self._add_event(where, line, record)
+            self._add_event(number, line, record)
         return ""
 
     def _parse_line(self, where: str, line: bytes) -> Any:
@@ -164,30 +165,25 @@ class EventFile:
             self._fail(f"{where}, the run's header: {error.got}", error.expected)
         self._seen.clear()
 
-    def _add_event(self, where: str, line: bytes, record: object) -> None:
-        if not self.headers or not isinstance(record, dict):
-            self._fail(f"{where}: {short(record)}", "a header line first, then one JSON object for each event")
-        self._add_record(where, record, len(self.headers) - 1)
-        mark = hash(line)
-        self._num_repeats += mark in self._seen
-        self._seen.add(mark)
-
-    def _add_record(self, where: str, record: dict[str, Any], index: int | None) -> None:
-        """Add the values of an event, which belongs to one of this file's headers or to none."""
+    def _add_event(self, number: int, line: bytes, record: object) -> None:
+        headers = self.headers
+        if not headers or not isinstance(record, dict):
+            self._fail(f"line {number}: {short(record)}", "a header line first, then one JSON object for each event")
         values = _known(record, _EVENT_KEYS, self._unknown)
-        wall_s = None
-        if index is not None:
-            header = self.headers[index]
-            if values.get("rank") is None:
-                values["rank"] = header.rank
-            values["run"] = self._num_runs_before + index
-            wall_s = header.wall_s
+        header = headers[-1]
+        if values.get("rank") is None:
+            values["rank"] = header.rank
+        values["run"] = self._num_runs_before + len(headers) - 1
         try:
             event = event_of(values)
         except (InputError, InputTypeError) as error:
-            self._fail(f"{where}, event {short(values.get('event'))}: {error.got}", error.expected)
+            self._fail(f"line {number}, event {short(values.get('event'))}: {error.got}", error.expected)
         self.events.append(event)
-        self._note_second(wall_s if event.wall_s is None else event.wall_s)
+        self._note_second(header.wall_s if event.wall_s is None else event.wall_s)
+        mark, seen = hash(line), self._seen
+        if mark in seen:
+            self._num_repeats += 1
+        seen.add(mark)
 
     def _note_second(self, wall_s: float | None) -> None:
         """Record a wall time; a clock that is set back must not reverse the file's own order."""
@@ -264,9 +260,10 @@ class EventFile:
         ((key, value),) = values.items()
         try:
             require_count("", key, value)
+            self.events.append(event_of({"event": event, _LEGACY_KEYS[key]: value}))
         except (InputError, InputTypeError) as error:
             self._fail(f"{named}: {error.got}", error.expected)
-        self._add_record(where, {"event": event, _LEGACY_KEYS[key]: value}, None)
+        self._note_second(None)
 
     def _note_legacy(self) -> None:
         name, count = Counter(event.event for event in self.events).most_common(1)[0] if self.events else ("", 0)

@@ -137,9 +137,9 @@ def event_of(values: Mapping[str, Any]) -> Event:
         InputTypeError: As for `Event`.
         InputError: As for `Event`.
     """
-    event = object.__new__(Event)
+    event, value_of = object.__new__(Event), values.get
     for name, set_value in _SETTERS:
-        set_value(event, values.get(name))
+        set_value(event, value_of(name))
     event.__post_init__()
     return event
 

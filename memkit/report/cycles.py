@@ -43,15 +43,16 @@ def find_begins(observed: Sequence[Observed]) -> list[int | None]:
     tracks: dict[int, tuple[list[int], list[int]]] = {}  # times, the latest so far if a clock was set back; indices
     begins: list[int | None] = [None] * len(observed)
     for index, each in enumerate(observed):
-        time_ns = each.event.time_ns
+        event = each.event
+        time_ns, duration_ns = event.time_ns, event.duration_ns
         if time_ns is None:
             continue
         track = tracks.get(each.track)
         if track is None:
             track = tracks[each.track] = [], []
         times, indices = track
-        if each.event.duration_ns is not None:
-            found = bisect.bisect_right(times, time_ns - each.event.duration_ns)
+        if duration_ns is not None:
+            found = bisect.bisect_right(times, time_ns - duration_ns)
             begins[index] = indices[found - 1] if found else None
         times.append(time_ns if not times or time_ns > times[-1] else times[-1])
         indices.append(index)

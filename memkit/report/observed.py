@@ -71,22 +71,24 @@ class _Inside:
 
     def raised(self, event: Event, track: int, *, is_step: bool, low: int | None, high: int | None) -> int | None:
         """Return the lower bound of a block's peak, or the largest value seen inside it, if that is a better one."""
-        if event.time_ns is None:  # without a clock there are no blocks: a log of single events, as in the older format
+        time_ns = event.time_ns
+        if time_ns is None:  # without a clock there are no blocks: a log of single events, as in the older format
             return low
         seen, path = low, event.phase
         if is_step:
             seen = larger_known(seen, self._steps.pop(track, None))
         elif path is not None and event.duration_ns is not None:
+            begin_ns = time_ns - event.duration_ns
             for time, inner in self._phases.pop((track, path), ()):
-                if time > event.time_ns - event.duration_ns:
-                    seen = larger_known(seen, inner)
+                if time > begin_ns and (seen is None or inner > seen):
+                    seen = inner
             path = path.rpartition("/")[0]  # a phase does not contain itself
         if seen is None:
             return None
         if not is_step and seen > self._steps.get(track, -1):
             self._steps[track] = seen
         for outer in self._around(path) if path else ():
-            self._phases.setdefault((track, outer), []).append((event.time_ns, seen))
+            self._phases.setdefault((track, outer), []).append((time_ns, seen))
         return low if high is not None and seen > high else seen
 
 

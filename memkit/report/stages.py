@@ -119,8 +119,9 @@ class _Bounds:
     def add(self, each: Observed) -> None:
         event, low, high = each.event, each.low, each.high
         self.num += 1
-        if event.incremental_bytes is not None:
-            self.added = larger_known(self.added, event.incremental_bytes)
+        added = event.incremental_bytes
+        if added is not None and (self.added is None or added > self.added):
+            self.added = added
         if low is not None and (self.low is None or low > self.low):
             self.low = low
         if high is None or (self.high is not None and high > self.high):
@@ -168,7 +169,10 @@ def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
     found: dict[int, _OneStep] = {}
     for each in observed:
         if each.step is not None:
-            _add_step(found.setdefault(each.step, _OneStep()), each)
+            one = found.get(each.step)
+            if one is None:
+                one = found[each.step] = _OneStep()
+            _add_step(one, each)
     if not found:
         return None
     numbers = sorted(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from memkit.report.nodes import Curve, clean
 
@@ -27,9 +28,11 @@ def thin(name: str, places: Sequence[float], sizes: Sequence[int | None], labels
         >>> len(line.x) <= 482, max(line.y), line.labels[line.y.index(7)]
         (True, 7, '7777')
     """
-    order = [index for index, size in enumerate(sizes) if size is not None]
-    order.sort(key=places.__getitem__)
-    known = [size for size in map(sizes.__getitem__, order) if size is not None]
+    order: Sequence[int] = range(len(sizes))
+    if None in sizes:
+        order = [index for index in order if sizes[index] is not None]
+    order = sorted(order, key=places.__getitem__)
+    known = cast("list[int]", list(map(sizes.__getitem__, order)))
     kept: Iterable[int] = range(len(order))
     if len(order) > 2 * _NUM_BUCKETS:
         kept = sorted(_extremes(known) | {0, len(order) - 1})

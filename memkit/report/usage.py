@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -295,13 +296,14 @@ def _failures(figures: ReportFigures, places: Sequence[float], line: Curve, word
 
 def _strips(figures: ReportFigures, start: float) -> Iterator[Strip]:
     """Show when phases ran that occur only a few times: evaluations first, then the longest."""
-    spans: dict[str, list[tuple[float, float]]] = {}
+    counts = Counter(each.event.phase for each in figures.observed if each.event.duration_ns is not None)
+    few: dict[str, list[tuple[float, float]]] = {}
     for each in figures.observed:
         event = each.event
-        if event.duration_ns is not None and event.phase is not None and event.wall_s is not None:
-            end = event.wall_s - start
-            spans.setdefault(event.phase, []).append((max(0.0, end - event.duration_ns / 1e9), end))
-    few = {path: times for path, times in spans.items() if len(times) <= _MOST_SPANS}
+        path = event.phase
+        if path is not None and counts[path] <= _MOST_SPANS and event.duration_ns is not None:
+            end = (event.wall_s or 0.0) - start
+            few.setdefault(path, []).append((max(0.0, end - event.duration_ns / 1e9), end))
     order = sorted(few, key=lambda path: (not is_evaluation(path), -sum(end - begin for begin, end in few[path])))
     for path in order[:_MOST_STRIPS]:
         yield Strip(clean(path), tuple(few[path]), is_marked=is_evaluation(path))
