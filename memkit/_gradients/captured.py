@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from memkit._core.attributes import attributes_of
 from memkit._core.errors import InputError
 from memkit._torch.graph import inputs_of, sequence_number
 
@@ -129,7 +130,7 @@ def _named_values(fn: object) -> Iterator[tuple[str, object]]:
         for name, value in [*enumerate(fn.args), *fn.keywords.items()]:
             yield from [(str(name), value), *_named_values(value)]
     elif inspect.ismethod(fn):
-        yield from ((f"self.{name}", value) for name, value in getattr(fn.__self__, "__dict__", {}).items())
+        yield from ((f"self.{name}", value) for name, value in attributes_of(fn.__self__).items())
         yield from _named_values(fn.__func__)
     elif inspect.isfunction(fn):
         with contextlib.suppress(ValueError):  # a variable without a value yet

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memkit._core.attributes import attributes_of, has_attributes, set_attributes
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
@@ -505,9 +506,8 @@ class Attributes:
         for owner, attributes in self._owners:
             now = _attributes_of(owner)
             if not _is_same(now, attributes):
-                for name in now.keys() - attributes.keys():
-                    del vars(owner)[name]
-                vars(owner).update(attributes)
+                kept = {name: each for name, each in attributes_of(owner).items() if name not in now}
+                set_attributes(owner, kept | attributes)
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
         for tensor, same in self._tensors:
@@ -547,10 +547,9 @@ class Attributes:
 
     def holders(self) -> list[object]:
         """Return the modules, and the attributes of other objects that hold tensors, in dicts."""
-        owners = [(owner, vars(owner)) for owner, _ in self._owners]
         return [
-            owner if isinstance(owner, nn.Module) else own
-            for owner, own in owners
+            owner
+            for owner, own in self._owners
             if isinstance(owner, nn.Module) or any(isinstance(each, Tensor) for each in own.values())
         ]
 
@@ -565,7 +564,7 @@ class Attributes:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
         for owner, attributes in self._owners:
-            place, now = self._names.get(id(owner), type(owner).__name__), vars(owner)
+            place, now = self._names.get(id(owner), type(owner).__name__), attributes_of(owner)
             before = members_of(attributes)
             after = members_of(now)
             for name, value in after.items():
@@ -578,7 +577,7 @@ class Attributes:
 
 def _attributes_of(owner: object) -> dict[str, Any]:
     skipped = _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
-    return {name: value for name, value in vars(owner).items() if name not in skipped}
+    return {name: value for name, value in attributes_of(owner).items() if name not in skipped}
 
 
 def _shares(tensor: Tensor, same: Tensor) -> bool:
@@ -595,17 +594,9 @@ def _may_hold_state(value: object) -> bool:
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
     kind = type(value)
-    if isinstance(value, (type, types.ModuleType, Tensor, torch.optim.Optimizer)) or not _has_attributes(value):
+    if isinstance(value, (type, types.ModuleType, Tensor, torch.optim.Optimizer)) or not has_attributes(value):
         return False
     return kind.__module__.partition(".")[0] not in _FOREIGN
-
-
-def _has_attributes(value: object) -> bool:
-    """Whether an object has a dict of its own, whatever its class's `__getattr__` raises."""
-    try:
-        return hasattr(value, "__dict__")
-    except Exception:  # noqa: BLE001 - pydantic's unfinished models, for one, raise errors of their own
-        return False
 
 
 def _held_by_function(fn: Any) -> Iterator[object]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memkit._core.attributes import slots_content, slots_of
 from memkit._core.errors import StateError
 from memkit._simulation.guesses import GuessedFloat, GuessedInt, Guesses
 from memkit._torch.fake import FakeTensor
@@ -198,7 +199,7 @@ class _Surroundings:
             if names is not None:
                 yield from self._named(value, names, "names")
             if self._has_slots(type(value)):
-                yield from self._named(value, _in_slots(value), "slots")
+                yield from self._named(value, slots_content(value), "slots")
 
     def _of_module(self, value: nn.Module | Optimizer) -> Iterator[tuple[Any, str]]:
         """Yield its own attributes; most of the standard ones are empty."""
@@ -222,7 +223,7 @@ class _Surroundings:
 
     def _has_slots(self, kind: type) -> bool:
         if kind not in self._slotted:
-            self._slotted[kind] = any(_slots(kind))
+            self._slotted[kind] = any(True for _ in slots_of(kind))
         return self._slotted[kind]
 
     def _is_followed(self, module: str) -> bool:
@@ -318,17 +319,6 @@ def _content_of(cell: CellType) -> Any:
         return _MISSING
 
 
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
-
-
-def _in_slots(value: Any) -> dict[str, Any]:
-    found = {name: _own(value, name, _MISSING) for name in _slots(type(value))}
-    return {name: each for name, each in found.items() if each is not _MISSING}
-
-
 def _own(value: object, name: str, default: Any = None) -> Any:
     """Return an attribute, or the default whatever the class's `__getattr__` raises."""
     try:
@@ -376,7 +366,7 @@ def _put_back(saved: _Saved, search: _Search) -> None:
         if new is not content and search.leads([new]):
             container.cell_contents = content
         return
-    names = _in_slots(container) if kind == "slots" else dict(vars(container))
+    names = slots_content(container) if kind == "slots" else dict(vars(container))
     for name, value in names.items():
         old = content.get(name, _MISSING)
         if value is not old and search.leads([value]):

@@ -108,8 +108,8 @@ class SimulatedTensors(Protocol):
 
     guesses: Guesses
 
-    def standing_in(self, *values: Any) -> AbstractContextManager[tuple[Any, ...]]:
-        """Replace the tensors that values hold by stand-ins."""
+    def standing_in(self, *values: Any, holders: Iterable[object] = ()) -> AbstractContextManager[tuple[Any, ...]]:
+        """Replace the tensors that values and holders hold by stand-ins; see `StandIns.put`."""
 
     def survivors(self) -> list[Tensor]:
         """Return the live tensors that must not outlive the simulation."""
@@ -262,8 +262,8 @@ class Simulation:
         self.tensors = place.make_tensors(selected_fraction)
 
     @contextmanager
-    def running(self, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Simulate within the block, with stand-ins for the tensors that values hold.
+    def running(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
+        """Simulate within the block, with stand-ins for the tensors that values and holders hold.
 
         Yields:
             The values.
@@ -274,7 +274,7 @@ class Simulation:
             set_stance("force_eager"),
             _fake_check_disabled(),
             without_fake_log(),
-            self.tensors.standing_in(*values) as stand_ins,
+            self.tensors.standing_in(*values, holders=holders) as stand_ins,
             self.tensors,
         ):
             yield stand_ins
@@ -432,8 +432,8 @@ def simulate(
     holders = before.holders()
 
     def simulated() -> T:
-        with default_modes(), simulation.running(*values, *holders) as stand_ins:
-            return run(*stand_ins[: len(values)])
+        with default_modes(), simulation.running(*values, holders=holders) as stand_ins:
+            return run(*stand_ins)
 
     try:
         return leaving_nothing(call, roots, simulation.tensors, simulated)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from memkit._core.attributes import attributes_of, has_attributes, set_attributes, slots_content
 from memkit._core.errors import InputError, NotSimulatedError, StateError
 from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
@@ -167,14 +168,14 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     # ------------------------------------------------------------------------------------------- stand-ins
 
     @contextmanager
-    def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Replace all tensors that values hold by stand-ins; restore them afterwards and close the stand-ins.
+    def standing_in(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
+        """Replace all tensors that values and holders hold by stand-ins; restore them and close the stand-ins.
 
         Yields:
             The values; see `StandIns`.
         """
         try:
-            with StandIns(self.stand_in).put(*values) as replaced:
+            with StandIns(self.stand_in).put(*values, holders=holders) as replaced:
                 yield replaced
         finally:
             self.converter.restore()
@@ -775,14 +776,21 @@ class StandIns:
         self._saved: dict[int, tuple[Any, Any]] = {}
 
     @contextmanager
-    def put(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def put(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
         """Replace the tensors within the block.
+
+        Args:
+            values: Modules, optimizers, functions, and batches in any nesting.
+            holders: Other objects, whose attributes are replaced whatever their class is.
 
         Yields:
             The values; tensors and tuples themselves are replaced.
         """
         try:
-            yield tuple(map(self._replaced, values))
+            replaced = tuple(map(self._replaced, values))
+            for each in holders:
+                self._replace_attributes(each)
+            yield replaced
         finally:
             for container, content in self._saved.values():
                 if isinstance(container, CellType):
@@ -790,8 +798,10 @@ class StandIns:
                 elif isinstance(container, dict):
                     container.clear()
                     container.update(content)
-                else:
+                elif isinstance(container, list):
                     container[:] = content
+                else:
+                    set_attributes(container, content)
 
     def _replaced(self, value: Any) -> Any:
         if value is None or type(value) in _ATOMS:
@@ -799,22 +809,32 @@ class StandIns:
         if isinstance(value, Tensor):  # tensors that are not strided are faked when an operator meets them
             return self._make(value) if value.layout is torch.strided else value
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
-            self._replaced(vars(value))
+            self._replace_attributes(value)
         elif isinstance(value, (dict, list)) and id(value) not in self._saved:
             self._saved[id(value)] = value, value.copy()
             self._replace_items(value)
         elif isinstance(value, FunctionType):
             self._replace_captured(value)
         elif isinstance(value, MethodType):
-            self._replaced(vars(value.__self__))
+            self._replace_attributes(value.__self__)
         elif isinstance(value, partial):
             self._replaced([value.func, value.args, value.keywords])
         elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
             make = getattr(value, "_make", tuple)  # a named tuple's own
             return make(self._replaced(item) for item in value)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and holds_values(value):
-            self._replaced(vars(value))
+        elif not isinstance(value, type) and holds_values(value) and has_attributes(value):
+            self._replace_attributes(value)
         return value
+
+    def _replace_attributes(self, value: Any) -> None:
+        in_slots = slots_content(value)
+        if in_slots and id(value) not in self._saved:
+            self._saved[id(value)] = value, attributes_of(value)
+            set_attributes(
+                value, attributes_of(value) | {name: self._replaced(each) for name, each in in_slots.items()}
+            )
+        if hasattr(value, "__dict__"):
+            self._replaced(vars(value))
 
     def _replace_items(self, value: dict[Any, Any] | list[Any]) -> None:
         if isinstance(value, list):

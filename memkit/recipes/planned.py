@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from memkit._core.attributes import attributes_of
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.printable import list_some
 from memkit._core.protocols import Scheduler
@@ -322,7 +323,7 @@ def _is_loader(given: Any) -> bool:
         return True
     if isinstance(given, (Tensor, str)) or children_of(given) is not None or not hasattr(given, "__iter__"):
         return False
-    has_tensors = any(isinstance(each, Tensor) for each in getattr(given, "__dict__", {}).values())
+    has_tensors = any(isinstance(each, Tensor) for each in attributes_of(given).values())
     return not (has_tensors or hasattr(given, "to") or hasattr(given, "__array__"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -120,6 +121,8 @@ class Precision:
                 return torch.autocast(self._device_type, torch.bfloat16)
             case "fp16-mixed":
                 return torch.autocast(self._device_type, torch.float16)
+            case "bf16-true":
+                return _explaining_dtypes()
             case _:
                 return _OFF
 
@@ -139,6 +142,21 @@ class Precision:
             tensor.data = tensor.data.to(torch.bfloat16)
         handle = model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
         self._cleanup.callback(handle.remove)
+
+
+@contextlib.contextmanager
+def _explaining_dtypes() -> Iterator[None]:
+    """Say in torch's error which tensors a converted model does not convert."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "BFloat16" in str(error):
+            error.add_note(
+                "memkit: precision='bf16-true' converts the model, and what model(...) gets. Tensors that reach its "
+                "layers in another way, as in model.encode(x), keep their dtype, and so do targets. Way out: write "
+                "x.to(torch.bfloat16) for these, or pass precision='bf16-mixed', where torch converts them."
+            )
+        raise
 
 
 def _check_parameters(model: nn.Module, name: str | None, *, has_scaler: bool) -> None:

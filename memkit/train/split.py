@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from memkit._core.attributes import attributes_of
 from memkit._core.errors import InputError, InputTypeError
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import children_of, with_children
@@ -352,7 +353,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
         if isinstance(leaf, SampleList):
             leaves += list_tensors(leaf.items)
         elif not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
-            _collect(getattr(leaf, "__dict__", {}), leaves)
+            _collect(attributes_of(leaf), leaves)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

@@ -246,6 +246,19 @@ class TestPrecision:
         assert trainer.train_step(batch, lambda model, batch: model(batch).sum()).stepped
         assert batch["x"].dtype == torch.float32
 
+    def test_true_says_which_inputs_it_does_not_convert(self):
+        class Model(nn.Linear):
+            def encode(self, x):
+                return super().forward(x)
+
+        trainer = trainer_of(Model(4, 2), precision="bf16-true")
+        with pytest.raises(RuntimeError) as caught:
+            trainer.train_step(torch.ones(3, 4), lambda model, x: model.encode(x).sum())
+        (note,) = caught.value.__notes__
+        assert "model.encode(x)" in note
+        assert "x.to(torch.bfloat16)" in note
+        assert trainer.train_step(torch.ones(3, 4), lambda model, x: model.encode(x.to(torch.bfloat16)).sum()).stepped
+
     def test_auto_and_none(self):
         trainer = make(precision="auto")[2]
         assert trainer._precision.name in (None, "bf16-mixed")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,7 +218,7 @@ class RealTensors:
         self.guesses = Guesses()  # stays empty: all values are known
 
     @contextmanager
-    def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def standing_in(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
         """Swap the tensors within the block."""
         copies, made = StorageCopies(), dict[int, tuple[Tensor, Tensor]]()
 
@@ -230,7 +230,7 @@ class RealTensors:
                 made[id(tensor)] = tensor, copy.requires_grad_(tensor.requires_grad)
             return made[id(tensor)][1]
 
-        with StandIns(copied).put(*values) as replaced:
+        with StandIns(copied).put(*values, holders=holders) as replaced:
             yield replaced
 
     def survivors(self) -> list[Tensor]:
