@@ -178,6 +178,13 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     number: int
 
 
+class _Alias(_Block):
+    """The storage of a view without data: it keeps the storage with data alive, as the view would."""
+
+    __slots__ = ("storage",)
+    storage: torch.UntypedStorage
+
+
 _number_of = attrgetter("number")
 
 
@@ -393,6 +400,8 @@ class Recorder(LeanDispatchMode):
                 self._note_all((value,), None, None)
         if kwargs and not _NO_TENSORS.issuperset(map(type, kwargs.values())):
             self._note_all(kwargs.values(), None, None)
+        if beneath is not None and known and type(known[0]) in _PLAIN and func.is_view:
+            self._alias(known[0], out)
         if reused is not None:
             self._reuse(reused, out)
         if not known or out is not known[0]:  # in place, the result is the first argument
@@ -535,6 +544,20 @@ class Recorder(LeanDispatchMode):
         block.number = number
         self._blocks[key] = block
         self._sizes[key] = nbytes
+
+    def _alias(self, tensor: Tensor, out: Any) -> None:
+        """Let views without data of a tensor with data, from outside a simulation, count as that tensor's memory."""
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(id(storage))
+        for view in out if isinstance(out, (list, tuple)) else (out,):
+            other = view.untyped_storage()
+            if block is not None and id(other) not in self._blocks:
+                alias = _Alias(other, self._alias_died)
+                alias.key, alias.number, alias.storage = id(other), block.number, storage
+                self._blocks[alias.key], self._sizes[alias.key] = alias, other.nbytes()
+
+    def _alias_died(self, alias: _Block) -> None:
+        del self._blocks[alias.key], self._sizes[alias.key]
 
     def _died(self, block: _Block) -> None:
         key = block.key

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dis
 import functools
 import inspect
 import sys
@@ -54,6 +55,8 @@ _EXACT_OPERATORS = frozenset(
     """.split()  # noqa: SIM905 - a table of words
 )
 _SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
+_UNSET: Any = object()  # the value of a variable that has none
+_GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]})
 _CONTAINERS = (list, dict, set, collections.deque)
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
@@ -458,9 +461,10 @@ def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int]
 
 
 class Attributes:
-    """Saved attributes of modules and of the user's objects."""
+    """Saved attributes of modules and of the user's objects, and variables that functions assign to."""
 
     def __init__(self, roots: Sequence[object]) -> None:
+        self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         # With its storage and its layout in there: `tensor.data = other` gives it another one.
@@ -479,6 +483,8 @@ class Attributes:
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if isinstance(value, types.FunctionType):
+                self._variables += _assigned_by(value)
             return list(_held_by_function(value))
         if isinstance(value, _CONTAINERS):
             if len(value) <= _MAX_COPIED:
@@ -506,8 +512,10 @@ class Attributes:
         for owner, attributes in self._owners:
             now = _attributes_of(owner)
             if not _is_same(now, attributes):
-                kept = {name: each for name, each in attributes_of(owner).items() if name not in now}
-                set_attributes(owner, kept | attributes)
+                others = {name: each for name, each in attributes_of(owner).items() if name not in now}
+                set_attributes(owner, others | attributes)
+        for variable in self._variables:
+            variable.restore()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
         for tensor, same in self._tensors:
@@ -520,6 +528,7 @@ class Attributes:
             any(not _is_same(container, copy) for container, copy in self._containers)
             or any(not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners)
             or not all(_shares(*pair) for pair in self._tensors)
+            or any(variable.has_changed() for variable in self._variables)
             or any(
                 not random_state.is_same_state(random_state.generator_state(generator), state)
                 for generator, state in self._generators
@@ -537,6 +546,7 @@ class Attributes:
             for name in now.keys() | attributes.keys():
                 if now.get(name, self) is not attributes.get(name, self):
                     names[f"{type(owner).__name__}.{name}"] = None
+        names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         num_others += sum(not (_is_same(*pair) or _is_written_down(*pair)) for pair in self._containers)
         num_others += sum(not _shares(*pair) for pair in self._tensors)
         for generator, state in self._generators:
@@ -546,7 +556,7 @@ class Attributes:
         return [*sorted(names), *others]
 
     def holders(self) -> list[object]:
-        """Return the modules, and the attributes of other objects that hold tensors, in dicts."""
+        """Return the modules, and the other objects that have tensors among their attributes."""
         return [
             owner
             for owner, own in self._owners
@@ -556,6 +566,7 @@ class Attributes:
     def plain_tensors(self) -> list[Tensor]:
         """Return the tensors in attributes and containers that are neither parameters nor buffers."""
         values = [each for owner, attributes in self._owners for each in attributes.values()]
+        values += [each.value for each in self._variables]
         for _, copy in self._containers:
             values += copy.values() if isinstance(copy, dict) else copy
         return [each for each in values if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
@@ -564,7 +575,7 @@ class Attributes:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
         for owner, attributes in self._owners:
-            place, now = self._names.get(id(owner), type(owner).__name__), attributes_of(owner)
+            place, now = self._names.get(id(owner), type(owner).__name__), _attributes_of(owner)
             before = members_of(attributes)
             after = members_of(now)
             for name, value in after.items():
@@ -572,12 +583,88 @@ class Attributes:
                 is_written = storage is not None and storage_key(storage) in written
                 if is_written or (name in before and before[name] is not value and not name.startswith("_")):
                     names[f"{place}.{name}" if place else name] = None
+        names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         return list(names)
 
 
+def content_of(batch: Any) -> Attributes | None:
+    """Save what a batch's dicts, lists and objects hold: a model may write its results there. None if it has none."""
+    containers: list[tuple[Any, Any]] = []
+    if not _is_plain(batch, containers):
+        return Attributes([batch])
+    if not containers:
+        return None
+    content = Attributes(())
+    content._containers = containers  # noqa: SLF001 - its own: the search takes longer than a small step may
+    return content
+
+
+def _is_plain(value: Any, containers: list[tuple[Any, Any]]) -> bool:
+    """Whether a value has only tensors and words in lists, dicts and tuples; note the lists and dicts."""
+    kind = type(value)
+    if kind is dict or kind is list:
+        containers.append((value, value.copy()))
+        value = value.values() if kind is dict else value
+    elif kind is not tuple:
+        return kind is Tensor or kind in _WORDS
+    return all(type(each) is Tensor or _is_plain(each, containers) for each in value)
+
+
+@dataclass(slots=True)
+class _Variable:
+    """A variable outside a function that the function assigns to (``nonlocal`` or ``global``), with its value."""
+
+    name: str
+    place: types.CellType | dict[str, Any]
+    value: Any
+
+    @property
+    def _now(self) -> Any:
+        if isinstance(self.place, dict):
+            return self.place.get(self.name, _UNSET)
+        return _content_of(self.place)
+
+    def has_changed(self) -> bool:
+        return self._now is not self.value
+
+    def restore(self) -> None:
+        if not self.has_changed():
+            return
+        if isinstance(self.place, dict):
+            self.place.pop(self.name, None)
+            self.place.update({} if self.value is _UNSET else {self.name: self.value})
+        elif self.value is _UNSET:
+            del self.place.cell_contents
+        else:
+            self.place.cell_contents = self.value
+
+
+def _content_of(cell: types.CellType) -> Any:
+    return cell.cell_contents if cell != types.CellType() else _UNSET
+
+
+def _assigned_by(function: types.FunctionType) -> Iterator[_Variable]:
+    """Yield the variables outside a function that may be assigned to: its cells, and globals that its code stores."""
+    if (function.__module__ or "").partition(".")[0] in _FOREIGN:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield _Variable(name, cell, _content_of(cell))
+    for name in _stored_globals(function.__code__):
+        yield _Variable(name, function.__globals__, function.__globals__.get(name, _UNSET))
+
+
+def _stored_globals(code: types.CodeType) -> set[str]:
+    """Return the names of globals that code assigns to or deletes, in functions inside it too."""
+    names = set()
+    if not _GLOBAL_STORES.isdisjoint(code.co_code[::2]):  # without decoding: nearly all code stores none
+        names = {each.argval for each in dis.get_instructions(code) if each.opcode in _GLOBAL_STORES}
+    return names.union(*(_stored_globals(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+
+
 def _attributes_of(owner: object) -> dict[str, Any]:
-    skipped = _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
-    return {name: value for name, value in attributes_of(owner).items() if name not in skipped}
+    if not isinstance(owner, nn.Module):
+        return attributes_of(owner)
+    return {name: value for name, value in vars(owner).items() if name not in _MODULE_MACHINERY}
 
 
 def _shares(tensor: Tensor, same: Tensor) -> bool:
@@ -594,9 +681,14 @@ def _may_hold_state(value: object) -> bool:
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
     kind = type(value)
-    if isinstance(value, (type, types.ModuleType, Tensor, torch.optim.Optimizer)) or not has_attributes(value):
+    if kind in _WORDS or isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)):
         return False
-    return kind.__module__.partition(".")[0] not in _FOREIGN
+    if not has_attributes(value):
+        return False
+    return (
+        isinstance(value, (collections.UserDict, collections.UserList))
+        or kind.__module__.partition(".")[0] not in _FOREIGN
+    )
 
 
 def _held_by_function(fn: Any) -> Iterator[object]:

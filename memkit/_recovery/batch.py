@@ -19,6 +19,7 @@ import torch
 from memkit._core.errors import InputError, InputTypeError, MemkitError, MemkitOutOfMemoryError, StateError
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
+from memkit._recorder.rehearsal import Attributes, content_of
 from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.plan import Part, Plan
@@ -139,10 +140,13 @@ class Attempt:
         self.refuse: Callable[[Attempt, Exception], NoReturn] | None = None
         self._remedies, self._watching = remedies, watching
         self._around: contextlib.ExitStack | None = None
+        self._content: Attributes | None = None
 
     def __enter__(self) -> Any:
         self._was_entered = True
-        remedy = None if self._remedies is None else self._remedies.around()
+        remedy = None
+        if self._remedies is not None:
+            remedy, self._content = self._remedies.around(), content_of(self.part)
         if self._watching is not None or self.rollback is not None or remedy is not None:
             self._around = contextlib.ExitStack()
             if self._watching is not None:
@@ -164,6 +168,8 @@ class Attempt:
             caught = Caught(self._remedies.failures)
             if caught.__exit__(kind, error, trace):
                 self.failure = caught.failure
+                if self._content is not None:
+                    self._content.restore()
                 return True
         if self.refuse is not None and isinstance(error, Exception) and not isinstance(error, MemkitError):
             self.refuse(self, error)

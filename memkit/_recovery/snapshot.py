@@ -274,8 +274,15 @@ class AttributeStates:
         ]
 
     def differ(self) -> bool:
-        """Return whether any attribute has changed."""
-        return self._attributes.differ() or any(version_of(each) != version for each, version, _ in self._tensors)
+        """Return whether any attribute has changed.
+
+        Versions do not tell of statistics in frozen parameters, to which `batch_norm` writes.
+        """
+        return (
+            self._attributes.differ()
+            or any(version_of(each) != version for each, version, _ in self._tensors)
+            or not all(are_same(each, kept) for each, _, kept in self._tensors if kept is not None)
+        )
 
     @torch.no_grad()
     def restore(self) -> None:

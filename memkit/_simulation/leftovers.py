@@ -223,7 +223,7 @@ class _Surroundings:
 
     def _has_slots(self, kind: type) -> bool:
         if kind not in self._slotted:
-            self._slotted[kind] = any(True for _ in slots_of(kind))
+            self._slotted[kind] = hasattr(kind, "__slots__") and any(True for _ in slots_of(kind))
         return self._slotted[kind]
 
     def _is_followed(self, module: str) -> bool:

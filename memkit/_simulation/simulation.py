@@ -530,37 +530,33 @@ class TrainingStep:
 
         def run(model: nn.Module, optimizer: Any, loss_fn: LossFn, batch: Any) -> Record:
             with noting_failures(call, model, batch, guesses), spread(model, optimizer, place.device_type) as part:
+                given = Attributes([batch])
                 for watch in simulation.passes():
                     num_before = guesses.num_true
                     with watch:
                         watch.hold(part.model, batch, part.buckets)
-                        num_true = self._run(part.model, batch, loss_fn, part.optimizer, place.device_type, guesses)
+                        num_true = self._run(part, batch, given, loss_fn, place.device_type, guesses)
             return replace(watch.record(), reads_values=num_true > num_before)
 
         return simulate(call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
     def _run(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss_fn: LossFn,
-        optimizer: Optimizer,
-        device_type: str,
-        guesses: Guesses,
+        self, part: RankPart, batch: Any, given: Attributes, loss_fn: LossFn, device_type: str, guesses: Guesses
     ) -> int:
         """Run a step; return how many true values were read before the optimizer reads its own count of steps."""
         outputs: list[Any] = []  # held as long as the result of a real step
         for number in range(self.accumulation_steps):
             if number > 1 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
                 break  # a third micro-batch starts from the same memory as the second
-            loss, kept = loss_of(model, batch, loss_fn, device_type, self.precision)
+            given.restore()  # an earlier pass may have left its results in the batch; each real step has its own
+            loss, kept = loss_of(part.model, batch, loss_fn, device_type, self.precision)
             outputs.append(kept)
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         num_true = guesses.num_true
-        optimizer.step()
-        optimizer.zero_grad()
+        part.optimizer.step()
+        part.optimizer.zero_grad()
         return num_true
 
 

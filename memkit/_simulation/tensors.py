@@ -809,7 +809,7 @@ class StandIns:
         if isinstance(value, Tensor):  # tensors that are not strided are faked when an operator meets them
             return self._make(value) if value.layout is torch.strided else value
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
-            self._replace_attributes(value)
+            self._replaced(vars(value))
         elif isinstance(value, (dict, list)) and id(value) not in self._saved:
             self._saved[id(value)] = value, value.copy()
             self._replace_items(value)
@@ -822,12 +822,12 @@ class StandIns:
         elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
             make = getattr(value, "_make", tuple)  # a named tuple's own
             return make(self._replaced(item) for item in value)
-        elif not isinstance(value, type) and holds_values(value) and has_attributes(value):
+        elif not isinstance(value, (type, dict, list)) and holds_values(value) and has_attributes(value):
             self._replace_attributes(value)
         return value
 
     def _replace_attributes(self, value: Any) -> None:
-        in_slots = slots_content(value)
+        in_slots = {} if isinstance(value, nn.Module) else slots_content(value)
         if in_slots and id(value) not in self._saved:
             self._saved[id(value)] = value, attributes_of(value)
             set_attributes(

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from threading import get_ident
 from types import TracebackType
 from typing import Any
@@ -384,28 +385,31 @@ class Ledger:
             self.begin_peaks(step)
         return step
 
-    def note_watched(self, tracker: Tracker, path: str | None, *, is_whole: bool) -> None:
-        """Record the peak of a tracker whose block ends, also as an event: it may be the only peak in the log.
+    def kept_in(self, tracker: Tracker) -> dict[str, Any]:
+        """Return the note on tensors that a block of several steps leaves behind; call it inside the block."""
+        return tracker.note_of_kept() if tracker.num_steps >= _FIRST_SEARCH else {}
+
+    def note_watched(self, tracker: Tracker, path: str | None, kept: Mapping[str, Any], *, is_whole: bool) -> None:
+        """Record the peak of a tracker whose block has ended, also as an event: it may be the only peak in the log.
 
         The event of a new peak, or of a block of several steps, also splits the peak. After several steps, it also
         lists the tensors that the block left behind.
 
         Args:
-            tracker: The tracker, still inside its block.
+            tracker: The tracker.
             path: Path of the phases around it.
+            kept: What `kept_in` returned.
             is_whole: Whether the block finished. An error that leaves it may be an out-of-memory error, so the event
                 then has neither the split nor the list.
         """
-        peak_bytes = tracker.peak_since(0)
+        peak_bytes = tracker.peak_bytes if tracker.counts_workspace else tracker.peak_since(0)
         is_new = self.watched_bytes is None or peak_bytes > self.watched_bytes
         self.watched_bytes = larger(self.watched_bytes, peak_bytes)
         counters = self.read()
         values: dict[str, Any] = {"event": "track", "phase": path}
         note: dict[str, Any] = {}
         if is_whole and (is_new or tracker.num_steps >= _FIRST_SEARCH):
-            note = {"num_steps": tracker.num_steps, **tracker.note_of_peak()}
-        if is_whole and tracker.num_steps >= _FIRST_SEARCH:
-            note |= tracker.note_of_kept()
+            note = {"num_steps": tracker.num_steps, **tracker.note_of_peak(), **kept}
         if counters.peak_bytes is None:
             values["peak_bytes"] = peak_bytes
         else:  # the counter sees more than this block

@@ -358,18 +358,22 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         """
         here = self._ledger.here
         here.failure = None  # another error may come with the same id
-        with Tracker(device=self.device, workspace=workspace) as tracker:
-            here.trackers.append(tracker)
-            is_whole = False
-            try:
-                yield tracker
-                is_whole = True
-            except BaseException as error:
-                here.note_error(error)
-                raise
-            finally:
-                here.trackers.remove(tracker)
-                self._ledger.note_watched(tracker, here.path, is_whole=is_whole)
+        tracker, is_whole, kept = Tracker(device=self.device, workspace=workspace), False, None
+        try:
+            with tracker:
+                here.trackers.append(tracker)
+                try:
+                    yield tracker
+                    is_whole = True
+                except BaseException as error:
+                    here.note_error(error)
+                    raise
+                finally:
+                    here.trackers.remove(tracker)
+                    kept = self._ledger.kept_in(tracker) if is_whole else {}
+        finally:
+            if kept is not None:  # its workspace is known from here on
+                self._ledger.note_watched(tracker, here.path, kept, is_whole=is_whole)
 
     def leaks(self) -> Leaks:
         """Return what has grown since the last call and what holds it; call it every step, or every few steps.

@@ -147,7 +147,9 @@ class Tracker(Uncopied, Overviewed):
     @property
     def _asked(self) -> tuple[Recording, str | None]:
         """The recording and the device to query; an empty recording if nothing was live on that device."""
-        recording = self.recording
+        return self._on_device(self.recording)
+
+    def _on_device(self, recording: Recording) -> tuple[Recording, str | None]:
         if self._device is None or self._device in recording.devices:
             return recording, self._device
         return Recorder().recording(), None
@@ -158,6 +160,11 @@ class Tracker(Uncopied, Overviewed):
     def device(self) -> str | None:
         """The device whose bytes are counted; None for all devices together."""
         return self._device
+
+    @property
+    def counts_workspace(self) -> bool:
+        """Whether memory that operators allocate and free internally is counted: ``workspace=True``."""
+        return self._workspace
 
     @property
     def live_bytes(self) -> int:
@@ -257,7 +264,7 @@ class Tracker(Uncopied, Overviewed):
         170,000 Python objects, the search takes 0.1 s; if it finds any, 0.4 s, since it collects reference cycles
         first.
         """
-        recording, device = self._asked
+        recording, device = self._on_device(self._entered.live_recording())
         return note_of_kept(recording, device, self._entered.number_of)
 
     def _overview(self) -> Overview:

@@ -13,6 +13,7 @@ from torch import nn
 
 from memkit._core.errors import ConfigError
 from memkit._core.settings import nearest_word
+from memkit._torch.modules import parameters_of
 from memkit.train.treatments import TREATMENTS, Treatment
 
 BlockKey: TypeAlias = str | type[nn.Module] | nn.Module
@@ -238,4 +239,4 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _num_layers(module: nn.Module) -> int:
-    return sum(any(True for _ in child.parameters(recurse=False)) for child in module.modules())
+    return sum(any(each is not None for each in parameters_of(child).values()) for child in module.modules())

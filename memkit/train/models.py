@@ -27,7 +27,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter; the CPU if it has none."""
-    parameter = next(model.parameters(), None)
+    parameter = next(iter(model.parameters()), None)
     return parameter.device if parameter is not None else torch.device("cpu")
 
 

@@ -277,7 +277,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             self._after_step += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._treated = None if saved_tensors is None else treat_saved_tensors(saved_tensors)
-            self._has_context = self._precision.name is not None or self._offload is not None or self._treated is not None
+            self._has_context = (
+                self._precision.name is not None or self._offload is not None or self._treated is not None
+            )
             if saved_tensors is not None and "activations" in offload:
                 raise ConfigError(
                     f"{_CALL}(..., saved_tensors=..., offload={sorted(offload)})",

@@ -51,7 +51,7 @@ class FrozenNetworkLoss(VolumeLoss):
             StateError: The network was converted to half precision.
         """
         network = self.network
-        weight = next(network.parameters(), None) if isinstance(network, nn.Module) else None
+        weight = next(iter(network.parameters()), None) if isinstance(network, nn.Module) else None
         if weight is None:
             return work_dtype(volume)
         if weight.device != volume.device:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from memkit._gradients.loss import LossFn
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
+from memkit._recorder.rehearsal import Attributes
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.guesses import Guesses
 from memkit._simulation.leftovers import Patches
@@ -162,11 +163,12 @@ def _observe(
         seen = _Seen(model, has_data=has_data)  # before names change
         change(step, stack)
         made = step.make_optimizer(step.model.parameters())
-        run = step.begin(made, stack)
+        run, given = step.begin(made, stack), Attributes([step.batch])
         with first:
             first.hold(model, step.batch)
             with Operations() as operations, seen.watching(made):
                 run()
+        given.restore()
         second = simulation.watch()
         with second:
             second.hold(model, step.batch)

@@ -54,7 +54,7 @@ def tileable(model: nn.Module, seen: Observation) -> tuple[str, int, int] | None
             continue
         dim = max(range(2 - len(shape), 0), key=lambda each: shape[each])
         size = -(-shape[dim] // _NUM_TILES)
-        x = torch.empty((), dtype=next(module.parameters()).dtype).expand(shape)
+        x = torch.empty((), dtype=next(iter(module.parameters())).dtype).expand(shape)
         with suppress(InputError, InputTypeError):  # unbounded reach, or it mixes positions far apart
             reach = find_reach(module, x, [dim])[dim]  # cached for the module: the runs without data need it
             if size + reach.before + reach.after < shape[dim]:
