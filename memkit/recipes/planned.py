@@ -39,6 +39,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._recorder.rehearsal import Attributes
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
+from memkit._recovery.errors import describe_error
 from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit._tape.kept import KEPT_OPERATORS
@@ -261,8 +262,13 @@ def _plan(
             call=call,
         )
 
+    def refused(num_rows: int, error: Exception) -> None:
+        note = f"Micro-batches of {num_rows} rows are left out: the step fails on them ({describe_error(error)})."
+        notes.extend([note] if note not in notes else [])
+
     tried = partial(
         _tried,
+        refused=refused,
         counts=counts,
         precisions=precisions,
         budget_bytes=budget_bytes,
@@ -368,6 +374,7 @@ def _tried(
     activation_budget: int | str | float | None,
     curve: bool,
     slack: float,
+    refused: Callable[[int, Exception], None],
 ) -> list[Trial]:
     """Try arrangements as `search` does, or as `search_activations` does where there is a budget for them."""
     if activation_budget is not None:
@@ -384,6 +391,7 @@ def _tried(
         choices_of=None if treat == "blocks" else rehearsal.tensor_choices,
         treats_blocks=treat != "tensors",
         has_curve=curve,
+        refused=refused,
     )
 
 

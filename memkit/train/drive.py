@@ -204,7 +204,7 @@ class BatchDriver:
             return
         ways = ways_to_cut(run.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
         verdict = yield from self._examine([once(each) for each in ways], loss_fn, around_whole=remedies.suspended)
-        remedies.settle(is_equal=verdict.exact is True)
+        remedies.settle(is_equal=verdict.exact, reason=verdict.reason)
 
     def _examine(
         self,

@@ -93,14 +93,24 @@ class Remedies:
         """Disable recomputation inside the ``with`` block."""
         return contextlib.nullcontext() if self._checkpointing is None else self._checkpointing.suspended()
 
-    def settle(self, *, is_equal: bool) -> None:
-        """Record whether recomputing blocks keeps the gradient; turn it off if not."""
+    def settle(self, *, is_equal: bool | None, reason: str = "") -> None:
+        """Record whether recomputing blocks keeps the gradient; turn it off if not, or if that is unknown.
+
+        Args:
+            is_equal: Whether it does; None if that could not be checked.
+            reason: Why it could not.
+        """
         if is_equal:
             self._is_proven = True
             self.tell("recompute", *self._message)
-        else:
-            self._can = [each for each in self._can if each != "recompute"]
-            self._close_checkpointing()
+            return
+        if is_equal is None:
+            known = self._known["recompute"]
+            done = "without recomputing blocks in backward: whether that keeps the gradient could not be checked here "
+            done += f"({reason.rstrip('.')}). {known.arguments} recomputes them without this check."
+            self.tell("no recompute", self._message[0], done)
+        self._can = [each for each in self._can if each != "recompute"]
+        self._close_checkpointing()
 
     def around(self) -> contextlib.AbstractContextManager[object] | None:
         """Return the context for forward, if there is one."""
@@ -145,10 +155,9 @@ class Remedies:
         return True
 
     def take_back(self) -> None:
-        """Turn off remedies that did not suffice: parts are made smaller instead."""
-        if not self._is_last:
-            self.close()
-            self._left = []
+        """Turn off remedies that did not suffice: parts are made smaller instead, until none can be."""
+        self.close()
+        self._left, self._is_last = [], False
 
     def tell(self, kind: str, what: str, done: str) -> None:
         """Report, once per kind, what was done about an out-of-memory."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from memkit._core.errors import ConfigError
+from memkit._core.errors import ConfigError, MemkitError
 from memkit._core.units import format_bytes, parse_budget
 from memkit.predict.plan.tensors import TensorChoice, TensorChoices
 from memkit.predict.plan.trial import Arrangement, BlockCost, PlannedTreatment, Trial
@@ -74,6 +74,7 @@ def search(
     choices_of: Callable[[Arrangement], TensorChoices] | None = None,
     treats_blocks: bool = True,
     has_curve: bool = False,
+    refused: Callable[[int, Exception], None] | None = None,
 ) -> list[Trial]:
     """Try the arrangements that may be the fastest that fits.
 
@@ -87,6 +88,8 @@ def search(
         treats_blocks: Whether blocks may be treated.
         has_curve: Whether to try choices of tensors for all budgets, beside those for this one.
         slack: Arrangements up to this multiple of the fastest time are worth a trial; 1 if the times can be trusted.
+        refused: Called with rows and error if the user's code fails on micro-batches of a size, though not on the whole
+            batch; None lets the error propagate.
 
     Returns:
         All trials in order; the first is the whole batch at once, untreated, if that is allowed.
@@ -101,7 +104,7 @@ def search(
         fitting = [each.seconds for each in trials if each.required_bytes <= budget_bytes]
         return slack * min(fitting, default=float("inf"))
 
-    too_large = _untreated(tried, num_rows, counts, precisions, budget_bytes, limit_seconds)
+    too_large = _untreated(tried, num_rows, counts, precisions, budget_bytes, limit_seconds, refused)
     for plain in sorted(too_large, key=lambda each: each.seconds):
         if choices_of is not None:
             _treat_tensors(tried, choices_of, plain, budget_bytes, limit_seconds())
@@ -121,14 +124,23 @@ def _untreated(
     precisions: Sequence[str | None],
     budget_bytes: int,
     limit_seconds: Callable[[], float],
+    refused: Callable[[int, Exception], None] | None,
 ) -> list[Trial]:
     """Try micro-batches of each size, until smaller ones are only slower; return the trials that do not fit."""
     too_large: list[Trial] = []
     for precision in precisions:
         num_slower = 0
         for count in counts:
-            limit = limit_seconds()
-            plain = tried(Arrangement(-(-num_rows // count), count, precision))
+            limit, num_each = limit_seconds(), -(-num_rows // count)
+            try:
+                plain = tried(Arrangement(num_each, count, precision))
+            except MemkitError:
+                raise
+            except Exception as error:
+                if refused is None or count == 1 or counts[0] > 1:
+                    raise
+                refused(num_each, error)
+                continue
             num_slower = num_slower + 1 if plain.seconds >= limit else 0
             if num_slower == _PATIENCE:
                 break
