@@ -547,10 +547,14 @@ class Recorder(LeanDispatchMode):
 
     def _alias(self, tensor: Tensor, out: Any) -> None:
         """Let views without data of a tensor with data, from outside a simulation, count as that tensor's memory."""
-        storage = tensor.untyped_storage()
+        views = out if isinstance(out, (list, tuple)) else (out,)
+        try:
+            storage = tensor.untyped_storage()
+            others = [each.untyped_storage() for each in views]
+        except (NotImplementedError, RuntimeError):  # of a sparse tensor
+            return
         block = self._blocks.get(id(storage))
-        for view in out if isinstance(out, (list, tuple)) else (out,):
-            other = view.untyped_storage()
+        for other in others:
             if block is not None and id(other) not in self._blocks:
                 alias = _Alias(other, self._alias_died)
                 alias.key, alias.number, alias.storage = id(other), block.number, storage

@@ -29,6 +29,7 @@ from memkit._torch.tensors import are_unwritten, marks_of
 
 CutPart = Callable[[Part, int], list[Part]]
 _SIZE = attrgetter("size")
+_TENSORS = frozenset({torch.Tensor})
 
 
 class Sums(Protocol):
@@ -141,12 +142,22 @@ class Attempt:
         self._remedies, self._watching = remedies, watching
         self._around: contextlib.ExitStack | None = None
         self._content: Attributes | None = None
+        self._copy: list[Any] | dict[Any, Any] | None = None
 
     def __enter__(self) -> Any:
         self._was_entered = True
         remedy = None
         if self._remedies is not None:
-            remedy, self._content = self._remedies.around(), content_of(self.part)
+            remedy, part = self._remedies.around(), self.part
+            kind = type(part)  # a model may write to its batch; nearly all are one of these, in no step of Python more
+            if kind is tuple or kind is list:
+                is_flat = _TENSORS.issuperset(map(type, part))
+            else:
+                is_flat = kind is torch.Tensor or (kind is dict and _TENSORS.issuperset(map(type, part.values())))
+            if not is_flat:
+                self._content = content_of(part)
+            elif kind is list or kind is dict:
+                self._copy = part.copy()
         if self._watching is not None or self.rollback is not None or remedy is not None:
             self._around = contextlib.ExitStack()
             if self._watching is not None:
@@ -168,13 +179,20 @@ class Attempt:
             caught = Caught(self._remedies.failures)
             if caught.__exit__(kind, error, trace):
                 self.failure = caught.failure
-                if self._content is not None:
-                    self._content.restore()
+                self._restore_part()
                 return True
         if self.refuse is not None and isinstance(error, Exception) and not isinstance(error, MemkitError):
             self.refuse(self, error)
         note_part(error, self.size, self.batch_size)
         return False
+
+    def _restore_part(self) -> None:
+        """Take out of the micro-batch what the attempt has put there."""
+        if self._content is not None:
+            self._content.restore()
+        elif self._copy is not None:
+            self.part.clear()
+            (self.part.update if isinstance(self.part, dict) else self.part.extend)(self._copy)
 
     def __getitem__(self, _: object) -> NoReturn:
         refuse_as_batch()

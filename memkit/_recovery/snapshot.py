@@ -342,7 +342,7 @@ class Rollback:
     def learn(self) -> None:
         """Drop copies of buffers that the forward since then has left unchanged."""
         insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
-        if self.attributes is not None and not self.attributes.differ():
+        if self.attributes is not None and not insist(self.attributes.differ, "comparing attributes"):
             self._watch.changes_attributes, self.attributes = False, None
         if self.held is not None:
             self._watch.learn_of_held(self.held)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from memkit._core.errors import StateError, warn_user
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import parse_bytes
+from memkit._recorder.data_reads import DataReads
 from memkit._torch.compiler import uncompiled
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import at_end_of_backward, current_backward, current_node
@@ -99,6 +100,9 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._to, self._folder, self._model = to, None if folder is None else Path(folder), model
         self._stores: dict[torch.device, Store] = {}
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage address
+        self._reads: DataReads | None = None
+        self._num_moved = 0  # records that are alive
+        self._moved: dict[int, weakref.WeakSet[_Record]] = {}  # by storage address
         self._held: OrderedDict[int, weakref.ref[_Record]] = OrderedDict()  # by identity, oldest first
         self._active: list[contextlib.AbstractContextManager[Self]] = []
         self.held_bytes = self.written_bytes = 0
@@ -133,6 +137,24 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
         with saved_tensors_hooks(uncompiled(pack), uncompiled(_Packed.unpack_for_node)):
             yield self
+
+    def save_written(self) -> None:
+        """Save again what was written to through ``.data``: plain autograd has no copy, and reads it as it is now."""
+        for whole in () if self._reads is None else self._reads.written():
+            storage = whole.untyped_storage()
+            for record in self._moved_of(storage):
+                if record.store is not None:
+                    record.store.release(record.handle)
+                self._write(record, whole)
+                record.later = []
+
+    def has_moved(self, tensor: torch.Tensor) -> bool:
+        """Whether bytes of a tensor's storage were moved out."""
+        return bool(self._moved_of(tensor.untyped_storage()))
+
+    def _moved_of(self, storage: torch.UntypedStorage) -> list[_Record]:
+        """Return the records of a storage that were moved out; another one may have its address since."""
+        return [each for each in self._moved.get(storage_key(storage), ()) if each.is_of(storage)]
 
     def pack(self, tensor: torch.Tensor, lasting: Collection[int] = ()) -> _Packed:
         """Take a tensor that autograd saves: keep it, or move it out.
@@ -186,13 +208,22 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     def _move_out(self, record: _Record, original: torch.Tensor) -> None:
         if version_of(original) == record.version:  # otherwise backward reports the change
-            store = self._store_for(original)
-            record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
-            record.store = store  # a write that failed has nothing to release
-            record.checksum = None if _compares_in_backward(original) else _checksum(original, record)
-            self.written_bytes += record.num_bytes
+            self._write(record, original)
+            self._moved.setdefault(storage_key(original.untyped_storage()), weakref.WeakSet()).add(record)
+            self._num_moved += 1
+            if self._reads is None:  # until the last of these records is gone
+                here = weakref.ref(self)
+                self._reads = DataReads(lambda tensor: (own := here()) is not None and own.has_moved(tensor))
+                self._reads.__enter__()
         record.original = None
         self.held_bytes -= record.num_bytes
+
+    def _write(self, record: _Record, original: torch.Tensor) -> None:
+        record.store, store = None, self._store_for(original)
+        record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
+        record.store = store  # a write that failed has nothing to release
+        record.checksum = None if _compares_in_backward(original) else _checksum(original, record)
+        self.written_bytes += record.num_bytes
 
     def _is_unchanged(self, record: _Record, tensor: torch.Tensor) -> bool:
         """Return whether a record still has the bytes of its storage: a write through ``.data`` makes no new version.
@@ -253,6 +284,11 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             self.held_bytes -= record.num_bytes
         if record.store is not None:
             record.store.release(record.handle)
+            self._num_moved -= 1
+            if self._num_moved == 0 and self._reads is not None:
+                self._reads.__exit__()
+                self._reads = None
+                self._moved.clear()
 
 
 def read_offload(offload: object) -> frozenset[str]:
@@ -326,6 +362,10 @@ class _Record:
     def __del__(self) -> None:
         self._owner._forget(self)  # noqa: SLF001 - one mechanism in two classes
 
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it has bytes of this storage: another one may have its address since."""
+        return self._source() is storage
+
     @property
     def is_kept(self) -> bool:
         """Whether it was not moved out."""
@@ -342,6 +382,7 @@ class _Record:
             _check_version(self.original, self.version)
             storage, first = self.original.untyped_storage(), 0
         else:
+            self._owner.save_written()  # the backward may run inside the block
             storage, first = self._bring_back(), self.first
         before = self._before() if self._before is not None else None
         if before is not None:

@@ -17,6 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memkit._core.errors import InputTypeError, StateError, warn_user
 from memkit._core.printable import counted
+from memkit._core.units import format_bytes
+from memkit._recorder.data_reads import DataReads
 from memkit._tape.plan import SavedTensorPlan
 from memkit._tape.tape import (
     GeneratorState,
@@ -183,6 +185,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
                 forward = self._make_forward(self._last_save())
                 stack.enter_context(as_written())  # fused operators of TorchScript come and go
                 stack.enter_context(forward.following())
+                reads = stack.enter_context(DataReads(lambda tensor: tensor.grad_fn is not None))
+                stack.push(lambda kind, *_: _refuse_written(reads) if kind is None else None)
                 stack.push(lambda kind, *_: self._note(forward) if kind is None else None)
             self._running = stack.pop_all()
         return self
@@ -216,6 +220,23 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
                 "same, but it may take more memory than planned. Way out: plan with a batch and modes as they are in "
                 "training, or with a loader of all kinds of batch."
             )
+
+
+def _refuse_written(reads: DataReads) -> None:
+    """Refuse a forward that wrote to results through ``.data``: what is recomputed or offloaded lacks such changes.
+
+    Raises:
+        StateError: It did.
+    """
+    for whole in reads.written():
+        raise StateError(
+            _CALL,
+            got=f"a forward that wrote through .data to a result of {format_bytes(whole.nbytes)} that has a gradient",
+            expected="writes that autograd sees: the plain step's backward may read what was written, and here it "
+            "would get the value from before",
+            fix="write x = x.masked_fill(mask, 0) instead of x.data.masked_fill_(mask, 0), or do without a plan for "
+            "tensors: treat='blocks'.",
+        )
 
 
 class _Operator:
