@@ -22,7 +22,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,11 @@ from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
 from memkit._torch.modules import STATE, members_of
 from memkit._torch.operators import schema_of
-from memkit._torch.tensors import storage_key
+from memkit._torch.tensors import storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
+_SMALL_BYTES = 2**20  # of a tensor whose content is saved
 _MAX_COPIED = 100_000  # items of a list or dict that is restored
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 # Arguments that native_batch_norm writes to, although its schema does not declare it.
@@ -468,7 +469,7 @@ class Attributes:
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         # With its storage and its layout in there: `tensor.data = other` gives it another one.
-        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._tensors: list[_HeldTensor] = []
         self._containers: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         modules = [each for each in roots if isinstance(each, nn.Module)]
@@ -483,9 +484,15 @@ class Attributes:
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            if isinstance(value, types.FunctionType):
+            held = list(_held_by_function(value))
+            if isinstance(value, types.FunctionType) and _is_users(value):
                 self._variables += _assigned_by(value)
-            return list(_held_by_function(value))
+                self._owners.append((value, dict(vars(value))))
+                held += vars(value).values()
+            return held
+        if isinstance(value, type):
+            self._variables += _assigned_in(value)
+            return ()
         if isinstance(value, _CONTAINERS):
             if len(value) <= _MAX_COPIED:
                 self._containers.append((value, value.copy()))
@@ -497,11 +504,11 @@ class Attributes:
             self._generators.append((value, random_state.generator_state(value)))
             return ()
         if isinstance(value, Tensor):
-            self._tensors.append((value, value.detach()))
+            self._tensors.append(_HeldTensor.of(value))
             return ()
         own = _attributes_of(value)
         self._owners.append((value, own))
-        return list(own.values())
+        return [*own.values(), type(value)]
 
     def restore(self) -> None:
         """Restore all attributes that have changed."""
@@ -518,16 +525,15 @@ class Attributes:
             variable.restore()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
-        for tensor, same in self._tensors:
-            if not _shares(tensor, same):
-                tensor.data = same
+        for held in self._tensors:
+            held.restore()
 
     def differ(self) -> bool:
         """Return whether any attribute has changed."""
         return (
             any(not _is_same(container, copy) for container, copy in self._containers)
             or any(not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners)
-            or not all(_shares(*pair) for pair in self._tensors)
+            or any(held.has_changed() for held in self._tensors)
             or any(variable.has_changed() for variable in self._variables)
             or any(
                 not random_state.is_same_state(random_state.generator_state(generator), state)
@@ -548,7 +554,7 @@ class Attributes:
                     names[f"{type(owner).__name__}.{name}"] = None
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         num_others += sum(not (_is_same(*pair) or _is_written_down(*pair)) for pair in self._containers)
-        num_others += sum(not _shares(*pair) for pair in self._tensors)
+        num_others += sum(held.has_changed() for held in self._tensors)
         for generator, state in self._generators:
             if not random_state.is_same_state(random_state.generator_state(generator), state):
                 names[f"a {type(generator).__name__}"] = None
@@ -615,13 +621,15 @@ class _Variable:
     """A variable outside a function that the function assigns to (``nonlocal`` or ``global``), with its value."""
 
     name: str
-    place: types.CellType | dict[str, Any]
+    place: types.CellType | dict[str, Any] | type
     value: Any
 
     @property
     def _now(self) -> Any:
         if isinstance(self.place, dict):
             return self.place.get(self.name, _UNSET)
+        if isinstance(self.place, type):
+            return vars(self.place).get(self.name, _UNSET)
         return _content_of(self.place)
 
     def has_changed(self) -> bool:
@@ -633,10 +641,57 @@ class _Variable:
         if isinstance(self.place, dict):
             self.place.pop(self.name, None)
             self.place.update({} if self.value is _UNSET else {self.name: self.value})
+        elif isinstance(self.place, type):
+            setattr(self.place, self.name, self.value)
         elif self.value is _UNSET:
             del self.place.cell_contents
         else:
             self.place.cell_contents = self.value
+
+
+class _HeldTensor(NamedTuple):
+    """A tensor, with its storage and its layout (``tensor.data = other`` gives it another one), version and content.
+
+    The content is saved of small tensors, as a count or a running mean is one, that are not parameters.
+    """
+
+    tensor: Tensor
+    same: Tensor
+    version: int | None
+    content: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _HeldTensor:
+        is_small = tensor.nbytes <= _SMALL_BYTES and not isinstance(tensor, nn.Parameter) and not tensor.is_inference()
+        is_real = type(tensor) is Tensor and not tensor.is_meta
+        same = tensor.detach()
+        if not (is_small and is_real):
+            return cls(tensor, same, None, None)
+        return cls(tensor, same, version_of(tensor), same.clone())
+
+    def has_changed(self) -> bool:
+        is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
+        if not is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
+            return True
+        return self.version is not None and version_of(self.same) != self.version
+
+    def restore(self) -> None:
+        if not self.has_changed():
+            return
+        if self.content is not None:
+            with torch.no_grad():
+                self.same.data.copy_(self.content)
+        if self.tensor.data_ptr() != self.same.data_ptr() or self.tensor.shape != self.same.shape:
+            self.tensor.data = self.same
+
+
+def _assigned_in(kind: type) -> Iterator[_Variable]:
+    """Yield the attributes of a user's class that may be counts or other state: not its functions and descriptors."""
+    for base in kind.__mro__:
+        if _is_users(base):
+            for name, value in vars(base).items():
+                if type(value) in _WORDS or (type(value) is Tensor and not name.startswith("__")):
+                    yield _Variable(name, base, value)
 
 
 def _content_of(cell: types.CellType) -> Any:
@@ -645,12 +700,15 @@ def _content_of(cell: types.CellType) -> Any:
 
 def _assigned_by(function: types.FunctionType) -> Iterator[_Variable]:
     """Yield the variables outside a function that may be assigned to: its cells, and globals that its code stores."""
-    if (function.__module__ or "").partition(".")[0] in _FOREIGN:
-        return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield _Variable(name, cell, _content_of(cell))
     for name in _stored_globals(function.__code__):
         yield _Variable(name, function.__globals__, function.__globals__.get(name, _UNSET))
+
+
+def _is_users(value: types.FunctionType | type) -> bool:
+    """Whether a function or a class is the user's own."""
+    return (value.__module__ or "").partition(".")[0] not in _FOREIGN
 
 
 def _stored_globals(code: types.CodeType) -> set[str]:
@@ -667,12 +725,6 @@ def _attributes_of(owner: object) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if name not in _MODULE_MACHINERY}
 
 
-def _shares(tensor: Tensor, same: Tensor) -> bool:
-    """Whether a tensor still has the storage that it had, in the same layout."""
-    is_there = storage_key(tensor.untyped_storage()) == storage_key(same.untyped_storage())
-    return is_there and tensor.shape == same.shape and tensor.dtype is same.dtype
-
-
 def _may_hold_state(value: object) -> bool:
     if isinstance(value, Tensor):
         return type(value) in _WITH_STORAGE and value.layout is torch.strided
@@ -681,7 +733,9 @@ def _may_hold_state(value: object) -> bool:
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
     kind = type(value)
-    if kind in _WORDS or isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)):
+    if isinstance(value, type):
+        return _is_users(value)
+    if kind in _WORDS or isinstance(value, (types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)):
         return False
     if not has_attributes(value):
         return False

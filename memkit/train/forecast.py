@@ -23,8 +23,8 @@ from memkit._recovery.attempt import Done, Result, attempt
 from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
-from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import survey, take_rows
+from memkit.train.samples import SampleList, mark_samples, unmark_samples
+from memkit.train.split import list_tensors, survey, take_rows
 
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
@@ -121,6 +121,7 @@ class PartPlanner:
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
         self._failure, self._has_warned = "", False
+        self._largest_bytes: dict[str, int] = {}  # shape -> of a sample that a forecast was made with
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
 
     def in_phase(self, name: str, run: Callable[..., Result], *args: Any) -> Result:
@@ -156,8 +157,10 @@ class PartPlanner:
         except InputError as error:  # it may stay whole; splitting it reports the error
             self._failure = describe_error(error)
             return at_least
-        if key not in self._forecasts:
-            self._forecasts[key] = self._forecast(marked, num_rows, rehearse)
+        marked, largest_bytes = _largest_first(marked)
+        if key not in self._forecasts or largest_bytes > self._largest_bytes.get(key, 0):
+            self._forecasts[key], self._largest_bytes[key] = self._forecast(marked, num_rows, rehearse), largest_bytes
+            self._plans.pop(key, None)
         forecast = self._forecasts[key]
         if forecast is None or num_rows == 0:
             return at_least
@@ -176,11 +179,20 @@ class PartPlanner:
                 rehearse(unmark_samples(take_rows(marked, 0, rows, num_rows=num_rows)))
             return recorder.recording()
 
-        outcome = attempt(lambda: (record(_FEWER_ROWS), record(_MORE_ROWS)), others=(Exception,))
+        def run_twice() -> Forecast:
+            fewer = record(_FEWER_ROWS)
+            if self._available_bytes is None or 2 * _added(fewer).max(initial=0) <= self._available_bytes():
+                return Forecast.between(fewer, record(_MORE_ROWS), (_FEWER_ROWS, _MORE_ROWS))
+            # More rows may not fit. One may be refused, as by a BatchNorm; then memory counts as proportional to them.
+            outcome = attempt(record, 1, others=(Exception,))
+            single = outcome.result if isinstance(outcome, Done) else Recorder().recording()
+            return Forecast.between(single, fewer, (1 if isinstance(outcome, Done) else 0, _FEWER_ROWS))
+
+        outcome = attempt(run_twice, others=(Exception,))
         if not isinstance(outcome, Done):  # the step itself reports the error
             self._failure = outcome.description
             return None
-        return Forecast.between(*outcome.result, (_FEWER_ROWS, _MORE_ROWS))
+        return outcome.result
 
     def _plan(self, forecast: Forecast, num_rows: int) -> int:
         assert self._available_bytes is not None  # noqa: S101 - there is a forecast
@@ -235,6 +247,18 @@ def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     held: list[Any] = [*model.parameters(), *model.buffers(), *(each.grad for each in model.parameters())]
     held += pytree.tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
     return sum({id(each): each.nbytes for each in held if isinstance(each, torch.Tensor)}.values())
+
+
+def _largest_first(marked: Any) -> tuple[Any, int]:
+    """Return a list of samples with the largest first, and its bytes: a forecast for these holds for all others.
+
+    Any other batch is returned as it is: its rows are of one size.
+    """
+    if not isinstance(marked, SampleList):
+        return marked, 0
+    sizes = [sum(each.nbytes for each in list_tensors(item)) for item in marked.items]
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    return marked.with_items([marked.items[index] for index in order]), max(sizes, default=0)
 
 
 def _added(recording: Recording) -> npt.NDArray[np.float64]:

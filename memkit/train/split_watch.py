@@ -276,10 +276,18 @@ class SplitWatch:
             warn_user(text)
 
 
-def _identity(fn: object) -> object:
-    """Return a key that is stable when a loop recreates its lambda, and differs for another function."""
+def _identity(fn: object, around: frozenset[int] = frozenset()) -> object:
+    """Return a key that is stable when a loop recreates its lambda, and differs for another function.
+
+    Args:
+        fn: The function.
+        around: By `id`, the functions that hold it: a function may hold itself.
+    """
+    inside = functools.partial(_identity, around=around | {id(fn)})
+    if id(fn) in around:
+        return None
     if isinstance(fn, functools.partial):
-        return _identity(fn.func), tuple(_identity(each) for each in (*fn.args, *fn.keywords.values()))
+        return inside(fn.func), tuple(inside(each) for each in (*fn.args, *fn.keywords.values()))
     if isinstance(fn, types.MethodType):
         return fn.__func__.__code__ if hasattr(fn.__func__, "__code__") else fn.__func__, id(fn.__self__)
     if isinstance(fn, types.FunctionType):
@@ -289,5 +297,5 @@ def _identity(fn: object) -> object:
                 cells.append(cell.cell_contents)
             except ValueError:  # a variable without a value yet
                 continue
-        return fn.__code__, tuple(_identity(each) for each in cells if callable(each))
+        return fn.__code__, tuple(inside(each) for each in cells if callable(each))
     return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None

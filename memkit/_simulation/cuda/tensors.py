@@ -12,9 +12,10 @@ from __future__ import annotations
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
+from itertools import chain
 from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
@@ -82,6 +83,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
     def __init__(self, selected_fraction: float | None = None) -> None:
         super().__init__(selected_fraction, instead=RECURRENT)
+        self._on_host: set[int] = set()  # by address, the storages of the optimizers' counts of steps
         self._running = threading.local()  # whether an operator on tensors without data runs, in each thread
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -113,9 +115,19 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         """Make a stand-in on the GPU."""
         return self.fake(self.copies.view(tensor, "meta"), _LAZY)
 
+    @contextmanager
+    def standing_in(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
+        """Replace tensors as `Tensors` does; the numbers in an optimizer's state stay on the host."""
+        states = [each.state.values() for each in values if isinstance(each, torch.optim.Optimizer)]
+        numbers = [each for state in chain.from_iterable(states) for each in state.values()]
+        on_host = (each.untyped_storage() for each in numbers if isinstance(each, Tensor) and has_values(each))
+        self._on_host.update(map(storage_key, on_host))
+        with super().standing_in(*values, holders=holders) as replaced:
+            yield replaced
+
     def with_values(self, tensor: Tensor) -> Tensor:
         """Make a stand-in that keeps its values: on the GPU, except for an optimizer's step count."""
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        if storage_key(tensor.untyped_storage()) in self._on_host:
             return super().with_values(tensor)
         return self._on_card(self.copies.view(tensor, "cpu"), CARD)
 
