@@ -20,7 +20,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from memkit._core.attributes import attributes_of, has_attributes, set_attribute
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
-from memkit._torch.modules import STATE, members_of
+from memkit._torch.modules import BUFFERS, PARAMETERS, STATE, members_of
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import storage_key, version_of
 
@@ -462,13 +462,18 @@ def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int]
 
 
 class Attributes:
-    """Saved attributes of modules and of the user's objects, and variables that functions assign to."""
+    """Saved attributes of modules and of the user's objects, and variables that functions assign to.
 
-    def __init__(self, roots: Sequence[object]) -> None:
+    Args:
+        roots: Modules, functions and other objects.
+        with_content: Whether to save the content of small tensors too, as a count or a running mean is one; not of
+            parameters and buffers.
+    """
+
+    def __init__(self, roots: Sequence[object], *, with_content: bool = False) -> None:
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
-        # With its storage and its layout in there: `tensor.data = other` gives it another one.
         self._tensors: list[_HeldTensor] = []
         self._containers: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
@@ -480,6 +485,9 @@ class Attributes:
             if id(value) not in self._seen and _may_hold_state(value):
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
+        if with_content:
+            members = {id(each) for owner, own in self._owners for each in _members(owner, own)}
+            self._tensors = [each if id(each.tensor) in members else each.with_content() for each in self._tensors]
 
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
@@ -504,7 +512,7 @@ class Attributes:
             self._generators.append((value, random_state.generator_state(value)))
             return ()
         if isinstance(value, Tensor):
-            self._tensors.append(_HeldTensor.of(value))
+            self._tensors.append(_HeldTensor(value, value.detach()))
             return ()
         own = _attributes_of(value)
         self._owners.append((value, own))
@@ -650,24 +658,18 @@ class _Variable:
 
 
 class _HeldTensor(NamedTuple):
-    """A tensor, with its storage and its layout (``tensor.data = other`` gives it another one), version and content.
-
-    The content is saved of small tensors, as a count or a running mean is one, that are not parameters.
-    """
+    """A tensor, its storage and layout (``tensor.data = other`` gives it others), its version and its content."""
 
     tensor: Tensor
     same: Tensor
-    version: int | None
-    content: Tensor | None
+    version: int | None = None
+    content: Tensor | None = None
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _HeldTensor:
-        is_small = tensor.nbytes <= _SMALL_BYTES and not isinstance(tensor, nn.Parameter) and not tensor.is_inference()
-        is_real = type(tensor) is Tensor and not tensor.is_meta
-        same = tensor.detach()
-        if not (is_small and is_real):
-            return cls(tensor, same, None, None)
-        return cls(tensor, same, version_of(tensor), same.clone())
+    def with_content(self) -> _HeldTensor:
+        same = self.same
+        if type(self.tensor) is not Tensor or same.nbytes > _SMALL_BYTES or same.is_meta or same.is_inference():
+            return self
+        return self._replace(version=version_of(same), content=same.clone())
 
     def has_changed(self) -> bool:
         is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
@@ -692,6 +694,13 @@ def _assigned_in(kind: type) -> Iterator[_Variable]:
             for name, value in vars(base).items():
                 if type(value) in _WORDS or (type(value) is Tensor and not name.startswith("__")):
                     yield _Variable(name, base, value)
+
+
+def _members(owner: object, attributes: Mapping[str, Any]) -> Iterator[object]:
+    """Yield the parameters and buffers of a module."""
+    if isinstance(owner, nn.Module):
+        for name in (PARAMETERS, BUFFERS):
+            yield from attributes.get(name, {}).values()
 
 
 def _content_of(cell: types.CellType) -> Any:

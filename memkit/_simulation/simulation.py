@@ -427,7 +427,7 @@ def simulate(
         StateError: Some object holds a tensor without data and cannot be made to release it.
     """
     roots = values if roots is None else roots
-    before = Attributes(list(roots))
+    before = Attributes(list(roots), with_content=True)
     # Networks and tensors in objects that the loss function holds, which are not among the values.
     holders = before.holders()
 

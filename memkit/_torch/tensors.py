@@ -13,9 +13,8 @@ _WITH_DATA = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return autograd's count of in-place changes to a tensor; not for inference tensors."""
-    return tensor._version
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns autograd's count of in-place changes to a tensor; not for inference tensors."""
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

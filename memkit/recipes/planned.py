@@ -292,7 +292,7 @@ def _plan(
     if not finalists:
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
         notes += _ways_to_less(may_offload=may_offload, is_part=gpu is not None and not fills_card)
-        nearest = min(allowed, key=lambda each: each.required_bytes)
+        nearest = _nearest(allowed, sample_batch, run_for_real if measure else None)
         notes += _about_the_rest(nearest, gpu, budget_bytes) if gpu and own else []
         _refuse(call, budget, budget_bytes, nearest, notes, is_measured=measure)
     timed = finalists if measure else ()
@@ -847,10 +847,22 @@ def _settled(trial: Trial, batch: Any, *, budget_bytes: int, run_for_real: RunFo
     does_not_matter = trial.required_bytes <= budget_bytes or not _fits_without_workspace(trial, budget_bytes)
     if run_for_real is None or does_not_matter:
         return trial
+    return _with_measured_workspace(trial, batch, run_for_real)
+
+
+def _nearest(trials: Sequence[Trial], batch: Any, run_for_real: RunForReal | None) -> Trial:
+    """Return the trial that requires least; if steps may run, workspaces are measured of the few that promise that."""
+    if run_for_real is not None:
+        least = sorted(trials, key=lambda each: each.estimate.peak_interval[0])[:_NUM_FINALISTS]
+        trials = [*trials, *(_with_measured_workspace(each, batch, run_for_real) for each in least)]
+    return min(trials, key=lambda each: each.required_bytes)
+
+
+def _with_measured_workspace(trial: Trial, batch: Any, run_for_real: RunForReal) -> Trial:
     recorder = Recorder(marks=WorkspaceMarks())
     with run_for_real(batch, trial.arrangement) as step, recorder:
         step()
-    unseen_bytes = trial.required_bytes - trial.estimate.required_bytes
+    unseen_bytes = max(0, trial.required_bytes - trial.estimate.required_bytes)
     return replace(trial, required_bytes=recorder.recording().peak_bytes() + unseen_bytes)
 
 

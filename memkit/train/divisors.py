@@ -360,13 +360,24 @@ def _divisor(term: Term, number: int) -> Factor:
 
 
 def _in_step(group: Sequence[Note]) -> list[list[Term]]:
-    """Match terms across micro-batches, if each is the only one of its kind in its micro-batch.
+    """Match terms across micro-batches, if each has as many of one kind: those at the same place belong together.
 
-    Several of one kind come from a loop over samples and are weighted like the samples: a mean of their means.
+    As many as there are items, or several times as many, come from a loop over samples and are weighted like the
+    samples: a mean of their means. Without counts, the number of items is unknown.
     """
     kinds = [Counter(each.operators for each in terms) for _, terms in group]
-    single = [operators for operators in kinds[0] if all(each[operators] == 1 for each in kinds)]
-    return [[each for _, terms in group for each in terms if each.operators == kind] for kind in single]
+    weights = [weight for weight, _ in group]
+    columns: list[list[Term]] = []
+    for kind, number in kinds[0].items():
+        is_alike = all(each[kind] == number for each in kinds)
+        if is_alike and (number == 1 or not any(_may_be_of_samples(number, weight) for weight in weights)):
+            of_kind = [[each for each in terms if each.operators == kind] for _, terms in group]
+            columns += [list(column) for column in zip(*of_kind, strict=True)]
+    return columns
+
+
+def _may_be_of_samples(num_terms: int, weight: Factor) -> bool:
+    return isinstance(weight, Tensor) or weight <= 0 or num_terms % weight == 0
 
 
 def _is_uneven(table: Sequence[Sequence[float]]) -> bool:

@@ -211,7 +211,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             self._write(record, original)
             self._moved.setdefault(storage_key(original.untyped_storage()), weakref.WeakSet()).add(record)
             self._num_moved += 1
-            if self._reads is None:  # until the last of these records is gone
+            if self._reads is None and not isinstance(original, FakeTensor):  # until the last of these records is gone
                 here = weakref.ref(self)
                 self._reads = DataReads(lambda tensor: (own := here()) is not None and own.has_moved(tensor))
                 self._reads.__enter__()

@@ -185,8 +185,9 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
                 forward = self._make_forward(self._last_save())
                 stack.enter_context(as_written())  # fused operators of TorchScript come and go
                 stack.enter_context(forward.following())
-                reads = stack.enter_context(DataReads(lambda tensor: tensor.grad_fn is not None))
-                stack.push(lambda kind, *_: _refuse_written(reads) if kind is None else None)
+                if fake_mode() is None:
+                    reads = stack.enter_context(DataReads(lambda tensor: tensor.grad_fn is not None))
+                    stack.push(lambda kind, *_: _refuse_written(reads) if kind is None else None)
                 stack.push(lambda kind, *_: self._note(forward) if kind is None else None)
             self._running = stack.pop_all()
         return self

@@ -365,9 +365,13 @@ class Fill(torch.autograd.Function):
     """Writes a stage into a scratch tensor through `.data`, as torchdiffeq's Runge-Kutta solvers do."""
 
     @staticmethod
-    def forward(ctx, scratch, value, stage):
-        ctx.stage = stage
+    def write(scratch, value, stage):
         scratch.data[stage] = value
+
+    @classmethod
+    def forward(cls, ctx, scratch, value, stage):
+        ctx.stage = stage
+        Fill.write(scratch, value, stage)
         return scratch
 
     @staticmethod
@@ -405,7 +409,13 @@ def as_on_a_card(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_on_a_card")
-def test_checksums_that_differ_are_found_in_each_backward_and_go_with_the_graph():
+def test_checksums_that_differ_are_found_in_each_backward_and_go_with_the_graph(monkeypatch):
+    """Of a kernel's write, which nothing tells of; here NumPy's."""
+
+    def write(scratch, value, stage):
+        scratch.detach().numpy()[stage] = value.detach().numpy()
+
+    monkeypatch.setattr(Fill, "write", staticmethod(write))
     model, x = nn.Linear(32, 32), torch.randn(64, 32)
     offload = offload_activations(to="disk", min_bytes=0, model=model)
     with offload:
@@ -414,6 +424,65 @@ def test_checksums_that_differ_are_found_in_each_backward_and_go_with_the_graph(
         with pytest.raises(WrittenAsideError, match=r"written through \.data"):
             loss.backward(retain_graph=True)
     assert not offload._checks
+
+
+class Masked(nn.Module):
+    """Masks its result through `.data` after a layer has saved it, as Tacotron 2 masks what lies beyond the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x):
+        y = self.first(x).tanh()
+        z = y + self.second(y)
+        y.data.masked_fill_(y > 0.1, 0.0)
+        return z * y
+
+
+def offloaded(model):
+    return offload_activations(to="disk", min_bytes=0, model=model)
+
+
+def offloaded_blocks(model):
+    return mk.train.Checkpointing(model, {"second": "offload"})
+
+
+@pytest.mark.parametrize("is_on_a_card", [False, True])
+@pytest.mark.parametrize("goes_on", ["after the block", "inside the block"])
+@pytest.mark.parametrize(
+    "around", [lambda model: offload_activations(to="disk", min_bytes=0, model=model), offloaded_blocks]
+)
+def test_backward_reads_what_was_written_through_data_like_the_plain_one(around, goes_on, is_on_a_card, monkeypatch):
+    monkeypatch.setattr(offloading, "_compares_in_backward", lambda _: is_on_a_card)
+    torch.manual_seed(0)
+    model, x = Masked().double(), torch.randn(512, 6, dtype=torch.float64)
+    model(x).sum().backward()
+    expected = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    with around(model):
+        loss = model(x).sum()
+        if goes_on == "inside the block":
+            loss.backward()
+    if goes_on == "after the block":
+        loss.backward()
+    assert_same([each.grad for each in model.parameters()], expected)
+    assert "data" not in vars(torch.Tensor)
+
+
+def test_only_writes_that_autograd_does_not_see_are_saved_again():
+    """A look through `.data`, and a change that autograd sees, after which it refuses what it has saved."""
+    x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
+    offload = offload_activations(to="disk", min_bytes=0)
+    with offload:
+        y = x.tanh()
+        loss = (y * y).sum()
+        written_bytes = offload.written_bytes
+        assert y.data.max() <= 1
+    loss.backward()
+    assert offload.written_bytes == written_bytes
+    z = x.detach()
+    torch.testing.assert_close(x.grad, 2 * z.tanh() * (1 - z.tanh() ** 2))
 
 
 @pytest.mark.usefixtures("as_on_a_card")
