@@ -181,12 +181,17 @@ class PartPlanner:
 
         def run_twice() -> Forecast:
             fewer = record(_FEWER_ROWS)
-            if self._available_bytes is None or 2 * _added(fewer).max(initial=0) <= self._available_bytes():
+            peak_bytes = float(_added(fewer).max(initial=0))
+            of_gradients = min(peak_bytes, sum(each.nbytes for each in list_parameters(self._optimizers)))
+            of_rows = peak_bytes - of_gradients
+            more = _MORE_ROWS / _FEWER_ROWS
+            if self._available_bytes is None or of_gradients + more * of_rows <= self._available_bytes():
                 return Forecast.between(fewer, record(_MORE_ROWS), (_FEWER_ROWS, _MORE_ROWS))
-            # More rows may not fit. One may be refused, as by a BatchNorm; then memory counts as proportional to them.
+            # More rows might not fit. A single one may be refused, as by a BatchNorm.
             outcome = attempt(record, 1, others=(Exception,))
-            single = outcome.result if isinstance(outcome, Done) else Recorder().recording()
-            return Forecast.between(single, fewer, (1 if isinstance(outcome, Done) else 0, _FEWER_ROWS))
+            if isinstance(outcome, Done):
+                return Forecast.between(outcome.result, fewer, (1, _FEWER_ROWS))
+            return Forecast(_FEWER_ROWS, np.array([peak_bytes]), np.array([of_rows / _FEWER_ROWS]))
 
         outcome = attempt(run_twice, others=(Exception,))
         if not isinstance(outcome, Done):  # the step itself reports the error

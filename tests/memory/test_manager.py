@@ -257,3 +257,18 @@ def test_a_phase_named_like_a_path_keeps_its_name():
         pass
     named = [(event.event, event.phase) for event in memory.events]
     assert named == [("forward", "step/forward"), ("step", "step"), ("step/forward", "step/forward")]
+
+
+def test_a_tracked_block_with_workspace_is_noted_with_it(tmp_path):
+    manager = mk.MemoryManager("cpu", log=tmp_path / "log.jsonl")
+    with manager.track(workspace=True) as tracker:
+        torch.randn(1000).sort()
+    manager.close()
+    (event,) = [each for each in mk.report.read_memory_events(tmp_path / "log.jsonl").events if each.event == "track"]
+    assert event.peak_bytes == tracker.peak_bytes > tracker.peak_since(0)
+    assert event.note["peak_by_category"] == tracker.peak_by_category
+
+
+def test_an_error_inside_a_tracked_block_with_workspace_stays_the_users():
+    with pytest.raises(ZeroDivisionError), mk.MemoryManager("cpu").track(workspace=True):
+        _ = 1 / 0

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import gc
 import json
+import re
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -544,3 +546,47 @@ def test_the_first_step_too_keeps_to_the_plan():
             with mk.Tracker(device="cpu") as tracker:
                 trainer.train_step(x, lambda model, x: model(x).square().mean())
             assert tracker.peak_bytes <= trainer.plan.required_bytes
+
+
+class Picky(nn.Module):
+    """Takes only numbers of rows that divide its queue's, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x):
+        assert len(x) == 0 or 64 % len(x) == 0, "rows that divide 64"
+        return self.body(x)
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_sizes_that_the_model_refuses_are_left_out_and_noted(measure):
+    model, x = Picky(), torch.randn(8, 512, 64)
+    budget = int(0.6 * plan_training(model, x, mean_square, "sgd", budget="1GiB").required_bytes)
+    plan = plan_training(model, x, mean_square, "sgd", budget=budget, treat="blocks", measure=measure)
+    assert 64 % plan.micro_batch_size == 0
+    assert any(
+        each == "Micro-batches of 3 rows are left out: the step fails on them (AssertionError: rows that divide 64)."
+        for each in plan.notes
+    )
+
+
+def test_an_error_of_the_whole_batch_is_the_users_own():
+    with pytest.raises(AssertionError, match="rows that divide 64"):
+        plan_training(Picky(), torch.randn(6, 16, 64), mean_square, "sgd", budget="1GiB")
+
+
+def test_the_least_budget_of_a_refusal_is_measured_too():
+    """A plan for twice the budget exists; the error must not ask for more than that plan needs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in "123456"]
+    )
+    plan = partial(plan_training, model, torch.randn(8, 8, 32, 32), mean_square, "sgd", measure=True)
+    enough = plan(budget="2MiB").required_bytes
+    with pytest.raises(ConfigError, match="pass a budget of at least") as caught:
+        plan(budget="1.2MiB")
+    least = int(re.search(r"at least (\d+) bytes", str(caught.value))[1])
+    assert least <= enough
+    assert plan(budget=least).required_bytes <= least

@@ -663,3 +663,49 @@ def test_lazy_module_has_no_memory_before_materializing():
     with Recorder() as recorder:
         model(torch.zeros(2, 4))
     assert recorder.recording().peak_bytes() >= 8 * 4 * 4
+
+
+TABLE = torch.zeros(8, 256)
+
+
+class Tabled(nn.Module):
+    """Takes parts of a table that it holds as a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(256, 256), torch.zeros(8, 256)
+
+    def forward(self, x):
+        return self.linear(x) * self.table[: len(x)]
+
+
+PARTS = {
+    "a slice": lambda: TABLE[:4],
+    "a row": lambda: TABLE.unbind(0)[0],
+    "a half": lambda: torch.chunk(TABLE, 2)[1],
+    "a view of a view": lambda: TABLE[2:].t()[:, :4].t(),
+    "whole, then a part": lambda: (TABLE * TABLE)[:4] + TABLE[:4],
+}
+
+
+@pytest.mark.parametrize("part", [*PARTS, "of an attribute"])
+def test_parts_of_a_tensor_from_outside_count_once_without_data_as_with_it(part):
+    """Operators without data make views without data, whose memory is that of the tensor with data."""
+    model, x = Tabled() if part == "of an attribute" else nn.Linear(256, 256), torch.randn(4, 256)
+    take = PARTS.get(part, lambda: 1.0)
+
+    def loss_fn(model, x):
+        return (model(x) * take()).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    estimate = memkit.estimate_memory_usage(model, x, loss_fn, optimizer=optimizer)
+
+    def step():
+        loss_fn(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Recorder() as recorder:
+        step()
+    assert estimate.peak_bytes == recorder.recording().peak_bytes()

@@ -346,3 +346,27 @@ def test_uses_calibrated_workspace():
         before = card.allocated_bytes
         assert (x @ x).is_cuda
         assert card.memory.workspace_bytes == card.allocated_bytes - before == 3 * MIB
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor([2.0]), torch.tensor([[2.0]]), torch.tensor([1, 2])])
+def test_small_buffers_are_on_the_card_too(value):
+    """Numbers in an optimizer's state stay on the host; a buffer of one number does not."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 2)
+            self.register_buffer("scale", value)
+
+        def forward(self, x):
+            assert self.scale.device == x.device
+            return self.linear(x * self.scale.sum())
+
+    model, x = Scaled(), torch.randn(4, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    mean_square(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    estimate = mk.estimate_memory_usage(model, x, mean_square, optimizer=optimizer, target="RTX 4090")
+    made = mk.estimate_memory_usage(model, x, mean_square, optimizer="adam", target="RTX 4090")
+    assert estimate.peak_bytes == made.peak_bytes

@@ -1,6 +1,7 @@
 """The divisor of a loss is read from its graph, and shows where counts are missing."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -276,3 +277,16 @@ def test_suggested_fix_gives_mean_over_rows(reduction):
         accumulator.step()
     is_equal = all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(seen, expected, strict=True))
     assert is_equal is (reduction == "sum")
+
+
+@pytest.mark.parametrize(("counts", "warns"), [((4, 4), True), ((2, 2), False), ((1, 1), False)])
+def test_terms_of_one_kind_are_matched_by_their_place_unless_there_is_one_for_each_item(counts, warns):
+    """A mean over rows plus a mean over matched items, as in detection; or a loop over two samples."""
+    layer = nn.Linear(4, 4)
+    accumulator = GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1), accumulation_steps=2)
+    check = pytest.warns(MemkitWarning, match="means over different numbers of items") if warns else nullcontext()
+    with check:
+        for number, count in zip((1, 3), counts, strict=True):
+            y = layer(torch.randn(4, 4))
+            accumulator.backward(y.square().mean() + y[:number].square().mean(), count=count)
+            accumulator.step()

@@ -328,3 +328,40 @@ def test_failed_rehearsal_leaves_everything_unchanged():
 
     with trainer_of(model, memory="1MiB", probe=False) as trainer:
         assert trainer.train_step(torch.randn(8, 512), only_whole).sizes == (8,)
+
+
+@pytest.mark.parametrize("order", ["small first", "large first", "mixed"])
+def test_samples_of_different_sizes_stay_below_the_budget_in_any_order(order):
+    """The largest ones are looked at first, and no more of them at once than may fit."""
+    few, many = [2000] * 4, [20] * 12
+    lengths = {"small first": [*many, *few], "large first": [*few, *many], "mixed": [20, 20, 2000, 20] * 4}
+
+    def loss_fn(model, samples):
+        return torch.stack([model(each).square().mean() for each in samples]).mean()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    with trainer_of(model, memory="10MiB") as trainer:
+        for scale in (1, 2, 1):  # larger samples than before are looked at again
+            samples = [torch.randn(scale * length, 16) for length in lengths[order]]
+            with Recorder() as recorder:
+                trainer.train_step(samples, loss_fn)
+            held = sum(each.nbytes for each in samples)
+            assert recorder.recording().peak_bytes("cpu") - held <= 10 * 2**20
+
+
+def test_a_model_that_refuses_one_row_gets_a_forecast_of_two():
+    """BatchNorm: where four rows might exceed the budget, one row is tried next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.randn(12, 4000, 64)
+
+    def loss_fn(model, x):
+        if len(x) == 1:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return mean_square(model, x.flatten(0, 1))
+
+    with trainer_of(model, memory="20MiB", probe=False) as trainer, Recorder() as recorder:
+        sizes = trainer.train_step(x, loss_fn).sizes
+    assert 1 < max(sizes) < 4
+    assert recorder.recording().peak_bytes("cpu") - x.nbytes <= 20 * 2**20

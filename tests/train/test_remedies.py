@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import memkit as mk
 from memkit.train.offload import WrittenAsideError
 from tests.helpers import assert_refused, assert_same, run_module
+from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, out_of_memory, trainer_of
 
 X = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -436,3 +438,113 @@ def test_a_unet_with_batch_normalization_inside_real_limits():
     assert all(len(sizes) > 1 for sizes in inexact["sizes"])
     assert inexact["losses"] != pytest.approx(refused["plain_losses"], rel=1e-5)
     assert any("changes the gradient" in each for each in inexact["told"])
+
+
+class Statistics(nn.Module):
+    """Statistics as frozen parameters, to which `batch_norm` writes without a new version, as in MAML's examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mean = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.var = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=self.training).relu()
+
+
+@pytest.mark.parametrize("checkpoint", [["0", "1"], {"0": "selective", "1": "selective"}, {"[01]": "offload"}])
+def test_statistics_in_frozen_parameters_are_updated_once(checkpoint):
+    def train(**settings):
+        torch.manual_seed(0)
+        model = nn.Sequential(Statistics(), Statistics(), nn.Linear(8, 1)).double()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(trained, lr=0.1), **settings) as trainer:
+            for _ in range(3):
+                trainer.train_step(torch.randn(32, 8, dtype=torch.float64), mean_square)
+        return model
+
+    same(train(checkpoint=checkpoint), train(), rtol=0, atol=0)
+
+
+class Listing(nn.Module):
+    """Overrides `parameters` by what is no iterator and takes no arguments, as MAML's examples do."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.ParameterList([nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))])
+
+    def forward(self, x):
+        return nn.functional.linear(x, *self.own)
+
+    def parameters(self):
+        return self.own
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpoint": {"0": "offload"}}, {"checkpoint": ["0"]}])
+def test_a_module_with_its_own_parameters_method_is_recovered_too(settings):
+    model = nn.Sequential(Listing(), nn.Tanh())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings) as trainer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert trainer.train_step(torch.randn(8, 8), Fails(most=4)).sizes == (4, 4)
+
+
+class Gathering(nn.Module):
+    """Gathers its results from all ranks, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make()
+
+    def forward(self, x):
+        y = self.body(x)
+        gathered = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, y.detach())
+        return y
+
+
+def gathering_worker(rank, folder):
+    join(rank, folder, num_ranks=1)
+    # The split is not checked either: it is refused, after recovery has told what it did.
+    _, _, _, told = step(once(mean_square), Gathering())
+    expected = "without recomputing blocks in backward: whether that keeps the gradient could not be checked here"
+    assert any(expected in each and "checkpoint='auto'" in each for each in told), told
+    leave()
+
+
+def once(loss_fn):
+    """Run out of memory at the first call."""
+    failures = [True]
+
+    def failing(model, x):
+        loss = loss_fn(model, x)
+        if failures:
+            failures.pop()
+            out_of_memory()
+        return loss
+
+    return failing
+
+
+def test_recomputing_that_could_not_be_checked_is_told(tmp_path):
+    spawn(gathering_worker, tmp_path, num_ranks=1)
+
+
+def test_offload_is_taken_back_once_smaller_parts_are_proven():
+    """With a ``split_fn``, a half that does not fit could not be checked; quarters can."""
+    written = []
+
+    def loss_fn(model, x):
+        if len(x) > 2:
+            mean_square(model, x)
+            out_of_memory()
+        written.append(_top_saved_tensors_default_hooks(True) is not None)
+        return mk.Loss(mean=mean_square(model, x), count=len(x))
+
+    model = make()
+    with trainer_of(model, split_fn=lambda batch, n: list(batch.chunk(n))) as trainer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            assert len(trainer.train_step(X.double(), loss_fn).sizes) == 4
+    assert not any(written[-8:])

@@ -730,3 +730,28 @@ def test_in_the_wrapper_with_micro_batches():
             trainer.step()
         found.append([each.clone() for each in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_result_written_through_data_is_refused():
+    """The plain step's backward would read what was written; a recomputed or offloaded tensor does not have it."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), torch.randn(64, 8)
+
+    def loss_fn(model, x):
+        y = model[:2](x)
+        loss = model[2:](y).square().mean()
+        y.data.clamp_(min=0)
+        return loss
+
+    def harmless(model, x):
+        y = model[:2](x)
+        loss = model[2:](y).square().mean()
+        y.data.max()  # a look
+        return loss
+
+    saved = mk.plan_training(model, x, harmless, "sgd", activation_budget=0.5, micro_batch_size=64).saved_tensors
+    treated = mk.train.treat_saved_tensors(saved)
+    with pytest.raises(mk.errors.StateError, match=r"wrote through \.data to a result of 2\.00 KiB"), treated:
+        loss_fn(model, x)
+    with treated:
+        harmless(model, x)
+    assert "data" not in vars(torch.Tensor)

@@ -447,3 +447,15 @@ def test_a_cut_of_an_earlier_step_is_not_the_reason_to_refuse(still_runs_out):
     assert sizes[0] == (4, 4)
     assert (None in sizes) == still_runs_out
     assert still_runs_out or sizes[-1] == (8,)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}])
+def test_a_loss_function_may_refer_to_itself(settings):
+    def loss_fn(model, x):
+        if len(x) > 4:
+            return (loss_fn(model, x[:4]) * 4 + loss_fn(model, x[4:]) * (len(x) - 4)) / len(x)
+        return mean_square(model, x)
+
+    with trainer_of(nn.Linear(4, 4), **settings) as trainer:
+        for _ in range(2):
+            assert trainer.train_step(torch.randn(8, 4), loss_fn).stepped

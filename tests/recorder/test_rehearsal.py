@@ -1,0 +1,226 @@
+"""What predictions, checks and retries put back: state that a loss function changes outside of the model."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from memkit._recorder.rehearsal import Attributes, content_of
+from tests.helpers import assert_same
+
+STEP, MEAN = 0, torch.zeros(())
+
+
+class Counted:
+    """Counts on its class."""
+
+    count = 0
+
+
+class Losses:
+    """Losses that depend on what each call changes, in every place where a program may keep it."""
+
+    def __init__(self):
+        global STEP
+        STEP, Counted.count = 0, 0
+        MEAN.zero_()
+        self.step, self.center = 0, torch.zeros(())
+
+    def of_global(self):
+        def loss_fn(model, x):
+            global STEP
+            STEP += 1
+            return STEP * model(x).square().mean()
+
+        return loss_fn
+
+    def of_closure(self):
+        step, mean = 0, torch.zeros(())
+
+        def loss_fn(model, x):
+            nonlocal step, mean
+            loss = model(x).square().mean()
+            step, mean = step + 1, 0.9 * mean + 0.1 * loss.detach()
+            return (step + mean) * loss
+
+        return loss_fn
+
+    def of_class(self):
+        def loss_fn(model, x):
+            Counted.count += 1
+            return Counted.count * model(x).square().mean()
+
+        return loss_fn
+
+    def of_function(self):
+        def loss_fn(model, x):
+            loss_fn.count += 1
+            return loss_fn.count * model(x).square().mean()
+
+        loss_fn.count = 0
+        return loss_fn
+
+    def of_tensor(self):
+        def loss_fn(model, x):
+            MEAN.add_(1.0)
+            return MEAN * model(x).square().mean()
+
+        return loss_fn
+
+
+PLACES = ("of_global", "of_closure", "of_class", "of_function", "of_tensor")
+
+
+def wrapper(model, optimizer, x, loss_fn, **settings):
+    return mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings)
+
+
+def checked(model, optimizer, x, loss_fn):
+    assert mk.train.check_split(model, x, loss_fn).exact is False
+    return wrapper(model, optimizer, x, loss_fn)
+
+
+def estimated(model, optimizer, x, loss_fn):
+    mk.estimate_memory_usage(model, x, loss_fn)
+    return wrapper(model, optimizer, x, loss_fn)
+
+
+def planned(model, optimizer, x, loss_fn):
+    mk.plan_training(model, x, loss_fn, optimizer, budget="1GiB")
+    return wrapper(model, optimizer, x, loss_fn)
+
+
+def advised(model, optimizer, x, loss_fn):
+    mk.advise(model, x, loss_fn, optimizer=optimizer)
+    return wrapper(model, optimizer, x, loss_fn)
+
+
+def prepared(model, optimizer, x, loss_fn):
+    return mk.prepare(model, optimizer, x, loss_fn, budget="1GiB", target="cpu")
+
+
+def budgeted(model, optimizer, x, loss_fn):
+    return wrapper(model, optimizer, x, loss_fn, memory="100MiB")
+
+
+def trained(place, make):
+    torch.manual_seed(0)
+    model, xs = nn.Linear(8, 8).double(), torch.randn(3, 32, 8, dtype=torch.float64)
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.01), getattr(Losses(), place)()
+    if make is None:
+        for x in xs:
+            optimizer.zero_grad()
+            loss_fn(model, x).backward()
+            optimizer.step()
+    else:
+        with make(model, optimizer, xs[0], loss_fn) as trainer:
+            for x in xs:
+                assert trainer.train_step(x, loss_fn).sizes == (32,)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("make", [wrapper, checked, estimated, planned, advised, prepared, budgeted])
+@pytest.mark.parametrize("place", PLACES)
+def test_training_is_that_of_the_plain_loop_wherever_a_loss_keeps_its_state(place, make):
+    assert_same(trained(place, make), trained(place, None))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_split_with_such_state_is_warned_of(place):
+    """Each micro-batch would change it once."""
+    model, loss_fn = nn.Linear(8, 8).double(), getattr(Losses(), place)()
+    trainer = wrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), None, loss_fn, accumulation_steps=2)
+    with pytest.warns(mk.errors.MemkitWarning, match="splitting the batch changes the gradient"):
+        trainer.train_step(torch.randn(32, 8, dtype=torch.float64), loss_fn)
+
+
+def test_a_changed_variable_is_named():
+    attributes = Attributes([loss_fn := Losses().of_closure()])
+    loss_fn(nn.Linear(8, 8), torch.ones(2, 8))
+    assert attributes.differ()
+    assert attributes.differences() == ["the variable mean", "the variable step"]
+    attributes.restore()
+    assert not attributes.differ()
+
+
+def test_the_content_of_large_tensors_parameters_and_buffers_is_not_copied():
+    model = nn.BatchNorm1d(4)
+    model.small, model.large = torch.zeros(4), torch.zeros(2**19)
+    held = Attributes([model], with_content=True)._tensors
+    copied = [each.tensor for each in held if each.content is not None]
+    assert [id(each) for each in copied] == [id(model.small)]
+
+
+# ---------------------------------------------------------------------------------------------------- the batch
+
+
+class Writing(nn.Module):
+    """Writes its results into its batch, as SchNetPack does, over the targets too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, batch):
+        batch["hidden"] = torch.tanh(self.first(batch["x"]))
+        batch["y"] = self.second(batch["hidden"])[:, 0]
+        return batch["y"]
+
+
+def writing_loss(model, batch):
+    y = batch["y"]
+    return (model(batch) - y).square().mean()
+
+
+@pytest.mark.parametrize("kind", [dict, collections.UserDict])
+@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}, {"memory": "100MiB"}])
+def test_a_retry_gets_the_batch_as_it_was(kind, settings):
+    def run(num_failures):
+        torch.manual_seed(0)
+        model = Writing().double()
+        failures = []  # in the second step: the first one is checked
+
+        def loss_fn(model, batch):
+            loss = writing_loss(model, batch)
+            if failures:
+                failures.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+            return loss
+
+        trainer = wrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None, **settings)
+        with trainer:
+            for number in range(3):
+                failures.extend(range(num_failures) if number == 1 else ())
+                batch = kind(x=torch.randn(8, 8).double(), y=torch.randn(8).double())
+                trainer.train_step(batch, loss_fn)
+        return list(model.parameters())
+
+    expected = run(0)
+    with pytest.warns(mk.errors.MemkitWarning, match="out of memory"):
+        found = run(2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", [mk.estimate_memory_usage, mk.advise])
+def test_a_second_pass_gets_the_batch_as_it_was(call):
+    batch = {"x": torch.randn(8, 8), "y": torch.randn(8)}
+    before = dict(batch)
+    call(Writing(), batch, writing_loss)
+    assert batch.keys() == before.keys()
+    assert all(batch[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("batch", "has_content"),
+    [
+        (torch.zeros(1), False),
+        ((torch.zeros(1), 3, "text"), False),
+        ([torch.zeros(1)], True),
+        (({"x": torch.zeros(1)}, [1]), True),
+        (collections.UserDict(x=torch.zeros(1)), True),
+    ],
+)
+def test_content_is_saved_of_what_can_be_written_to(batch, has_content):
+    assert (content_of(batch) is not None) is has_content
