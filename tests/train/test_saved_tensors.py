@@ -732,6 +732,7 @@ def test_in_the_wrapper_with_micro_batches():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*is not the planned one:memkit.errors.MemkitWarning")
 def test_a_result_written_through_data_is_refused():
     """The plain step's backward would read what was written; a recomputed or offloaded tensor does not have it."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), torch.randn(64, 8)
