@@ -20,7 +20,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.attributes import attributes_of, has_attributes, set_attributes
+from memkit._core.errors import warn_user
+from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
@@ -37,7 +39,7 @@ from memkit._torch.tensors import storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
-_SMALL_BYTES = 2**20  # of a tensor whose content is saved
+_SMALL_BYTES, _MOST_SAVED_BYTES = 2**20, 2**26  # of a tensor whose content is saved, and of all of them
 _MAX_COPIED = 100_000  # items of a list or dict that is restored
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 # Arguments that native_batch_norm writes to, although its schema does not declare it.
@@ -466,16 +468,22 @@ class Attributes:
 
     Args:
         roots: Modules, functions and other objects.
-        with_content: Whether to save the content of small tensors too, as a count or a running mean is one; not of
-            parameters and buffers.
+        with_content: Whether to save the content of tensors of up to 1 MiB too, as a count or a running mean is one; of
+            64 MiB in all, and not of parameters and buffers.
+        containers: Copies of lists and dicts, beside them.
+
+    Warns:
+        MemkitWarning: When it is restored: a larger tensor was changed in place.
     """
 
-    def __init__(self, roots: Sequence[object], *, with_content: bool = False) -> None:
+    def __init__(
+        self, roots: Sequence[object], *, with_content: bool = False, containers: Iterable[tuple[Any, Any]] = ()
+    ) -> None:
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: list[_HeldTensor] = []
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers = list(containers)
         self._seen: set[int] = set()
         modules = [each for each in roots if isinstance(each, nn.Module)]
         self._names = {id(each): name for root in modules for name, each in root.named_modules()}
@@ -486,8 +494,17 @@ class Attributes:
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
         if with_content:
-            members = {id(each) for owner, own in self._owners for each in _members(owner, own)}
-            self._tensors = [each if id(each.tensor) in members else each.with_content() for each in self._tensors]
+            self._save_content()
+
+    def _save_content(self) -> None:
+        members = {id(each) for owner, own in self._owners for each in _members(owner, own)}
+        left_bytes = _MOST_SAVED_BYTES
+        for index, held in enumerate(self._tensors):
+            if id(held.tensor) not in members and type(held.tensor) is Tensor and not held.tensor.is_inference():
+                fits = held.same.nbytes <= min(_SMALL_BYTES, left_bytes) and not held.same.is_meta
+                left_bytes -= held.same.nbytes if fits else 0
+                content = held.same.clone() if fits else None
+                self._tensors[index] = held._replace(version=version_of(held.same), content=content)
 
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
@@ -533,8 +550,15 @@ class Attributes:
             variable.restore()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
-        for held in self._tensors:
-            held.restore()
+        lost = [held.tensor for held in self._tensors if not held.restore()]
+        if lost:
+            shapes = list_some(list(dict.fromkeys(str(tuple(each.shape)) for each in lost)), 3)
+            warn_user(
+                "A run of memkit's own, of which nothing should stay, has changed a tensor in place that the loss "
+                f"function or the model holds as a plain attribute, and that is too large to be saved beforehand: of "
+                f"the shape {shapes}. It stays changed. Way out: make it a buffer of a module, or write "
+                "x = x + y instead of x += y."
+            )
 
     def differ(self) -> bool:
         """Return whether any attribute has changed."""
@@ -606,11 +630,7 @@ def content_of(batch: Any) -> Attributes | None:
     containers: list[tuple[Any, Any]] = []
     if not _is_plain(batch, containers):
         return Attributes([batch])
-    if not containers:
-        return None
-    content = Attributes(())
-    content._containers = containers  # noqa: SLF001 - its own: the search takes longer than a small step may
-    return content
+    return Attributes((), containers=containers) if containers else None
 
 
 def _is_plain(value: Any, containers: list[tuple[Any, Any]]) -> bool:
@@ -665,26 +685,23 @@ class _HeldTensor(NamedTuple):
     version: int | None = None
     content: Tensor | None = None
 
-    def with_content(self) -> _HeldTensor:
-        same = self.same
-        if type(self.tensor) is not Tensor or same.nbytes > _SMALL_BYTES or same.is_meta or same.is_inference():
-            return self
-        return self._replace(version=version_of(same), content=same.clone())
-
     def has_changed(self) -> bool:
         is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
         if not is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
             return True
         return self.version is not None and version_of(self.same) != self.version
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
+        """Restore all of it; False if its content has changed and was not saved."""
         if not self.has_changed():
-            return
-        if self.content is not None:
-            with torch.no_grad():
-                self.same.data.copy_(self.content)
+            return True
         if self.tensor.data_ptr() != self.same.data_ptr() or self.tensor.shape != self.same.shape:
             self.tensor.data = self.same
+        if self.version is None or version_of(self.same) == self.version:
+            return True
+        if self.content is not None:
+            self.same.data.copy_(self.content)
+        return self.content is not None
 
 
 def _assigned_in(kind: type) -> Iterator[_Variable]:

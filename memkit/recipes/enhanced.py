@@ -17,7 +17,6 @@ from memkit._core.units import parse_bytes
 from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit._recovery.sizes import SizeMemory
-from memkit._torch.autocast import without_gradients
 from memkit.memory.manager import MemoryManager
 from memkit.recipes.foreign import Counters, diffusion_losses, images_and_condition, stateful_parts
 from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
@@ -27,7 +26,7 @@ from memkit.recipes.stopping import StopSignal
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, validate
 from memkit.recipes.words import ENHANCED_ABSENT, ENHANCED_WORDS
 from memkit.train.evaluation import Evaluation
-from memkit.train.models import device_of, eval_mode
+from memkit.train.models import device_of, evaluating
 
 _LOGGER = logging.getLogger("memkit")
 _CALL = "create_enhanced_train_loop(...)"
@@ -384,7 +383,7 @@ def _validation(
 
     def run() -> dict[str, Any] | None:
         evaluate = Evaluation(model, sizes, can_split=True)
-        with eval_mode(model), without_gradients():
+        with evaluating(model):
             return validate(
                 evaluate, batches, fn, device=device, reducers=reducers, should_stop=lambda: stop.has_arrived
             )

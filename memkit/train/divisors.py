@@ -366,13 +366,13 @@ def _in_step(group: Sequence[Note]) -> list[list[Term]]:
     samples: a mean of their means. Without counts, the number of items is unknown.
     """
     kinds = [Counter(each.operators for each in terms) for _, terms in group]
-    weights = [weight for weight, _ in group]
     columns: list[list[Term]] = []
     for kind, number in kinds[0].items():
-        is_alike = all(each[kind] == number for each in kinds)
-        if is_alike and (number == 1 or not any(_may_be_of_samples(number, weight) for weight in weights)):
-            of_kind = [[each for each in terms if each.operators == kind] for _, terms in group]
-            columns += [list(column) for column in zip(*of_kind, strict=True)]
+        if not all(each[kind] == number for each in kinds):
+            continue
+        if number == 1 or not any(_may_be_of_samples(number, weight) for weight, _ in group):
+            of_kind = [each for _, terms in group for each in terms if each.operators == kind]
+            columns += [of_kind[place::number] for place in range(number)]
     return columns
 
 

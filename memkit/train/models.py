@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memkit._core.errors import warn_user
+from memkit._torch.autocast import without_gradients
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import missing_for_lockstep
 
@@ -60,12 +61,20 @@ def has_lazy_parameters(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for the block, then restore every module's mode."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients, for the block; then restore every module's mode."""
     modes = training_modes(model)
     model.eval()
     try:
-        yield
+        with without_gradients():
+            yield
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            error.add_note(
+                "memkit: validation runs without gradients. Way out: compute what needs them, such as forces, within "
+                "`with torch.enable_grad():` in the validation function, and return detached tensors."
+            )
+        raise
     finally:
         restore_modes(modes)
 

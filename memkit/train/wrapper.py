@@ -23,7 +23,6 @@ from memkit._recovery.batch import Attempt, BatchRun, SingleProcess
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
 from memkit._tape.plan import SavedTensorPlan
-from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import count_graphs
 from memkit.train.blocks import Choice
 from memkit.train.checkpointing import Checkpointing
@@ -41,7 +40,7 @@ from memkit.train.evaluation import Evaluation, EvaluationBlock
 from memkit.train.forecast import PartPlanner
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
-from memkit.train.models import device_of, eval_mode, exchanges_statistics
+from memkit.train.models import device_of, evaluating, exchanges_statistics
 from memkit.train.offload import make_offload, read_offload
 from memkit.train.owners import check_owner, list_optimizers, read_model
 from memkit.train.precision import Precision, PrecisionName
@@ -586,7 +585,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[Evaluation]:
         can_split = self._remedies is not None and self._split_fn is None and self._sum.shards is None
-        with eval_mode(self.model), without_gradients(), self.autocast():
+        with evaluating(self.model), self.autocast():
             yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
 
     def state_dict(self) -> dict[str, Any]:

@@ -224,3 +224,19 @@ def test_a_second_pass_gets_the_batch_as_it_was(call):
 )
 def test_content_is_saved_of_what_can_be_written_to(batch, has_content):
     assert (content_of(batch) is not None) is has_content
+
+
+def test_large_tensors_that_a_trial_changes_are_told_of():
+    """A copy of a replay buffer for each trial would cost more than the trial."""
+    large, small = torch.zeros(2**19), torch.zeros(4)
+
+    def loss_fn(model, x):
+        large.add_(1.0)
+        small.add_(1.0)
+        return model(x).square().mean()
+
+    model = nn.Linear(4, 4)
+    trainer = wrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None, memory="100MiB")
+    with pytest.warns(mk.errors.MemkitWarning, match=r"changed a tensor in place .* of the shape \(524288,\)"):
+        trainer.train_step(torch.ones(8, 4), loss_fn)
+    assert float(small.max()) == 1.0

@@ -160,3 +160,27 @@ def test_a_module_that_works_in_train_gets_back_by_it(rows, is_frozen):
     assert (model[0].is_merged, model[1][1].is_merged) == (False, is_frozen)
     trainer.train_step(rows, mean_square)
     assert model[0].adapter.grad is None or model[0].adapter.grad.abs().sum() > 0
+
+
+def forces(model, x):
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    return gradient
+
+
+def forces_with_gradients(model, x):
+    with torch.enable_grad():
+        return forces(model, x).detach()
+
+
+def test_an_evaluation_that_needs_gradients_says_how():
+    """Forces are gradients of the energy: a force field needs them in validation too."""
+    model, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4, 3)
+    trainer = trainer_of(model)
+    with pytest.raises(RuntimeError, match="does not require grad") as caught, trainer.evaluation() as evaluate:
+        evaluate(x, forces)
+    assert any("with torch.enable_grad():" in each for each in caught.value.__notes__)
+    assert model.training
+    with trainer.evaluation() as evaluate:
+        found = evaluate(x, forces_with_gradients)
+    torch.testing.assert_close(found, forces(model, x))
