@@ -74,9 +74,10 @@ class Remedy:
         """The settings as arguments of the wrapper."""
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
 
-    def full_code(self, precision: str | None = None) -> str:
-        """Return all the code to write; ``precision`` is the one that the wrapper must keep."""
-        given = ", ".join(["model", "optimizer", *([f"{precision=}"] if precision else []), self.arguments])
+    def full_code(self, precision: str | None = None, *, is_packed: bool = False) -> str:
+        """Return all the code to write; ``precision`` is the one that the wrapper must keep, as is a ``split_fn``."""
+        kept = [f"{precision=}"] * bool(precision) + ["split_fn=split_fn"] * is_packed
+        given = ", ".join(["model", "optimizer", *kept, self.arguments])
         wrapper = f"mk.MemoryEfficientTrainingWrapper({given})" if self.settings else ""
         return "\n".join(filter(None, (wrapper, self.code)))
 

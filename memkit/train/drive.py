@@ -19,7 +19,16 @@ from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
 from memkit.train.samples import SampleList, doubt_of_columns, mark_samples, unmark_samples
-from memkit.train.split import SplitFn, Surveyor, check_batch, cut_batch, has_no_rows, list_tensors, survey_packed
+from memkit.train.split import (
+    SplitFn,
+    Surveyor,
+    check_batch,
+    cut_batch,
+    has_no_rows,
+    list_tensors,
+    rows_left_out,
+    survey_packed,
+)
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
@@ -246,4 +255,12 @@ class BatchDriver:
             if is_due and self._split_fn is None:
                 self._split_watch.say(f"{self._means.call}: {doubt}", "columns")
         pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
+        if self._split_fn is not None and num_parts > 1:
+            left_out = rows_left_out(part.data, [data for data, _ in pieces])
+            if left_out:
+                self._split_watch.say(
+                    f"{self._means.call}: the parts that split_fn returns have {left_out}. Unless these are padding, "
+                    "they are not trained on. Way out: return parts that together have all rows.",
+                    "left out",
+                )
         return [Part(data, size) for data, size in pieces]

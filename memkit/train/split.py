@@ -270,14 +270,28 @@ def _totals(batch: Any, parts: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
     if isinstance(batch, list) and all(isinstance(part, list) for part in parts):
         yield "entries", len(batch), sum(map(len, parts))
         return
-    whole, *found = ([each for each in list_tensors(one) if each.dim()] for one in (batch, *parts))
-    if not whole or any(len(each) != len(whole) for each in found):
-        return
-    rows = [_num_rows(*each) for each in zip(whole, *found, strict=True)]
-    before, now = min(rows, key=lambda each: each[1] - each[0])
+    whole, rows = _rows_of_parts(batch, parts)
+    before, now = min(rows, key=lambda each: each[1] - each[0], default=(0, 0))
     is_less = now < before
     if is_less and all(less < more or _are_starts(each, rows) for each, (more, less) in zip(whole, rows, strict=True)):
         yield "rows", before, now
+
+
+def _rows_of_parts(batch: Any, parts: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Return a batch's tensors, and for each its rows and those of its parts together; none if parts have others."""
+    whole, *found = ([each for each in list_tensors(one) if each.dim()] for one in (batch, *parts))
+    if not whole or any(len(each) != len(whole) for each in found):
+        return [], []
+    return whole, [_num_rows(*each) for each in zip(whole, *found, strict=True)]
+
+
+def rows_left_out(batch: Any, parts: Sequence[Any]) -> str:
+    """Describe the rows of a tensor that are in none of the parts, where other tensors are complete; or ""."""
+    whole, rows = _rows_of_parts(batch, parts)
+    for tensor, (before, now) in zip(whole, rows, strict=True):
+        if now < before and not _are_starts(tensor, rows):
+            return f"{now} of {before} rows of a tensor of the shape {tuple(tensor.shape)}"
+    return ""
 
 
 def _count_graphs(graphs: Any) -> dict[str, int]:

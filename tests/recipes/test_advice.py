@@ -404,3 +404,29 @@ def test_sparse_gradients_are_compared_too():
     compared = [each for each in advices if each.difference is not None]
     assert compared
     assert all(each.difference < 1e-5 for each in compared)
+
+
+def test_a_packed_batch_is_split_by_the_users_function():
+    """Boxes name their image in the first column."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 4))
+    images, boxes = torch.randn(256, 64), torch.rand(768, 5)
+    boxes[:, 0] = torch.arange(768) // 3
+
+    def split(batch, n):
+        """By sizes alone: there is no data in a prediction."""
+        firsts = [3 * len(batch[0]) // n * each for each in range(n)]
+        parts = zip(batch[0].chunk(n), batch[1].chunk(n), firsts, strict=True)
+        return [(images, boxes - torch.tensor([first // 3, 0, 0, 0, 0])) for images, boxes, first in parts]
+
+    def loss_fn(model, batch):
+        images, boxes = batch
+        return mk.Loss(mean=(model(images)[boxes[:, 0].long()] - boxes[:, 1:]).square().mean(), count=len(boxes))
+
+    plain = mk.advise(model, (images, boxes), loss_fn)
+    assert not any("micro-batches" in each.name for each in plain)
+    assert any("pass split_fn=" in each.status for each in plain)
+    advice = mk.advise(model, (images, boxes), loss_fn, split_fn=split)
+    (found,) = [each for each in advice if each.name == "4 micro-batches"]
+    assert found.status == "verified"
+    assert "split_fn=split_fn, accumulation_steps=4" in found.change

@@ -1,5 +1,6 @@
 """Short names of precisions, presets in one step, scalers of the user's own, and gradients that can be looked at."""
 
+import contextlib
 import copy
 import inspect
 import warnings
@@ -253,3 +254,24 @@ class TestGradientsSeen:
         trainer.train_step(rows(), mean_square)
         after = nn.utils.parameters_to_vector(model.parameters()).detach()
         assert torch.equal(after, parameters_after(1))
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_rows_that_a_split_fn_leaves_out_of_one_tensor_are_told_of(dropped):
+    """If it left out rows of all tensors, it would be refused; of one they may be padding."""
+    images, boxes = torch.randn(8, 4), torch.rand(24, 4)
+
+    def split(batch, n):
+        parts = zip(batch[0].chunk(n), batch[1].chunk(n), strict=True)
+        return [(images, boxes[: len(boxes) - dropped]) for images, boxes in parts]
+
+    def loss_fn(model, batch):
+        images, boxes = batch
+        loss = model(images).square().mean() + model(boxes).square().mean()
+        return mk.Loss(mean=loss, count=len(images))
+
+    trainer = trainer_of(nn.Linear(4, 4), split_fn=split, accumulation_steps=2, probe=False)
+    text = r"the parts that split_fn returns have 22 of 24 rows of a tensor of the shape \(24, 4\)"
+    with pytest.warns(mk.errors.MemkitWarning, match=text) if dropped else contextlib.nullcontext():
+        for _ in range(2):
+            assert trainer.train_step((images, boxes), loss_fn).num_microbatches == 2

@@ -28,6 +28,7 @@ from memkit.predict.words import ADVICE_WORDS
 from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.recipes.advice.remedies import AppliedRemedy, Case, find_remedies, in_turn, no_change, takes_foreach
 from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, StepChange, Training, observe_step
+from memkit.train.split import SplitFn
 
 _WORTH_TELLING = 0.01  # of the peak
 _WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
@@ -49,6 +50,7 @@ def advise(
     target: str | GPU = "cpu",
     budget: CapacityLike | None = None,
     changes_model: bool = False,
+    split_fn: SplitFn | None = None,
     fewer_edges: Callable[[Any], Any] | None = None,
     selected_fraction: float | None = None,
 ) -> AdviceTable:
@@ -73,6 +75,7 @@ def advise(
             always on the CPU.
         budget: Bytes, text such as ``"8GiB"``, or a GPU; None for the memory of the target, if that is a GPU.
         changes_model: Whether to suggest a smaller model too, which would have to be retrained.
+        split_fn: Splits a packed batch, as for `MemoryEfficientTrainingWrapper`; None splits rows.
         fewer_edges: Removes edges from a batch, for example with `sample_edges`, and returns the new batch.
         selected_fraction: As for `estimate_memory_usage`.
 
@@ -110,7 +113,7 @@ def advise(
             expected="None or 'bf16-mixed'",
             fix="write precision='bf16-mixed'." if is_mixed else "write precision=None: the step uses no autocast.",
         )
-    training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction)
+    training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction, split_fn)
     trial = _Trial(training, target, budget)
     if trial.plain.estimate is not None:
         warn_of_doubts("advise", trial.plain.estimate)
@@ -162,7 +165,7 @@ class _Trial:
         """Predict and measure the effect of a remedy; None if it saves too little to report."""
         advice = Advice(
             name=remedy.entry.name,
-            change=remedy.entry.full_code(self._training.precision),
+            change=remedy.entry.full_code(self._training.precision, is_packed=self._training.split_fn is not None),
             effect=remedy.entry.effect,
             exact=remedy.entry.exact is True,
             status="verified",

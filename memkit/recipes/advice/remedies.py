@@ -108,7 +108,9 @@ class Case:
     @property
     def obstacle(self) -> str:
         """Why the wrapper cannot run the step; empty if it can."""
-        return "" if self.num_rows else "the wrapper cannot determine the rows of this batch; it needs a split_fn"
+        if self.num_rows or self.training.split_fn is not None:
+            return ""
+        return "the wrapper cannot determine the rows of this batch; pass split_fn=..."
 
 
 def find_remedies(case: Case) -> list[AppliedRemedy]:
@@ -123,7 +125,7 @@ def _microbatches(case: Case) -> Iterator[AppliedRemedy]:
     mixing = scan_modules(case.training.model)
     obstacle = f"{mixing[0]} normalizes over the rows, and would see only those of one part" if mixing else ""
     for num_parts in (2, 4):
-        if (case.num_rows or 0) < num_parts:
+        if case.training.split_fn is None and (case.num_rows or 0) < num_parts:
             return
         filled = remedy("micro_batches").filled(settings={"accumulation_steps": num_parts}, parts=num_parts)
         yield AppliedRemedy(filled, obstacle=obstacle)

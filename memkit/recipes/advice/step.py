@@ -36,6 +36,7 @@ from memkit._simulation.tensors import StandIns, StorageCopies
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.speeds import num_flops
+from memkit.train.split import SplitFn
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 AdvicePrecision: TypeAlias = Literal["bf16-mixed"] | None
@@ -51,6 +52,7 @@ class Training:
     optimizer: str | MakeOptimizer | Optimizer
     precision: AdvicePrecision
     selected_fraction: float | None
+    split_fn: SplitFn | None = None
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class AdvisedStep:
         make_optimizer: Called with the parameters once all remedies are applied.
         settings: Settings of the wrapper that runs the step; if empty, a plain loop runs it.
         has_data: Whether the tensors have values.
+        split_fn: The wrapper's; None for a batch with rows.
     """
 
     model: nn.Module
@@ -71,13 +74,14 @@ class AdvisedStep:
     precision: AdvicePrecision
     device_type: str
     has_data: bool
+    split_fn: SplitFn | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, optimizer: Optimizer, stack: ExitStack) -> Callable[[], object]:
         """Return a function that runs the whole step once."""
         if not self.settings:
             return lambda: self._run_plainly(optimizer)
-        settings: dict[str, Any] = {"precision": self.precision} | self.settings
+        settings: dict[str, Any] = {"precision": self.precision, "split_fn": self.split_fn} | self.settings
         # The probe is for the first batch and not part of a warm step.
         trainer = MemoryEfficientTrainingWrapper(self.model, optimizer, probe=False, **settings)
         stack.callback(trainer.close)
@@ -159,7 +163,10 @@ def _observe(
     has_data, device_type = isinstance(simulation.place, RealHost), simulation.place.device_type
     first = simulation.first_watch()
     with ExitStack() as stack:
-        step = AdvisedStep(model, batch, loss_fn, optimizer_maker(optimizer), training.precision, device_type, has_data)
+        make = optimizer_maker(optimizer)
+        step = AdvisedStep(
+            model, batch, loss_fn, make, training.precision, device_type, has_data, split_fn=training.split_fn
+        )
         seen = _Seen(model, has_data=has_data)  # before names change
         change(step, stack)
         made = step.make_optimizer(step.model.parameters())
