@@ -417,8 +417,8 @@ class Recorder(LeanDispatchMode):
                 self._note_all((out,), func, place)
         if is_special and id(func) in _ACCUMULATIONS:
             node = current_node()
-            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-                self.label(out, "gradient")
+            if node is not None and type(node).__name__ == "AccumulateGrad":
+                self._label_gradient(out)
         if beneath is not None:
             self._operator = func
             bound = beneath.run_inside(func, args, kwargs or {}, out)
@@ -704,6 +704,13 @@ class Recorder(LeanDispatchMode):
                 number = self._note(part, None, None)
                 if number is not None:
                     self._categorize(number, category, module)
+
+    def _label_gradient(self, tensor: Any) -> None:
+        block = self._blocks.get(id(_storage_of(tensor))) if type(tensor) is Tensor else None
+        if block is None or self._marks is not None:
+            self.label(tensor, "gradient")
+        else:
+            self._categories.setdefault(block.number, "gradient")
 
     def _are_labeled(self, tensors: Sequence[Tensor], *, with_module: bool) -> bool:
         """Whether all tensors have a label, as in most steps: without a step of Python for each."""
