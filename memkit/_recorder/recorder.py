@@ -706,7 +706,9 @@ class Recorder(LeanDispatchMode):
                     self._categorize(number, category, module)
 
     def _label_gradient(self, tensor: Any) -> None:
-        block = self._blocks.get(id(_storage_of(tensor))) if type(tensor) is Tensor else None
+        block = None
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            block = self._blocks.get(id(_storage_of(tensor)))
         if block is None or self._marks is not None:
             self.label(tensor, "gradient")
         else:
