@@ -400,7 +400,7 @@ class Recorder(LeanDispatchMode):
                 self._note_all((value,), None, None)
         if kwargs and not _NO_TENSORS.issuperset(map(type, kwargs.values())):
             self._note_all(kwargs.values(), None, None)
-        if beneath is not None and known and type(known[0]) in _PLAIN and func.is_view:
+        if beneath is not None and known and type(known[0]) in _PLAIN and kernel is not func and func.is_view:
             self._alias(known[0], out)
         if reused is not None:
             self._reuse(reused, out)

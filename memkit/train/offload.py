@@ -143,10 +143,11 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         for whole in () if self._reads is None else self._reads.written():
             storage = whole.untyped_storage()
             for record in self._moved_of(storage):
-                if record.store is not None:
-                    record.store.release(record.handle)
+                store, handle = record.store, record.handle
                 self._write(record, whole)
                 record.later = []
+                if store is not None:
+                    store.release(handle)
 
     def has_moved(self, tensor: torch.Tensor) -> bool:
         """Whether bytes of a tensor's storage were moved out."""
@@ -219,7 +220,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self.held_bytes -= record.num_bytes
 
     def _write(self, record: _Record, original: torch.Tensor) -> None:
-        record.store, store = None, self._store_for(original)
+        store = self._store_for(original)
         record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
         record.store = store  # a write that failed has nothing to release
         record.checksum = None if _compares_in_backward(original) else _checksum(original, record)
