@@ -94,7 +94,7 @@ class GradientAccumulator(Uncopied, Closing):
         self._accumulation_steps = _check_steps(accumulation_steps, optimizer)
         _check_model(model)
         self._objective = objective
-        self._weights = WeightCheck() if check_weights and objective == "mean" else None
+        self._weights = WeightCheck(self._accumulation_steps) if check_weights and objective == "mean" else None
         self._sum = GradientSum(
             optimizer,
             max_grad_norm=max_grad_norm,

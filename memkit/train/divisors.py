@@ -260,9 +260,14 @@ def _stacked(table: Sequence[Sequence[Factor]], device: torch.device | None = No
 
 
 class WeightCheck:
-    """Warns of accumulator groups whose gradient is not the mean over their items, as far as the graphs show."""
+    """Warns of accumulator groups whose gradient is not the mean over their items, as far as the graphs show.
 
-    def __init__(self) -> None:
+    Args:
+        accumulation_steps: Micro-batches of a group.
+    """
+
+    def __init__(self, accumulation_steps: int) -> None:
+        self._accumulation_steps = accumulation_steps
         self._divisors = DivisorWatch()
         self._group: list[Note] = []
         self._has_warned_of_weights = self._has_checked_norms = False
@@ -304,7 +309,15 @@ class WeightCheck:
         """Warn, once, if the group's losses are sums, or were divided by something not proportional to the weights."""
         if self._has_warned_of_weights:
             return
-        if _are_sums(self._group):
+        if _are_divided(self._group, self._accumulation_steps):
+            self._has_warned_of_weights = True
+            number = self._accumulation_steps
+            warn_user(
+                f"GradientAccumulator: each loss of a group was divided by {number}, its number of micro-batches. The "
+                f"accumulator does that by itself, so gradients are {number} times smaller than the whole batch's. Way "
+                f"out: remove `/ {number}` from the loss. If it is the loss's own divisor, pass check_weights=False."
+            )
+        elif _are_sums(self._group):
             self._has_warned_of_weights = True
             warn_user(
                 f"GradientAccumulator: the group's gradient is neither the mean's nor the sum's. {SUM_IS_AVERAGED}: "
@@ -318,6 +331,18 @@ class WeightCheck:
                 "tokens, class weights), but no counts gave these numbers, so the group's gradient is not the mean "
                 "over its items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss."
             )
+
+
+def _are_divided(group: Sequence[Note], number: int) -> bool:
+    """Return whether the last operator of each loss divided it by this number."""
+    terms = [each for _, terms in group for each in terms]
+    return number > 1 and bool(terms) and all(_is_divided(each, number) for each in terms)
+
+
+def _is_divided(term: Term, number: int) -> bool:
+    is_scaled = term.operators[0].startswith(("DivBackward", "MulBackward"))
+    factor = term.factors[0] if is_scaled and term.factors else None
+    return isinstance(factor, (int, float)) and math.isclose(factor, number, rel_tol=_TOLERANCE)
 
 
 def _are_sums(group: Sequence[Note]) -> bool:

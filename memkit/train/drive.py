@@ -211,7 +211,11 @@ class BatchDriver:
         if self._split_watch.is_simulated:
             remedies.settle(is_equal=True)
             return
-        ways = ways_to_cut(run.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
+        try:
+            ways = ways_to_cut(run.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
+        except InputError as error:  # an object that cannot be cut; it need not be, if another remedy suffices
+            remedies.settle(is_equal=None, reason=f"a few rows cannot be taken of the batch: {error.got}")
+            return
         verdict = yield from self._examine([once(each) for each in ways], loss_fn, around_whole=remedies.suspended)
         remedies.settle(is_equal=verdict.exact, reason=verdict.reason)
 

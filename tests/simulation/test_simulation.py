@@ -370,3 +370,18 @@ def test_small_buffers_are_on_the_card_too(value):
     estimate = mk.estimate_memory_usage(model, x, mean_square, optimizer=optimizer, target="RTX 4090")
     made = mk.estimate_memory_usage(model, x, mean_square, optimizer="adam", target="RTX 4090")
     assert estimate.peak_bytes == made.peak_bytes
+
+
+def test_rows_of_a_data_set_on_the_host_count_as_these_rows_on_a_card():
+    """`.to("cuda")` copies what a view shows; on the CPU the whole data set is held."""
+    data, labels = torch.randn(4096, 256), torch.zeros(16, 256)
+    model = nn.Linear(256, 256)
+
+    def loss_fn(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def peak_bytes(x, target):
+        return mk.estimate_memory_usage(model, (x, labels), loss_fn, optimizer="sgd", target=target).peak_bytes
+
+    assert peak_bytes(data[:16], "RTX 4090") == peak_bytes(data[:16].clone(), "RTX 4090")
+    assert peak_bytes(data[:16], "cpu") - peak_bytes(data[:16].clone(), "cpu") == data[16:].nbytes

@@ -290,3 +290,18 @@ def test_terms_of_one_kind_are_matched_by_their_place_unless_there_is_one_for_ea
             y = layer(torch.randn(4, 4))
             accumulator.backward(y.square().mean() + y[:number].square().mean(), count=count)
             accumulator.step()
+
+
+@pytest.mark.parametrize(
+    ("scale", "warns"),
+    [(lambda x: x / 4, True), (lambda x: x * 0.25, True), (lambda x: x / 3, False), (lambda x: x, False)],
+)
+def test_losses_that_were_already_divided_by_the_number_of_micro_batches_are_told_of(scale, warns):
+    """The loop by hand needs that division; the accumulator divides by itself."""
+    layer = nn.Linear(4, 1)
+    accumulator = GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1), accumulation_steps=4)
+    check = pytest.warns(MemkitWarning, match="4 times smaller than the whole batch's") if warns else nullcontext()
+    with check:
+        for part in torch.randn(16, 4).split(4):
+            accumulator.backward(scale(layer(part).square().mean()), count=len(part))
+            accumulator.step()

@@ -548,3 +548,28 @@ def test_offload_is_taken_back_once_smaller_parts_are_proven():
         for _ in range(3):
             assert len(trainer.train_step(X.double(), loss_fn).sizes) == 4
     assert not any(written[-8:])
+
+
+class Nested:
+    """A tensor and its mask in an object of the user's, as DETR's collate function makes one."""
+
+    def __init__(self, tensor, mask):
+        self.tensor, self.mask = tensor, mask
+
+
+def test_a_batch_that_cannot_be_cut_is_recovered_without_a_check():
+    """Recomputing blocks is checked on a few rows, which cannot be taken of it."""
+    _, result, blocks, told = step_of_an_object(once(lambda model, batch: mean_square(model, batch.tensor)))
+    assert (result.num_ooms, blocks) == (1, ())
+    assert any("a few rows cannot be taken of the batch: a Nested in it" in each for each in told)
+
+
+def step_of_an_object(loss_fn):
+    model = make()
+    batch = Nested(X.double(), torch.ones(8, dtype=torch.bool))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with trainer_of(model) as trainer:
+            result = trainer.train_step(batch, loss_fn)
+            blocks = trainer.checkpointed_blocks
+    return model, result, blocks, [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]

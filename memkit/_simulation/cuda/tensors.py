@@ -112,8 +112,10 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         return self._placed(func, types, args, kwargs, out)
 
     def without_data(self, tensor: Tensor) -> Tensor:
-        """Make a stand-in on the GPU."""
-        return self.fake(self.copies.view(tensor, "meta"), _LAZY)
+        """Make a stand-in on the GPU. Of a part of a host tensor, such as rows of a data set, only that is copied."""
+        is_part = tensor.device.type == "cpu" and tensor.nbytes < tensor.untyped_storage().nbytes()
+        meta = torch.empty_like(tensor, device="meta") if is_part else self.copies.view(tensor, "meta")
+        return self.fake(meta, _LAZY)
 
     @contextmanager
     def standing_in(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
