@@ -33,7 +33,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
-from memkit._torch.modules import BUFFERS, PARAMETERS, STATE, members_of
+from memkit._torch.modules import BUFFERS, STATE, members_of
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import storage_key, version_of
 
@@ -468,8 +468,9 @@ class Attributes:
 
     Args:
         roots: Modules, functions and other objects.
-        with_content: Whether to save the content of tensors of up to 1 MiB too, as a count or a running mean is one; of
-            64 MiB in all, and not of parameters and buffers.
+        content: ``"versions"``: also watch whether tensors change in place, buffers excepted. ``"saved"``: also save
+            the content of those of up to 1 MiB, as a count, a running mean or a small teacher has; of 64 MiB in all,
+            and not of parameters that are trained.
         containers: Copies of lists and dicts, beside them.
 
     Warns:
@@ -477,7 +478,11 @@ class Attributes:
     """
 
     def __init__(
-        self, roots: Sequence[object], *, with_content: bool = False, containers: Iterable[tuple[Any, Any]] = ()
+        self,
+        roots: Sequence[object],
+        *,
+        content: Literal["versions", "saved"] | None = None,
+        containers: Iterable[tuple[Any, Any]] = (),
     ) -> None:
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
@@ -493,18 +498,20 @@ class Attributes:
             if id(value) not in self._seen and _may_hold_state(value):
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
-        if with_content:
-            self._save_content()
+        if content is not None:
+            self._watch_content(is_saved=content == "saved")
 
-    def _save_content(self) -> None:
-        members = {id(each) for owner, own in self._owners for each in _members(owner, own)}
-        left_bytes = _MOST_SAVED_BYTES
+    def _watch_content(self, *, is_saved: bool) -> None:
+        buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
+        left_bytes = _MOST_SAVED_BYTES if is_saved else 0
         for index, held in enumerate(self._tensors):
-            if id(held.tensor) not in members and type(held.tensor) is Tensor and not held.tensor.is_inference():
-                fits = held.same.nbytes <= min(_SMALL_BYTES, left_bytes) and not held.same.is_meta
-                left_bytes -= held.same.nbytes if fits else 0
-                content = held.same.clone() if fits else None
-                self._tensors[index] = held._replace(version=version_of(held.same), content=content)
+            if id(held.tensor) in buffers or held.tensor.is_inference():
+                continue
+            is_trained = isinstance(held.tensor, nn.Parameter) and held.tensor.requires_grad
+            fits = held.same.nbytes <= min(_SMALL_BYTES, left_bytes) and not (held.same.is_meta or is_trained)
+            left_bytes -= held.same.nbytes if fits else 0
+            content = held.same.clone() if fits else None
+            self._tensors[index] = held._replace(version=version_of(held.same), content=content)
 
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
@@ -555,9 +562,9 @@ class Attributes:
             shapes = list_some(list(dict.fromkeys(str(tuple(each.shape)) for each in lost)), 3)
             warn_user(
                 "A run of memkit's own, of which nothing should stay, has changed a tensor in place that the loss "
-                f"function or the model holds as a plain attribute, and that is too large to be saved beforehand: of "
-                f"the shape {shapes}. It stays changed. Way out: make it a buffer of a module, or write "
-                "x = x + y instead of x += y."
+                f"function or the model holds, and that is too large to be saved beforehand: of the shape {shapes}. It "
+                "stays changed. Way out: make it a buffer of a module, write x = x + y instead of x += y, or change it "
+                "after the step."
             )
 
     def differ(self) -> bool:
@@ -713,11 +720,9 @@ def _assigned_in(kind: type) -> Iterator[_Variable]:
                     yield _Variable(name, base, value)
 
 
-def _members(owner: object, attributes: Mapping[str, Any]) -> Iterator[object]:
-    """Yield the parameters and buffers of a module."""
-    if isinstance(owner, nn.Module):
-        for name in (PARAMETERS, BUFFERS):
-            yield from attributes.get(name, {}).values()
+def _buffers(owner: object, attributes: Mapping[str, Any]) -> Iterable[object]:
+    """Return the buffers of a module, which are watched by themselves."""
+    return attributes.get(BUFFERS, {}).values() if isinstance(owner, nn.Module) else ()
 
 
 def _content_of(cell: types.CellType) -> Any:

@@ -68,7 +68,9 @@ class StateWatch:
 
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
-        return Attributes([self.loss_fn], with_content=True) if is_trial or self._watches_attributes else None
+        if is_trial:
+            return Attributes([self.loss_fn], content="saved")
+        return Attributes([self.loss_fn], content="versions") if self._watches_attributes else None
 
     def learn_of_held(self, held: Attributes) -> None:
         """Compare with what was saved before a completed forward."""

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from memkit._core.errors import ConfigError, InputTypeError, warn_user
 from memkit._core.protocols import SimulatedGpu
+from memkit._gradients.closures import refuse_closure
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
 from memkit._machine import random_state
 from memkit._machine.devices import allocator_settings
@@ -427,7 +428,7 @@ def simulate(
         StateError: Some object holds a tensor without data and cannot be made to release it.
     """
     roots = values if roots is None else roots
-    before = Attributes(list(roots), with_content=True)
+    before = Attributes(list(roots), content="saved")
     # Networks and tensors in objects that the loss function holds, which are not among the values.
     holders = before.holders()
 
@@ -636,6 +637,7 @@ def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer
         InputTypeError: It is not a name, class, factory or optimizer.
     """
     if isinstance(optimizer, Optimizer):
+        refuse_closure(optimizer, f"optimizer={type(optimizer).__name__}(...)")
         return lambda _: optimizer
     if isinstance(optimizer, str):
         maker = _NAMES.get(optimizer.lower())
@@ -656,4 +658,10 @@ def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer
             expected="a name, a class, a function of the parameters, or an Optimizer",
             fix="pass for example 'adamw', or lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9).",
         )
-    return optimizer
+
+    def make(parameters: Any) -> Optimizer:
+        made = optimizer(parameters)
+        refuse_closure(made, f"optimizer={getattr(optimizer, '__name__', optimizer)}")
+        return made
+
+    return make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ _WEIGHTS = "weights of rows"  # last operator of a term that ends in weights
 _KEEPING = ("Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Index", "Neg")  # below a sum: no weights
 _WEIGHING = ("Mul", "Div", "Dot")
 _MAX_TERMS = 8  # losses with more terms are not analyzed
+
+_OPERATORS = attrgetter("operators")
 
 Factor = float | Tensor
 
@@ -229,6 +232,8 @@ class DivisorWatch:
         """
         if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
             return False
+        if _lacks_terms(group):
+            return True
         with without_modes(), torch.no_grad():
             columns = [[_divisor(each, number) for number, each in enumerate(terms)] for terms in _in_step(group)]
             if not columns:
@@ -399,6 +404,26 @@ def _in_step(group: Sequence[Note]) -> list[list[Term]]:
             of_kind = [each for _, terms in group for each in terms if each.operators == kind]
             columns += [of_kind[place::number] for place in range(number)]
     return columns
+
+
+def _lacks_terms(group: Sequence[Note]) -> bool:
+    """Return whether some micro-batches lack means that others have, and items do not tell why.
+
+    A mean over selected items is left out where there are none: its gradient should then count more in the others. A
+    loop over samples has as many terms as there are samples.
+    """
+    found = [list(map(_OPERATORS, terms)) for _, terms in group]
+    if found.count(found[0]) == len(found):  # nearly always
+        return False
+    kinds = [Counter(each.operators for each in terms if each.factors) for _, terms in group]
+    if not all(kinds) or any(isinstance(weight, Tensor) or weight <= 1 for weight, _ in group):
+        return False
+    for kind in set().union(*kinds):
+        numbers = [each[kind] for each in kinds]
+        is_of_samples = all(number % weight == 0 for number, (weight, _) in zip(numbers, group, strict=True))
+        if len(set(numbers)) > 1 and not is_of_samples:
+            return True
+    return False
 
 
 def _may_be_of_samples(num_terms: int, weight: Factor) -> bool:

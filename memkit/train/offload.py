@@ -138,6 +138,15 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         with saved_tensors_hooks(uncompiled(pack), uncompiled(_Packed.unpack_for_node)):
             yield self
 
+    @contextlib.contextmanager
+    def of_any_size(self) -> Iterator[None]:
+        """Move small tensors out too, within the block: of few rows, they are what larger ones are of many."""
+        min_bytes, self._min_bytes = self._min_bytes, 0
+        try:
+            yield
+        finally:
+            self._min_bytes = min_bytes
+
     def save_written(self) -> None:
         """Save again what was written to through ``.data``: plain autograd has no copy, and reads it as it is now."""
         for whole in () if self._reads is None else self._reads.written():

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputTypeError, StateError, warn_user
 from memkit._core.settings import nearest_word
+from memkit._gradients.closures import refuse_closure
 from memkit.train.backward_steps import steps_in_backward
 from memkit.train.checks import ACCUMULATOR, WRAPPER, Caller
 from memkit.train.gradients import as_list
@@ -184,14 +185,7 @@ def list_optimizers(optimizer: Any, caller: Caller) -> list[Optimizer]:
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise _no_optimizer(each, caller)
-        closure = inspect.signature(each.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                _built(caller),
-                got=f"{type(each).__name__}, whose step() evaluates the loss again through a closure",
-                expected="an optimizer that steps with the gradients it finds",
-                fix=f"write {_built(caller, 'torch.optim.AdamW(model.parameters())')}.",
-            )
+        refuse_closure(each, _built(caller))
         _check_prepared(each)
     check_steps_later(optimizers, caller)
     return optimizers

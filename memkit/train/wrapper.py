@@ -685,7 +685,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, then undo all side effects."""
         rollback = Rollback(self._driver.state_watch, is_trial=True)
-        with rollback.undone():
+        with rollback.undone(), contextlib.nullcontext() if self._offload is None else self._offload.of_any_size():
             loss = self._evaluate(micro, loss_fn).value
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 

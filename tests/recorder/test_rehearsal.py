@@ -1,6 +1,7 @@
 """What predictions, checks and retries put back: state that a loss function changes outside of the model."""
 
 import collections
+import copy
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_a_changed_variable_is_named():
 def test_the_content_of_large_tensors_parameters_and_buffers_is_not_copied():
     model = nn.BatchNorm1d(4)
     model.small, model.large = torch.zeros(4), torch.zeros(2**19)
-    held = Attributes([model], with_content=True)._tensors
+    held = Attributes([model], content="saved")._tensors
     copied = [each.tensor for each in held if each.content is not None]
     assert [id(each) for each in copied] == [id(model.small)]
 
@@ -240,3 +241,33 @@ def test_large_tensors_that_a_trial_changes_are_told_of():
     with pytest.warns(mk.errors.MemkitWarning, match=r"changed a tensor in place .* of the shape \(524288,\)"):
         trainer.train_step(torch.ones(8, 4), loss_fn)
     assert float(small.max()) == 1.0
+
+
+def with_teacher(how):
+    """A loss that moves an EMA teacher, another network, in place, as Mean Teacher and FixMatch do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    failures = []
+
+    def loss_fn(model, x):
+        with torch.no_grad():
+            for mine, own in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.mul_(0.9).add_(own, alpha=0.1)
+            target = teacher(x)
+        if how == "out of memory" and len(failures) < 1:
+            failures.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return (model(x) - target).square().mean() + model(x).square().mean()
+
+    settings = {"memory": "100MiB"} if how == "memory" else {}
+    with wrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None, **settings) as trainer:
+        for x in torch.randn(3, 8, 4, dtype=torch.float64):
+            trainer.train_step(x, loss_fn)
+    return [*model.parameters(), *model.buffers(), *teacher.parameters(), *teacher.buffers()]
+
+
+def test_a_teacher_that_the_loss_moves_is_restored_after_a_trial_and_told_of_after_a_failure():
+    assert_same(with_teacher("memory"), with_teacher("plain"))
+    with pytest.warns(mk.errors.MemkitWarning, match=r"changed what loss_fn holds .* and that stays changed"):
+        with_teacher("out of memory")

@@ -305,3 +305,18 @@ def test_losses_that_were_already_divided_by_the_number_of_micro_batches_are_tol
         for part in torch.randn(16, 4).split(4):
             accumulator.backward(scale(layer(part).square().mean()), count=len(part))
             accumulator.step()
+
+
+@pytest.mark.parametrize(
+    ("counts", "warns"), [((4, 4), True), ((2, 1), False), ((1, 1), False)], ids=["rows", "samples", "no counts"]
+)
+def test_a_mean_that_some_micro_batches_lack_is_told_of(counts, warns):
+    """Confident rows, or matched boxes, of which there are none; or a loop over two samples, then one."""
+    layer = nn.Linear(4, 4)
+    accumulator = GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1), accumulation_steps=2)
+    check = pytest.warns(MemkitWarning, match="means over different numbers of items") if warns else nullcontext()
+    with check:
+        for number, count in zip((2, 1), counts, strict=True):
+            parts = layer(torch.randn(4, 4)).chunk(2)[:number]
+            accumulator.backward(sum(each.square().mean() for each in parts), count=count)
+            accumulator.step()

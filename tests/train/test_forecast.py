@@ -365,3 +365,24 @@ def test_a_model_that_refuses_one_row_gets_a_forecast_of_two():
         sizes = trainer.train_step(x, loss_fn).sizes
     assert 1 < max(sizes) < 4
     assert recorder.recording().peak_bytes("cpu") - x.nbytes <= 20 * 2**20
+
+
+def test_offload_counts_in_the_forecast_of_a_budget():
+    """Tensors that are too small to be moved in the trial runs of few rows are moved in the step."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.GELU()) for _ in range(4)]
+    model, x = nn.Sequential(nn.Linear(64, 256), *blocks), torch.randn(2048, 64)
+
+    def peak_bytes(**settings):
+        with trainer_of(copy.deepcopy(model), **settings) as trainer:
+            for _ in range(2):
+                with Recorder() as recorder:
+                    assert trainer.train_step(x, lambda model, x: model(x).square().mean()).sizes == (2048,)
+        return recorder.recording().peak_bytes("cpu")
+
+    plain, offloaded = peak_bytes(), peak_bytes(offload={"activations"})
+    assert offloaded < 0.6 * plain
+    # With BatchNorm the batch may not be split: it is only accepted if it is predicted to fit as a whole.
+    assert peak_bytes(offload={"activations"}, memory=(offloaded + plain) // 2) <= (offloaded + plain) // 2
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="predicted not to fit"):
+        peak_bytes(memory=(offloaded + plain) // 2)

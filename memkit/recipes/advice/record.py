@@ -114,6 +114,8 @@ class Advice:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.status}"]
+        if self.predicted_peak_bytes is None:  # nothing was tried: what it would do is not to be recommended
+            return lines[0]
         if self.predicted_saved_bytes is not None and self.predicted_peak_bytes is not None:
             whole_bytes = self.predicted_saved_bytes + self.predicted_peak_bytes
             lines.append(f"  predicted: saves {_size(self.predicted_saved_bytes)} of {_size(whole_bytes)}")
