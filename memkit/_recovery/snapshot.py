@@ -27,6 +27,7 @@ _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
 _DIGESTED_BYTES = 2**22  # at a time
 _COMPARED_BYTES = 2**18  # at a time: three times a quarter of it for the results
+_LARGEST_BYTES = 2**26  # of a plain attribute that a trial saves: a codebook, but no replay buffer
 _SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
 
 
@@ -263,16 +264,30 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 class AttributeStates:
-    """Saved attributes of modules, with the contents of their lists, dictionaries and non-trainable tensors."""
+    """Saved attributes of modules, with the contents of their lists, dictionaries and non-trainable tensors.
 
-    def __init__(self, watch: StateWatch) -> None:
+    Args:
+        watch: The watch of the modules.
+        largest_bytes: The largest tensor of which a copy is kept; changes of larger ones are refused.
+    """
+
+    def __init__(self, watch: StateWatch, *, largest_bytes: int = _SMALL_BYTES) -> None:
         self._attributes = Attributes([watch.module])
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
         self._tensors = [
-            (each, version_of(each), cloned(each) if each.nbytes <= _SMALL_BYTES else None)
-            for each in (*self._attributes.plain_tensors(), *frozen)
+            (each, version_of(each), cloned(each) if each.nbytes <= limit else None)
+            for each, limit in (
+                *((each, largest_bytes) for each in self._attributes.plain_tensors()),
+                *((each, _SMALL_BYTES) for each in frozen),
+            )
             if each.layout is torch.strided and not each.is_inference() and id(each) not in buffers
+        ]
+        # What is written through `.data`, as a codebook may be, makes no new version.
+        self._digests = [
+            (each, _digest(each))
+            for each, _, kept in self._tensors
+            if kept is None and type(each) is torch.Tensor and not each.is_meta
         ]
 
     def differ(self) -> bool:
@@ -284,6 +299,7 @@ class AttributeStates:
             self._attributes.differ()
             or any(version_of(each) != version for each, version, _ in self._tensors)
             or not all(are_same(each, kept) for each, _, kept in self._tensors if kept is not None)
+            or any(_digest(each) != digest for each, digest in self._digests)
         )
 
     @torch.no_grad()
@@ -297,9 +313,9 @@ class AttributeStates:
         for each, version, kept in self._tensors:
             if kept is not None:
                 each.data.copy_(kept)
-            elif version_of(each) != version:
+            elif version_of(each) != version or any(one is each and _digest(one) != was for one, was in self._digests):
                 raise StateError(
-                    "rolling back a failed attempt",
+                    "rolling back a failed attempt, or running a block again",
                     got=f"a large tensor of shape {tuple(each.shape)} that forward changes in place",
                     expected="a registered buffer for each tensor that forward changes in place",
                     fix="register the tensor with register_buffer, or update it after the step.",
@@ -331,7 +347,9 @@ class Rollback:
         self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
-        self.attributes = AttributeStates(watch) if watch.changes_attributes or is_trial else None
+        self.attributes = None
+        if watch.changes_attributes or is_trial:
+            self.attributes = AttributeStates(watch, largest_bytes=_LARGEST_BYTES if is_trial else _SMALL_BYTES)
         loss_fn, self.held = watch.loss_fn, None
         if loss_fn is not None:
             is_quiet = not is_trial and id(getattr(loss_fn, "__code__", type(loss_fn))) in watch.quiet_losses

@@ -221,8 +221,10 @@ class SplitLoss(Uncopied):
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
         leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
         is_checked = False  # once per batch: the loss function, or its parameters, may have changed
-        run = self._driver.open(batch, self._num_microbatches, total)
+        watch = self._driver.state_watch
+        watch.loss_fn = loss_fn
         try:
+            run = self._driver.open(batch, self._num_microbatches, total)
             for attempt in self._driver.attempts(run, loss_fn):
                 if isinstance(attempt, CheckAttempt):
                     self._run_check(attempt, loss_fn)
@@ -231,7 +233,7 @@ class SplitLoss(Uncopied):
                     self._add(total, attempt, micro, loss_fn, leaves=None if is_checked else leaves)
                     attempt.is_added = is_checked = True
         finally:
-            self.is_checking, self._driver.current = False, None
+            self.is_checking, self._driver.current, watch.loss_fn = False, None, None
         self.sizes, self.outputs = run.sizes, tuple(loss.outputs for loss in run.losses())
         self.num_ooms += run.num_ooms
         return total

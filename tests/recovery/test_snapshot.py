@@ -10,9 +10,10 @@ from torch import nn
 
 import memkit as mk
 from memkit._recovery.snapshot import StateWatch, are_same
+from memkit.train.checkpointing import Checkpointing
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same
-from tests.toys import trainer_of
+from tests.toys import mean_square, trainer_of
 
 
 class Late(nn.Module):
@@ -318,3 +319,40 @@ def test_what_a_failed_attempt_has_changed_in_the_loss_is_told():
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
     with pytest.warns(mk.errors.MemkitWarning, match=r"changed what loss_fn holds \(Kept\.mean\), and that stays"):
         trainer.train_step(torch.ones(8, 3), loss_fn)
+
+
+class Codebook(nn.Module):
+    """A codebook that moves with what it sees, through `.data`, as in VQ-VAE; a plain attribute of the model."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.linear, self.codes = nn.Linear(8, 8).double(), torch.zeros(num_bytes // 8, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.linear(x) + self.codes[:8]
+        if self.training:
+            self.codes.data.mul_(0.9).add_(0.1 * y.detach().mean())
+        return y
+
+
+@pytest.mark.parametrize("num_bytes", [2**19, 2**21])
+def test_a_trial_leaves_no_trace_in_a_codebook_written_through_data(num_bytes):
+    def train(**settings):
+        torch.manual_seed(0)
+        model = Codebook(num_bytes)
+        with trainer_of(model, **settings) as trainer:
+            for x in torch.randn(3, 16, 8, dtype=torch.float64):
+                trainer.train_step(x, mean_square)
+        return [*model.parameters(), model.codes]
+
+    assert_same(train(memory="100MiB"), train())
+
+
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+def test_a_large_codebook_written_through_data_does_not_run_again_in_silence(treatment):
+    """Its values from before are gone, and it would move twice."""
+    model = nn.Sequential(nn.Sequential(Codebook(2**21)))
+    with Checkpointing(model, {"0": treatment}):
+        loss = mean_square(model, torch.randn(16, 8, dtype=torch.float64))
+        with pytest.raises(mk.errors.StateError, match=r"large tensor of shape .* that forward changes in place"):
+            loss.backward()

@@ -399,3 +399,20 @@ def test_remembers_fitting_sizes():
     again(rows(), square_error)
     assert again.num_ooms == 0
     assert max(again.sizes) <= max(split.sizes) < ROWS
+
+
+def test_what_a_failed_attempt_changed_in_a_loss_is_told_of():
+    """As the wrapper tells; a loop over `microbatches` has no loss function to look at."""
+    center, failures = torch.zeros(4), []
+
+    def loss_fn(model, x):
+        loss = (model(x) - center).square().mean()
+        center.add_(1.0)
+        if not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return loss
+
+    split = mk.SplitLoss(nn.Linear(4, 4), num_microbatches=1)
+    with pytest.warns(mk.errors.MemkitWarning, match="changed what loss_fn holds .* and that stays changed"):
+        split(torch.randn(8, 4), loss_fn).backward()
