@@ -115,6 +115,8 @@ class Rehearsal:
     Attributes:
         most_elements: Number of elements of the largest tensor that an operator created.
         has_unmatched_draws: Whether random numbers were drawn that have no match in the first run.
+        has_several_per_row: Whether draws were matched to rows of which a row of the batch has several: they may be in
+            another order, as where a forward joins labeled rows and three times as many others.
         has_permutations: Whether a permutation was drawn.
         has_branches: Whether Python branched on the value of a tensor, so that other rows may take the other branch.
     """
@@ -129,6 +131,7 @@ class Rehearsal:
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self._is_dirty, self.most_elements = False, 0
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
+        self.has_several_per_row = False
 
     @contextlib.contextmanager
     def run(
@@ -247,6 +250,8 @@ class Rehearsal:
         if values is None or rows is None:
             self.has_unmatched_draws = True
             return out
+        if span is not None and span.number is None:
+            self.has_several_per_row |= rows[2] != span.stop - span.start
         with torch.no_grad():
             generator.set_state(kept.state)
             drawn = kept.values()

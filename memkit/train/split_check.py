@@ -589,7 +589,7 @@ class Examination:
         errors, norms = _errors(whole, other)
         if (errors <= _TOLERANCE * norms).all():
             return False
-        if self._rehearsal.has_unmatched_draws:
+        if self._rehearsal.has_unmatched_draws or self._rehearsal.has_several_per_row:
             return True
         # All of torch's draws were repeated. Without them, do NumPy's and Python's still change the gradient?
         hosts = yield from self._run(

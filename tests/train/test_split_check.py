@@ -819,3 +819,22 @@ def test_a_large_sparse_gradient_is_folded():
     words = torch.randint(0, 5000, (32, 4))
     assert check_split(embedding, words, mean_square).exact is True
     assert check_split(embedding, words, lambda m, x: (m(x) - m(x).mean(0)).pow(2).mean()).loss == "rows"
+
+
+def joined(model, batch):
+    """Labeled rows and three times as many others in one forward, as FixMatch joins them."""
+    x, others = batch
+    out = model(torch.cat((x, others.flatten(0, 1))))
+    return out[: len(x)].square().mean() + out[len(x) :].abs().mean()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_dropout_of_rows_in_another_order_is_no_difference(rate):
+    batch = torch.randn(8, 6), torch.randn(8, 3, 6)
+    assert check_split(net(nn.Dropout(rate)), batch, joined).exact is True
+
+
+def test_batch_normalization_of_joined_rows_is_named_despite_dropout():
+    model = net(nn.BatchNorm1d(8), nn.Dropout(0.3))
+    verdict = check_split(model, (torch.randn(8, 6), torch.randn(8, 3, 6)), joined)
+    assert (verdict.exact, verdict.modules) == (False, ("1",))
