@@ -333,8 +333,10 @@ class WeightCheck:
             self._has_warned_of_weights = True
             warn_user(
                 "GradientAccumulator: the losses of a group were means over different numbers of items (rows, valid "
-                "tokens, class weights), but no counts gave these numbers, so the group's gradient is not the mean "
-                "over its items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss."
+                "tokens, class weights), and the counts are not these numbers, so the group's gradient is not the mean "
+                "over its items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss. If it "
+                "is a sum of means over different things, divide each of their sums by its number in the whole group, "
+                "and build GradientAccumulator(optimizer, objective='sum')."
             )
 
 
