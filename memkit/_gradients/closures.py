@@ -9,8 +9,13 @@ from torch.optim import Optimizer
 from memkit._core.errors import ConfigError
 
 
-def refuse_closure(optimizer: Optimizer, call: str) -> None:
+def refuse_closure(optimizer: Optimizer, call: str, instead: str) -> None:
     """Refuse an optimizer whose step needs a closure, such as LBFGS.
+
+    Args:
+        optimizer: The optimizer.
+        call: The user's call.
+        instead: The call with another optimizer.
 
     Raises:
         ConfigError: It is one.
@@ -22,7 +27,7 @@ def refuse_closure(optimizer: Optimizer, call: str) -> None:
             call,
             got=f"{type(optimizer).__name__}, whose step() evaluates the loss again through a closure",
             expected="an optimizer that steps with the gradients it finds",
-            fix="take another one, such as torch.optim.AdamW(model.parameters()). In a loop of your own the closure "
-            "may compute its loss in parts, by split = mk.SplitLoss(model, num_microbatches=4) and loss = split(batch, "
-            "loss_fn); recomputed blocks and offloaded activations work in it too.",
+            fix="in a loop of your own the closure may compute its loss in parts, by split = mk.SplitLoss(model, "
+            "num_microbatches=4) and loss = split(batch, loss_fn), and recompute blocks or offload activations. With "
+            f"another optimizer write {instead}.",
         )

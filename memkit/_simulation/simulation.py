@@ -637,7 +637,7 @@ def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer
         InputTypeError: It is not a name, class, factory or optimizer.
     """
     if isinstance(optimizer, Optimizer):
-        refuse_closure(optimizer, f"optimizer={type(optimizer).__name__}(...)")
+        refuse_closure(optimizer, f"optimizer={type(optimizer).__name__}(...)", "optimizer='adamw'")
         return lambda _: optimizer
     if isinstance(optimizer, str):
         maker = _NAMES.get(optimizer.lower())
@@ -661,7 +661,7 @@ def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer
 
     def make(parameters: Any) -> Optimizer:
         made = optimizer(parameters)
-        refuse_closure(made, f"optimizer={getattr(optimizer, '__name__', optimizer)}")
+        refuse_closure(made, f"optimizer={getattr(optimizer, '__name__', optimizer)}", "optimizer='adamw'")
         return made
 
     return make

@@ -232,8 +232,6 @@ class DivisorWatch:
         """
         if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
             return False
-        if _lacks_terms(group):
-            return True
         with without_modes(), torch.no_grad():
             columns = [[_divisor(each, number) for number, each in enumerate(terms)] for terms in _in_step(group)]
             if not columns:
@@ -328,6 +326,15 @@ class WeightCheck:
                 f"GradientAccumulator: the group's gradient is neither the mean's nor the sum's. {SUM_IS_AVERAGED}: "
                 "for the mean over all rows call accumulator.backward(loss, count=n, reduction='sum'); for the "
                 "gradient of the sum build GradientAccumulator(optimizer, objective='sum')."
+            )
+        elif len(self._group) > 1 and _lacks_terms(self._group):
+            self._has_warned_of_weights = True
+            warn_user(
+                "GradientAccumulator: some losses of a group are the mean of fewer things than others, as where a mean "
+                "over selected rows is left out because there are none: then the group's gradient is not the whole "
+                "batch's. Way out: divide each sum by its number in the whole group, also where it is 0, and build "
+                "GradientAccumulator(optimizer, objective='sum'). If each micro-batch is a task of its own, pass "
+                "check_weights=False."
             )
         elif self._divisors.is_uneven(self._group):
             self._has_warned_of_weights = True

@@ -185,7 +185,7 @@ def list_optimizers(optimizer: Any, caller: Caller) -> list[Optimizer]:
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise _no_optimizer(each, caller)
-        refuse_closure(each, _built(caller))
+        refuse_closure(each, _built(caller), _built(caller, "torch.optim.AdamW(model.parameters())"))
         _check_prepared(each)
     check_steps_later(optimizers, caller)
     return optimizers

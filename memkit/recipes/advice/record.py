@@ -62,8 +62,6 @@ class Advice:
         ... )
         >>> print(each)
         bf16: not run: no time
-          rounds
-          > precision='bf16-mixed'
     """
 
     name: str
