@@ -10,6 +10,7 @@ import torch
 from memkit._torch.versions import require
 
 _WITH_DATA = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_WORD = 8
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,6 +31,8 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         for each in dense:
             whole = _WHOLE.get(each.dtype.itemsize)
+            if whole is torch.int8 and each.is_contiguous() and each.numel() % _WORD == 0:
+                each, whole = each.view(-1), torch.int64  # noqa: PLW2901 - a sum of one byte would often stay the same
             if whole is not None:
                 sums.append(int(each.view(whole).sum(dtype=whole)))  # in its own width: another one takes a copy
     return sums

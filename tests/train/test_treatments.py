@@ -23,7 +23,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit._tape.kept import is_kept
 from memkit.train.checkpointing import Checkpointing
-from memkit.train.treatments import TREATMENTS, BlockOffload
+from memkit.train.treatments import TREATMENTS, BlockOffload, ChangedInputError
 from tests.allocations import trace_allocations
 from tests.helpers import assert_same, gradients
 from tests.ranks import join, leave, spawn
@@ -553,3 +553,18 @@ def test_recurrent_layers_modifying_parts_of_a_result(kind, treatment):
             mean_square(model, x).backward()
         found.append(gradients(model))
     assert_same(*found)
+
+
+def test_a_changed_mask_is_noticed_whose_sum_in_one_byte_is_the_same():
+    """256 values that turn from one to zero leave a sum of bytes as it was."""
+
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x * mask.view(-1, 1)).tanh()
+
+    model, mask = nn.ModuleList([Masked(4, 4)]), torch.ones(512, dtype=torch.bool)
+    with Checkpointing(model, {"0": "full"}):
+        loss = model[0](torch.randn(512, 4, requires_grad=True), mask).sum()
+        mask.numpy()[:256] = False
+        with pytest.raises(ChangedInputError, match="other values than in the forward"):
+            loss.backward()
