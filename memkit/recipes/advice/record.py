@@ -132,8 +132,13 @@ class Advice:
             lines.append(f"  operations: {self.predicted_flops_ratio:.2f} times{measured}")
         difference = "" if self.difference is None else f"; measured difference {self.difference:.1e}"
         budget = "" if self.budget_verdict is None else f"; {_BUDGET_VERDICTS[self.budget_verdict]}"
+        promise = "was to be: " if self.status.startswith("failed") else ""
         return "\n".join(
-            [*lines, f"  {self.effect}{difference}{budget}", *(f"  > {line}" for line in self.change.splitlines())]
+            [
+                *lines,
+                f"  {promise}{self.effect}{difference}{budget}",
+                *(f"  > {line}" for line in self.change.splitlines()),
+            ]
         )
 
 
