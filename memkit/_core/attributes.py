@@ -63,6 +63,8 @@ def _dict_of(value: object) -> dict[str, Any] | None:
 
 def slots_of(kind: type) -> Iterator[tuple[str, MemberDescriptorType]]:
     """Yield the slots of a class and of its bases, by name."""
+    if not hasattr(kind, "__slots__"):  # nearly all classes
+        return
     for base in reversed(kind.__mro__):  # the most derived class has the last word
         if "__slots__" in vars(base):
             for name, each in vars(base).items():

@@ -61,6 +61,7 @@ _SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
 _UNSET: Any = object()  # the value of a variable that has none
 _GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]})
 _CONTAINERS = (list, dict, set, collections.deque)
+_WRAPPERS = (collections.UserDict, collections.UserList)  # of the standard library, with what is the user's
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
@@ -537,11 +538,11 @@ class Attributes:
             return list(inside) if len(value) <= _MAX_ITEMS else ()
         if isinstance(value, (tuple, frozenset)):
             return list(value) if len(value) <= _MAX_ITEMS else ()
-        if isinstance(value, random_state.GENERATORS):
-            self._generators.append((value, random_state.generator_state(value)))
-            return ()
         if isinstance(value, Tensor):
             self._tensors.append(_HeldTensor(value, value.detach()))
+            return ()
+        if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
+            self._generators.append((value, random_state.generator_state(value)))
             return ()
         own = _attributes_of(value)
         self._owners.append((value, own))
@@ -762,23 +763,19 @@ def _attributes_of(owner: object) -> dict[str, Any]:
 
 
 def _may_hold_state(value: object) -> bool:
+    kind = type(value)
+    if kind in _WORDS:
+        return False
     if isinstance(value, Tensor):
-        return type(value) in _WITH_STORAGE and value.layout is torch.strided
-    if isinstance(value, random_state.GENERATORS):
-        return True
+        return kind in _WITH_STORAGE and value.layout is torch.strided
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
-    kind = type(value)
     if isinstance(value, type):
         return _is_users(value)
-    if kind in _WORDS or isinstance(value, (types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)):
+    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)):
         return False
-    if not has_attributes(value):
-        return False
-    return (
-        isinstance(value, (collections.UserDict, collections.UserList))
-        or kind.__module__.partition(".")[0] not in _FOREIGN
-    )
+    is_own = isinstance(value, _WRAPPERS) or kind.__module__.partition(".")[0] not in _FOREIGN
+    return (is_own and has_attributes(value)) or isinstance(value, random_state.GENERATORS)
 
 
 def _held_by_function(fn: Any) -> Iterator[object]:

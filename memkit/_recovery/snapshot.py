@@ -283,7 +283,7 @@ class AttributeStates:
             )
             if each.layout is torch.strided and not each.is_inference() and id(each) not in buffers
         ]
-        # What is written through `.data`, as a codebook may be, makes no new version.
+        # Writes through `.data`, as to a codebook, make no new version.
         self._digests = [
             (each, _digest(each))
             for each, _, kept in self._tensors

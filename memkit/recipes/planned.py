@@ -580,7 +580,7 @@ def _find_place(
             return card, card, card.total_bytes, True, None
         own = resolve_device(where)
         limit_bytes, memory = allocator_limit_bytes(where), device_memory(own)
-        # What is free and what is in the allocator's cache; a context that is there already is no longer free.
+        # Free memory and the allocator's cache; a context that exists already is no longer free.
         allowed_bytes = (memory.free_bytes or 0) + (memory.reserved_bytes or 0)
         allowed_bytes = allowed_bytes if limit_bytes is None else min(allowed_bytes, limit_bytes)
         return card, card, min(card.total_bytes, allowed_bytes + card.context_bytes), True, own

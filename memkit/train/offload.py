@@ -45,7 +45,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     Saved tensors beyond ``budget`` are moved out, oldest first, because backward needs them last; the backward, which
     may run after the block, brings them back. Gradients are bit-identical. Several views of one storage are written
-    once, and keep their strides; again, if a checksum shows that it was written through ``.data`` since. Parameters,
+    once, and keep their strides. A storage that is written to through ``.data`` afterwards is moved out again before
+    backward reads it, so that backward reads what the plain one would; until then it stays in memory. Parameters,
     buffers and tensors smaller than ``min_bytes`` stay. The same object can be entered again for each step.
 
     Args:
@@ -65,7 +66,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         MemkitOutOfMemoryError: From the forward: the disk is full. The state is unchanged since before that operator.
         StateError: From the backward: a saved tensor that stayed was changed in place since, as plain autograd would
             also refuse. A tensor that was moved out keeps the value that it had when it was saved. On an accelerator,
-            also if a storage was written through ``.data`` between the saving of two views of it.
+            also if code that nothing tells of, such as a kernel, wrote to a storage between the saving of two views.
 
     Not supported: ``rrelu`` in training. Autograd saves its noise before it is drawn, so that gradients would be wrong:
     backward raises. Use ``leaky_relu``, or recompute that block.

@@ -108,8 +108,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     The same object can be entered again for each forward. A forward that runs other operators than the planned one (for
     a batch of another shape, or by another branch) gives the same gradients too, but may take more memory: tensors
     whose operators are not in the plan stay. A warning says so once: forwards are compared with the plan up to the last
-    tensor that it treats, and the first of 64 to its end. A change through ``.data`` or NumPy, which
-    autograd does not see, reaches the plain step's backward; here backward gets the value that was saved.
+    tensor that it treats, and the first of 64 to its end. A change through NumPy, which autograd does not see, reaches
+    the plain step's backward; here backward gets the value that was saved.
 
     Args:
         plan: The plan, from `plan_training(...).saved_tensors`. None keeps every tensor.
@@ -121,7 +121,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     Raises:
         InputTypeError: ``plan`` is not a plan for saved tensors.
         StateError: It was entered twice, or inside of other hooks on saved tensors (of `offload_activations`, or of a
-            checkpoint around it), which would have no effect. From the backward: a tensor that is needed was changed in
+            checkpoint around it), which would have no effect. At the end of the forward: it wrote to a result that has a
+            gradient through ``.data``, which autograd does not see. From the backward: a tensor that is needed was changed in
             place, or its memory was released.
 
     Warns:

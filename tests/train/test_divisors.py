@@ -279,13 +279,16 @@ def test_suggested_fix_gives_mean_over_rows(reduction):
     assert is_equal is (reduction == "sum")
 
 
+def told(text, *, warns):
+    return pytest.warns(MemkitWarning, match=text) if warns else nullcontext()
+
+
 @pytest.mark.parametrize(("counts", "warns"), [((4, 4), True), ((2, 2), False), ((1, 1), False)])
 def test_terms_of_one_kind_are_matched_by_their_place_unless_there_is_one_for_each_item(counts, warns):
     """A mean over rows plus a mean over matched items, as in detection; or a loop over two samples."""
     layer = nn.Linear(4, 4)
     accumulator = GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1), accumulation_steps=2)
-    check = pytest.warns(MemkitWarning, match="means over different numbers of items") if warns else nullcontext()
-    with check:
+    with told("means over different numbers of items", warns=warns):
         for number, count in zip((1, 3), counts, strict=True):
             y = layer(torch.randn(4, 4))
             accumulator.backward(y.square().mean() + y[:number].square().mean(), count=count)
@@ -300,8 +303,7 @@ def test_losses_that_were_already_divided_by_the_number_of_micro_batches_are_tol
     """The loop by hand needs that division; the accumulator divides by itself."""
     layer = nn.Linear(4, 1)
     accumulator = GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1), accumulation_steps=4)
-    check = pytest.warns(MemkitWarning, match="4 times smaller than the whole batch's") if warns else nullcontext()
-    with check:
+    with told("4 times smaller than the whole batch's", warns=warns):
         for part in torch.randn(16, 4).split(4):
             accumulator.backward(scale(layer(part).square().mean()), count=len(part))
             accumulator.step()
@@ -314,8 +316,7 @@ def test_a_mean_that_some_micro_batches_lack_is_told_of(counts, warns):
     """Confident rows, or matched boxes, of which there are none; or a loop over two samples, then one."""
     layer = nn.Linear(4, 4)
     accumulator = GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1), accumulation_steps=2)
-    check = pytest.warns(MemkitWarning, match="the mean of fewer things than others") if warns else nullcontext()
-    with check:
+    with told("the mean of fewer things than others", warns=warns):
         for number, count in zip((2, 1), counts, strict=True):
             parts = layer(torch.randn(4, 4)).chunk(2)[:number]
             accumulator.backward(sum(each.square().mean() for each in parts), count=count)
