@@ -37,7 +37,7 @@ _UNFILLED_NODE = "RreluWithNoise"  # the backward of `rrelu`
 
 
 class WrittenAsideError(StateError):
-    """A storage was written through ``.data``, which autograd does not see, between the saving of two views of it."""
+    """A storage was written by code that autograd does not see, between the saving of two views of it."""
 
 
 class offload_activations(contextlib.AbstractContextManager["offload_activations"]):  # noqa: N801 - used like a function

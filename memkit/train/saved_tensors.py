@@ -121,9 +121,9 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
     Raises:
         InputTypeError: ``plan`` is not a plan for saved tensors.
         StateError: It was entered twice, or inside of other hooks on saved tensors (of `offload_activations`, or of a
-            checkpoint around it), which would have no effect. At the end of the forward: it wrote to a result that has a
-            gradient through ``.data``, which autograd does not see. From the backward: a tensor that is needed was changed in
-            place, or its memory was released.
+            checkpoint around it), which would have no effect. At the end of the forward: it wrote to a result that has
+            a gradient through ``.data``, which autograd does not see. From the backward: a tensor that is needed was
+            changed in place, or its memory was released.
 
     Warns:
         MemkitWarning: A forward ran other operators than the planned one, and than those that a plan for a loader was
