@@ -44,7 +44,7 @@ class Origin:
         _check_origin("Origin()", self.source, self.kind)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Event:
     """One line of a memory log. Every number is optional, and None means "not recorded", never zero.
 
@@ -111,8 +111,11 @@ class Event:
 
     def __post_init__(self) -> None:
         # Only suspicious values get the full check, so that valid values cost no calls: logs are long.
-        for value in _get_counts(self):
-            if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST_INT):
+        for name, value in self.__dict__.items():
+            if type(value) is int:
+                if not 0 <= value <= _LARGEST_INT:
+                    _refuse_counts(self)
+            elif value is not None and name in _COUNTS:
                 _refuse_counts(self)
         _check_name("Event()", "event", self.event)
         if self.phase is not None:
@@ -127,26 +130,23 @@ class Event:
             object.__setattr__(self, "note", _plain_object("Event()", "note", self.note))
 
 
-_SETTERS = tuple((each.name, getattr(Event, each.name).__set__) for each in fields(Event))
-
-
-def event_of(values: Mapping[str, Any]) -> Event:
-    """Return ``Event(**values)`` for values under its own names, in two thirds of the time: a log has many events.
+def event_of(values: dict[str, Any]) -> Event:
+    """Return ``Event(**values)`` for values under its own names, in half of the time; the event keeps the dict.
 
     Raises:
         InputTypeError: As for `Event`.
         InputError: As for `Event`.
     """
-    event, value_of = object.__new__(Event), values.get
-    for name, set_value in _SETTERS:
-        set_value(event, value_of(name))
+    values.setdefault("event", None)
+    event = object.__new__(Event)
+    object.__setattr__(event, "__dict__", values)
     event.__post_init__()
     return event
 
 
 EVENT_KEYS = tuple(each.name for each in fields(Event) if each.name != "run")
 BYTE_FIELDS = tuple(name for name in EVENT_KEYS if name.endswith("_bytes"))
-_COUNTS = ("time_ns", "step", "rank", "duration_ns", *BYTE_FIELDS)
+_COUNTS = dict.fromkeys(("time_ns", "step", "rank", "duration_ns", *BYTE_FIELDS))
 _get_counts = operator.attrgetter(*_COUNTS)
 
 
