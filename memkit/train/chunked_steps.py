@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
-from memkit._recovery.attempt import Done, attempt, insist
+from memkit._recovery.attempt import Done, Failure, attempt, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
@@ -107,6 +107,13 @@ def close_all(steps: Sequence[ChunkedStep]) -> None:
         each.close()
 
 
+@dataclass(slots=True)
+class OomCount:
+    """A number of out-of-memory errors, which those who meet them share."""
+
+    num: int = 0
+
+
 class ChunkedStep:
     """Replaces an optimizer's ``step`` between `open` and `close`.
 
@@ -116,10 +123,12 @@ class ChunkedStep:
         optimizer: An optimizer for which `steps_parameterwise` is True.
         only_once: A second call resumes where the first one ended, and steps run in one piece until one of them runs
             out of memory.
+        ooms: Counts the out-of-memory errors inside steps.
     """
 
-    def __init__(self, optimizer: Optimizer, *, only_once: bool) -> None:
+    def __init__(self, optimizer: Optimizer, *, only_once: bool, ooms: OomCount | None = None) -> None:
         self._optimizer, self._only_once = optimizer, only_once
+        self._ooms = ooms or OomCount()
         self._work: list[_Work] | None = None
         self._journal: StepJournal | None = None
         self._num_before = 0  # parameters that were stepped in one piece
@@ -252,6 +261,7 @@ class ChunkedStep:
             if isinstance(outcome, Done):
                 self._num_before, self._work = len(journal.parameters), []
             else:
+                self._ooms.num += 1
                 self._ran_out_of_memory = True  # from now on in chunks, whose old values are kept
                 self._work = self._rest(journal)
         except BaseException:  # an interrupt may come at any line
@@ -297,14 +307,20 @@ class ChunkedStep:
                 self._step_slices(chunk)
             elif len(chunk.parameters) == 1:
                 self._step_single(chunk)
-            elif not isinstance(attempt(_step_or_undo, self._optimizer, chunk), Done):
+            elif not isinstance(self._attempt(_step_or_undo, self._optimizer, chunk), Done):
                 work[number : number + 1] = chunk.halves()
+
+    def _attempt(self, run: Callable[..., None], *args: Any) -> Done[None] | Failure:
+        outcome = attempt(run, *args)
+        if not isinstance(outcome, Done):
+            self._ooms.num += 1
+        return outcome
 
     def _step_single(self, chunk: _Work) -> None:
         """Step one parameter; after two failures, step it in slices if it is half stepped, else give up."""
-        outcome = attempt(_step_or_undo, self._optimizer, chunk)
+        outcome = self._attempt(_step_or_undo, self._optimizer, chunk)
         if not isinstance(outcome, Done):
-            outcome = attempt(_step_or_undo, self._optimizer, chunk)
+            outcome = self._attempt(_step_or_undo, self._optimizer, chunk)
         if isinstance(outcome, Done):
             return
         if chunk.progress and _may_be_sliced(self._optimizer, chunk.group, chunk.parameters[0]):
@@ -339,7 +355,7 @@ class ChunkedStep:
             stop = min(chunk.start + length, part.stop if is_torn and part is not None else size)
             progress = part.progress if is_torn and part is not None else dict(chunk.progress)
             part = chunk.part = _Slice(self._optimizer, parameter, dim, (chunk.start, stop), progress)
-            outcome = attempt(part.step, group)
+            outcome = self._attempt(part.step, group)
             if isinstance(outcome, Done):
                 continue
             num_failures = num_failures + 1 if length == smallest else 0

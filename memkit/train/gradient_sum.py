@@ -83,6 +83,7 @@ class GradientSum:
         num_steps: Number of optimizer steps actually taken.
         is_torn: Whether an error interrupted a backward; the sum can then only be discarded.
         grad_norm: Total gradient norm before clipping at the last step; None without clipping.
+        num_step_ooms: Out-of-memory errors that the last step of the optimizers survived.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -132,6 +133,7 @@ class GradientSum:
         self.num_microbatches = 0
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
+        self.num_step_ooms = 0
         self._on_step, self._on_gradients = on_step, on_gradients
 
     @property
@@ -369,6 +371,7 @@ class GradientSum:
         try:
             try:
                 stepped = step() if guard is None else guard.run(step)
+                self.num_step_ooms = 0 if guard is None else guard.ooms.num
             finally:
                 if stepped or (guard is not None and guard.has_stepped):
                     _do_all(todo)

@@ -17,7 +17,7 @@ from memkit._machine.devices import has_room, release_cached_memory
 from memkit._recorder.recorder import Recorder
 from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._torch.tensors import strided_parts
-from memkit.train.chunked_steps import ChunkedStep, close_all
+from memkit.train.chunked_steps import ChunkedStep, OomCount, close_all
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
@@ -46,15 +46,17 @@ class StepGuard:
 
     Attributes:
         goes_on: Whether an interrupted step is resumed and completed.
+        ooms: Number of out-of-memory errors inside the last step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [_inner(each) for each in optimizers]
         self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
         self.goes_on = self._unknown is None
+        self.ooms = OomCount()
         self._num_steps = 0
         self._has_warned = False
-        self._chunked = [] if self._unknown else [ChunkedStep(each, only_once=True) for each in self._optimizers]
+        self._chunked = [ChunkedStep(each, only_once=True, ooms=self.ooms) for each in self._optimizers if self.goes_on]
         self._temporary_bytes: dict[torch.device, int] = {}
 
     @property
@@ -64,6 +66,7 @@ class StepGuard:
 
     def forget(self) -> None:
         """Before a step, forget how the last one ended."""
+        self.ooms.num = 0
         for each in self._chunked:
             each.forget()
 
@@ -81,7 +84,7 @@ class StepGuard:
                 for each in self._chunked:
                     each.open()
                 outcome = attempt(step)
-                return outcome.result if isinstance(outcome, Done) else _again(step, self._chunked, outcome)
+                return outcome.result if isinstance(outcome, Done) else self._again(step, outcome)
             except Exception:
                 raise
             except BaseException:  # an interrupt not raised by a signal: complete a step that has begun
@@ -94,6 +97,21 @@ class StepGuard:
         finally:
             if not are_closed:  # an interrupt cut it short
                 close_all(self._chunked)
+
+    def _again(self, step: Callable[[], bool], outcome: Failure) -> bool:
+        """Try a step that ran out of memory once more."""
+        if isinstance(outcome.error, MemkitOutOfMemoryError):
+            raise outcome.error  # raised by the chunks: there is nothing smaller to try
+        if any(each.was_in_hooks for each in self._chunked):
+            ends = "stepped" if _are_done(self._chunked) else "as they were before the step"
+            raise MemkitOutOfMemoryError(
+                "optimizer.step()",
+                got=f"out of memory in a step hook: {outcome.description}; parameters are {ends}",
+                expected="memory for step hooks; hooks that have already run are not called twice",
+                fix="free more memory, or run the hook's work after the step.",
+            ) from outcome.error
+        self.ooms.num += 1  # it failed outside the chunks; keep what they have stepped
+        return step()
 
     def _run_unknown(self, step: Callable[[], bool]) -> bool:
         outcome, is_copied = self._run_copied(step)
@@ -116,6 +134,7 @@ class StepGuard:
         run = functools.partial(self._counted, step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step
         outcome = attempt(run, undo=undo)
         if undo is not None and not isinstance(outcome, Done):
+            self.ooms.num += 1
             outcome = attempt(run, undo=undo)
         return outcome, undo is not None
 
@@ -163,21 +182,6 @@ class StepGuard:
             f"parameter independently, call memkit.train.register_parameterwise({self._unknown}), which makes its "
             "step safe without a copy; on_oom='raise' or guard_steps=False turns this guard off."
         )
-
-
-def _again(step: Callable[[], bool], chunked: Sequence[ChunkedStep], outcome: Failure) -> bool:
-    """Try a step that ran out of memory once more."""
-    if isinstance(outcome.error, MemkitOutOfMemoryError):
-        raise outcome.error  # raised by the chunks: there is nothing smaller to try
-    if any(each.was_in_hooks for each in chunked):
-        ends = "stepped" if _are_done(chunked) else "as they were before the step"
-        raise MemkitOutOfMemoryError(
-            "optimizer.step()",
-            got=f"out of memory in a step hook: {outcome.description}; parameters are {ends}",
-            expected="memory for step hooks; hooks that have already run are not called twice",
-            fix="free more memory, or run the hook's work after the step.",
-        ) from outcome.error
-    return step()  # it failed outside the chunks; keep what they have stepped
 
 
 def _are_done(chunked: Sequence[ChunkedStep]) -> bool:

@@ -72,7 +72,7 @@ class StepResult:
         grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
         stepped: Whether the optimizer actually stepped.
         num_microbatches: Micro-batches that the step took.
-        num_ooms: Out-of-memory errors survived during the step.
+        num_ooms: Out-of-memory errors survived during the step, including those inside ``optimizer.step()``.
         peak_bytes: The device's peak allocated bytes so far; None if the device has no counter.
         sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
         num_compilations: Graphs that torch.compile made during the step, for any model. More than zero after the first
@@ -663,6 +663,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             stepped, _ = self._part_planner.in_phase("optimizer", self._sum.end, self._after_step)
         else:
             stepped, _ = self._sum.end(self._after_step)
+        if stepped and run is not None:
+            run.num_ooms += self._sum.num_step_ooms
         if run is not None and run.num_ooms:
             self._part_planner.mark_ooms(run.num_ooms, run.sizes)
         self._batch_run = None

@@ -337,3 +337,33 @@ def test_hooks_run_once_despite_interrupted_step():
         assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
         weights.append(weight.detach())
     assert_same(weights, weights[:1] * len(weights))
+
+
+class FailingAddcdiv(FailingOperator):
+    """Raises an out-of-memory the first times that Adam updates a parameter."""
+
+    def __init__(self, num_failures):
+        super().__init__()
+        self.num_left = num_failures
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "aten::addcdiv_" and self.num_left:
+            self.num_left -= 1
+            out_of_memory()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, Foreign])
+def test_a_result_counts_what_the_step_survived(make_optimizer):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, make_optimizer(model.parameters(), lr=0.1))
+    batch, num_ooms = torch.randn(8, 4), []
+    for num_failures in (0, 1, 0):
+        Foreign.failures = num_failures if make_optimizer is Foreign else 0
+        with FailingAddcdiv(num_failures):
+            result = trainer.train_step(batch, lambda model, x: model(x).square().mean())
+        assert result.stepped
+        assert result.sizes == (8,)
+        num_ooms.append(result.num_ooms)
+    assert num_ooms == [0, 1, 0]
