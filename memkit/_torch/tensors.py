@@ -69,6 +69,15 @@ def are_unwritten(marks: Iterable[tuple[torch.Tensor, int]]) -> bool:
     return all(each._version == version for each, version in marks)
 
 
+def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return identity and version of each parameter's gradient: another list tells that one was changed or replaced."""
+    marks = []
+    for each in parameters:
+        gradient = each.grad
+        marks.append((0, 0) if gradient is None else (id(gradient), gradient._version))
+    return marks
+
+
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Returns a key that is the same for all Python objects of one storage."""
 

@@ -194,6 +194,7 @@ class GradientAccumulator(Uncopied, Closing):
             expected=0.0 if self._sum.predivisor is not None else float(weight) * self._accumulation_steps,
             retain_graph=retain_graph,
             all_or_nothing=all_or_nothing,
+            is_whole=self._accumulation_steps == 1,
         )
         if note is not None and self._weights is not None:
             self._weights.add(note)

@@ -227,6 +227,18 @@ def refuse_lost_gradients(num_microbatches: int, caller: Caller) -> NoReturn:
     )
 
 
+def refuse_changed_gradients(caller: Caller) -> NoReturn:
+    """Refuse to continue a group whose gradients something else has changed between two micro-batches."""
+    raise StateError(
+        caller.kind,
+        got="gradients that something else has changed since the last micro-batch of this group: zero_grad(), an "
+        "inner backward(), or an operator in place",
+        expected=f"gradients to which only the {caller.name} adds until it has stepped",
+        fix=f"remove zero_grad() from the loop and from loss_fn: the {caller.name} zeroes the gradients itself; for a "
+        "gradient inside loss_fn, write torch.autograd.grad(loss, inputs) in place of loss.backward().",
+    )
+
+
 def refuse_missing_gradients(caller: Caller) -> NoReturn:
     """Refuse a step of shards that got no gradient from backward: nothing would be trained."""
     raise StateError(

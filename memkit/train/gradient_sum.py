@@ -18,13 +18,14 @@ from memkit._core.settings import Checker
 from memkit._recovery.attempt import insist
 from memkit._recovery.signals import are_plain, deferred_signals
 from memkit._torch.graph import accumulate_gradients
-from memkit._torch.tensors import accumulate_hooks, gradient_dtype, require_gradient_dtypes
+from memkit._torch.tensors import accumulate_hooks, gradient_dtype, gradient_marks, require_gradient_dtypes
 from memkit.train.checks import (
     Caller,
     check_gradients,
     check_norm,
     check_own_state,
     check_weightless,
+    refuse_changed_gradients,
     refuse_closed,
     refuse_lost_gradients,
     refuse_missing_gradients,
@@ -134,6 +135,7 @@ class GradientSum:
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
         self.num_step_ooms = 0
+        self._marks: list[tuple[int, int]] | None = None  # of the gradients, after the last micro-batch
         self._on_step, self._on_gradients = on_step, on_gradients
 
     @property
@@ -150,6 +152,7 @@ class GradientSum:
         expected: float = 0.0,
         retain_graph: bool = False,
         all_or_nothing: bool = False,
+        is_whole: bool = False,
     ) -> None:
         """Add one micro-batch's gradient.
 
@@ -160,6 +163,7 @@ class GradientSum:
             expected: The sum's weight that the first micro-batch assumes, if `expect` was not called.
             retain_graph: As in `torch.Tensor.backward`.
             all_or_nothing: Compute the whole gradient before adding any of it, where that is possible.
+            is_whole: Whether it is a group by itself.
         """
         self._open()
         if self.predivisor is None:
@@ -172,6 +176,7 @@ class GradientSum:
             self._backward(loss, factor, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight
         self.num_microbatches += 1
+        self._marks = None if is_whole else gradient_marks(self._parameters)
         self.is_torn = False  # only now: an interrupt before its weight is counted leaves the sum torn
 
     def expect(self, count: float) -> None:
@@ -220,6 +225,7 @@ class GradientSum:
     def discard(self) -> None:
         """Drop the sum."""
         self._count, self.num_microbatches, self._has_gradients, self.is_torn = 0.0, 0, False, False
+        self._marks = None
         clear_gradients(self._parameters, self._sum_dtype)
         self._has_leftovers = False
 
@@ -298,7 +304,10 @@ class GradientSum:
                     warn_of_foreign_gradients(self._caller)
                 clear_gradients(self._parameters, self._sum_dtype)
             self._has_leftovers = True  # until the step clears them: an interrupt may come first
-        elif self._sum_dtype is not None:
+            return
+        if self._marks is not None and gradient_marks(self._parameters) != self._marks:
+            refuse_changed_gradients(self._caller)
+        if self._sum_dtype is not None:
             # The first gradient keeps its parameter's dtype: there is no sum yet, and fully_shard supports no other.
             widen_gradients(self._parameters, self._sum_dtype)
 

@@ -740,7 +740,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             stays = reduction == "sum" and gradients.predivisor is not None
             weight = read_count(count, stay_on_device=stays, call=call)
         expected = float(weight) if gradients.predivisor is None else 0.0
-        gradients.add(value, weight, reduction=reduction, expected=expected, all_or_nothing=attempt.is_trial)
+        gradients.add(
+            value,
+            weight,
+            reduction=reduction,
+            expected=expected,
+            all_or_nothing=attempt.is_trial,
+            is_whole=attempt.size == attempt.batch_size,
+        )
         attempt.loss = loss.detached(count)
 
 
