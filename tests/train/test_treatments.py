@@ -568,3 +568,56 @@ def test_a_changed_mask_is_noticed_whose_sum_in_one_byte_is_the_same():
         mask.numpy()[:256] = False
         with pytest.raises(ChangedInputError, match="other values than in the forward"):
             loss.backward()
+
+
+def meta_loss(model, x):
+    """One unrolled step of gradient descent, as MAML takes it."""
+    own = dict(model.named_parameters())
+    inner = torch.func.functional_call(model, own, (x,)).square().mean()
+    slopes = torch.autograd.grad(inner, tuple(own.values()), create_graph=True)
+    fast = {name: each - 0.5 * slope for (name, each), slope in zip(own.items(), slopes, strict=True)}
+    return torch.func.functional_call(model, fast, (x,)).square().mean()
+
+
+class TestTensorsInPlaceOfParameters:
+    """A block runs again with those tensors that `functional_call` had put in the place of its parameters."""
+
+    @staticmethod
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in "12")).double()
+
+    @pytest.mark.parametrize("treatment", TREATMENTS)
+    def test_meta_learning(self, treatment):
+        model, x = self.make(), torch.randn(4, 8, dtype=torch.float64)
+        meta_loss(model, x).backward()
+        right = gradients(model)
+        model.zero_grad()
+        with Checkpointing(model, {"?": treatment}):
+            meta_loss(model, x).backward()
+        assert_same(gradients(model), right)
+
+    @pytest.mark.parametrize("treatment", TREATMENTS)
+    def test_parameters_of_another_model(self, treatment):
+        model, other, x = self.make(), copy.deepcopy(self.make()), torch.randn(4, 8, dtype=torch.float64)
+        with torch.no_grad():
+            other[0][0].weight.mul_(2)
+        other(x).square().mean().backward()
+        right, own = gradients(other), list(model.parameters())
+        other.zero_grad()
+        with Checkpointing(model, {"?": treatment}):
+            torch.func.functional_call(model, dict(other.named_parameters()), (x,)).square().mean().backward()
+        assert_same(gradients(other), right)
+        assert gradients(model) == [None] * 8
+        assert all(now is was for now, was in zip(model.parameters(), own, strict=True))
+
+    def test_torch_runs_again_with_the_own_parameters(self):
+        model, x = self.make(), torch.randn(4, 8, dtype=torch.float64)
+        meta_loss(model, x).backward()
+        right = gradients(model)
+        model.zero_grad()
+        for block in model:
+            run = block.forward
+            block.forward = lambda x, run=run: torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+        meta_loss(model, x).backward()
+        assert max((a - b).abs().max() for a, b in zip(gradients(model), right, strict=True)) > 1e-3
