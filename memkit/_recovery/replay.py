@@ -17,7 +17,6 @@ from memkit._torch.modules import parameters_of
 from memkit._torch.script import as_written, early_stop_through_scripts
 from memkit._torch.tensors import version_of
 
-
 _Parameters = dict[str, nn.Parameter | None]
 _PLAIN = (torch.Tensor, nn.Parameter)
 

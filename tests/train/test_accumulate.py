@@ -788,14 +788,15 @@ class TestMisuse:
         assert_refused(lambda: mk.GradientAccumulator(optimizer), error, words)
 
 
+CHANGES = {
+    "zeroed in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "zeroed in part": lambda model, optimizer: model[2].zero_grad(),
+    "an inner backward": lambda model, optimizer: model(torch.ones(1, 4)).sum().backward(),
+}
+
+
 class TestChangedGradients:
     """Something else than the accumulator changes gradients between two micro-batches of a group."""
-
-    WAYS = {
-        "zeroed in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-        "zeroed in part": lambda model, optimizer: model[2].zero_grad(),
-        "an inner backward": lambda model, optimizer: model(torch.ones(1, 4)).sum().backward(),
-    }
 
     @staticmethod
     def make():
@@ -803,26 +804,28 @@ class TestChangedGradients:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("way", CHANGES)
     def test_is_refused_in_a_loop(self, way):
         model, optimizer = self.make()
         accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=2)
         accumulator.backward(model(torch.ones(2, 4)).mean(), count=2)
-        self.WAYS[way](model, optimizer)
+        CHANGES[way](model, optimizer)
         loss = model(torch.ones(2, 4)).mean()
         assert_refused(lambda: accumulator.backward(loss, count=2), mk.errors.StateError, "remove zero_grad()")
 
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("way", CHANGES)
     def test_is_refused_in_a_loss_function(self, way):
         model, optimizer = self.make()
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, probe=False)
 
         def loss_fn(model, rows):
             if any(each.grad is not None for each in model.parameters()):
-                self.WAYS[way](model, optimizer)
+                CHANGES[way](model, optimizer)
             return model(rows).square().mean()
 
-        assert_refused(lambda: trainer.train_step(torch.ones(4, 4), loss_fn), mk.errors.StateError, "since the last micro-batch")
+        assert_refused(
+            lambda: trainer.train_step(torch.ones(4, 4), loss_fn), mk.errors.StateError, "since the last micro-batch"
+        )
 
     def test_is_allowed_before_the_step(self):
         model, optimizer = self.make()
