@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -28,6 +28,7 @@ from memkit._recovery.snapshot import Rollback
 from memkit._torch.tensors import are_unwritten, marks_of
 
 CutPart = Callable[[Part, int], list[Part]]
+_MOST_UNDONE = 4  # cuts of a batch: a remedy that a cut has made unnecessary comes again each time
 _SIZE = attrgetter("size")
 _TENSORS = frozenset({torch.Tensor})
 
@@ -263,6 +264,16 @@ class Forced:
         return f"out of memory ({self.failure.description if self.failure else 'in an earlier step'})"
 
 
+class _BeforeCut(NamedTuple):
+    """A batch before it was cut: the attempt that failed, why, its plan, the known sizes, and how many parts it had."""
+
+    failed: Attempt
+    failure: Failure
+    plan: Plan
+    sizes: dict[str, Any]
+    num_done: int
+
+
 class BatchRun:
     """The micro-batches of one batch.
 
@@ -307,7 +318,8 @@ class BatchRun:
         self.is_complete = self.is_cut_anew = self.was_cut = False
         self.forced = Forced(None, is_predicted=True) if is_predicted else None
         self.done: list[Attempt] = []
-        self._before_cut: tuple[Attempt, Plan, dict[str, Any]] | None = None
+        self._before_cut: _BeforeCut | None = None  # before the first cut that was not checked
+        self._num_undone = 0
         self._num_requested = num_parts
         self.rollback: Rollback | None = None
         if means.remedies is not None:
@@ -351,14 +363,20 @@ class BatchRun:
 
     def undo_cut(self) -> bool:
         """Revert a split that is not allowed by applying another remedy instead; False if none is left."""
-        if self._before_cut is None:
+        before = self._before_cut
+        if before is None or self._num_undone == _MOST_UNDONE:
             return False
-        failed, plan, sizes = self._before_cut
-        if failed.failure is None or not self.improve(failed, failed.failure, is_last=True):
+        if not self.improve(before.failed, before.failure, is_last=True):
             return False
-        self._take(plan)
+        self._before_cut = None
+        self._num_undone += 1
+        if len(self.done) > before.num_done:  # parts that were cut without a check
+            self.start_over()
+            self._take(before.plan.restart())
+        else:
+            self._take(before.plan)
         self.is_cut_anew, self.forced = False, None
-        self.means.sizes.load_state_dict(sizes)
+        self.means.sizes.load_state_dict(before.sizes)
         return True
 
     def try_larger(self) -> bool:
@@ -374,11 +392,13 @@ class BatchRun:
             self._take(Plan((self._whole,)))
         return True
 
-    def go_on_smaller(self) -> bool:
+    def go_on_smaller(self, *, is_checked: bool) -> bool:
         """Accept that the batch continues in smaller parts, and report it; False if the batch was not split again."""
         if not self.is_cut_anew:
             return False
         self.is_cut_anew = False
+        if is_checked:
+            self._before_cut = None
         remedies = self.means.remedies
         if remedies is not None and self.forced is not None:
             remedies.take_back()
@@ -465,13 +485,13 @@ class BatchRun:
         Raises:
             MemkitOutOfMemoryError: A part cannot be made smaller, and no remedy is left; or the batch cannot be cut.
         """
-        self._before_cut = failed, self.plan, self.means.sizes.state_dict()
+        sizes = self.means.sizes.state_dict()
         self.means.sizes.note_failure(self.key, failed.size)
         limit = min(self.means.sizes.largest(self.key) or 0, failed.size - 1)
         try:
             smaller = self.plan.shrink(limit, self._cut)
         except (InputError, InputTypeError) as error:
-            self.means.sizes.load_state_dict(self._before_cut[2])  # a smaller size would not help
+            self.means.sizes.load_state_dict(sizes)  # a smaller size would not help
             raise MemkitOutOfMemoryError(
                 self.means.call,
                 got=f"out of memory with {failed.size} {self.means.unit}: {failure.description}; and a batch that "
@@ -480,6 +500,8 @@ class BatchRun:
                 fix=f"set checkpoint='auto', or pass split_fn=... to cut the batch; {error.fix}",
             ) from failure.error
         if smaller is not None:
+            if self._before_cut is None:
+                self._before_cut = _BeforeCut(failed, failure, self.plan, sizes, len(self.done))
             self._take(smaller)
             self.is_cut_anew, self.forced = True, Forced(failure)
         elif not self.improve(failed, failure, is_last=True):

@@ -140,7 +140,7 @@ class BatchDriver:
                     yield from self._check_blocks(run, loss_fn)
                 if run.is_cut_anew:
                     is_checked = yield from self._check_split(run, loss_fn)
-                    if not run.go_on_smaller():
+                    if not run.go_on_smaller(is_checked=is_checked):
                         continue  # another remedy lets it stay whole
                 self.current = attempt
                 if self._has_samples:

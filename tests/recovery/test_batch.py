@@ -118,7 +118,7 @@ class Kernel(RuleBasedStateMachine):
             self.finish()
             return
         if run.is_cut_anew:
-            run.go_on_smaller()
+            run.go_on_smaller(is_checked=True)
         try:
             with attempt as rows:
                 self.world.counter += 1
@@ -223,7 +223,7 @@ def test_reverts_forbidden_split_if_other_remedy_exists():
     assert run.undo_cut()
     assert run.plan.sizes == (4,)
     assert not run.was_cut
-    assert not run.go_on_smaller()
+    assert not run.go_on_smaller(is_checked=True)
     assert run.means.sizes.largest("rows") is None  # the failure is forgotten
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import memkit as mk
 from memkit._machine import random_state
-from tests.helpers import assert_same, is_same
+from tests.helpers import assert_refused, assert_same, gradients, is_same
 from tests.toys import out_of_memory
 from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
 
@@ -262,3 +264,53 @@ def test_uncuttable_batch_error_mentions_out_of_memory():
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     whole = trainer.train_step(torch.ones(8, 4), lambda model, batch: mk.Loss(mean=model(batch).mean(), count=8))
     assert whole.stepped
+
+
+class Mixing(nn.Module):
+    """Its rows depend on each other, by their standard deviation, as in StyleGAN2's discriminator."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(9, 1)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        return self.last(torch.cat([x, x.std(0, unbiased=False).mean().expand(len(x), 1)], 1))
+
+
+class TestCutThatCouldNotBeChecked:
+    """Memory runs out in the check of a cut, and later in a part; the next check finds that rows are mixed."""
+
+    @staticmethod
+    def run(runs_out):
+        torch.manual_seed(0)
+        model, x, found = Mixing().double(), torch.randn(8, 4, dtype=torch.float64), []
+        model(x).square().mean().backward()
+        right = gradients(model)
+        model.zero_grad()
+
+        def loss_fn(model, x):
+            loss = model(x).square().mean()
+            if runs_out(x):
+                out_of_memory()
+            return loss
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, optimizer, on_gradients=lambda model: found.extend(gradients(model))
+        )
+        result = trainer.train_step(x, loss_fn)
+        assert_same(found, right)
+        return result.sizes
+
+    @pytest.mark.parametrize("num_ooms", [9, 10, 11])
+    def test_is_undone_if_memory_comes_back(self, num_ooms):
+        calls = itertools.count(1)
+        assert self.run(lambda _: next(calls) <= num_ooms) == (8,)
+
+    def test_is_refused_if_memory_stays_short(self):
+        def runs_out(x):
+            offloads = _top_saved_tensors_default_hooks(True) is not None
+            return len(x) > (4 if offloads else 1)
+
+        assert_refused(lambda: self.run(runs_out), mk.MemkitOutOfMemoryError, "splitting the batch (could not|changes)")
