@@ -207,7 +207,9 @@ def catch_gradients(
     Memory cost: one gradient at a time.
     """
 
-    def note(index: int, gradient: Tensor) -> Tensor | None:
+    def note(index: int, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # of a constant: a bias, in the backward of a double backward
+            return None
         catch(index, gradient)
         # Autograd holds a hook's result until the backward ends: return a stand-in without memory.
         return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else None

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same, gradient_of, gradients
+from tests.helpers import assert_refused, assert_same, gradient_of, gradients
 from tests.toys import square_error
 from tests.train.faults import MODELS, FailingOperator
 
@@ -416,3 +416,41 @@ def test_what_a_failed_attempt_changed_in_a_loss_is_told_of():
     split = mk.SplitLoss(nn.Linear(4, 4), num_microbatches=1)
     with pytest.warns(mk.errors.MemkitWarning, match="changed what loss_fn holds .* and that stays changed"):
         split(torch.randn(8, 4), loss_fn).backward()
+
+
+class Upsampling(nn.Module):
+    """A bias before a linear convolution, as in StyleGAN2: autograd has no gradient of it in a double backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.bias = nn.Linear(4, 16), nn.Parameter(torch.zeros(1))
+
+    def forward(self, z):
+        image = self.inner(z).tanh().view(-1, 1, 4, 4) + self.bias
+        return F.conv2d(image, torch.full((1, 1, 3, 3), 1 / 9, dtype=z.dtype), padding=1)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_path_length_penalty_alone(num_microbatches):
+    def penalty(model, z):
+        z = z.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
+        return (slope.square().sum(1).sqrt() - 1).square().mean()
+
+    def mixing_penalty(model, z):
+        z = z.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
+        lengths = slope.square().sum(1).sqrt()
+        return (lengths - lengths.mean()).square().mean()
+
+    torch.manual_seed(0)
+    model, z = Upsampling().double(), torch.randn(8, 4, dtype=torch.float64)
+    penalty(model, z).backward()
+    right = gradients(model)
+    assert right[0] is None
+    model.zero_grad()
+    mk.SplitLoss(model, num_microbatches=num_microbatches)(z, penalty).backward()
+    assert_same(gradients(model), right, 1e-14)
+    if num_microbatches > 1:
+        split = mk.SplitLoss(model, num_microbatches=num_microbatches)
+        assert_refused(lambda: split(z, mixing_penalty), mk.ConfigError, "is off by")
