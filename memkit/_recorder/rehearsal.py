@@ -35,7 +35,7 @@ from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
 from memkit._torch.modules import BUFFERS, STATE, members_of
 from memkit._torch.operators import schema_of
-from memkit._torch.tensors import storage_key, version_of
+from memkit._torch.tensors import bit_sums, storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
@@ -517,7 +517,10 @@ class Attributes:
             fits = held.same.nbytes <= min(_SMALL_BYTES, left_bytes) and not (held.same.is_meta or is_trained)
             left_bytes -= held.same.nbytes if fits else 0
             content = held.same.clone() if fits else None
-            self._tensors[index] = held._replace(version=version_of(held.same), content=content)
+            # Frozen parameters, such as a codebook or a teacher, are moved through `.data`, which makes no new version.
+            is_frozen = isinstance(held.tensor, nn.Parameter) and not is_trained and content is None
+            sums = bit_sums([held.same]) if is_frozen else None
+            self._tensors[index] = held._replace(version=version_of(held.same), content=content, sums=sums)
 
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
@@ -591,15 +594,18 @@ class Attributes:
 
         Numbers and words that were appended to a list do not count: that is how a loss is written down.
         """
-        names, num_others = dict[str, None](), 0
+        names, num_others, tensors = dict[str, None](), 0, dict[int, str]()
         for owner, attributes in self._owners:
-            now = _attributes_of(owner)
+            now, kind = _attributes_of(owner), type(owner).__name__
             for name in now.keys() | attributes.keys():
-                if now.get(name, self) is not attributes.get(name, self):
-                    names[f"{type(owner).__name__}.{name}"] = None
+                if not _is_equal(now.get(name, self), attributes.get(name, self)):
+                    names[f"{kind}.{name}"] = None
+            tensors |= {id(each): f"{kind}.{name}" for name, each in members_of(attributes).items()}
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         num_others += sum(not (_is_same(*pair) or _is_written_down(*pair)) for pair in self._containers)
-        num_others += sum(held.has_changed() for held in self._tensors)
+        changed = [tensors.get(id(held.tensor), "") for held in self._tensors if held.has_changed()]
+        names |= dict.fromkeys(filter(None, changed))
+        num_others += changed.count("")
         for generator, state in self._generators:
             if not random_state.is_same_state(random_state.generator_state(generator), state):
                 names[f"a {type(generator).__name__}"] = None
@@ -691,18 +697,29 @@ class _Variable:
 
 
 class _HeldTensor(NamedTuple):
-    """A tensor, its storage and layout (``tensor.data = other`` gives it others), its version and its content."""
+    """A tensor, its storage and layout (``tensor.data = other`` gives it others), its version and its content.
+
+    Where the content is not saved, sums of its bits may tell whether it has changed.
+    """
 
     tensor: Tensor
     same: Tensor
     version: int | None = None
     content: Tensor | None = None
+    sums: list[int] | None = None
 
     def has_changed(self) -> bool:
         is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
         if not is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
             return True
-        return self.version is not None and version_of(self.same) != self.version
+        return self._is_written()
+
+    def _is_written(self) -> bool:
+        if self.version is not None and version_of(self.same) != self.version:
+            return True
+        if self.content is not None:
+            return bit_sums([self.same]) != bit_sums([self.content])
+        return self.sums is not None and bit_sums([self.same]) != self.sums
 
     def restore(self) -> bool:
         """Restore all of it; False if its content has changed and was not saved."""
@@ -710,7 +727,7 @@ class _HeldTensor(NamedTuple):
             return True
         if self.tensor.data_ptr() != self.same.data_ptr() or self.tensor.shape != self.same.shape:
             self.tensor.data = self.same
-        if self.version is None or version_of(self.same) == self.version:
+        if not self._is_written():
             return True
         if self.content is not None:
             self.same.data.copy_(self.content)
@@ -796,6 +813,14 @@ def _is_written_down(container: Any, copy: Any) -> bool:
     if not isinstance(container, list) or len(container) < len(copy):
         return False
     return _is_same(container[: len(copy)], copy) and all(type(each) in _WORDS for each in container[len(copy) :])
+
+
+def _is_equal(one: object, other: object) -> bool:
+    """Whether two attributes are one object, or equal words, numbers or shapes."""
+    if one is other:
+        return True
+    is_shape = isinstance(one, tuple) and all(type(each) in _WORDS for each in one)
+    return type(one) is type(other) and (type(one) in _WORDS or is_shape) and bool(one == other)
 
 
 def _is_same(container: Any, copy: Any) -> bool:

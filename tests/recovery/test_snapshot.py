@@ -2,6 +2,7 @@
 
 import random
 import threading
+from array import array
 
 import numpy as np
 import pytest
@@ -319,6 +320,29 @@ def test_what_a_failed_attempt_has_changed_in_the_loss_is_told():
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
     with pytest.warns(mk.errors.MemkitWarning, match=r"changed what loss_fn holds \(Kept\.mean\), and that stays"):
         trainer.train_step(torch.ones(8, 3), loss_fn)
+
+
+def test_an_attribute_that_a_failed_attempt_has_set_to_an_equal_value_is_not_told_of():
+    class Decoder(nn.Linear):
+        last_shape = None
+
+        def forward(self, x):
+            self.last_shape = (*x.shape,)
+            return super().forward(x)
+
+    model, decoder, calls = nn.Linear(3, 2), Decoder(2, 2), array("q", [0])
+
+    def loss_fn(model, x):
+        loss = decoder(model(x)).square().mean()
+        calls[0] += 1
+        if calls[0] == 2:
+            raise MemoryError
+        return loss
+
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+    for _ in range(2):
+        trainer.train_step(torch.ones(8, 3), loss_fn)
+    assert calls[0] > 2
 
 
 class Codebook(nn.Module):

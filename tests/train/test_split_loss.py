@@ -453,4 +453,4 @@ def test_path_length_penalty_alone(num_microbatches):
     assert_same(gradients(model), right, 1e-14)
     if num_microbatches > 1:
         split = mk.SplitLoss(model, num_microbatches=num_microbatches)
-        assert_refused(lambda: split(z, mixing_penalty), mk.ConfigError, "is off by")
+        assert_refused(lambda: split(z, mixing_penalty), mk.errors.ConfigError, "is off by")
