@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -474,9 +476,9 @@ class Attributes:
 
     Args:
         roots: Modules, functions and other objects.
-        content: ``"versions"``: also watch whether tensors change in place, buffers excepted. ``"saved"``: also save
-            the content of those of up to 1 MiB, as a count, a running mean or a small teacher has; of 64 MiB in all,
-            and not of parameters that are trained.
+        content: ``"arrays"``: also save the content of NumPy arrays. ``"versions"``: also watch whether tensors change
+            in place, buffers excepted. ``"saved"``: also save the content of arrays, and of tensors of up to 1 MiB, as
+            a count, a running mean or a small teacher has; of 64 MiB in all, and not of parameters that are trained.
         containers: Copies of lists and dicts, beside them.
 
     Warns:
@@ -487,13 +489,14 @@ class Attributes:
         self,
         roots: Sequence[object],
         *,
-        content: Literal["versions", "saved"] | None = None,
+        content: Literal["arrays", "versions", "saved"] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
     ) -> None:
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: list[_HeldTensor] = []
+        self._arrays: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
         self._containers = list(containers)
         self._seen: set[int] = set()
         modules = [each for each in roots if isinstance(each, nn.Module)]
@@ -504,8 +507,17 @@ class Attributes:
             if id(value) not in self._seen and _may_hold_state(value):
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
-        if content is not None:
+        if content in ("arrays", "saved"):
+            self._save_arrays()
+        if content in ("versions", "saved"):
             self._watch_content(is_saved=content == "saved")
+
+    def _save_arrays(self) -> None:
+        left_bytes = _MOST_SAVED_BYTES
+        for index, (array, _) in enumerate(self._arrays):
+            if array.nbytes <= left_bytes and array.flags.writeable:
+                left_bytes -= array.nbytes
+                self._arrays[index] = array, array.copy()
 
     def _watch_content(self, *, is_saved: bool) -> None:
         buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
@@ -544,6 +556,9 @@ class Attributes:
         if isinstance(value, Tensor):
             self._tensors.append(_HeldTensor(value, value.detach()))
             return ()
+        if isinstance(value, np.ndarray):
+            self._arrays.append((value, value))
+            return ()
         if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
             self._generators.append((value, random_state.generator_state(value)))
             return ()
@@ -566,6 +581,9 @@ class Attributes:
             variable.restore()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
+        for array, content in self._arrays:
+            if content is not array and array.tobytes() != content.tobytes():
+                array[...] = content
         lost = [held.tensor for held in self._tensors if not held.restore()]
         if lost:
             shapes = list_some(list(dict.fromkeys(str(tuple(each.shape)) for each in lost)), 3)
@@ -718,7 +736,7 @@ class _HeldTensor(NamedTuple):
         if self.version is not None and version_of(self.same) != self.version:
             return True
         if self.content is not None:
-            return bit_sums([self.same]) != bit_sums([self.content])
+            return not torch.equal(self.same, self.content)  # NaN counts as written: it is restored
         return self.sums is not None and bit_sums([self.same]) != self.sums
 
     def restore(self) -> bool:
@@ -786,6 +804,8 @@ def _may_hold_state(value: object) -> bool:
     if isinstance(value, Tensor):
         return kind in _WITH_STORAGE and value.layout is torch.strided
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
+        return True
+    if kind is np.ndarray:
         return True
     if isinstance(value, type):
         return _is_users(value)

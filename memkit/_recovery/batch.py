@@ -22,6 +22,7 @@ from memkit._machine.devices import release_cached_memory
 from memkit._recorder.rehearsal import Attributes, content_of
 from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory, insist
 from memkit._recovery.errors import describe_error
+from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
@@ -87,6 +88,7 @@ class Means:
         remedies: Remedies for an out-of-memory error; None lets the error propagate.
         snapshot: Function that saves everything a forward may change.
         peers: Strategy that chooses the next attempt.
+        inputs: Notes what batches contain.
         unit: Unit in which sizes are counted.
         call: The user's call, for messages.
     """
@@ -95,6 +97,7 @@ class Means:
     remedies: RemedySource | None
     snapshot: Callable[[], Rollback]
     peers: Peers
+    inputs: InputWatch
     unit: str = "rows"
     call: str = "MemoryEfficientTrainingWrapper"
 
@@ -322,8 +325,10 @@ class BatchRun:
         self._num_undone = 0
         self._num_requested = num_parts
         self.rollback: Rollback | None = None
+        self._contents: Contents | None = None
         if means.remedies is not None:
             self._marks, self.rollback = marks_of(tensors), self.take_rollback()
+            self._contents = None if means.inputs.is_quiet else means.inputs.note(batch)
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:
             num_chosen = means.peers.num_parts(self, num_parts)
@@ -450,6 +455,8 @@ class BatchRun:
         if attempt.rollback is not None:
             attempt.rollback.learn()
             attempt.rollback = None
+        if self._contents is not None and self._contents.are_same():
+            self._contents, self.means.inputs.is_quiet = None, True
         self.done.append(attempt)
         self.plan = self.plan.advance()
 
@@ -468,7 +475,7 @@ class BatchRun:
 
     def check_intact(self, failed: Attempt, failure: Failure) -> None:
         """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place."""
-        if are_unwritten(self._marks):
+        if are_unwritten(self._marks) and (self._contents is None or self._contents.are_same()):
             return
         raise MemkitOutOfMemoryError(
             self.means.call,

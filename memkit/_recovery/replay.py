@@ -45,7 +45,9 @@ class Replay:
     def __enter__(self) -> None:
         self._before = Rollback(self._watch, of_torch=False)
         self._versions = [(each, version_of(each)) for each in self._watch.trained()]
-        self._parameters = [(own, own.copy()) for own in map(parameters_of, self._watch.owners) if own]
+        self._parameters = [
+            (own, own.copy()) for own in map(parameters_of, self._watch.owners) if type(own) is dict and own
+        ]
         self._as_written.__enter__()
 
     def __exit__(

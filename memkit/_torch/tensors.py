@@ -38,6 +38,16 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return sums
 
 
+def content_sums(tensor: torch.Tensor) -> list[int]:
+    """Return sums over a tensor's bits: all of it, every other row, and every other column; see `bit_sums`.
+
+    Unlike a single sum, they also tell of values that changed places.
+    """
+    if type(tensor) not in _WITH_DATA or tensor.layout is not torch.strided or tensor.is_nested:
+        return []
+    return bit_sums([tensor, tensor[::2], tensor[..., ::2]] if tensor.dim() else [tensor])
+
+
 def live_versions(references: Iterable[Callable[[], torch.Tensor | None]]) -> list[int] | None:
     """Return the version of each weakly referenced tensor; None if one is gone."""
     try:

@@ -61,7 +61,7 @@ from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import check_owner, list_optimizers
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import count_rows, take_rows
+from memkit.train.split import copied, count_rows, take_rows
 from memkit.train.split_check import CheckAttempt, check_split, scan_modules
 from memkit.train.split_watch import Probe
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
@@ -799,7 +799,7 @@ def _on_a_copy(
         twins_optimizer = optimizer_maker(optimizer)(twin.parameters())
     arranged = arrange(twin, twins_optimizer, arrangement, most_steps=sys.maxsize)
     with random_state.preserved(), _leaving_others(loss_fn), arranged as train_step:
-        batch = with_data(batch)
+        batch = copied(with_data(batch))
         train_step(batch, loss_fn)
         yield lambda: train_step(batch, loss_fn)
 

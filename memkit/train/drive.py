@@ -12,6 +12,7 @@ from torch import nn
 from memkit._core.errors import InputError, MemkitError, MemkitOutOfMemoryError
 from memkit._gradients.loss import LossFn
 from memkit._recovery.batch import Attempt, BatchRun, Means, Peers, SingleProcess, Sums
+from memkit._recovery.inputs import InputWatch
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback, StateWatch
@@ -25,6 +26,7 @@ from memkit.train.split import (
     check_batch,
     cut_batch,
     has_no_rows,
+    list_arrays,
     list_tensors,
     rows_left_out,
     survey_packed,
@@ -78,7 +80,9 @@ class BatchDriver:
         self._call_of_split = f"{call}: splitting a batch"
         self._surveyor = Surveyor(self._call_of_split)
         snapshot = functools.partial(Rollback, self.state_watch)
-        self._means = Means(self.sizes, remedies, snapshot, peers or SingleProcess(), unit, call)
+        self._means = Means(
+            self.sizes, remedies, snapshot, peers or SingleProcess(), InputWatch(list_arrays), unit, call
+        )
 
     def open(self, batch: Any, num_parts: int, sums: Sums, *, is_predicted: bool = False) -> BatchRun:
         """Split a batch into at least this many micro-batches.

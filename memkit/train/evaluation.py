@@ -15,10 +15,12 @@ from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryErr
 from memkit._core.foreign import LOSS
 from memkit._core.words import guided
 from memkit._recovery.attempt import Done, Failure, attempt
+from memkit._recovery.inputs import InputWatch
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch import pytree
+from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import check_batch, split_batch, survey
+from memkit.train.split import check_batch, list_arrays, split_batch, survey
 
 _CALL = "evaluate(batch, fn)"
 
@@ -44,6 +46,7 @@ class Evaluation:
 
     def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
         self._model, self._sizes, self._can_split = model, sizes, can_split
+        self._inputs = InputWatch(list_arrays)
 
     def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         """Run ``fn`` over all rows of a batch.
@@ -59,7 +62,7 @@ class Evaluation:
         Raises:
             InputTypeError: ``fn`` is not a function of model and batch, or ``batch`` is a loader.
             InputError: The batch was split, and ``fn`` does not return one output row per input row.
-            MemkitOutOfMemoryError: Even one row does not fit, or the batch cannot be cut.
+            MemkitOutOfMemoryError: Even one row does not fit, the batch cannot be cut, or ``fn`` has written to it.
 
         Memory cost: the results, briefly twice if the batch was split, plus the memory of one part.
 
@@ -79,9 +82,10 @@ class Evaluation:
             return fn(self._model, batch)
         marked = mark_samples(batch)
         try:
-            num_rows, key, _ = survey(marked)
+            num_rows, key, tensors = survey(marked)
         except InputError as error:
             return self._whole(batch, fn, error.got)
+        marks, contents = marks_of(tensors), None if self._inputs.is_quiet else self._inputs.note(marked)
         todo = deque(split_batch(marked, self._sizes.num_parts(key, num_rows, 1), num_rows=num_rows))
         results: list[tuple[Any, int]] = []
         was_clean = True
@@ -91,8 +95,12 @@ class Evaluation:
             if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
                 results.append((outcome.result, size))
+                if contents is not None and contents.are_same():
+                    contents, self._inputs.is_quiet = None, True
                 continue
             was_clean = False
+            if not (are_unwritten(marks) and (contents is None or contents.are_same())):
+                raise _written(outcome) from outcome.error
             if size <= 1:
                 raise MemkitOutOfMemoryError(
                     _CALL,
@@ -123,6 +131,16 @@ def _not_cut(failure: Failure, why: str) -> MemkitOutOfMemoryError:
         got=f"out of memory ({failure.description}) with a batch that cannot be cut: {why}",
         expected="memory for the whole batch, or tensors that all have the rows in dimension 0",
         fix="make smaller batches for validation: DataLoader(dataset, batch_size=1).",
+    )
+
+
+def _written(failure: Failure) -> MemkitOutOfMemoryError:
+    return MemkitOutOfMemoryError(
+        _CALL,
+        got=f"out of memory ({failure.description}) in a forward that changes the batch in place and so cannot run "
+        "again",
+        expected="a forward that leaves the batch unchanged",
+        fix="write `x = x / 255`, not `x /= 255`, in the model and in fn; or pass fewer rows at a time.",
     )
 
 

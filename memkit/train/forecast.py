@@ -24,7 +24,7 @@ from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
 from memkit.train.samples import SampleList, mark_samples, unmark_samples
-from memkit.train.split import list_tensors, survey, take_rows
+from memkit.train.split import copied, list_tensors, survey, take_rows
 
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
@@ -175,8 +175,9 @@ class PartPlanner:
             return None
 
         def record(rows: int) -> Recording:
+            micro = copied(unmark_samples(take_rows(marked, 0, rows, num_rows=num_rows)))  # forward may write to it
             with Recorder() as recorder:
-                rehearse(unmark_samples(take_rows(marked, 0, rows, num_rows=num_rows)))
+                rehearse(micro)
             return recorder.recording()
 
         def run_twice() -> Forecast:

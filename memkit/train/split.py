@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import InputError, InputTypeError
+from memkit._recovery.attempt import Done, unless_failed
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import children_of, with_children
 from memkit.train.samples import ARRAYS, PLAIN, SampleList, mark_samples
@@ -361,14 +363,33 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:
     """List all tensors of a batch, including those in attributes of its objects."""
+    return [leaf for leaf in list_arrays(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def list_arrays(batch: Any) -> list[Any]:
+    """List all tensors and NumPy arrays of a batch, including those in attributes of its objects."""
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in tuple(leaves):
         if isinstance(leaf, SampleList):
-            leaves += list_tensors(leaf.items)
-        elif not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
+            leaves += list_arrays(leaf.items)
+        elif not isinstance(leaf, ARRAYS):  # an object may hold its tensors in attributes, as PyG's batches do
             _collect(attributes_of(leaf), leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
+
+
+def copied(batch: Tree) -> Tree:
+    """Return a batch with copies of its tensors, arrays and objects, for a run that may write to them."""
+    return map_leaves(_own, batch)
+
+
+def _own(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    if isinstance(leaf, PLAIN):
+        return leaf
+    outcome = unless_failed((Exception,), copy.deepcopy, leaf)
+    return outcome.result if isinstance(outcome, Done) else leaf
 
 
 def has_no_rows(batch: Any) -> bool:

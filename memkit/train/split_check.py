@@ -21,7 +21,7 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
-from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
+from memkit._recorder.rehearsal import Attributes, RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout
@@ -166,6 +166,7 @@ class CheckAttempt:
         self.part, self.size, self.in_full_precision = part, size, in_full_precision
         self._take, self._around = take, around
         self.gradient: _Gradient | None = None
+        self._content: Attributes | None = None
         self.error = ""
         # The model may refuse a few rows though it runs on the real parts; the verdict says so.
         self._caught = Caught(others=(Exception,))
@@ -188,6 +189,7 @@ class CheckAttempt:
 
     def __enter__(self) -> Any:
         self._around.__enter__()
+        self._content = Attributes([self.part], content="arrays")  # tensors are restored around it
         return self.part
 
     def backward(self, loss: Loss) -> None:
@@ -204,11 +206,14 @@ class CheckAttempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self._caught.__exit__(kind, error, trace):
-            self._around.__exit__(None, None, None)
+        is_caught = self._caught.__exit__(kind, error, trace)
+        self._around.__exit__(*((None, None, None) if is_caught else (kind, error, trace)))
+        if self._content is not None:
+            self._content.restore()
+            self._content = None
+        if is_caught:
             self.error = self._caught.failure.description if self._caught.failure else ""
             return True
-        self._around.__exit__(kind, error, trace)
         if error is None and self.gradient is None:
             self.error = "trainer.backward(loss) was not called"
         return False

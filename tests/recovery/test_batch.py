@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memkit._core.errors import MemkitOutOfMemoryError, StateError
 from memkit._recovery.batch import BatchRun, Means, SingleProcess
+from memkit._recovery.inputs import InputWatch
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from tests.helpers import assert_refused
@@ -82,7 +83,7 @@ class Remedies:
 
 
 def make_means(world, sizes, num_remedies):
-    return Means(sizes, Remedies(world, num_remedies), world.snapshot, SingleProcess())
+    return Means(sizes, Remedies(world, num_remedies), world.snapshot, SingleProcess(), InputWatch(lambda _: []))
 
 
 def cut_unevenly(part, num_parts):
@@ -206,7 +207,7 @@ def test_does_not_rerun_batch_changed_in_place():
 
 def test_without_remedies_the_error_comes_through():
     world = World()
-    means = Means(SizeMemory(), None, world.snapshot, SingleProcess())
+    means = Means(SizeMemory(), None, world.snapshot, SingleProcess(), InputWatch(lambda _: []))
     run = BatchRun([1, 2], 2, 1, means=means, sums=Sums(), cut=cut)
     with pytest.raises(MemoryError), run.means.peers.next_attempt(run):
         raise MemoryError

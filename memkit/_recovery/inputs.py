@@ -1,0 +1,57 @@
+"""Finds batches that a forward has written to without a new version: it cannot run on them again."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from memkit._torch.tensors import content_sums
+
+Array: TypeAlias = torch.Tensor | npt.NDArray[Any]
+
+
+class Contents:
+    """Tells whether a batch still has the content that it has now.
+
+    Args:
+        leaves: Its tensors and arrays.
+    """
+
+    def __init__(self, leaves: Sequence[Array]) -> None:
+        self._before = [(each, _content_of(each)) for each in leaves]
+
+    def are_same(self) -> bool:
+        """Return whether nothing was written to the batch."""
+        return all(_content_of(each) == before for each, before in self._before)
+
+
+class InputWatch:
+    """Notes the contents of batches until a forward is seen to leave its batch as it was.
+
+    Versions tell of writes by torch's operators; not of those through ``.data`` or NumPy, nor of those to arrays.
+
+    Args:
+        leaves_of: Lists the tensors and arrays of a batch.
+
+    Attributes:
+        is_quiet: Whether a forward has left its batch as it was.
+    """
+
+    def __init__(self, leaves_of: Callable[[Any], Sequence[Array]]) -> None:
+        self._leaves_of, self.is_quiet = leaves_of, False
+
+    def note(self, batch: Any) -> Contents:
+        """Note the contents of a batch."""
+        return Contents(self._leaves_of(batch))
+
+
+def _content_of(leaf: Array) -> tuple[object, ...]:
+    """Return what identifies a leaf's content; for a tensor without data, as in a simulation, only its place."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype, zlib.crc32(leaf.tobytes())
+    return (leaf.shape, leaf.dtype, *content_sums(leaf.detach()))

@@ -1,0 +1,115 @@
+"""A model or a loss that writes to its batch: nothing stays of trial runs, and no forward runs on a changed batch."""
+
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from memkit._recovery.inputs import Contents
+from tests.helpers import assert_refused, assert_same
+from tests.toys import out_of_memory
+
+WRITES = {
+    "in place": lambda x: x.mul_(0.5),
+    "through .data": lambda x: x.data.mul_(0.5),
+    "another .data": lambda x: setattr(x, "data", x.data * 0.5),
+    "by NumPy": lambda x: x.numpy().__imul__(0.5),
+    "to an array": lambda x: x.__imul__(0.5),
+}
+
+
+def train(write, *, oom_in=None, before=None, **settings):
+    """Three steps of a loss that writes to its batch; in the given one memory runs out after the write."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = array("q", [0, 0])  # which no check puts back: the step, and how often memory ran out
+
+    def loss_fn(model, batch):
+        WRITES[write](batch["x"])
+        hidden = model[0](torch.as_tensor(batch["x"]))
+        if oom_in == state[0] and not state[1]:
+            state[1] = 1
+            out_of_memory()
+        return (model[1:](hidden) - torch.as_tensor(batch["y"])).square().mean()
+
+    draw = np.random.RandomState(0)
+    make = np.array if write == "to an array" else torch.tensor
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings) as trainer:
+        for step in range(3):
+            state[0] = step
+            batch = {"x": make(draw.randn(16, 3)), "y": make(draw.randn(16, 1))}
+            if before is not None:
+                before(model, batch, loss_fn, optimizer)
+            trainer.train_step(batch, loss_fn)
+    return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "write"),
+    [
+        *(
+            ({"accumulation_steps": 4}, write) for write in WRITES if write != "by NumPy"
+        ),  # to a tensor: seen by nothing
+        *(({"memory": "20KiB"}, write) for write in WRITES),
+    ],
+    ids=str,
+)
+def test_checks_and_trials_leave_the_batch_as_it_was(write, settings):
+    assert_same(train(write, **settings), train(write), 1e-13)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_changed_batch_does_not_run_again(write, step):
+    assert_refused(lambda: train(write, oom_in=step), mk.MemkitOutOfMemoryError, "changes the batch in place")
+
+
+PREDICTIONS = {
+    "estimate": lambda model, batch, loss_fn, optimizer: mk.estimate_memory_usage(model, batch, loss_fn=loss_fn),
+    "check": lambda model, batch, loss_fn, optimizer: mk.train.check_split(model, batch, loss_fn),
+    "measured plan": lambda *args: mk.plan_training(*args, budget="1MiB", measure=True),
+}
+
+
+@pytest.mark.parametrize("write", [each for each in WRITES if each != "by NumPy"])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_predictions_leave_the_batch_as_it_was(write, prediction):
+    make = np.ones if write == "to an array" else lambda shape: torch.ones(shape, dtype=torch.float64)
+    batch = {"x": make((16, 3)), "y": make((16, 1))}
+    model = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+
+    def loss_fn(model, batch):
+        WRITES[write](batch["x"])
+        return (model(torch.as_tensor(batch["x"])) - torch.as_tensor(batch["y"])).square().mean()
+
+    PREDICTIONS[prediction](model, batch, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert float(batch["x"].min()) == float(batch["x"].max()) == 1.0
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_evaluation_does_not_run_again_on_a_changed_batch(write):
+    batch = np.ones((8, 3)) if write == "to an array" else torch.ones(8, 3, dtype=torch.float64)
+    model = nn.Linear(3, 3).double()
+
+    def fn(model, rows):
+        WRITES[write](rows)
+        if len(rows) == 8:
+            out_of_memory()
+        return model(torch.as_tensor(rows))
+
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with trainer.evaluation() as evaluate:
+        assert_refused(lambda: evaluate(batch, fn), mk.MemkitOutOfMemoryError, "changes the batch in place")
+
+
+@pytest.mark.parametrize("make", [torch.arange, np.arange])
+def test_contents_tell_of_values_that_change_places(make):
+    rows = make(12).reshape(4, 3)
+    contents = Contents([rows])
+    assert contents.are_same()
+    rows[[0, 1]] = rows[[1, 0]]
+    assert not contents.are_same()
