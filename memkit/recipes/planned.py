@@ -51,7 +51,7 @@ from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import fastest, micro_batch_counts, search, search_activations
 from memkit.predict.plan.speeds import OperatorTimes, card_speeds
-from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
+from memkit.predict.plan.trial import Arrange, Arrangement, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
 from memkit.predict.worst_batch import WorstBatch, find_worst_batch
 from memkit.recipes.order import ResumableLoader
@@ -61,7 +61,7 @@ from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import check_owner, list_optimizers
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import count_rows, take_rows
+from memkit.train.split import count_rows, has_unlike_rows, take_rows
 from memkit.train.split_check import CheckAttempt, check_split, scan_modules
 from memkit.train.split_watch import Probe
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
@@ -251,13 +251,14 @@ def _plan(
             optimizer=optimizer,
             selected_fraction=selected_fraction,
             make_place=Host if gpu is None else partial(Gpu, gpu),
-            arrange=partial(arrange, most_steps=2),
+            arrange=arrange,
             speeds=speeds,
             blocks=_blocks(model),
             kept_operators=KEPT_OPERATORS,
             may_offload=may_offload,
             num_rows=_rows_to_plan(call, batch)[0],
             frees_cache=frees_cache,
+            has_unlike_rows=has_unlike_rows(batch),
             held=None if own is None else (own, allocator_counters(own).allocated_bytes or 0),
             call=call,
         )
@@ -308,6 +309,7 @@ def _plan(
             _refuse(call, budget, budget_bytes, best, notes, is_measured=measure)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
+    notes += _about_values(best, worst)
     notes += _about_cache(best, budget_bytes) if gpu else []
     notes += _about_the_rest(best, gpu, budget_bytes) if gpu and own else []
     plan = TrainingPlan.of(
@@ -609,6 +611,13 @@ def _ways_to_less(*, may_offload: bool, is_part: bool) -> list[str]:
     return [*ways, _OF_A_PART] if is_part else ways
 
 
+def _about_values(trial: Trial, worst: WorstBatch | None) -> list[str]:
+    """Say of a plan for one batch, of which values were read, that it is for these."""
+    if worst is not None or not trial.estimate.reads_values:
+        return []
+    return ["The forward reads values of the batch, such as lengths: another batch of equal shapes may take more."]
+
+
 def _about_cache(trial: Trial, budget_bytes: int) -> list[str]:
     """Say that a card's allocator would like to hold more than the budget."""
     most_bytes = trial.estimate.required_bytes + trial.beside_bytes
@@ -787,7 +796,7 @@ def _on_a_copy(
     model: nn.Module,
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer,
-    arrange: Callable[..., AbstractContextManager[TrainStep]],
+    arrange: Arrange,
     batch: Any,
     arrangement: Arrangement,
 ) -> Iterator[Callable[[], int]]:

@@ -130,6 +130,22 @@ def _way_out(node: Any, fix: str) -> str:
     return fix
 
 
+def has_unlike_rows(batch: Any) -> bool:
+    """Return whether parts of a batch with as many rows may differ by what no tensor's shape shows.
+
+    These are lists of samples of different sizes, and what only the code that reads it knows: arrays and text.
+    """
+    leaves: list[Any] = []
+    _collect(mark_samples(batch), leaves)
+    return any(map(_is_unlike, leaves))
+
+
+def _is_unlike(leaf: Any) -> bool:
+    if isinstance(leaf, SampleList):
+        return len({tuple(tuple(each.shape) for each in list_tensors(item)) for item in leaf.items}) > 1
+    return isinstance(leaf, (str, bytes)) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0)
+
+
 def take_rows(batch: Any, start: int, stop: int, *, num_rows: int | None = None) -> Any:
     """Take the rows ``start:stop`` of a batch that `mark_samples` has returned, or of a part of it.
 
