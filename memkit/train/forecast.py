@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from memkit._recovery.attempt import Done, Result, attempt
 from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
-from memkit.train.samples import SampleList, mark_samples, unmark_samples
-from memkit.train.split import list_tensors, survey, take_rows
+from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
+from memkit.train.samples import mark_samples, unmark_samples
+from memkit.train.split import survey, take_rows
 
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
@@ -68,6 +69,14 @@ class Forecast:
     def peak_bytes(self, num_rows: int) -> int:
         """Return the bytes that a micro-batch of this many rows adds at its peak."""
         return math.ceil(float((self.added_bytes + (num_rows - self.num_rows) * self.slopes).max(initial=0)))
+
+    def joined(self, other: Forecast) -> Forecast:
+        """Return a forecast of the higher peak of the two."""
+        heights = other.added_bytes + (self.num_rows - other.num_rows) * other.slopes
+        heights = np.concatenate([self.added_bytes, heights])
+        slopes = np.concatenate([self.slopes, other.slopes])
+        highest = _upper_envelope(heights, slopes)
+        return Forecast(self.num_rows, heights[highest], slopes[highest])
 
     def max_rows(self, available_bytes: int, at_most: int) -> int:
         """Return the most rows, between 1 and `at_most`, that fit into the available bytes; 1 if none do."""
@@ -121,7 +130,8 @@ class PartPlanner:
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
         self._failure, self._has_warned = "", False
-        self._largest_bytes: dict[str, int] = {}  # shape -> of a sample that a forecast was made with
+        self._largest: dict[str, dict[Hashable, int]] = {}  # shape -> kind of size -> of a row that a forecast knows
+        self._indifferent: set[Hashable] = set()  # kinds of size on which memory does not depend
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
 
     def in_phase(self, name: str, run: Callable[..., Result], *args: Any) -> Result:
@@ -142,7 +152,7 @@ class PartPlanner:
         Args:
             batch: The batch.
             at_least: Minimum number of parts.
-            rehearse: Runs forward and backward on a part without side effects; called twice for each new shape.
+            rehearse: Runs forward and backward on a part without side effects; called a few times for each new shape.
         """
         if self._failure and not self._has_warned:  # the step itself succeeded, since this is called again
             self._has_warned = True
@@ -157,11 +167,9 @@ class PartPlanner:
         except InputError as error:  # it may stay whole; splitting it reports the error
             self._failure = describe_error(error)
             return at_least
-        marked, largest_bytes = _largest_first(marked)
-        if key not in self._forecasts or largest_bytes > self._largest_bytes.get(key, 0):
-            self._forecasts[key], self._largest_bytes[key] = self._forecast(marked, num_rows, rehearse), largest_bytes
-            self._plans.pop(key, None)
-        forecast = self._forecasts[key]
+        if num_rows >= _MORE_ROWS:
+            self._learn(key, marked, num_rows, rehearse)
+        forecast = self._forecasts.get(key)
         if forecast is None or num_rows == 0:
             return at_least
         num_plans, max_rows = self._plans.get(key, (0, 0))
@@ -170,14 +178,44 @@ class PartPlanner:
             self._plans[key] = num_plans + 1, max_rows
         return max(at_least, math.ceil(num_rows / max_rows))
 
-    def _forecast(self, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
-        if num_rows < _MORE_ROWS:
-            return None
+    def _learn(self, key: str, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> None:
+        """Make a forecast with the largest rows of a batch, if its shape is new, or rows are larger than known ones."""
+        sizes = [each for each in row_sizes(marked) if each.kind not in self._indifferent]
+        known, largest = self._forecasts.get(key), self._largest.setdefault(key, {})
+        if key in self._forecasts and not any(_is_larger(each, largest.get(each.kind, 0)) for each in sizes):
+            return
+        orders = [each.order() for each in sizes]
 
+        def take(rows: int) -> Any:
+            if not orders:
+                return take_rows(marked, 0, rows, num_rows=num_rows)
+            return pick_rows(marked, rows_in_turn(orders, rows), num_rows)
+
+        forecast = self._forecast(take, rehearse)
+        self._forecasts[key] = forecast if forecast is None or known is None else forecast.joined(known)
+        self._plans.pop(key, None)
+        for each in sizes:
+            largest[each.kind] = max(each.largest, largest.get(each.kind, 0))
+            if forecast is not None and _may_not_matter(each) and self._takes_the_same(each, marked, rehearse):
+                self._indifferent.add(each.kind)
+
+    def _takes_the_same(self, sizes: RowSizes, marked: Any, rehearse: Callable[[Any], None]) -> bool:
+        """Whether the largest and the smallest rows of a batch take the same memory at each moment."""
+        order = sizes.order()
+
+        def record(rows: Sequence[int]) -> Recording:
+            return _recorded(pick_rows(marked, rows, len(order)), rehearse)
+
+        def is_same() -> bool:
+            large, small = record(order[:_FEWER_ROWS]), record(order[-_FEWER_ROWS:])
+            return np.array_equal(_added(large), _added(small)) and _operators(large) == _operators(small)
+
+        outcome = attempt(is_same, others=(Exception,))
+        return isinstance(outcome, Done) and outcome.result
+
+    def _forecast(self, take: Callable[[int], Any], rehearse: Callable[[Any], None]) -> Forecast | None:
         def record(rows: int) -> Recording:
-            with Recorder() as recorder:
-                rehearse(unmark_samples(take_rows(marked, 0, rows, num_rows=num_rows)))
-            return recorder.recording()
+            return _recorded(take(rows), rehearse)
 
         def run_twice() -> Forecast:
             fewer = record(_FEWER_ROWS)
@@ -254,16 +292,21 @@ def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     return sum({id(each): each.nbytes for each in held if isinstance(each, torch.Tensor)}.values())
 
 
-def _largest_first(marked: Any) -> tuple[Any, int]:
-    """Return a list of samples with the largest first, and its bytes: a forecast for these holds for all others.
+def _recorded(part: Any, rehearse: Callable[[Any], None]) -> Recording:
+    part = unmark_samples(part)
+    with Recorder() as recorder:
+        rehearse(part)
+    return recorder.recording()
 
-    Any other batch is returned as it is: its rows are of one size.
-    """
-    if not isinstance(marked, SampleList):
-        return marked, 0
-    sizes = [sum(each.nbytes for each in list_tensors(item)) for item in marked.items]
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    return marked.with_items([marked.items[index] for index in order]), max(sizes, default=0)
+
+def _is_larger(sizes: RowSizes, known: int) -> bool:
+    """Whether a batch has a larger row than is known; the largest that there can be is not read again."""
+    return known < sizes.limit and sizes.largest > known
+
+
+def _may_not_matter(sizes: RowSizes) -> bool:
+    """Whether rows are worth a comparison: samples of different sizes surely take other memory, like rows may not."""
+    return isinstance(sizes.entry, torch.Tensor) and sizes.largest < sizes.limit and sizes.is_wide
 
 
 def _added(recording: Recording) -> npt.NDArray[np.float64]:

@@ -135,9 +135,7 @@ def has_unlike_rows(batch: Any) -> bool:
 
     These are lists of samples of different sizes, and what only the code that reads it knows: arrays and text.
     """
-    leaves: list[Any] = []
-    _collect(mark_samples(batch), leaves)
-    return any(map(_is_unlike, leaves))
+    return any(map(_is_unlike, list_leaves(mark_samples(batch))))
 
 
 def _is_unlike(leaf: Any) -> bool:
@@ -373,6 +371,13 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
     if children is None:
         return fn(tree)  # type: ignore[no-any-return]
     return with_children(tree, [map_leaves(fn, child, is_leaf) for child in children])  # type: ignore[no-any-return]
+
+
+def list_leaves(batch: Any) -> list[Any]:
+    """List everything in the containers of a batch, as `mark_samples` returns it."""
+    leaves: list[Any] = []
+    _collect(batch, leaves)
+    return leaves
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:
