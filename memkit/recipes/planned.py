@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
-from memkit._core.printable import list_some
+from memkit._core.printable import counted, list_some
 from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_budget, parse_bytes
@@ -263,9 +264,10 @@ def _plan(
             call=call,
         )
 
+    failures: dict[str, dict[int, None]] = {}  # error -> rows of the micro-batches that it occurs with
+
     def refused(num_rows: int, error: Exception) -> None:
-        note = f"Micro-batches of {num_rows} rows are left out: the step fails on them ({describe_error(error)})."
-        notes.extend([note] if note not in notes else [])
+        failures.setdefault(describe_error(error), {})[num_rows] = None
 
     tried = partial(
         _tried,
@@ -285,6 +287,7 @@ def _plan(
         lambda make: tried(make(sample_batch)),
         lambda found: fastest(allow(found), budget_bytes),
     )
+    notes += starmap(_about_failure, failures.items())
     run_for_real = partial(_on_a_copy, model, loss_fn, optimizer, arrange)
     settled = partial(_settled, budget_bytes=budget_bytes, run_for_real=run_for_real if measure else None)
     trials = [settled(each, sample_batch) for each in trials]
@@ -609,6 +612,13 @@ def _ways_to_less(*, may_offload: bool, is_part: bool) -> list[str]:
     """Say what would need less memory, if nothing fits."""
     ways = [] if may_offload else ["Offloaded tensors may take less: leave may_offload=False out."]
     return [*ways, _OF_A_PART] if is_part else ways
+
+
+def _about_failure(error: str, sizes: Iterable[int]) -> str:
+    """Say which sizes of micro-batches were left out, and why."""
+    shown, more = [*map(str, sizes)][:3], len([*sizes]) - 3
+    others = f" and {counted(more, 'other size')}" if more > 0 else ""
+    return f"Micro-batches of {', '.join(shown)} rows{others} are left out: the step fails on them ({error})."
 
 
 def _about_values(trial: Trial, worst: WorstBatch | None) -> list[str]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memkit as mk
-from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
 from memkit.predict.gpus import find_gpu
 from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
@@ -571,6 +571,28 @@ def test_sizes_that_the_model_refuses_are_left_out_and_noted(measure):
         each == "Micro-batches of 3 rows are left out: the step fails on them (AssertionError: rows that divide 64)."
         for each in plan.notes
     )
+
+
+def test_a_loss_that_zeroes_gradients_keeps_the_batch_whole():
+    """As TRADES' does, between its attack and its loss: gradients of earlier micro-batches are gone then."""
+    model, x = make_model(), torch.randn(32, 8, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def zeroing_loss(model, x):
+        optimizer.zero_grad()
+        return model(x).square().mean()
+
+    plan = partial(plan_training, model, x, zeroing_loss, optimizer, treat="blocks")
+    budget = f"{int(0.9 * plan(budget='1GiB').required_bytes)}B"
+    with prepare(model, optimizer, x, zeroing_loss, budget=budget, treat="blocks") as trainer:
+        assert trainer.train_step(x, zeroing_loss).sizes == (32,)
+    (note,) = trainer.plan.notes
+    assert note.startswith(
+        "Micro-batches of 16, 11, 8 rows and 5 other sizes are left out: the step fails on them (Sta"
+    )
+    assert "remove optimizer.zero_grad()" in note
+    with pytest.raises(StateError, match=r"remove optimizer\.zero_grad\(\) from the loop and from the loss"):
+        plan(budget=budget, micro_batch_size=8)
 
 
 def test_an_error_of_the_whole_batch_is_the_users_own():
