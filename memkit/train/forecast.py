@@ -22,6 +22,7 @@ from memkit._recorder.recording import Recording
 from memkit._recovery.attempt import Done, Result, attempt
 from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
+from memkit.train.checkpointing import may_recompute
 from memkit.train.gradients import list_parameters
 from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
 from memkit.train.samples import mark_samples, unmark_samples
@@ -99,6 +100,7 @@ class PartPlanner:
         optimizers: Its optimizers.
         device: The model's device.
         sum_dtype: Minimum dtype in which gradients of several parts add up; None uses their parameters' dtypes.
+        may_lower: Whether the precision may still be lowered.
         is_predictable: Whether batches have rows, and this process may run some of them on its own.
 
     Raises:
@@ -113,6 +115,7 @@ class PartPlanner:
         device: torch.device,
         *,
         sum_dtype: torch.dtype | None,
+        may_lower: bool,
         is_predictable: bool,
     ) -> None:
         self._watch = None if memory is None or isinstance(memory, int | str | float) else memory
@@ -126,10 +129,10 @@ class PartPlanner:
         self.is_on = memory is not None and is_predictable
         self.has_manager = self._watch is not None
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
-        self._optimizers = optimizers
+        self._model, self._optimizers, self._may_lower = model, optimizers, may_lower
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
-        self._failure, self._has_warned = "", False
+        self._failure, self._has_warned, self._has_warned_of_a_row = "", False, False
         self._largest: dict[str, dict[Hashable, int]] = {}  # shape -> kind of size -> of a row that a forecast knows
         self._indifferent: set[Hashable] = set()  # kinds of size on which memory does not depend
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
@@ -245,12 +248,14 @@ class PartPlanner:
         parameters = list_parameters(self._optimizers)
         # The sum of the parts' gradients.
         available -= sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
-        if forecast.peak_bytes(1) > available:
+        if forecast.peak_bytes(1) > available and not self._has_warned_of_a_row:
+            self._has_warned_of_a_row = True
+            ways = ["checkpoint='auto'"] * may_recompute(self._model) + ["a lower precision"] * self._may_lower
             warn_user(
                 "MemoryEfficientTrainingWrapper: forward and backward of a single row are predicted to take "
                 f"{format_bytes(forecast.peak_bytes(1))}, but only {format_bytes(max(0, available))} are available "
-                "(memory=...). The step is tried anyway. Way out: set checkpoint='auto', a lower precision or a "
-                "larger budget."
+                f"(memory=...). The step is tried anyway. Way out: set {', '.join(ways)}{' or ' * bool(ways)}a larger "
+                "budget."
             )
         return forecast.max_rows(available, num_rows)
 

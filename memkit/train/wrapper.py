@@ -253,6 +253,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 self._optimizers,
                 self._device,
                 sum_dtype=sum_dtype,
+                may_lower=self._precision.name is None,
                 is_predictable=split_fn is None and not is_sharded and is_alone,
             )
             own_precision, own_scaler = self._precision, self._precision.scaler

@@ -1,6 +1,7 @@
 """The memory of a micro-batch of any size is predicted from two small runs, and batches are cut accordingly."""
 
 import copy
+import warnings
 from typing import ClassVar
 
 import numpy as np
@@ -288,14 +289,45 @@ def test_manager_supplies_budget_and_gets_phases():
     ]
 
 
-def test_warns_of_oversized_row_and_tries_it():
-    model = mlp()
-    with (
-        trainer_of(model, memory="1MiB") as trainer,
-        pytest.warns(mk.MemkitWarning, match=r"a single row are predicted to take .*, but only 0 B are available"),
-    ):
-        result = trainer.train_step(torch.randn(8, 512), mean_square)
-    assert result.sizes == (1,) * 8
+class Reader(nn.Module):
+    """(N, 512) to (N, 64), with no block of several layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(512, 64, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x[:, None])[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "ways"),
+    [
+        (encoder, {}, "checkpoint='auto', a lower precision or a larger budget"),
+        (encoder, {"checkpoint": "auto", "precision": "bf16-mixed"}, "a larger budget"),
+        (Reader, {}, "a lower precision or a larger budget"),
+    ],
+    ids=str,
+)
+def test_warns_once_of_oversized_row_and_tries_it(make, settings, ways):
+    x = torch.randn(8, 512)
+    recorded = warnings.catch_warnings(record=True, action="always")
+    with trainer_of(make(), memory="20KiB", **settings) as trainer, recorded as warned:
+        for num_rows in (8, 8, 7):
+            assert trainer.train_step(x[:num_rows], mean_square).sizes == (1,) * num_rows
+    (told,) = [str(each.message) for each in warned if "a single row are predicted to take" in str(each.message)]
+    assert "but only 0 B are available" in told
+    assert told.endswith(f"Way out: set {ways}.")
+
+
+def test_a_refused_split_names_checkpointing_where_there_are_blocks():
+    def refusal(*layers):
+        with trainer_of(nn.Sequential(*layers, nn.BatchNorm1d(256)), memory="3MiB") as trainer:
+            return str(assert_refused(lambda: trainer.train_step(torch.randn(2048, 256), mean_square), mk.MemkitError))
+
+    block = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256))
+    assert "use checkpoint='auto', offload=" in refusal(block, copy.deepcopy(block))
+    assert "use offload=" in refusal(nn.Linear(256, 256))
 
 
 @pytest.mark.parametrize(
