@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,24 @@ from memkit.train.split import survey, take_rows
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
+
+
+class _Expected(NamedTuple):
+    """What a step that was planned to fit may take.
+
+    Attributes:
+        key: Shape of its batch.
+        added_bytes: Bytes that its largest micro-batch was predicted to add.
+        allocated_bytes: Bytes allocated on the device before it.
+        highest_bytes: The device's peak so far.
+        most_bytes: The most that may be allocated.
+    """
+
+    key: str
+    added_bytes: int
+    allocated_bytes: int
+    highest_bytes: int
+    most_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +96,10 @@ class Forecast:
         slopes = np.concatenate([self.slopes, other.slopes])
         highest = _upper_envelope(heights, slopes)
         return Forecast(self.num_rows, heights[highest], slopes[highest])
+
+    def scaled(self, factor: float) -> Forecast:
+        """Return a forecast of peaks that are this many times higher."""
+        return Forecast(self.num_rows, factor * self.added_bytes, factor * self.slopes)
 
     def max_rows(self, available_bytes: int, at_most: int) -> int:
         """Return the most rows, between 1 and `at_most`, that fit into the available bytes; 1 if none do."""
@@ -130,9 +152,11 @@ class PartPlanner:
         self.has_manager = self._watch is not None
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
         self._model, self._optimizers, self._may_lower = model, optimizers, may_lower
+        self._device = device
+        self._expected: _Expected | None = None
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
-        self._failure, self._has_warned, self._has_warned_of_a_row = "", False, False
+        self._failure, self._has_warned, self._has_warned_of_a_row, self._has_warned_of_more = "", False, False, False
         self._largest: dict[str, dict[Hashable, int]] = {}  # shape -> kind of size -> of a row that a forecast knows
         self._indifferent: set[Hashable] = set()  # kinds of size on which memory does not depend
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
@@ -164,6 +188,7 @@ class PartPlanner:
                 f"not be predicted: running {_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with "
                 f"{self._failure}. Way out: set accumulation_steps."
             )
+        self._expected = None
         marked = mark_samples(batch)
         try:
             num_rows, key, _ = survey(marked)
@@ -179,7 +204,40 @@ class PartPlanner:
         if num_plans < _NUM_FRESH or num_rows > max_rows:
             max_rows = self._plan(forecast, num_rows)
             self._plans[key] = num_plans + 1, max_rows
-        return max(at_least, math.ceil(num_rows / max_rows))
+        num_parts = max(at_least, math.ceil(num_rows / max_rows))
+        self._expect(key, forecast.peak_bytes(math.ceil(num_rows / num_parts)))
+        return num_parts
+
+    def _expect(self, key: str, added_bytes: int) -> None:
+        """Note what the next step may take, if it was predicted to fit and the device counts what it takes."""
+        before = devices.allocator_counters(self._device)
+        allocated, highest = before.allocated_bytes, before.peak_bytes
+        # A manager's bytes are the device's own: a step that takes more of them runs out of memory.
+        if self._available_bytes is None or self.has_manager or allocated is None or highest is None:
+            return
+        available_bytes = self._available_bytes()
+        if added_bytes <= available_bytes:
+            self._expected = _Expected(key, added_bytes, allocated, highest, allocated + available_bytes)
+
+    def look_back(self) -> None:
+        """After a step's micro-batches: if they took more than the budget, raise their forecast, and tell it once."""
+        expected, self._expected = self._expected, None
+        if expected is None:
+            return
+        peak_bytes, forecast = devices.peak_bytes(self._device) or 0, self._forecasts.get(expected.key)
+        if forecast is None or peak_bytes <= max(expected.highest_bytes, expected.most_bytes):
+            return
+        more = (peak_bytes - expected.allocated_bytes) / max(1, expected.added_bytes)
+        self._forecasts[expected.key] = forecast.scaled(max(1.0, more))
+        self._plans.pop(expected.key, None)
+        if not self._has_warned_of_more:
+            self._has_warned_of_more = True
+            warn_user(
+                "MemoryEfficientTrainingWrapper: a step took "
+                f"{format_bytes(peak_bytes - expected.most_bytes)} more than memory=... allows: its rows took more "
+                "memory than the few that were run to predict it. Batches of these shapes are cut smaller from now on. "
+                "Way out, if that comes too late: set accumulation_steps."
+            )
 
     def _learn(self, key: str, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> None:
         """Make a forecast with the largest rows of a batch, if its shape is new, or rows are larger than known ones."""

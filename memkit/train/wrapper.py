@@ -442,6 +442,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
             else:
                 self._run_all(run, loss_fn)
+            if self._part_planner.is_on:
+                self._part_planner.look_back()
             watch.loss_fn = None
             stepped = self._step()
         except BaseException as error:

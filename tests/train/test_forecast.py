@@ -508,3 +508,25 @@ def test_two_forecasts_join_to_the_higher_peak():
     for joined in (one.joined(other), other.joined(one)):
         for rows in (2, 4, 6, 40):
             assert joined.peak_bytes(rows) == max(one.peak_bytes(rows), other.peak_bytes(rows))
+
+
+def test_a_step_that_takes_more_than_was_predicted_is_told_once_and_learned_from():
+    """On a card, which counts: what the few rows of a forecast do not show, the step does."""
+
+    class Seen:
+        repeats = 1  # of a class: what an object holds is restored after a rehearsal
+
+    def growing(model, x):
+        return mean_square(model, x.repeat(1, Seen.repeats, 1))
+
+    with mk.VirtualGPU("RTX 4090"), warnings.catch_warnings(record=True, action="always") as warned:
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
+        x, peaks = torch.randn(32, 128, 64, device="cuda"), []
+        with trainer_of(model, memory="20MiB", probe=False) as trainer:
+            for repeats in (1, 1, 2, 2, 4, 4):
+                Seen.repeats, number = repeats, len(warned)
+                torch.cuda.reset_peak_memory_stats()
+                peaks.append(trainer.train_step(x, growing).peak_bytes)
+                assert number == 0 or len(warned) == number == 1
+    assert [peak > 20 * MIB for peak in peaks] == [False, False, True, False, True, False]
+    assert "MiB more than memory=... allows" in str(warned[0].message)
