@@ -83,6 +83,7 @@ _MOST_RECIPES = 2**15  # some 30 MB
 _META = torch.device("meta")
 # The number of labels that count depends on their values, and only the backward uses it.
 _COUNTS_LABELS = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default})
+_MASKS = (torch.bool, torch.uint8)
 _READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 
@@ -330,7 +331,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             out: Any = super().dispatch(func, types, args, kwargs)
             if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
                 return self._sparse(func, args, out)
-            self.guesses.num_true += not _READ_VALUES.isdisjoint(func.tags)  # without values it raises an error
+            self.guesses.num_true += _reads_values(func, args)  # without values it raises an error
             return out
         recipe = _recipes.get(key)
         if recipe is not None:
@@ -530,6 +531,13 @@ def has_values(tensor: Tensor) -> bool:
         and tensor.device == _CPU
         and tensor.untyped_storage().nbytes() <= limit * tensor.dtype.itemsize
     )
+
+
+def _reads_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator's result, or its size, depends on values; places to take do not change the size."""
+    if func is _aten.index.Tensor:
+        return any(isinstance(each, Tensor) and each.dtype in _MASKS for each in args[1])
+    return not _READ_VALUES.isdisjoint(func.tags)
 
 
 def _looks_into_values(func: Any, args: Sequence[Any]) -> bool:

@@ -156,6 +156,11 @@ class ForwardNotes(LeanDispatchMode):
         self._is_packing = False
         self._latest: list[_Dropped] = []  # what was packed since the last operator
 
+    @property
+    def saved_bytes(self) -> int:
+        """All bytes of the operators' results that autograd saves."""
+        return sum(each.nbytes for each in self.values if each.is_saved)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Take notes on a forward within the block; on its backward, whenever that runs."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
-from memkit._core.printable import list_some
+from memkit._core.printable import counted, list_some
 from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_budget, parse_bytes
@@ -51,7 +52,7 @@ from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import fastest, micro_batch_counts, search, search_activations
 from memkit.predict.plan.speeds import OperatorTimes, card_speeds
-from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
+from memkit.predict.plan.trial import Arrange, Arrangement, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
 from memkit.predict.worst_batch import WorstBatch, find_worst_batch
 from memkit.recipes.order import ResumableLoader
@@ -61,7 +62,7 @@ from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import check_owner, list_optimizers
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import copied, count_rows, take_rows
+from memkit.train.split import copied, count_rows, has_unlike_rows, take_rows
 from memkit.train.split_check import CheckAttempt, check_split, scan_modules
 from memkit.train.split_watch import Probe
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
@@ -251,20 +252,22 @@ def _plan(
             optimizer=optimizer,
             selected_fraction=selected_fraction,
             make_place=Host if gpu is None else partial(Gpu, gpu),
-            arrange=partial(arrange, most_steps=2),
+            arrange=arrange,
             speeds=speeds,
             blocks=_blocks(model),
             kept_operators=KEPT_OPERATORS,
             may_offload=may_offload,
             num_rows=_rows_to_plan(call, batch)[0],
             frees_cache=frees_cache,
+            has_unlike_rows=has_unlike_rows(batch),
             held=None if own is None else (own, allocator_counters(own).allocated_bytes or 0),
             call=call,
         )
 
+    failures: dict[str, dict[int, None]] = {}  # error -> rows of the micro-batches that it occurs with
+
     def refused(num_rows: int, error: Exception) -> None:
-        note = f"Micro-batches of {num_rows} rows are left out: the step fails on them ({describe_error(error)})."
-        notes.extend([note] if note not in notes else [])
+        failures.setdefault(describe_error(error), {})[num_rows] = None
 
     tried = partial(
         _tried,
@@ -284,6 +287,7 @@ def _plan(
         lambda make: tried(make(sample_batch)),
         lambda found: fastest(allow(found), budget_bytes),
     )
+    notes += starmap(_about_failure, failures.items())
     run_for_real = partial(_on_a_copy, model, loss_fn, optimizer, arrange)
     settled = partial(_settled, budget_bytes=budget_bytes, run_for_real=run_for_real if measure else None)
     trials = [settled(each, sample_batch) for each in trials]
@@ -308,6 +312,7 @@ def _plan(
             _refuse(call, budget, budget_bytes, best, notes, is_measured=measure)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
+    notes += _about_values(best, worst)
     notes += _about_cache(best, budget_bytes) if gpu else []
     notes += _about_the_rest(best, gpu, budget_bytes) if gpu and own else []
     plan = TrainingPlan.of(
@@ -609,6 +614,20 @@ def _ways_to_less(*, may_offload: bool, is_part: bool) -> list[str]:
     return [*ways, _OF_A_PART] if is_part else ways
 
 
+def _about_failure(error: str, sizes: Iterable[int]) -> str:
+    """Say which sizes of micro-batches were left out, and why."""
+    shown, more = [*map(str, sizes)][:3], len([*sizes]) - 3
+    others = f" and {counted(more, 'other size')}" if more > 0 else ""
+    return f"Micro-batches of {', '.join(shown)} rows{others} are left out: the step fails on them ({error})."
+
+
+def _about_values(trial: Trial, worst: WorstBatch | None) -> list[str]:
+    """Say of a plan for one batch, of which values were read, that it is for these."""
+    if worst is not None or not trial.estimate.reads_values:
+        return []
+    return ["The forward reads values of the batch, such as lengths: another batch of equal shapes may take more."]
+
+
 def _about_cache(trial: Trial, budget_bytes: int) -> list[str]:
     """Say that a card's allocator would like to hold more than the budget."""
     most_bytes = trial.estimate.required_bytes + trial.beside_bytes
@@ -787,7 +806,7 @@ def _on_a_copy(
     model: nn.Module,
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer,
-    arrange: Callable[..., AbstractContextManager[TrainStep]],
+    arrange: Arrange,
     batch: Any,
     arrangement: Arrangement,
 ) -> Iterator[Callable[[], int]]:

@@ -11,7 +11,7 @@ from memkit._core.errors import ConfigError
 from memkit._core.protocols import Closing
 from memkit._core.settings import Checker
 from memkit._core.words import guided
-from memkit.train.blocks import BlockChoice, Choice
+from memkit.train.blocks import BlockChoice, Choice, choose_blocks
 from memkit.train.models import unwrap_model
 from memkit.train.nesting import Nesting
 from memkit.train.treatments import BlockOffload, TreatedForward, Treatment
@@ -139,6 +139,17 @@ class Checkpointing(Closing):
             if self._before[name] is not None:
                 block.__dict__["forward"] = self._before[name]
         self._installed = {}
+
+
+def may_recompute(model: nn.Module) -> bool:
+    """Return whether ``checkpoint="auto"`` is a way out: the model has such blocks, and none is treated yet."""
+    if isinstance(model, nn.DataParallel):
+        return False
+    try:
+        blocks = choose_blocks(unwrap_model(model), "auto")
+    except ConfigError:
+        return False
+    return not any(isinstance(block.__dict__.get("forward"), TreatedForward) for block in blocks.values())
 
 
 def _refuse_other(form: str, name: str, before: object, treatment: Treatment) -> None:

@@ -223,7 +223,8 @@ def refuse_lost_gradients(num_microbatches: int, caller: Caller) -> NoReturn:
         caller.kind,
         got=f"no gradient left of the {num_microbatches} micro-batches of this group",
         expected=f"gradients that stay until the {caller.name} has stepped",
-        fix=f"remove optimizer.zero_grad() from the loop: the {caller.name} zeroes the gradients itself.",
+        fix=f"remove optimizer.zero_grad() from the loop and from the loss: the {caller.name} zeroes the gradients "
+        "itself.",
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,34 @@ from memkit._recorder.recording import Recording
 from memkit._recovery.attempt import Done, Result, attempt
 from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
+from memkit.train.checkpointing import may_recompute
 from memkit.train.gradients import list_parameters
-from memkit.train.samples import SampleList, mark_samples, unmark_samples
-from memkit.train.split import copied, list_tensors, survey, take_rows
+from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
+from memkit.train.samples import mark_samples, unmark_samples
+from memkit.train.split import copied, survey, take_rows
 
 # Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
+
+
+class _Expected(NamedTuple):
+    """What a step that was planned to fit may take.
+
+    Attributes:
+        key: Shape of its batch.
+        added_bytes: Bytes that its largest micro-batch was predicted to add.
+        allocated_bytes: Bytes allocated on the device before it.
+        highest_bytes: The device's peak so far.
+        most_bytes: The most that may be allocated.
+    """
+
+    key: str
+    added_bytes: int
+    allocated_bytes: int
+    highest_bytes: int
+    most_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +89,18 @@ class Forecast:
         """Return the bytes that a micro-batch of this many rows adds at its peak."""
         return math.ceil(float((self.added_bytes + (num_rows - self.num_rows) * self.slopes).max(initial=0)))
 
+    def joined(self, other: Forecast) -> Forecast:
+        """Return a forecast of the higher peak of the two."""
+        heights = other.added_bytes + (self.num_rows - other.num_rows) * other.slopes
+        heights = np.concatenate([self.added_bytes, heights])
+        slopes = np.concatenate([self.slopes, other.slopes])
+        highest = _upper_envelope(heights, slopes)
+        return Forecast(self.num_rows, heights[highest], slopes[highest])
+
+    def scaled(self, factor: float) -> Forecast:
+        """Return a forecast of peaks that are this many times higher."""
+        return Forecast(self.num_rows, factor * self.added_bytes, factor * self.slopes)
+
     def max_rows(self, available_bytes: int, at_most: int) -> int:
         """Return the most rows, between 1 and `at_most`, that fit into the available bytes; 1 if none do."""
         low, high = 1, at_most
@@ -90,6 +122,7 @@ class PartPlanner:
         optimizers: Its optimizers.
         device: The model's device.
         sum_dtype: Minimum dtype in which gradients of several parts add up; None uses their parameters' dtypes.
+        may_lower: Whether the precision may still be lowered.
         is_predictable: Whether batches have rows, and this process may run some of them on its own.
 
     Raises:
@@ -104,6 +137,7 @@ class PartPlanner:
         device: torch.device,
         *,
         sum_dtype: torch.dtype | None,
+        may_lower: bool,
         is_predictable: bool,
     ) -> None:
         self._watch = None if memory is None or isinstance(memory, int | str | float) else memory
@@ -117,11 +151,14 @@ class PartPlanner:
         self.is_on = memory is not None and is_predictable
         self.has_manager = self._watch is not None
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
-        self._optimizers = optimizers
+        self._model, self._optimizers, self._may_lower = model, optimizers, may_lower
+        self._device = device
+        self._expected: _Expected | None = None
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
-        self._failure, self._has_warned = "", False
-        self._largest_bytes: dict[str, int] = {}  # shape -> of a sample that a forecast was made with
+        self._failure, self._has_warned, self._has_warned_of_a_row, self._has_warned_of_more = "", False, False, False
+        self._largest: dict[str, dict[Hashable, int]] = {}  # shape -> kind of size -> of a row that a forecast knows
+        self._indifferent: set[Hashable] = set()  # kinds of size on which memory does not depend
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
 
     def in_phase(self, name: str, run: Callable[..., Result], *args: Any) -> Result:
@@ -142,7 +179,7 @@ class PartPlanner:
         Args:
             batch: The batch.
             at_least: Minimum number of parts.
-            rehearse: Runs forward and backward on a part without side effects; called twice for each new shape.
+            rehearse: Runs forward and backward on a part without side effects; called a few times for each new shape.
         """
         if self._failure and not self._has_warned:  # the step itself succeeded, since this is called again
             self._has_warned = True
@@ -151,34 +188,95 @@ class PartPlanner:
                 f"not be predicted: running {_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with "
                 f"{self._failure}. Way out: set accumulation_steps."
             )
+        self._expected = None
         marked = mark_samples(batch)
         try:
             num_rows, key, _ = survey(marked)
         except InputError as error:  # it may stay whole; splitting it reports the error
             self._failure = describe_error(error)
             return at_least
-        marked, largest_bytes = _largest_first(marked)
-        if key not in self._forecasts or largest_bytes > self._largest_bytes.get(key, 0):
-            self._forecasts[key], self._largest_bytes[key] = self._forecast(marked, num_rows, rehearse), largest_bytes
-            self._plans.pop(key, None)
-        forecast = self._forecasts[key]
+        if num_rows >= _MORE_ROWS:
+            self._learn(key, marked, num_rows, rehearse)
+        forecast = self._forecasts.get(key)
         if forecast is None or num_rows == 0:
             return at_least
         num_plans, max_rows = self._plans.get(key, (0, 0))
         if num_plans < _NUM_FRESH or num_rows > max_rows:
             max_rows = self._plan(forecast, num_rows)
             self._plans[key] = num_plans + 1, max_rows
-        return max(at_least, math.ceil(num_rows / max_rows))
+        num_parts = max(at_least, math.ceil(num_rows / max_rows))
+        self._expect(key, forecast.peak_bytes(math.ceil(num_rows / num_parts)))
+        return num_parts
 
-    def _forecast(self, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
-        if num_rows < _MORE_ROWS:
-            return None
+    def _expect(self, key: str, added_bytes: int) -> None:
+        """Note what the next step may take, if it was predicted to fit and the device counts what it takes."""
+        before = devices.allocator_counters(self._device)
+        allocated, highest = before.allocated_bytes, before.peak_bytes
+        # A manager's bytes are the device's own: a step that takes more of them runs out of memory.
+        if self._available_bytes is None or self.has_manager or allocated is None or highest is None:
+            return
+        available_bytes = self._available_bytes()
+        if added_bytes <= available_bytes:
+            self._expected = _Expected(key, added_bytes, allocated, highest, allocated + available_bytes)
 
+    def look_back(self) -> None:
+        """After a step's micro-batches: if they took more than the budget, raise their forecast, and tell it once."""
+        expected, self._expected = self._expected, None
+        if expected is None:
+            return
+        peak_bytes, forecast = devices.peak_bytes(self._device) or 0, self._forecasts.get(expected.key)
+        if forecast is None or peak_bytes <= max(expected.highest_bytes, expected.most_bytes):
+            return
+        more = (peak_bytes - expected.allocated_bytes) / max(1, expected.added_bytes)
+        self._forecasts[expected.key] = forecast.scaled(max(1.0, more))
+        self._plans.pop(expected.key, None)
+        if not self._has_warned_of_more:
+            self._has_warned_of_more = True
+            warn_user(
+                "MemoryEfficientTrainingWrapper: a step took "
+                f"{format_bytes(peak_bytes - expected.most_bytes)} more than memory=... allows: its rows took more "
+                "memory than the few that were run to predict it. Batches of these shapes are cut smaller from now on. "
+                "Way out, if that comes too late: set accumulation_steps."
+            )
+
+    def _learn(self, key: str, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> None:
+        """Make a forecast with the largest rows of a batch, if its shape is new, or rows are larger than known ones."""
+        sizes = [each for each in row_sizes(marked) if each.kind not in self._indifferent]
+        known, largest = self._forecasts.get(key), self._largest.setdefault(key, {})
+        if key in self._forecasts and not any(_is_larger(each, largest.get(each.kind, 0)) for each in sizes):
+            return
+        orders = [each.order() for each in sizes]
+
+        def take(rows: int) -> Any:
+            if not orders:
+                return take_rows(marked, 0, rows, num_rows=num_rows)
+            return pick_rows(marked, rows_in_turn(orders, rows), num_rows)
+
+        forecast = self._forecast(take, rehearse)
+        self._forecasts[key] = forecast if forecast is None or known is None else forecast.joined(known)
+        self._plans.pop(key, None)
+        for each in sizes:
+            largest[each.kind] = max(each.largest, largest.get(each.kind, 0))
+            if forecast is not None and _may_not_matter(each) and self._takes_the_same(each, marked, rehearse):
+                self._indifferent.add(each.kind)
+
+    def _takes_the_same(self, sizes: RowSizes, marked: Any, rehearse: Callable[[Any], None]) -> bool:
+        """Whether the largest and the smallest rows of a batch take the same memory at each moment."""
+        order = sizes.order()
+
+        def record(rows: Sequence[int]) -> Recording:
+            return _recorded(pick_rows(marked, rows, len(order)), rehearse)
+
+        def is_same() -> bool:
+            large, small = record(order[:_FEWER_ROWS]), record(order[-_FEWER_ROWS:])
+            return np.array_equal(_added(large), _added(small)) and _operators(large) == _operators(small)
+
+        outcome = attempt(is_same, others=(Exception,))
+        return isinstance(outcome, Done) and outcome.result
+
+    def _forecast(self, take: Callable[[int], Any], rehearse: Callable[[Any], None]) -> Forecast | None:
         def record(rows: int) -> Recording:
-            micro = copied(unmark_samples(take_rows(marked, 0, rows, num_rows=num_rows)))  # forward may write to it
-            with Recorder() as recorder:
-                rehearse(micro)
-            return recorder.recording()
+            return _recorded(take(rows), rehearse)
 
         def run_twice() -> Forecast:
             fewer = record(_FEWER_ROWS)
@@ -208,12 +306,14 @@ class PartPlanner:
         parameters = list_parameters(self._optimizers)
         # The sum of the parts' gradients.
         available -= sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
-        if forecast.peak_bytes(1) > available:
+        if forecast.peak_bytes(1) > available and not self._has_warned_of_a_row:
+            self._has_warned_of_a_row = True
+            ways = ["checkpoint='auto'"] * may_recompute(self._model) + ["a lower precision"] * self._may_lower
             warn_user(
                 "MemoryEfficientTrainingWrapper: forward and backward of a single row are predicted to take "
                 f"{format_bytes(forecast.peak_bytes(1))}, but only {format_bytes(max(0, available))} are available "
-                "(memory=...). The step is tried anyway. Way out: set checkpoint='auto', a lower precision or a "
-                "larger budget."
+                f"(memory=...). The step is tried anyway. Way out: set {', '.join(ways)}{' or ' * bool(ways)}a larger "
+                "budget."
             )
         return forecast.max_rows(available, num_rows)
 
@@ -255,16 +355,21 @@ def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     return sum({id(each): each.nbytes for each in held if isinstance(each, torch.Tensor)}.values())
 
 
-def _largest_first(marked: Any) -> tuple[Any, int]:
-    """Return a list of samples with the largest first, and its bytes: a forecast for these holds for all others.
+def _recorded(part: Any, rehearse: Callable[[Any], None]) -> Recording:
+    part = copied(unmark_samples(part))  # the model may write to it
+    with Recorder() as recorder:
+        rehearse(part)
+    return recorder.recording()
 
-    Any other batch is returned as it is: its rows are of one size.
-    """
-    if not isinstance(marked, SampleList):
-        return marked, 0
-    sizes = [sum(each.nbytes for each in list_tensors(item)) for item in marked.items]
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    return marked.with_items([marked.items[index] for index in order]), max(sizes, default=0)
+
+def _is_larger(sizes: RowSizes, known: int) -> bool:
+    """Whether a batch has a larger row than is known; the largest that there can be is not read again."""
+    return known < sizes.limit and sizes.largest > known
+
+
+def _may_not_matter(sizes: RowSizes) -> bool:
+    """Whether rows are worth a comparison: samples of different sizes surely take other memory, like rows may not."""
+    return isinstance(sizes.entry, torch.Tensor) and sizes.largest < sizes.limit and sizes.is_wide
 
 
 def _added(recording: Recording) -> npt.NDArray[np.float64]:

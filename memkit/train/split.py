@@ -132,6 +132,20 @@ def _way_out(node: Any, fix: str) -> str:
     return fix
 
 
+def has_unlike_rows(batch: Any) -> bool:
+    """Return whether parts of a batch with as many rows may differ by what no tensor's shape shows.
+
+    These are lists of samples of different sizes, and what only the code that reads it knows: arrays and text.
+    """
+    return any(map(_is_unlike, list_leaves(mark_samples(batch))))
+
+
+def _is_unlike(leaf: Any) -> bool:
+    if isinstance(leaf, SampleList):
+        return len({tuple(tuple(each.shape) for each in list_tensors(item)) for item in leaf.items}) > 1
+    return isinstance(leaf, (str, bytes)) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0)
+
+
 def take_rows(batch: Any, start: int, stop: int, *, num_rows: int | None = None) -> Any:
     """Take the rows ``start:stop`` of a batch that `mark_samples` has returned, or of a part of it.
 
@@ -359,6 +373,13 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
     if children is None:
         return fn(tree)  # type: ignore[no-any-return]
     return with_children(tree, [map_leaves(fn, child, is_leaf) for child in children])  # type: ignore[no-any-return]
+
+
+def list_leaves(batch: Any) -> list[Any]:
+    """List everything in the containers of a batch, as `mark_samples` returns it."""
+    leaves: list[Any] = []
+    _collect(batch, leaves)
+    return leaves
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from memkit._core.settings import Checker
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
+from memkit.train.checkpointing import may_recompute
 from memkit.train.samples import mark_samples
 from memkit.train.split import structure_of
 from memkit.train.split_check import SplitVerdict, take_workspace
@@ -170,7 +171,8 @@ class SplitWatch:
             why = "changes its gradient" + (f" by {verdict.error:.2g}" if is_known else "")
         advice = f"{verdict.advice} Otherwise use" if verdict.advice else "use"
         # Nothing was tried of what was only predicted, so remedies that keep the result are the user's to choose.
-        tried, before = ", and splitting it", "checkpoint='auto', offload={'activations'}, more memory=..., "
+        recompute = "checkpoint='auto', " * may_recompute(self._modules[0])
+        tried, before = ", and splitting it", f"{recompute}offload={{'activations'}}, more memory=..., "
         if not forced.is_predicted:
             tried, before = ", the remedies that keep the result do not suffice, and splitting the batch", ""
         raise MemkitOutOfMemoryError(

@@ -253,6 +253,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 self._optimizers,
                 self._device,
                 sum_dtype=sum_dtype,
+                may_lower=self._precision.name is None,
                 is_predictable=split_fn is None and not is_sharded and is_alone,
             )
             own_precision, own_scaler = self._precision, self._precision.scaler
@@ -441,6 +442,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
             else:
                 self._run_all(run, loss_fn)
+            if self._part_planner.is_on:
+                self._part_planner.look_back()
             watch.loss_fn = None
             stepped = self._step()
         except BaseException as error:

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memkit as mk
-from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
 from memkit.predict.gpus import find_gpu
 from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
@@ -572,6 +573,28 @@ def test_sizes_that_the_model_refuses_are_left_out_and_noted(measure):
     )
 
 
+def test_a_loss_that_zeroes_gradients_keeps_the_batch_whole():
+    """As TRADES' does, between its attack and its loss: gradients of earlier micro-batches are gone then."""
+    model, x = make_model(), torch.randn(32, 8, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def zeroing_loss(model, x):
+        optimizer.zero_grad()
+        return model(x).square().mean()
+
+    plan = partial(plan_training, model, x, zeroing_loss, optimizer, treat="blocks")
+    budget = f"{int(0.9 * plan(budget='1GiB').required_bytes)}B"
+    with prepare(model, optimizer, x, zeroing_loss, budget=budget, treat="blocks") as trainer:
+        assert trainer.train_step(x, zeroing_loss).sizes == (32,)
+    (note,) = trainer.plan.notes
+    assert note.startswith(
+        "Micro-batches of 16, 11, 8 rows and 5 other sizes are left out: the step fails on them (Sta"
+    )
+    assert "remove optimizer.zero_grad()" in note
+    with pytest.raises(StateError, match=r"remove optimizer\.zero_grad\(\) from the loop and from the loss"):
+        plan(budget=budget, micro_batch_size=8)
+
+
 def test_an_error_of_the_whole_batch_is_the_users_own():
     with pytest.raises(AssertionError, match="rows that divide 64"):
         plan_training(Picky(), torch.randn(6, 16, 64), mean_square, "sgd", budget="1GiB")
@@ -590,3 +613,88 @@ def test_the_least_budget_of_a_refusal_is_measured_too():
     least = int(re.search(r"at least (\d+) bytes", str(caught.value))[1])
     assert least <= enough
     assert plan(budget=least).required_bytes <= least
+
+
+class Trims(nn.Module):
+    """(N, L) integers to (N, longest, 4): padding that no row needs is cut off, as pad_packed_sequence does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 16)
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+
+    def forward(self, tokens):
+        longest = int((tokens > 0).sum(1).max())
+        return self.body(self.table(tokens[:, :longest]))
+
+
+def padded(num_rows, long_row):
+    """One row of 64 numbers, and others of 8."""
+    tokens = torch.randint(1, 50, (num_rows, 64))
+    lengths = torch.full((num_rows, 1), 8)
+    lengths[long_row] = 64
+    return tokens.where(torch.arange(64) < lengths, 0)
+
+
+def samples(num_rows, long_row):
+    return [(torch.randint(1, 50, (64 if each == long_row else 8,)),) for each in range(num_rows)]
+
+
+def trimmed_loss(model, batch):
+    rows = batch if isinstance(batch, torch.Tensor) else nn.utils.rnn.pad_sequence([x for (x,) in batch], True)
+    return model(rows).square().sum() / 64
+
+
+@pytest.mark.parametrize("treat", ["tensors", "blocks"])
+@pytest.mark.parametrize("make", [padded, samples])
+@pytest.mark.parametrize("long_row", [0, 15])
+def test_every_micro_batch_is_tried_where_they_may_differ(make, long_row, treat):
+    model, batch = Trims(), make(16, long_row)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"micro_batch_size": 4, "treat": treat, "probe": False}
+    with prepare(model, optimizer, batch, trimmed_loss, budget="1GiB", **settings) as trainer:
+        peaks = []
+        for _ in range(2):
+            with mk.Tracker(device="cpu") as tracker:
+                assert trainer.train_step(batch, trimmed_loss).sizes == (4,) * 4
+            peaks.append(tracker.peak_bytes)
+    assert trainer.plan.predicted_peak_bytes <= peaks[1] <= trainer.plan.required_bytes < 1.1 * peaks[1]
+    assert trainer.plan.estimate.confidence == "exact"
+
+
+def test_a_plan_for_rows_that_differ_keeps_its_budget_and_knows_its_forwards(recwarn):
+    model, batch = Trims(), padded(16, 15)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    least = plan_training(model, batch, trimmed_loss, optimizer, budget="1GiB", micro_batch_size=4).required_bytes
+    budget = f"{int(0.95 * least)}B"
+    settings = {"micro_batch_size": 4, "treat": "tensors", "probe": False}
+    with prepare(model, optimizer, batch, trimmed_loss, budget=budget, **settings) as trainer:
+        for _ in range(2):
+            with mk.Tracker(device="cpu") as tracker:
+                trainer.train_step(batch, trimmed_loss)
+    assert trainer.plan.saved_tensors.saved_bytes > 0
+    assert tracker.peak_bytes <= trainer.plan.required_bytes <= 0.95 * least
+    assert not [each for each in recwarn if "not the planned one" in str(each.message)]
+    assert any("another batch of equal shapes may take more" in each for each in trainer.plan.notes)
+
+
+def test_two_micro_batches_are_tried_where_all_are_alike():
+    class Seen:
+        sizes: ClassVar = []  # of a class: what an object holds is restored after a dry run
+
+    def counted(model, x):
+        Seen.sizes.append(len(x))
+        return model(x).square().mean()
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    plan = plan_training(model, torch.randn(12, 8), counted, "sgd", budget="1GiB", micro_batch_size=2, treat="blocks")
+    assert plan.notes == ()
+    assert Seen.sizes.count(2) < 12  # of six micro-batches
+    assert Seen.sizes[-4:] == [2] * 4  # of two, twice
+
+
+def test_what_was_not_tried_is_not_said_to_fit():
+    with pytest.warns(MemkitWarning, match="only 64 of 70 were tried"):
+        plan = plan_training(Trims(), padded(70, 69), trimmed_loss, "sgd", budget="1GiB", micro_batch_size=1)
+    assert str(plan).startswith("not known whether it fits into 1.00 GiB: micro-batches differ")

@@ -1,6 +1,7 @@
 """The memory of a micro-batch of any size is predicted from two small runs, and batches are cut accordingly."""
 
 import copy
+import warnings
 from typing import ClassVar
 
 import numpy as np
@@ -288,14 +289,44 @@ def test_manager_supplies_budget_and_gets_phases():
     ]
 
 
-def test_warns_of_oversized_row_and_tries_it():
-    model = mlp()
-    with (
-        trainer_of(model, memory="1MiB") as trainer,
-        pytest.warns(mk.MemkitWarning, match=r"a single row are predicted to take .*, but only 0 B are available"),
-    ):
-        result = trainer.train_step(torch.randn(8, 512), mean_square)
-    assert result.sizes == (1,) * 8
+class Reader(nn.Module):
+    """(N, 512) to (N, 64), with no block of several layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(512, 64, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x[:, None])[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "ways"),
+    [
+        (encoder, {}, "checkpoint='auto', a lower precision or a larger budget"),
+        (encoder, {"checkpoint": "auto", "precision": "bf16-mixed"}, "a larger budget"),
+        (Reader, {}, "a lower precision or a larger budget"),
+    ],
+)
+def test_warns_once_of_oversized_row_and_tries_it(make, settings, ways):
+    x = torch.randn(8, 512)
+    recorded = warnings.catch_warnings(record=True, action="always")
+    with trainer_of(make(), memory="20KiB", **settings) as trainer, recorded as warned:
+        for num_rows in (8, 8, 7):
+            assert trainer.train_step(x[:num_rows], mean_square).sizes == (1,) * num_rows
+    (told,) = [str(each.message) for each in warned if "a single row are predicted to take" in str(each.message)]
+    assert "but only 0 B are available" in told
+    assert told.endswith(f"Way out: set {ways}.")
+
+
+def test_a_refused_split_names_checkpointing_where_there_are_blocks():
+    def refusal(*layers):
+        with trainer_of(nn.Sequential(*layers, nn.BatchNorm1d(256)), memory="3MiB") as trainer:
+            return str(assert_refused(lambda: trainer.train_step(torch.randn(2048, 256), mean_square), mk.MemkitError))
+
+    block = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256))
+    assert "use checkpoint='auto', offload=" in refusal(block, copy.deepcopy(block))
+    assert "use offload=" in refusal(nn.Linear(256, 256))
 
 
 @pytest.mark.parametrize(
@@ -386,3 +417,115 @@ def test_offload_counts_in_the_forecast_of_a_budget():
     assert peak_bytes(offload={"activations"}, memory=(offloaded + plain) // 2) <= (offloaded + plain) // 2
     with pytest.raises(mk.MemkitOutOfMemoryError, match="predicted not to fit"):
         peak_bytes(memory=(offloaded + plain) // 2)
+
+
+class Trimmed(nn.Module):
+    """(N, L) integers to (N, longest, 8): padding that no row needs is cut off."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 16)
+        self.body = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 8))
+
+    def forward(self, tokens, lengths):
+        return self.body(self.table(tokens[:, : int(lengths.max())]))
+
+
+def padded(lengths):
+    lengths = torch.tensor(lengths)
+    tokens = torch.randint(1, 50, (len(lengths), 64))
+    return tokens.where(torch.arange(64) < lengths[:, None], 0), lengths
+
+
+def trimmed_loss(model, batch):
+    tokens, lengths = batch if isinstance(batch, tuple) else (batch, (batch != 0).sum(1))
+    return model(tokens, lengths).square().sum((1, 2)).mean()
+
+
+SHORT, LONG_LAST = [8] * 32, [8] * 31 + [64]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([LONG_LAST] * 2, id="long last"),
+        pytest.param([LONG_LAST[::-1]] * 2, id="long first"),
+        pytest.param([SHORT, LONG_LAST, SHORT], id="longer later"),
+    ],
+)
+@pytest.mark.parametrize("has_lengths", [True, False])
+def test_rows_that_a_forward_trims_stay_below_the_budget_in_any_order(lengths, has_lengths):
+    model = Trimmed()
+    budget = 2**21
+    with trainer_of(model, memory=budget, probe=False) as trainer:
+        for each in lengths:
+            batch = padded(each) if has_lengths else padded(each)[0]
+            with Recorder() as recorder:
+                sizes = trainer.train_step(batch, trimmed_loss).sizes
+            assert recorder.recording().peak_bytes("cpu") <= budget
+    assert len(sizes) > 1
+
+
+def test_a_sorted_batch_is_rehearsed_sorted():
+    """As `pack_padded_sequence` wants it, also where other rows are large by their labels."""
+
+    def sorted_loss(model, batch):
+        tokens, lengths, labels = batch
+        assert (lengths.diff() <= 0).all()
+        return (model(tokens, lengths).square().sum((1, 2)) * labels).mean()
+
+    tokens, lengths = padded([64, *SHORT])
+    batch = tokens, lengths, torch.arange(33)
+    with trainer_of(Trimmed(), memory=2**21, probe=False) as trainer:
+        assert len(trainer.train_step(batch, sorted_loss).sizes) > 1
+
+
+def test_integers_that_memory_does_not_depend_on_are_compared_once():
+    class Seen:
+        sizes: ClassVar = []
+
+    def counted(model, batch):
+        Seen.sizes.append(len(batch[0]))
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with trainer_of(nn.Linear(512, 99), memory="1GiB") as trainer:
+        for largest in (9, 99, 19):
+            trainer.train_step((torch.randn(16, 512), torch.arange(16) * largest // 16), counted)
+    assert Seen.sizes == [2, 4, 2, 2, 16, 16, 16]
+
+
+def test_a_batch_of_few_rows_does_not_turn_the_budget_off():
+    x = torch.randn(2000, 512)
+    with trainer_of(mlp(), memory="20MiB", probe=False) as trainer:
+        assert trainer.train_step(x[:3], mean_square).sizes == (3,)
+        assert len(trainer.train_step(x, mean_square).sizes) > 1
+
+
+def test_two_forecasts_join_to_the_higher_peak():
+    one, other = Forecast(2, np.array([100.0]), np.array([1.0])), Forecast(1, np.array([10.0]), np.array([20.0]))
+    for joined in (one.joined(other), other.joined(one)):
+        for rows in (2, 4, 6, 40):
+            assert joined.peak_bytes(rows) == max(one.peak_bytes(rows), other.peak_bytes(rows))
+
+
+def test_a_step_that_takes_more_than_was_predicted_is_told_once_and_learned_from():
+    """On a card, which counts: what the few rows of a forecast do not show, the step does."""
+
+    class Seen:
+        repeats = 1  # of a class: what an object holds is restored after a rehearsal
+
+    def growing(model, x):
+        return mean_square(model, x.repeat(1, Seen.repeats, 1))
+
+    with mk.VirtualGPU("RTX 4090"), warnings.catch_warnings(record=True, action="always") as warned:
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
+        x, peaks = torch.randn(32, 128, 64, device="cuda"), []
+        with trainer_of(model, memory="20MiB", probe=False) as trainer:
+            for repeats in (1, 1, 2, 2, 4, 4):
+                Seen.repeats, number = repeats, len(warned)
+                torch.cuda.reset_peak_memory_stats()
+                peaks.append(trainer.train_step(x, growing).peak_bytes)
+                assert number == 0 or len(warned) == number == 1
+    assert [peak > 20 * MIB for peak in peaks] == [False, False, True, False, True, False]
+    assert "MiB more than memory=... allows" in str(warned[0].message)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from memkit._core.errors import ConfigError, MemkitError
+from memkit._core.errors import ConfigError, MemkitError, StateError
 from memkit._core.units import format_bytes, parse_budget
 from memkit.predict.plan.tensors import TensorChoice, TensorChoices
 from memkit.predict.plan.trial import Arrangement, BlockCost, PlannedTreatment, Trial
@@ -134,10 +134,10 @@ def _untreated(
             limit, num_each = limit_seconds(), -(-num_rows // count)
             try:
                 plain = tried(Arrangement(num_each, count, precision))
-            except MemkitError:
-                raise
             except Exception as error:
-                if refused is None or count == 1 or counts[0] > 1:
+                # A StateError is the code's own too, as of a loss that zeroes the gradients of earlier micro-batches.
+                is_own = not isinstance(error, MemkitError) or isinstance(error, StateError)
+                if refused is None or count == 1 or counts[0] > 1 or not is_own:
                     raise
                 refused(num_each, error)
                 continue

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memkit._gradients.loss import LossFn, call_loss_fn
 from memkit._recorder.recording import IntArray, Recording
+from memkit._simulation.guesses import Guesses
 from memkit._simulation.simulation import (
     MakeOptimizer,
     Place,
@@ -32,6 +33,8 @@ from memkit.predict.plan.speeds import OperatorTimes, num_flops
 from memkit.predict.plan.tensors import TensorChoices
 
 PlannedTreatment = Literal["selective", "full", "offload"]
+_FEW_PARTS = 2  # A third starts from the same memory as the second, except for what each one keeps (its loss).
+_MOST_PARTS = 64  # of a batch whose parts differ: each is run
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
 # Python overhead of treating a block, in launches: per block and per operator in it, as measured in steps on a CPU.
 _PYTHON_LAUNCHES: dict[PlannedTreatment, tuple[int, int]] = {
@@ -109,11 +112,20 @@ class Trial:
     beside_bytes: int = 0
 
 
-# Takes the whole batch and runs at most its first two micro-batches: a third starts from the same memory as the second,
-# except for what each one keeps until the end of the step (its loss). Returns the bytes of that.
+# Takes the whole batch and runs its first micro-batches. Returns the bytes that each keeps until the end of the step.
 TrainStep: TypeAlias = Callable[[Any, LossFn], int]
-# Provides the training step of an arrangement within a ``with`` block.
-Arrange: TypeAlias = Callable[[nn.Module, Optimizer, Arrangement], AbstractContextManager[TrainStep]]
+
+
+class Arrange(Protocol):
+    """Provides the training step of an arrangement within a ``with`` block; it runs at most so many micro-batches."""
+
+    def __call__(
+        self, model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int
+    ) -> AbstractContextManager[TrainStep]:
+        """Return the context."""
+
+
+AroundForward: TypeAlias = Callable[[Watch], AbstractContextManager[Any]]
 
 
 class _Recorded(NamedTuple):
@@ -127,6 +139,7 @@ class _Recorded(NamedTuple):
         live: int64, shape ``(num_events + 1,)``: live bytes, by the recorder's count of events.
         highest: The same with scratch memory inside kernels.
         beside_bytes: What this process holds on the card beside the step.
+        num_run: Micro-batches that were run.
     """
 
     record: Record
@@ -136,6 +149,7 @@ class _Recorded(NamedTuple):
     live: IntArray
     highest: IntArray
     beside_bytes: int
+    num_run: int
 
 
 @dataclass(frozen=True)
@@ -149,6 +163,7 @@ class StepTrials:
         may_offload: Whether saved tensors may wait elsewhere.
         num_rows: Rows of the batch.
         frees_cache: Whether only what the allocator needs must fit: when a card has no more, it frees its cache.
+        has_unlike_rows: Whether micro-batches of as many rows may differ by their sizes, as lists of samples do.
         held: A card of this machine, and what its allocator holds for this process now: tensors that the step does not
             use, and workspaces of libraries, stay beside it. None if the step is not planned for such a card.
     """
@@ -166,11 +181,15 @@ class StepTrials:
     may_offload: bool
     num_rows: int
     frees_cache: bool = False
+    has_unlike_rows: bool = False
     held: tuple[torch.device, int] | None = None
     call: str = "plan_training"
 
     def run(self, arrangement: Arrangement, plain: Trial | None = None) -> Trial:
         """Run two steps of an arrangement on fake tensors and record the second.
+
+        Micro-batches of as many rows take the same memory, so the first ones are enough, unless the forward reads
+        values of the batch, such as lengths, or the rows have different sizes: then all are run.
 
         Args:
             arrangement: The arrangement.
@@ -178,9 +197,12 @@ class StepTrials:
         """
         forwards: list[ForwardCounts] = []
         counting = None if arrangement.tensors is None else lambda _: noting_calls(forwards)
-        record, trace, left_bytes, device_type, *_, beside_bytes = self._record(arrangement, counting)
+        recorded = self._record(arrangement, counting)
+        record, trace, left_bytes, device_type, *_, beside_bytes, num_run = recorded
         estimate = MemoryEstimate.of(record)
-        num_run = min(2, arrangement.accumulation_steps)
+        if self._may_differ(recorded) and num_run < arrangement.accumulation_steps:
+            doubt = f"micro-batches differ, and only {num_run} of {arrangement.accumulation_steps} were tried"
+            estimate = replace(estimate, doubts=(*estimate.doubts, doubt))
         required_bytes = estimate.least_required_interval[1] if self.frees_cache else estimate.required_bytes
         required_bytes += (arrangement.accumulation_steps - num_run) * left_bytes + beside_bytes
         tensors = arrangement.tensors
@@ -189,10 +211,12 @@ class StepTrials:
             required_bytes += torch.get_rng_state().nbytes * num_states + _NUMBERS_BYTES
         seconds = self._seconds(trace.parts, arrangement)
         if plain is None:
-            block_costs = self._block_costs(trace, record.recording, arrangement)
+            block_costs = self._block_costs(recorded, arrangement)
             return Trial(arrangement, estimate, required_bytes, seconds, block_costs, frozenset(forwards), beside_bytes)
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         if tensors is not None:
+            if len(set(forwards)) > 1:
+                arrangement = replace(arrangement, tensors=replace(tensors, rehearsed=frozenset(forwards)))
             unseen = self.speeds.moving_seconds(tensors.offloaded_bytes)
             unseen += _MOVE_LAUNCHES * len(tensors.offloaded) * self.speeds.operator_seconds
             following = trace.following[-2]  # of the last micro-batch
@@ -214,8 +238,10 @@ class StepTrials:
             return all_notes[-1].forward()
 
         recorded = self._record(arrangement, noting)
-        # Of the last micro-batch, which begins with gradients.
-        notes, following = all_notes[-1], recorded.trace.following[-2]
+        # Of the micro-batch that saves most; the last of them, which begins with gradients.
+        latest = all_notes[-recorded.num_run :]
+        place = max(range(len(latest)), key=lambda each: (latest[each].saved_bytes, each))
+        notes, following = latest[place], recorded.trace.following[1 + place]
         for each in notes.operators:
             within = recorded.highest[each.begin : each.end + 1]
             each.scratch_bytes = max(0, int(within.max() - recorded.live[each.end]))
@@ -236,18 +262,28 @@ class StepTrials:
         """Return the time to move a saved tensor of so many bytes elsewhere and back."""
         return self.speeds.moving_seconds(num_bytes) + _MOVE_LAUNCHES * self.speeds.operator_seconds
 
-    def _record(
-        self, arrangement: Arrangement, around: Callable[[Watch], AbstractContextManager[Any]] | None = None
-    ) -> _Recorded:
+    def _record(self, arrangement: Arrangement, around: AroundForward | None = None) -> _Recorded:
         """Record a step, with a context around the forward of each of its micro-batches."""
+        few = self._record_parts(arrangement, around, _FEW_PARTS)
+        is_enough = few.num_run == arrangement.accumulation_steps or not self._may_differ(few)
+        return few if is_enough else self._record_parts(arrangement, around, _MOST_PARTS)
+
+    def _may_differ(self, recorded: _Recorded) -> bool:
+        """Whether micro-batches of as many rows may take other memory."""
+        return self.has_unlike_rows or recorded.record.reads_values
+
+    def _record_parts(self, arrangement: Arrangement, around: AroundForward | None, most_steps: int) -> _Recorded:
+        """Record a step of at most so many micro-batches."""
         place = self.make_place()
         simulation = Simulation(place, selected_fraction=self.selected_fraction)
         names = {block: name for name, block in self.blocks.items()}
 
         def run(model: nn.Module, given: Any, loss_fn: LossFn, batch: Any) -> _Recorded:
             optimizer = optimizer_maker(given)(model.parameters())
-            noting = noting_failures(self.call, model, batch, simulation.tensors.guesses)
-            with noting, self.arrange(model, optimizer, arrangement) as train_step:
+            guesses = simulation.tensors.guesses
+            num_reads: list[int] = []  # in each forward
+            noting = noting_failures(self.call, model, batch, guesses)
+            with noting, self.arrange(model, optimizer, arrangement, most_steps=most_steps) as train_step:
                 for watch in simulation.passes():
                     trace = StepTimes(self.speeds, names, self.kept_operators)
                     with trace if watch.is_recording else nullcontext(), watch:
@@ -255,14 +291,21 @@ class StepTrials:
                         watched = loss_fn
                         if around is not None and watch.is_recording:
                             watched = _within(partial(around, watch), loss_fn)
-                        left_bytes = train_step(batch, _announced(watched, trace))
+                        left_bytes = train_step(batch, _announced(_noting_reads(watched, guesses, num_reads), trace))
             events = watch.recorder.events_since(0)
             beside_bytes = 0
             if self.held is not None:
                 device, held_bytes = self.held
                 beside_bytes = max(0, held_bytes - simulation.tensors.block_bytes(device))
             return _Recorded(
-                watch.record(), trace, left_bytes, place.device_type, events.live, events.highest(), beside_bytes
+                replace(watch.record(), reads_values=any(num_reads)),
+                trace,
+                left_bytes,
+                place.device_type,
+                events.live,
+                events.highest(),
+                beside_bytes,
+                min(most_steps, arrangement.accumulation_steps),
             )
 
         return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
@@ -270,14 +313,16 @@ class StepTrials:
     def _seconds(self, parts: Sequence[float], arrangement: Arrangement) -> float:
         before, *micro_batches, after = parts
         num_steps = arrangement.accumulation_steps
+        if len(micro_batches) == num_steps:
+            return sum(parts)
         share = self.num_rows / (num_steps * arrangement.micro_batch_size)  # the last ones may be smaller
         return before + after + share * (micro_batches[0] + (num_steps - 1) * micro_batches[-1])
 
     def _block_costs(
-        self, trace: StepTimes, recording: Recording, arrangement: Arrangement
+        self, recorded: _Recorded, arrangement: Arrangement
     ) -> dict[str, dict[PlannedTreatment, BlockCost]]:
         costs: dict[str, dict[PlannedTreatment, BlockCost]] = {}
-        num_run = min(2, arrangement.accumulation_steps)
+        recording, trace, num_run = recorded.record.recording, recorded.trace, recorded.num_run
         scale = arrangement.accumulation_steps / num_run
         for name, (saved_bytes, kept_bytes) in self._saved_bytes(recording).items():
             forward = trace.forwards[name]
@@ -324,6 +369,18 @@ def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn)
             return call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
 
     return within
+
+
+def _noting_reads(loss_fn: LossFn, guesses: Guesses, num_reads: list[int]) -> LossFn:
+    """Wrap a loss function so that it notes how many values of the batch it reads, such as lengths."""
+
+    def noting(model: Any, micro_batch: Any) -> Any:
+        num_before = guesses.num_true
+        loss = call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
+        num_reads.append(guesses.num_true - num_before)
+        return loss
+
+    return noting
 
 
 def _announced(loss_fn: LossFn, trace: StepTimes) -> LossFn:
