@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, partial, wraps
 from types import CellType, FunctionType, MethodType, NoneType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ _LOOKING = frozenset(
 _WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
+_POSITION = 8  # bytes of an index
 _BLOCK = 512  # bytes: the sizes of an accelerator's allocator are multiples of it
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
 # padding) are true. Those that a step makes without inputs are computed for real, up to the second, smaller limit.
@@ -264,7 +265,6 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             self._num_answers += 1
             return self.guesses.inside(str(func), args[0].dtype, len(args)) if value is None else value
         except DynamicOutputShapeException:
-            self.guesses.note(str(func))
             self._num_answers += 1
             return self._selection(func, *args)
         if self._has_known or func in _FINDING:
@@ -289,7 +289,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def _pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001 - torch's
         """Pack padded rows of known lengths; the number of rows at each step has data, since C++ reads it."""
-        known = lengths.constant if isinstance(lengths, FakeTensor) else lengths
+        known = known_values(lengths)
         if lengths.device.type != "cpu":
             raise RuntimeError(
                 f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} Long "
@@ -304,6 +304,11 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return x.new_empty((len(rows), *x.shape[2:])), num_rows
 
     def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        mask = others[0] if func is _aten.masked_select.default else None
+        if mask is not None and known_values(mask) is not None:
+            self.guesses.num_true += 1
+            return tensor.new_empty(num_selected(mask, selected_shape(tensor, mask)))
+        self.guesses.note(str(func))
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
             raise NotSimulatedError(
                 CALL,
@@ -316,8 +321,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if func is _aten.nonzero.default:
             count = math.ceil(self._selected_fraction * tensor.numel())
             return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
-        shape = torch.broadcast_shapes(tensor.shape, *(mask.shape for mask in others))  # type: ignore[no-untyped-call]
-        return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(shape)))
+        return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(selected_shape(tensor, *others))))
 
     # --------------------------------------------------------------------------------- what operators make
 
@@ -530,6 +534,35 @@ def has_values(tensor: Tensor) -> bool:
         and tensor.device == _CPU
         and tensor.untyped_storage().nbytes() <= limit * tensor.dtype.itemsize
     )
+
+
+def known_values(tensor: Tensor) -> Tensor | None:
+    """Return a tensor with the values; None if they are not known."""
+    known: Tensor | None = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    return known
+
+
+def num_selected(mask: Tensor, shape: Sequence[int]) -> int:
+    """Return how many elements of a shape a mask selects: all, if its values are not known."""
+    known = known_values(mask)
+    with no_dispatch():
+        return math.prod(shape) if known is None else int(torch.count_nonzero(known.expand(shape)))
+
+
+def selected_shape(tensor: Tensor, mask: Tensor) -> torch.Size:
+    """Return the shape in which `masked_select` and `masked_scatter` see both."""
+    shape: torch.Size = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return shape
+
+
+def masks_bytes(indices: Iterable[Tensor | None]) -> list[int]:
+    """Return the bytes of the positions that a kernel looks up first for each mask among its indices."""
+    return [num_selected(mask, mask.shape) * mask.dim() * _POSITION for mask in indices if is_mask(mask)]
+
+
+def is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether an index is a mask."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _looks_into_values(func: Any, args: Sequence[Any]) -> bool:

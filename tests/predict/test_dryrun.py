@@ -312,6 +312,29 @@ def test_data_dependent_sizes_need_a_bound():
         )
 
 
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda y, mask: y[mask],
+        lambda y, mask: y.masked_select(mask.unsqueeze(1)),
+        lambda y, mask: y[:1].masked_select(mask.unsqueeze(1)),
+        lambda y, mask: y.masked_select(mask.unsqueeze(1).expand(y.shape)),
+    ],
+)
+def test_sizes_by_a_known_mask_need_none(select, target):
+    def loss_fn(model, batch):
+        selected = select(model(batch[0]), batch[1])
+        assert selected.numel() == 250  # as with data
+        return selected.square().sum()
+
+    model, mask = nn.Linear(8, 50), torch.arange(100) % 20 == 0
+    loss_fn(model, (torch.randn(100, 8), mask)).backward()
+    estimate = estimate_memory_usage(model, (torch.randn(100, 8), mask), loss_fn=loss_fn, target=target)
+    assert estimate.confidence in ("exact", "workspace")
+    assert estimate.guesses == ()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
