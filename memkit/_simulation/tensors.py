@@ -59,6 +59,7 @@ _LOOKING = frozenset(
 _WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
+_COUNTED = ("cpu", "lazy")  # devices of tensors whose values are known without data: lazy is the simulated card
 _POSITION = 8  # bytes of an index
 _BLOCK = 512  # bytes: the sizes of an accelerator's allocator are multiples of it
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
@@ -70,6 +71,8 @@ _COUNTING = frozenset(  # operators without inputs, which make tensors with know
         _aten.arange.default,
         _aten.arange.start,
         _aten.arange.start_step,
+        _aten.eye.default,
+        _aten.eye.m,
         _aten.full.default,
         _aten.ones.default,
         _aten.zeros.default,
@@ -280,12 +283,16 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Attach values to positions and to masks of ones or zeros, which are known without data."""
-        is_known = out.constant is None and out.fake_device == _CPU
+        is_known = out.constant is None and out.fake_device.type in _COUNTED
         if not is_known or out.numel() > _MOST_COUNTED:
             return out
         with no_dispatch():
-            values = func(*args, **kwargs)
-        return self.converter.from_real_tensor(self, values, make_constant=True)
+            values = func(*args, **{**kwargs, "device": _CPU})
+        return self.known(out, values)
+
+    def known(self, fake: Any, constant: Tensor) -> Tensor:  # noqa: ARG002 - a card's tensor stays
+        """Return a tensor without data as one with values; views of the values share its storage."""
+        return self.converter.from_real_tensor(self, constant, make_constant=True)
 
     def _pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001 - torch's
         """Pack padded rows of known lengths; the number of rows at each step has data, since C++ reads it."""
@@ -332,6 +339,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             if self._counts_up(func, args, kwargs):
                 return args[0]
             out: Any = super().dispatch(func, types, args, kwargs)
+            if not all(each.constant is not None for each in tree_leaves(args) if isinstance(each, FakeTensor)):
+                self.forget_written(func, args)
             if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
                 return self._sparse(func, args, out)
             self.guesses.num_true += not _READ_VALUES.isdisjoint(func.tags)  # without values it raises an error
@@ -350,6 +359,15 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                 _recipes.clear()
             _recipes[key] = recipe
         return out
+
+    def forget_written(self, func: Any, args: Sequence[Any]) -> None:
+        """Forget the values of tensors in lists that an operator writes into; of single tensors torch does so."""
+        schema = schema_of(func)
+        for argument, value in zip(schema.arguments, args, strict=False) if schema.is_mutable else ():
+            if isinstance(value, (list, tuple)) and argument.alias_info is not None and argument.alias_info.is_write:
+                for each in value:
+                    if isinstance(each, FakeTensor) and each.constant is not None:
+                        self.converter.invalidate_constant_aliases(each.constant)
 
     def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - a test compares them
         """Make an operator's result again from its recipe."""

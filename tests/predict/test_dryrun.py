@@ -335,6 +335,47 @@ def test_sizes_by_a_known_mask_need_none(select, target):
     assert estimate.guesses == ()
 
 
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y, lengths: torch.arange(50, device=lengths.device) < lengths.unsqueeze(1),
+        lambda y, lengths: ~torch.eye(4, 50, dtype=torch.bool, device=y.device),
+    ],
+)
+def test_masks_made_of_positions_are_known(make, target):
+    def loss_fn(model, batch):
+        y = model(batch[0])
+        mask = make(y, batch[1])
+        return y[mask].square().sum() + y.masked_select(mask).sum()
+
+    model, batch = nn.Linear(8, 50), (torch.randn(4, 8), torch.tensor([3, 5, 7, 9]))
+    estimate = estimate_memory_usage(model, batch, loss_fn=loss_fn, target=target)
+    assert estimate.confidence in ("exact", "workspace")
+    assert estimate.guesses == ()
+
+
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda zeros, y: zeros.add_(y),
+        lambda zeros, y: zeros[0].add_(y[0]),
+        lambda zeros, y: torch._foreach_add_([zeros], [y]),
+        lambda zeros, y: torch._foreach_add_([zeros, y], 1),
+    ],
+)
+def test_what_a_step_wrote_is_not_known(write, target):
+    def loss_fn(model, x):
+        y = model(x)
+        zeros = torch.zeros(2, device=y.device)
+        write(zeros, y[0].detach())
+        return y.sum() + zeros.sum().item()
+
+    estimate = estimate_memory_usage(nn.Linear(2, 2), torch.ones(1, 2), loss_fn=loss_fn, target=target)
+    assert len(estimate.guesses) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
