@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
@@ -83,10 +84,13 @@ class TreatedForward:
         self._offload = offload
         self._nesting, self._is_looked_into = nesting, False
         self._num_compared = 0
+        self._running_in: set[int] = set()  # threads in which the block's own forward runs
         self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, with the treatment if gradients are enabled.
+
+        A call from within that forward (a block that calls itself for a child) runs plainly: the outer one covers it.
 
         Raises:
             StateError: The block is to be recomputed in backward, but has changed its input in place. From backward:
@@ -95,15 +99,13 @@ class TreatedForward:
         forward = self._forward or functools.partial(type(self._block).forward, self._block)
         if self.is_suspended or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._compiled(forward, *args, **kwargs)
+        if get_ident() in self._running_in:
+            return forward(*args, **kwargs)
+        forward = functools.partial(self._run, forward)
         if self.treatment == "offload":
-            if torch.compiler.is_compiling():  # no hooks inside a graph: run the block uncompiled
-                return torch.compiler.disable(self._offloaded)(forward, *args, **kwargs)  # type: ignore[no-untyped-call]
             return self._offloaded(forward, *args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler recomputes by copying operators, not by rerunning Python
-            if self.treatment == "full":
-                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         inputs = _tensors((args, kwargs))
         versions = versions_of(inputs)
         if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
@@ -122,6 +124,23 @@ class TreatedForward:
                 "in-place operation, or use checkpoint 'offload' for this block.",
             )
         return out
+
+    def _compiled(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward in a graph: the compiler recomputes by copying operators, not by rerunning Python."""
+        if self.treatment == "offload":  # no hooks inside a graph: run the block uncompiled
+            return torch.compiler.disable(self._offloaded)(forward, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.treatment == "full":
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        thread = get_ident()
+        self._running_in.add(thread)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running_in.discard(thread)
 
     def _refuse_unseen_write(self) -> NoReturn:
         raise ChangedInputError(

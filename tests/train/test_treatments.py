@@ -502,6 +502,44 @@ def test_on_two_ranks(tmp_path):
     spawn(ddp_worker, tmp_path)
 
 
+RUNS = []  # attributes of a module are as in the first run
+
+
+class Recursive(nn.Module):
+    """A Tree-LSTM's form: the forward of a node calls itself for the child."""
+
+    def __init__(self, by_call):
+        super().__init__()
+        self.linear, self.drop, self.by_call = nn.Linear(4, 4), nn.Dropout(0.2), by_call
+
+    def forward(self, x, depth):
+        if depth < 0:
+            raise ValueError("a wrong depth")
+        h = (self if self.by_call else self.forward)(x, depth - 1) if depth else x
+        RUNS.append(depth)
+        return self.drop(self.linear(h).tanh())
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+@pytest.mark.parametrize(("treatment", "times"), [("full", 2), ("selective", 2), ("offload", 1)])
+def test_a_forward_that_calls_itself_runs_once_more(treatment, times, by_call, recwarn):
+    def run(choice):
+        torch.manual_seed(0)
+        RUNS.clear()
+        model, x = nn.ModuleDict({"cell": Recursive(by_call)}), torch.randn(3, 4)
+        with Checkpointing(model, choice):
+            with pytest.raises(ValueError, match="a wrong depth"):
+                model["cell"](x, -1)  # what follows is treated all the same
+            for _ in range(2):
+                model["cell"](x, 5).square().mean().backward()
+        return len(RUNS), gradients(model)
+
+    (num_runs, found), (plain_runs, expected) = run({"cell": treatment}), run({})
+    assert num_runs == times * plain_runs == times * 2 * 6
+    assert_same(found, expected)
+    assert len(recwarn) == 0
+
+
 class Noisy(nn.Module):
     """Draws from generators of its own, and of every kind."""
 
