@@ -1,5 +1,6 @@
 """Each block's treatment: bit-equal gradients, FLOPs, saved bytes, and peaks that a dry run predicts to the byte."""
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -321,6 +322,50 @@ def test_rejects_unseen_write_to_input(treatment, dtype):
             gradients_of(treated, x)
         late = gradients_of(treated, x)
     assert not all(map(torch.equal, late, plain))  # what the error is for
+
+
+class Sharing(nn.Module):
+    """Blocks that change the containers they are passed, as U-Nets pop what they skip and caches are filled."""
+
+    class Block(nn.Linear):
+        def forward(self, x, skips, named):
+            (skips,) = skips
+            x = (super().forward(x) + skips.pop() + named["all"][-1]).tanh()
+            skips.insert(0, x * 2)
+            named[len(named)] = x * 3
+            return x
+
+    def __init__(self, make_list):
+        super().__init__()
+        self.make_list, self.blocks = make_list, nn.ModuleList(self.Block(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        skips = self.make_list(x * number for number in range(3))
+        named = {"all": skips}  # the same one
+        for block in self.blocks:
+            x = block(x, (skips,), named)
+        skips.clear()
+        return x + sum(value for key, value in named.items() if key != "all")
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_block_may_change_lists_and_dicts(treatment):
+    def run(choice):
+        torch.manual_seed(0)
+        model, x = Sharing(list), torch.randn(3, 4, requires_grad=True)
+        with Checkpointing(model, choice):
+            for _ in range(3):
+                mean_square(model, x).backward()
+        return [*gradients(model), x.grad]
+
+    assert_same(run({"blocks.*": treatment}), run({}))
+
+
+def test_another_kind_of_list_is_refused_with_a_way_out():
+    model, x = Sharing(collections.deque), torch.randn(3, 4)
+    told = r"a container with other tensors.*list\(container\).*'offload'"
+    with Checkpointing(model, {"blocks.*": "full"}), pytest.raises(ChangedInputError, match=told):
+        mean_square(model, x).backward()
 
 
 def test_unseen_write_check_takes_no_memory():
