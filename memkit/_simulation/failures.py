@@ -58,6 +58,13 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
     text += "." if place is None else f"; it failed in {place}."
     if "convert cuda" in str(error) and "numpy" in str(error):
         return f"{text} NumPy cannot read tensors of a GPU: compute with torch, or write .detach().cpu().numpy()."
+    if _is_between_devices(error):
+        return (
+            f"{text} A tensor on the CPU met one on the card: the model and the batch are on the card here, and the "
+            "model or loss_fn names 'cpu' itself, as self.device does, or no device where it makes a tensor, as "
+            "torch.arange(n) does. Way out: take the device of a tensor that is there, as torch.arange(n, "
+            "device=x.device) and indices.to(x.device); or set the stored one for this call: model.device = 'cuda'."
+        )
     if guesses:
         return (
             f"{text} Way out: run loss_fn(model, sample_batch) once by itself. If it runs, what was answered without "
@@ -65,6 +72,12 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
             "sizes equal; otherwise watch a real step with mk.Tracker()."
         )
     return f"{text} Way out: run loss_fn(model, sample_batch) once by itself, which fails on the same line."
+
+
+def _is_between_devices(error: Exception) -> bool:
+    """Whether an operator got tensors of the host and of a simulated card, which no step on the host alone can do."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and all(word in text for word in ("device", "cpu", "cuda"))
 
 
 def _about_lists(batch: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit._simulation.tensors import Kernels, is_matrix
+from memkit._simulation.tensors import Kernels, is_matrix, masks_bytes, selected_shape
 from memkit._torch.aten import ctc_loss, overloads, pack_padded_sequence
 from memkit._torch.convolution import ConvBackend, select_conv_backend
 from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
@@ -25,6 +25,7 @@ _ONE_BUFFER_OF_STATES = (3, 8)  # oneDNN 3.7 keeps a recurrent layer's states in
 _SMALL = 1024  # scalars, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # oneDNN's own allocations
 _PER_HELPER = 2**20  # upper bound for each thread beyond the first
+_PER_SELECTED = 16  # for each element that a mask may select
 _TRANSPOSED = 2**14  # a block that is transposed at once
 _CHUNK_CAT = "fsdp::chunk_cat"  # a CPU pads copies of gradients that cannot be split evenly
 
@@ -94,7 +95,9 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:  # noqa: C
     if func in _TURNING and not all(tensor.is_contiguous() for tensor in inputs):
         bound += _TRANSPOSED
     if func in _INDEXING:
-        bound += _SMALL
+        bound += _SMALL + sum(masks_bytes(args[1]))
+    if func in _SELECTING:
+        bound += _SMALL + _PER_SELECTED * math.prod(selected_shape(*inputs[:2]))
     # Inputs of another dtype than the widest are converted to it first; a complex operator's result last.
     converted = inputs + outputs if any(tensor.is_complex() for tensor in inputs) else inputs
     itemsize = max((tensor.dtype.itemsize for tensor in inputs + outputs), default=0)
@@ -211,6 +214,8 @@ _BY_COLUMNS = frozenset(
 )
 _MULTIPLYING = _operators("addmm", "baddbmm", "bmm", "mm")
 _INDEXING = {_aten.index.Tensor} | _operators("index_put", "index_put_")
+# The mask as integers, and their running total; or a copy of the mask as large as all that it selects from.
+_SELECTING = _operators("masked_scatter", "masked_scatter_", "masked_scatter_backward", "masked_select")
 _ORDERED = _operators(  # they copy inputs that are not contiguous
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "embedding_dense_backward",
     "max_pool2d_with_indices", "max_pool3d_with_indices", "native_group_norm", "native_layer_norm",

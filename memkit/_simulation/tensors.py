@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, partial, wraps
 from types import CellType, FunctionType, MethodType, NoneType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ _LOOKING = frozenset(
 _WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
+_COUNTED = ("cpu", "lazy")  # devices of tensors whose values are known without data: lazy is the simulated card
+_POSITION = 8  # bytes of an index
 _BLOCK = 512  # bytes: the sizes of an accelerator's allocator are multiples of it
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
 # padding) are true. Those that a step makes without inputs are computed for real, up to the second, smaller limit.
@@ -69,6 +71,8 @@ _COUNTING = frozenset(  # operators without inputs, which make tensors with know
         _aten.arange.default,
         _aten.arange.start,
         _aten.arange.start_step,
+        _aten.eye.default,
+        _aten.eye.m,
         _aten.full.default,
         _aten.ones.default,
         _aten.zeros.default,
@@ -83,7 +87,6 @@ _MOST_RECIPES = 2**15  # some 30 MB
 _META = torch.device("meta")
 # The number of labels that count depends on their values, and only the backward uses it.
 _COUNTS_LABELS = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default})
-_MASKS = (torch.bool, torch.uint8)
 _READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 
@@ -265,7 +268,6 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             self._num_answers += 1
             return self.guesses.inside(str(func), args[0].dtype, len(args)) if value is None else value
         except DynamicOutputShapeException:
-            self.guesses.note(str(func))
             self._num_answers += 1
             return self._selection(func, *args)
         if self._has_known or func in _FINDING:
@@ -281,16 +283,20 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Attach values to positions and to masks of ones or zeros, which are known without data."""
-        is_known = out.constant is None and out.fake_device == _CPU
+        is_known = out.constant is None and out.fake_device.type in _COUNTED
         if not is_known or out.numel() > _MOST_COUNTED:
             return out
         with no_dispatch():
-            values = func(*args, **kwargs)
-        return self.converter.from_real_tensor(self, values, make_constant=True)
+            values = func(*args, **{**kwargs, "device": _CPU})
+        return self.known(out, values)
+
+    def known(self, fake: Any, constant: Tensor) -> Tensor:  # noqa: ARG002 - a card's tensor stays
+        """Return a tensor without data as one with values; views of the values share its storage."""
+        return self.converter.from_real_tensor(self, constant, make_constant=True)
 
     def _pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001 - torch's
         """Pack padded rows of known lengths; the number of rows at each step has data, since C++ reads it."""
-        known = lengths.constant if isinstance(lengths, FakeTensor) else lengths
+        known = known_values(lengths)
         if lengths.device.type != "cpu":
             raise RuntimeError(
                 f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} Long "
@@ -305,6 +311,11 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return x.new_empty((len(rows), *x.shape[2:])), num_rows
 
     def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        mask = others[0] if func is _aten.masked_select.default else None
+        if mask is not None and known_values(mask) is not None:
+            self.guesses.num_true += 1
+            return tensor.new_empty(num_selected(mask, selected_shape(tensor, mask)))
+        self.guesses.note(str(func))
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
             raise NotSimulatedError(
                 CALL,
@@ -317,8 +328,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if func is _aten.nonzero.default:
             count = math.ceil(self._selected_fraction * tensor.numel())
             return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
-        shape = torch.broadcast_shapes(tensor.shape, *(mask.shape for mask in others))  # type: ignore[no-untyped-call]
-        return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(shape)))
+        return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(selected_shape(tensor, *others))))
 
     # --------------------------------------------------------------------------------- what operators make
 
@@ -329,6 +339,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             if self._counts_up(func, args, kwargs):
                 return args[0]
             out: Any = super().dispatch(func, types, args, kwargs)
+            if not all(each.constant is not None for each in tree_leaves(args) if isinstance(each, FakeTensor)):
+                self.forget_written(func, args)
             if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
                 return self._sparse(func, args, out)
             self.guesses.num_true += _reads_values(func, args)  # without values it raises an error
@@ -347,6 +359,15 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                 _recipes.clear()
             _recipes[key] = recipe
         return out
+
+    def forget_written(self, func: Any, args: Sequence[Any]) -> None:
+        """Forget the values of tensors in lists that an operator writes into; of single tensors torch does so."""
+        schema = schema_of(func)
+        for argument, value in zip(schema.arguments, args, strict=False) if schema.is_mutable else ():
+            if isinstance(value, (list, tuple)) and argument.alias_info is not None and argument.alias_info.is_write:
+                for each in value:
+                    if isinstance(each, FakeTensor) and each.constant is not None:
+                        self.converter.invalidate_constant_aliases(each.constant)
 
     def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - a test compares them
         """Make an operator's result again from its recipe."""
@@ -533,10 +554,39 @@ def has_values(tensor: Tensor) -> bool:
     )
 
 
+def known_values(tensor: Tensor) -> Tensor | None:
+    """Return a tensor with the values; None if they are not known."""
+    known: Tensor | None = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    return known
+
+
+def num_selected(mask: Tensor, shape: Sequence[int]) -> int:
+    """Return how many elements of a shape a mask selects: all, if its values are not known."""
+    known = known_values(mask)
+    with no_dispatch():
+        return math.prod(shape) if known is None else int(torch.count_nonzero(known.expand(shape)))
+
+
+def selected_shape(tensor: Tensor, mask: Tensor) -> torch.Size:
+    """Return the shape in which `masked_select` and `masked_scatter` see both."""
+    shape: torch.Size = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return shape
+
+
+def masks_bytes(indices: Iterable[Tensor | None]) -> list[int]:
+    """Return the bytes of the positions that a kernel looks up first for each mask among its indices."""
+    return [num_selected(mask, mask.shape) * mask.dim() * _POSITION for mask in indices if is_mask(mask)]
+
+
+def is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether an index is a mask."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
 def _reads_values(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator's result, or its size, depends on values; places to take do not change the size."""
     if func is _aten.index.Tensor:
-        return any(isinstance(each, Tensor) and each.dtype in _MASKS for each in args[1])
+        return any(map(is_mask, args[1]))
     return not _READ_VALUES.isdisjoint(func.tags)
 
 

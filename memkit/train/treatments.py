@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
@@ -43,10 +44,10 @@ class _SameInputs:
 
     Args:
         forward: The block's forward.
-        refuse: Raises the error.
+        refuse: Raises the error, given whether another number of tensors was passed.
     """
 
-    def __init__(self, forward: Callable[..., Any], refuse: Callable[[], NoReturn]) -> None:
+    def __init__(self, forward: Callable[..., Any], refuse: Callable[[bool], NoReturn]) -> None:
         self._forward, self._refuse = forward, refuse
         self._sums: list[int] | None = None
 
@@ -55,7 +56,25 @@ class _SameInputs:
         if self._sums is None:
             self._sums = sums
         elif self._sums != sums:
-            self._refuse()
+            self._refuse(len(self._sums) != len(sums))
+        return self._forward(*args, **kwargs)
+
+
+class _AsPassed:
+    """A block's forward that gets its lists and dicts in a rerun as they were passed: blocks pop from lists they share.
+
+    Args:
+        forward: The block's forward.
+        passed: Its arguments.
+    """
+
+    def __init__(self, forward: Callable[..., Any], passed: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._forward, self._passed, self._is_rerun = forward, _copied_containers(passed, {}), False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_rerun:
+            args, kwargs = _copied_containers(self._passed, {})
+        self._is_rerun = True
         return self._forward(*args, **kwargs)
 
 
@@ -83,10 +102,13 @@ class TreatedForward:
         self._offload = offload
         self._nesting, self._is_looked_into = nesting, False
         self._num_compared = 0
+        self._running_in: set[int] = set()  # threads in which the block's own forward runs
         self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, with the treatment if gradients are enabled.
+
+        A call from within that forward (a block that calls itself for a child) runs plainly: the outer one covers it.
 
         Raises:
             StateError: The block is to be recomputed in backward, but has changed its input in place. From backward:
@@ -95,22 +117,21 @@ class TreatedForward:
         forward = self._forward or functools.partial(type(self._block).forward, self._block)
         if self.is_suspended or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._compiled(forward, *args, **kwargs)
+        if get_ident() in self._running_in:
+            return forward(*args, **kwargs)
+        forward = functools.partial(self._run, forward)
         if self.treatment == "offload":
-            if torch.compiler.is_compiling():  # no hooks inside a graph: run the block uncompiled
-                return torch.compiler.disable(self._offloaded)(forward, *args, **kwargs)  # type: ignore[no-untyped-call]
             return self._offloaded(forward, *args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler recomputes by copying operators, not by rerunning Python
-            if self.treatment == "full":
-                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         inputs = _tensors((args, kwargs))
         versions = versions_of(inputs)
-        if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
-            forward, kwargs = functools.partial(forward, **kwargs), {}
         if self._num_compared < _NUM_COMPARED and not (is_transforming() or devices.is_capturing()):
             self._num_compared += 1
             forward = _SameInputs(forward, self._refuse_unseen_write)
+        forward = _AsPassed(forward, (args, kwargs))
+        if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
+            forward, kwargs = functools.partial(forward, **kwargs), {}
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
         is_changed = versions != versions_of(inputs)
         if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # otherwise it is never recomputed
@@ -123,12 +144,35 @@ class TreatedForward:
             )
         return out
 
-    def _refuse_unseen_write(self) -> NoReturn:
+    def _compiled(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward in a graph: the compiler recomputes by copying operators, not by rerunning Python."""
+        if self.treatment == "offload":  # no hooks inside a graph: run the block uncompiled
+            return torch.compiler.disable(self._offloaded)(forward, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.treatment == "full":
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        thread = get_ident()
+        self._running_in.add(thread)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running_in.discard(thread)
+
+    def _refuse_unseen_write(self, is_other_number: bool) -> NoReturn:  # noqa: FBT001 - the only argument
+        got = "an input with other values than in the forward, written through .data or NumPy, unseen by autograd"
+        fix = "write it out of place, as x = x.masked_fill(mask, 0), or leave this block out of checkpoint=."
+        if is_other_number:
+            got = "a container with other tensors than in the forward: the block or code after it changed its content"
+            fix = "pass a plain list or dict, as list(container): the block gets it again as it was. Or use checkpoint "
+            fix += "'offload' for this block."
         raise ChangedInputError(
             f"backward() through the block {self._name!r} with checkpoint {self.treatment!r}",
-            got="an input with other values than in the forward, written through .data or NumPy, unseen by autograd",
+            got=got,
             expected="inputs that stay as they are until backward, because the block runs on them again",
-            fix="write it out of place, as x = x.masked_fill(mask, 0), or leave this block out of checkpoint=.",
+            fix=fix,
         )
 
     def _offloaded(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -191,3 +235,24 @@ def _policy(context: object, func: Any, *args: Any, **kwargs: Any) -> Checkpoint
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """List the tensors of a pytree that have version counters."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
+def _copied_containers(value: Any, copies: dict[int, Any]) -> Any:
+    """Copy lists and dicts, also in tuples; what they hold stays, and what is passed twice is one copy.
+
+    Args:
+        value: The value.
+        copies: Those made so far, by `id` of the original.
+    """
+    kind = type(value)
+    if kind not in (list, dict, tuple):
+        return value
+    if kind is tuple:
+        return tuple(_copied_containers(each, copies) for each in value)
+    if id(value) not in copies:
+        copies[id(value)] = made = kind()
+        if kind is list:
+            made.extend(_copied_containers(each, copies) for each in value)
+        else:
+            made.update({key: _copied_containers(each, copies) for key, each in value.items()})
+    return copies[id(value)]

@@ -312,6 +312,70 @@ def test_data_dependent_sizes_need_a_bound():
         )
 
 
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda y, mask: y[mask],
+        lambda y, mask: y.masked_select(mask.unsqueeze(1)),
+        lambda y, mask: y[:1].masked_select(mask.unsqueeze(1)),
+        lambda y, mask: y.masked_select(mask.unsqueeze(1).expand(y.shape)),
+    ],
+)
+def test_sizes_by_a_known_mask_need_none(select, target):
+    def loss_fn(model, batch):
+        selected = select(model(batch[0]), batch[1])
+        assert selected.numel() == 250  # as with data
+        return selected.square().sum()
+
+    model, mask = nn.Linear(8, 50), torch.arange(100) % 20 == 0
+    loss_fn(model, (torch.randn(100, 8), mask)).backward()
+    estimate = estimate_memory_usage(model, (torch.randn(100, 8), mask), loss_fn=loss_fn, target=target)
+    assert estimate.confidence in ("exact", "workspace")
+    assert estimate.guesses == ()
+
+
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y, lengths: torch.arange(50, device=lengths.device) < lengths.unsqueeze(1),
+        lambda y, lengths: ~torch.eye(4, 50, dtype=torch.bool, device=y.device),
+    ],
+)
+def test_masks_made_of_positions_are_known(make, target):
+    def loss_fn(model, batch):
+        y = model(batch[0])
+        mask = make(y, batch[1])
+        return y[mask].square().sum() + y.masked_select(mask).sum()
+
+    model, batch = nn.Linear(8, 50), (torch.randn(4, 8), torch.tensor([3, 5, 7, 9]))
+    estimate = estimate_memory_usage(model, batch, loss_fn=loss_fn, target=target)
+    assert estimate.confidence in ("exact", "workspace")
+    assert estimate.guesses == ()
+
+
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda zeros, y: zeros.add_(y),
+        lambda zeros, y: zeros[0].add_(y[0]),
+        lambda zeros, y: torch._foreach_add_([zeros], [y]),
+        lambda zeros, y: torch._foreach_add_([zeros, y], 1),
+    ],
+)
+def test_what_a_step_wrote_is_not_known(write, target):
+    def loss_fn(model, x):
+        y = model(x)
+        zeros = torch.zeros(2, device=y.device)
+        write(zeros, y[0].detach())
+        return y.sum() + zeros.sum().item()
+
+    estimate = estimate_memory_usage(nn.Linear(2, 2), torch.ones(1, 2), loss_fn=loss_fn, target=target)
+    assert len(estimate.guesses) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

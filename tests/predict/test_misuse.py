@@ -277,6 +277,37 @@ def test_guessed_sizes_that_do_not_fit_together_are_not_the_users_fault(call):
     assert "selected_fraction=1.0" in note
 
 
+class KeepsItsDevice(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.embedding = device, nn.Embedding(10, 4)
+
+    def forward(self, tokens):
+        return self.embedding(torch.tensor(tokens).to(self.device))
+
+
+def test_a_stored_device_is_named_as_the_cause():
+    model, batch = KeepsItsDevice("cpu"), [[1, 2], [3, 4]]
+    with pytest.raises(RuntimeError, match="same device") as caught:
+        estimate(model, batch, lambda m, b: m(b).sum(), target="T4")
+    (note,) = caught.value.__notes__
+    assert "fails on the same line" not in note
+    assert "A tensor on the CPU met one on the card" in note
+    assert "model.device = 'cuda'" in note
+    model.device = "cuda"  # the way out
+    assert estimate(model, batch, lambda m, b: m(b).sum(), target="T4").guesses == ()
+
+
+def test_a_tensor_made_without_a_device_is_named_as_the_cause():
+    def made(name):
+        return lambda m, b: (m(b[0])[:, 0] * torch.arange(8, device=name and b[0].device)).sum()
+
+    with pytest.raises(RuntimeError, match="same device") as caught:
+        estimate(MODEL, BATCH, made(None), target="T4")
+    assert "torch.arange(n, device=x.device)" in caught.value.__notes__[0]
+    assert estimate(MODEL, BATCH, made("the way out"), target="T4")
+
+
 def test_the_log_of_torch_is_as_before_afterwards():
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled

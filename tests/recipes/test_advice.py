@@ -294,6 +294,50 @@ def test_tiles_of_convolutions():
     assert advice.change == "mk.tiled_apply(model, x, 1024, dims=(-1,))"
 
 
+class Inner(nn.Sequential):
+    """A module that is called by keyword, and whose attributes and layers its owner uses too."""
+
+    def forward(self, x, *, scale=None):
+        return super().forward(x) if scale is None else super().forward(x) * scale
+
+
+class Owner(nn.Module):
+    def __init__(self, inner, **options):
+        super().__init__()
+        self.inner, self.options = inner, options
+
+    def forward(self, x, other):
+        assert isinstance(self.inner, Inner)
+        return (
+            self.inner(x=x, **self.options) * other.mean() + self.inner[0].weight.mean() + self.inner.train().training
+        )
+
+
+def test_a_module_tried_in_chunks_keeps_its_attributes_and_signature():
+    model = Owner(Inner(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)))
+    advice = by_name(advise(model, torch.randn(1024, 8), lambda model, x: model(x, x).square().mean()))[
+        "chunks of inner"
+    ]
+    assert advice.status == "verified"
+    assert advice.difference < 1e-6
+    assert type(model.inner) is Inner
+    assert "forward" not in vars(model.inner)
+
+
+def test_a_module_tried_in_tiles_keeps_its_attributes_and_signature():
+    model = Owner(Inner(nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 1, 3, padding=1)))
+    advice = by_name(advise(model, torch.randn(1, 1, 96, 96), lambda model, x: model(x, x).square().mean()))
+    assert advice["tiles of inner"].status == "verified"
+
+
+def test_what_cannot_be_passed_by_position_is_said():
+    model = Owner(Inner(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)), scale=2)
+    advice = by_name(advise(model, torch.randn(1024, 8), lambda model, x: model(x, x).square().mean()))[
+        "chunks of inner"
+    ]
+    assert advice.status == "not run: a call of Inner with scale by keyword only"
+
+
 @pytest.mark.slow
 def test_batchnorm_forbids_micro_batches(batch):
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))

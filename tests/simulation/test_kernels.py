@@ -93,6 +93,11 @@ CALLS = {
     "interpolation": lambda: F.interpolate(randn(2, 8, 16, 16), scale_factor=2, mode="bilinear"),
     "interpolation 3d": lambda: F.interpolate(randn(1, 4, 8, 8, 8), scale_factor=2, mode="trilinear"),
     "rows by mask": lambda: randn(100, 20)[torch.arange(100) % 2 == 0],
+    "numbers by mask": lambda: randn(1000, 20)[(torch.arange(1000).unsqueeze(1) % 2 == 0).expand(1000, 20)],
+    "rows written by mask": lambda: randn(1000, 20).index_put((torch.arange(1000) % 2 == 0,), randn(500, 20)),
+    "selected numbers": lambda: randn(1000, 20).masked_select(torch.arange(1000).unsqueeze(1) % 2 == 0),
+    "selected numbers of one row": lambda: randn(1, 20).masked_select(torch.arange(1000).unsqueeze(1) % 2 == 0),
+    "scattered numbers": lambda: torch.zeros(1000, 20).masked_scatter(torch.arange(20) % 2 == 0, randn(1000, 10)),
     "embedding bag": lambda: nn.EmbeddingBag(500, 16)(torch.arange(300) % 77, torch.arange(0, 300, 7)),
     "distances": lambda: torch.cdist(randn(60, 3), randn(50, 3)),
     "lstm": lambda: nn.LSTM(20, 40, 2)(randn(9, 5, 20))[0],
@@ -192,6 +197,7 @@ RESULTS = {
     "ctc": lambda: torch.ops.aten._ctc_loss(
         torch.randn(9, 2, 6), torch.ones(2, 7).long(), torch.tensor([9, 8]), torch.tensor([4, 7])
     ),
+    "selected numbers": lambda: torch.randn(20, 20).masked_select(torch.arange(20).unsqueeze(1) % 3 == 0),
     "embedding bag": lambda: torch.ops.aten._embedding_bag(
         torch.randn(9, 4), torch.arange(9), torch.arange(0, 9, 3), False, 1
     ),

@@ -333,6 +333,24 @@ def test_kernels_take_any_form_of_their_arguments(card):
     assert "index_put.default" in names(card)
 
 
+@pytest.mark.parametrize(
+    ("select", "num_bytes"),
+    [
+        (lambda x, mask: x[mask], 512 * 8),
+        (lambda x, mask: x.masked_select(mask.unsqueeze(1)), 512 * 256 * 2 * 8),
+        (lambda x, mask: x.index_put((mask,), x[:512]), 512 * 8),
+        (lambda x, mask: x.index_put((mask,), x[0, 0]), 0),  # filled in where the mask lies
+        (lambda x, mask: x.masked_scatter(mask.unsqueeze(1), x), 1024 * 256 * (8 + 1)),
+    ],
+)
+def test_kernels_look_up_the_positions_of_a_mask(card, select, num_bytes):
+    x, mask = torch.ones(1024, 256, device="cuda"), (torch.arange(1024) % 2 == 0).to("cuda")
+    before = card.allocated_bytes
+    torch.cuda.reset_peak_memory_stats()
+    out = select(x, mask)
+    assert card.peak_bytes - before == out.nbytes + num_bytes
+
+
 def test_fused_layers_of_inference_are_back_afterwards():
     assert torch.backends.mha.get_fastpath_enabled()
     with VirtualGPU("RTX 4090"):

@@ -1,5 +1,6 @@
 """Each block's treatment: bit-equal gradients, FLOPs, saved bytes, and peaks that a dry run predicts to the byte."""
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -323,6 +324,50 @@ def test_rejects_unseen_write_to_input(treatment, dtype):
     assert not all(map(torch.equal, late, plain))  # what the error is for
 
 
+class Sharing(nn.Module):
+    """Blocks that change the containers they are passed, as U-Nets pop what they skip and caches are filled."""
+
+    class Block(nn.Linear):
+        def forward(self, x, skips, named):
+            (skips,) = skips
+            x = (super().forward(x) + skips.pop() + named["all"][-1]).tanh()
+            skips.insert(0, x * 2)
+            named[len(named)] = x * 3
+            return x
+
+    def __init__(self, make_list):
+        super().__init__()
+        self.make_list, self.blocks = make_list, nn.ModuleList(self.Block(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        skips = self.make_list(x * number for number in range(3))
+        named = {"all": skips}  # the same one
+        for block in self.blocks:
+            x = block(x, (skips,), named)
+        skips.clear()
+        return x + sum(value for key, value in named.items() if key != "all")
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_block_may_change_lists_and_dicts(treatment):
+    def run(choice):
+        torch.manual_seed(0)
+        model, x = Sharing(list), torch.randn(3, 4, requires_grad=True)
+        with Checkpointing(model, choice):
+            for _ in range(3):
+                mean_square(model, x).backward()
+        return [*gradients(model), x.grad]
+
+    assert_same(run({"blocks.*": treatment}), run({}))
+
+
+def test_another_kind_of_list_is_refused_with_a_way_out():
+    model, x = Sharing(collections.deque), torch.randn(3, 4)
+    told = r"a container with other tensors.*list\(container\).*'offload'"
+    with Checkpointing(model, {"blocks.*": "full"}), pytest.raises(ChangedInputError, match=told):
+        mean_square(model, x).backward()
+
+
 def test_unseen_write_check_takes_no_memory():
     def recorded(num_before):
         torch.manual_seed(0)
@@ -500,6 +545,44 @@ def ddp_worker(rank, folder):
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path):
     spawn(ddp_worker, tmp_path)
+
+
+RUNS = []  # attributes of a module are as in the first run
+
+
+class Recursive(nn.Module):
+    """A Tree-LSTM's form: the forward of a node calls itself for the child."""
+
+    def __init__(self, by_call):
+        super().__init__()
+        self.linear, self.drop, self.by_call = nn.Linear(4, 4), nn.Dropout(0.2), by_call
+
+    def forward(self, x, depth):
+        if depth < 0:
+            raise ValueError("a wrong depth")
+        h = (self if self.by_call else self.forward)(x, depth - 1) if depth else x
+        RUNS.append(depth)
+        return self.drop(self.linear(h).tanh())
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+@pytest.mark.parametrize(("treatment", "times"), [("full", 2), ("selective", 2), ("offload", 1)])
+def test_a_forward_that_calls_itself_runs_once_more(treatment, times, by_call, recwarn):
+    def run(choice):
+        torch.manual_seed(0)
+        RUNS.clear()
+        model, x = nn.ModuleDict({"cell": Recursive(by_call)}), torch.randn(3, 4)
+        with Checkpointing(model, choice):
+            with pytest.raises(ValueError, match="a wrong depth"):
+                model["cell"](x, -1)  # what follows is treated all the same
+            for _ in range(2):
+                model["cell"](x, 5).square().mean().backward()
+        return len(RUNS), gradients(model)
+
+    (num_runs, found), (plain_runs, expected) = run({"cell": treatment}), run({})
+    assert num_runs == times * plain_runs == times * 2 * 6
+    assert_same(found, expected)
+    assert len(recwarn) == 0
 
 
 class Noisy(nn.Module):

@@ -16,7 +16,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,7 +35,7 @@ from memkit._simulation.cuda.recurrent import (
     recurrent_order,
 )
 from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
-from memkit._simulation.tensors import is_matrix
+from memkit._simulation.tensors import is_mask, is_matrix, masks_bytes, num_selected, selected_shape
 from memkit._torch import aten
 from memkit._torch.aten import overloads
 from memkit._torch.cuda import Cards, Rules
@@ -701,19 +701,43 @@ def _pack(args: Sequence[Any], _: Processors) -> Phases:
 
 def _index_put(args: Sequence[Any], _: Processors) -> Phases:
     """`index_put_with_sort_kernel`, if values are accumulated: positions, and their order."""
+    masks = tuple(masks_bytes(args[1]))
     if len(args) < 4 or not args[3]:
-        return ()
-    given = [index for index in args[1] if index is not None]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
-        return ()  # the number of rows that a mask selects depends on its data
+        return (masks,) if masks and args[2].numel() > 1 else ()  # one number is filled in
+    indices = list(chain.from_iterable(map(_positions, args[1])))
+    given = [index for index in indices if index is not None]
     num_rows = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))  # type: ignore[no-untyped-call]
-    num_slots = math.prod(size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None)
+    num_slots = math.prod(size for size, index in zip(args[0].shape, indices, strict=False) if index is not None)
     positions = num_rows * _INDEX
-    values = _copied_bytes(args[2].expand(_indexed_shape(args[0], args[1], given)))
-    return (
-        (positions,),
-        ((values,) if values else ()) + (positions,) * 4 + (_radix_sort(num_rows, num_slots, _INDEX),),
-    )
+    values = _copied_bytes(args[2].expand(_indexed_shape(args[0], indices, given)))
+    sort = _radix_sort(num_rows, num_slots, _INDEX)
+    return (*masks, positions), masks + ((values,) if values else ()) + (positions,) * 4 + (sort,)
+
+
+def _positions(index: Tensor | None) -> list[Tensor | None]:
+    """Return an index as the kernel takes it: a mask as the positions that it selects, in each of its dimensions."""
+    if not is_mask(index):
+        return [index]
+    with no_dispatch():
+        return [torch.empty(num_selected(index, index.shape), dtype=torch.int64, device="meta")] * index.dim()
+
+
+def _index(args: Sequence[Any], out: Tensor) -> BlockOrder:
+    """`at::index`: the positions that masks select are found first."""
+    masks = masks_bytes(args[1])
+    return *masks, out, *[None] * len(masks)
+
+
+def _masked_select(args: Sequence[Any], out: Tensor) -> BlockOrder:
+    """`masked_select_out_cuda_impl`: an index by the mask, for each element of the shape of both."""
+    shape = selected_shape(*args[:2])
+    return num_selected(args[1], shape) * len(shape) * _INDEX, out, None
+
+
+def _masked_scatter(args: Sequence[Any], _: Processors) -> Phases:
+    """`masked_scatter__cuda`: where each selected element's value lies, and what is not contiguous as a copy."""
+    x, mask, source = args[:3]
+    return ((x.numel() * _INDEX, _copied_bytes(mask.expand(selected_shape(x, mask))), _copied_bytes(source)),)
 
 
 def _indexed_shape(x: Tensor, indices: Sequence[Tensor | None], given: Sequence[Tensor]) -> tuple[int, ...]:
@@ -1072,6 +1096,7 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product),
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+    **dict.fromkeys(overloads("masked_scatter.default", "masked_scatter_"), _masked_scatter),
 }
 _CASTING = overloads(
     "sum.default", "sum.dim_IntList", "nansum.default", "prod.default", "prod.dim_int", "mean.default", "mean.dim"
@@ -1111,6 +1136,8 @@ _ORDERED: dict[Any, Callable[[Sequence[Any], Any], BlockOrder]] = {
     _aten.embedding_dense_backward.default: _embedding_backward,
     aten.embedding_bag_backward: _bag_backward,
     _aten.native_dropout.default: _dropout,
+    _aten.index.Tensor: _index,
+    _aten.masked_select.default: _masked_select,
 }
 TAKING = frozenset({*_KERNELS, *_RULES, *_ORDERED, *MULTIPLYING, *CONVOLVING})
 """Operators with known scratch memory; all others use none."""

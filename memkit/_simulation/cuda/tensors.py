@@ -59,7 +59,7 @@ _aten = torch.ops.aten
 _COPIED = aten.to_copy
 CARD = torch.device("cuda", 0)
 _LAZY = torch.device("lazy", 0)  # the device as autograd sees it
-_META = torch.device("meta")
+_META, _HOST = torch.device("meta"), torch.device("cpu")
 _Device = torch.device
 _one_at_a_time = threading.Lock()  # it changes the meaning of "cuda" for all threads
 # Host tensors of random or constant numbers above this size hold no data: weights that are about to move to the GPU.
@@ -165,13 +165,14 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         are_views = all(_is_known_on_host(each) and _is_view(func, each, on_card) for each in results)
         if are_views:
             views = _as_sequence(self._without_data(func, types, args, kwargs, on_card))
-            placed = [self._known(view, each.constant) for view, each in zip(views, results, strict=True)]
+            placed = [self.known(view, each.constant) for view, each in zip(views, results, strict=True)]
         else:
             device = on_card[0].fake_device
             placed = [self._on_card(each.constant, device) if _is_known_on_host(each) else each for each in results]
         return type(out)(placed) if isinstance(out, (list, tuple)) else placed[0]
 
     def _scaled(self, func: Any, args: Any) -> Any:
+        self.forget_written(func, args)
         if func is _SCALING:
             args[1].constant = torch.zeros(())  # no infinity was found
         return args[0] if func is _RESCALING else None
@@ -214,9 +215,12 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
     def _on_card(self, constant: Tensor, device: torch.device) -> Tensor:
         elem = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device="meta")
-        return self._known(FakeTensor(self, elem, device), constant)
+        return self.known(FakeTensor(self, elem, device), constant)
 
-    def _known(self, fake: Any, constant: Tensor) -> Tensor:
+    def known(self, fake: Any, constant: Tensor) -> Tensor:
+        """Attach values to a tensor on the card; one on the host is made of them."""
+        if fake.fake_device == _HOST:
+            return super().known(fake, constant)
         fake.constant = constant
         self.converter.add_constant_storage_mapping(fake)
         return cast("Tensor", fake)
@@ -557,6 +561,8 @@ class _Moved:
         """Do the same as ``tensor.data = value``."""
         if tensor.device == value.device:
             _DATA_OF.__set__(tensor, value)
+            if isinstance(tensor, FakeTensor):
+                tensor.constant = getattr(value, "constant", None)
             return
         gradient, tensor.grad = tensor.grad, None
         is_parameter, wants_grad, other = isinstance(tensor, nn.Parameter), tensor.requires_grad, value.detach()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from memkit._advice.catalog import Remedy, remedy
-from memkit._core.errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit.chunk.processor import ChunkedProcessor
 from memkit.chunk.tiled import tiled_apply
 from memkit.recipes.advice.step import AdvisedStep, Observation, StepChange, Training
@@ -195,10 +195,24 @@ def _tiles(case: Case) -> Iterator[AppliedRemedy]:
     name, dim, size = found
 
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
-        replace_submodule(step, name, lambda module: lambda x: tiled_apply(module, x, size, dims=(dim,)))
+        replace_submodule(step, name, partial(_tiled, size=size, dim=dim))
 
     filled = remedy("tiles").filled(name=name or "the model", module=_path(name), size=size, dim=dim)
     yield AppliedRemedy(filled, apply)
+
+
+def _tiled(module: nn.Module, *, size: int, dim: int) -> Callable[..., Any]:
+    def run(x: Any, *others: Any) -> Any:
+        if others:
+            raise InputTypeError(
+                "tiled_apply(module, x, ...)",
+                got=f"a call of {type(module).__name__} with {1 + len(others)} arguments",
+                expected="one tensor, which is cut into tiles",
+                fix="make a module of the layers that take one tensor.",
+            )
+        return tiled_apply(module, x, size, dims=(dim,))
+
+    return run
 
 
 def _path(name: str) -> str:

@@ -297,7 +297,7 @@ class _Seen:
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         random_state = torch.get_rng_state() if self._parameters else None
         with ExitStack() as stack:
-            stack.callback(register_module_forward_hook(self._note_call).remove)
+            stack.callback(register_module_forward_hook(self._note_call, with_kwargs=True).remove)
             stack.callback(optimizer.register_step_pre_hook(self._note_gradients).remove)
             yield
         if random_state is not None:
@@ -311,11 +311,11 @@ class _Seen:
             if parameter.grad is not None
         }
 
-    def _note_call(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _note_call(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         name = self._names.get(module)
         if name is None:
             return
-        shapes = tuple(tuple(each.shape) for each in inputs if isinstance(each, Tensor))
+        shapes = tuple(tuple(each.shape) for each in (*inputs, *named.values()) if isinstance(each, Tensor))
         out_shape = tuple(output.shape) if isinstance(output, Tensor) else None
         earlier = self.calls[name].num_calls if name in self.calls else 0
         self.calls[name] = Call(shapes, out_shape, earlier + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -73,26 +75,38 @@ def _by_size(seen: Observation) -> Iterator[tuple[str, Call]]:
             yield name, seen.calls[name]
 
 
-class _Replacement(nn.Module):
-    """Replaces a module, and passes its calls to another function that runs it."""
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self._run = module, run
-
-    def forward(self, *args: Any) -> Any:
-        return self._run(*args)
-
-
 def replace_submodule(step: AdvisedStep, name: str, make_run: Callable[[nn.Module], Callable[..., Any]]) -> None:
-    """Replace a module by another function; an empty name means the model itself."""
+    """Replace a module by another function; an empty name means the model itself.
+
+    It is replaced by one of its own class with the same parameters and attributes, which other code may use.
+    """
     module = step.model.get_submodule(name)
-    replacement = _Replacement(module, make_run(module))
+    replacement: nn.Module = object.__new__(type(module))
+    hooks: dict[str, Any] = {each: OrderedDict() for each in vars(module) if each.endswith("_hooks")}  # run inside
+    vars(replacement).update(vars(module), **hooks, forward=_by_position(module, make_run(module)))
     if name:
         parent, _, key = name.rpartition(".")
         setattr(step.model.get_submodule(parent), key, replacement)
     else:
         step.model = replacement
+
+
+def _by_position(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward with the module's own signature for a function that takes arguments by position."""
+    signature = inspect.signature(module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if bound.kwargs:
+            raise InputTypeError(
+                "advise",
+                got=f"a call of {type(module).__name__} with {', '.join(bound.kwargs)} by keyword only",
+                expected="arguments that its forward takes by position, too",
+                fix="name them in the signature of its forward.",
+            )
+        return run(*bound.args)
+
+    return forward
 
 
 def find_mlps(model: nn.Module) -> dict[str, nn.Sequential]:
