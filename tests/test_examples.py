@@ -37,7 +37,16 @@ for path in paths:
 OWN_PROCESS = {"resume.py"}  # it starts processes that import it as the main module; among the slow tests
 # A few seconds each; the slow tests run all.
 LONG = {
-    *("04_memory_log.py", "06_plan.py", "08_resume.py", "09_precision.py", "plan.py", "memory_log.py"),
+    *(
+        "04_memory_log.py",
+        "05_estimate.py",
+        "06_plan.py",
+        "07_loop.py",
+        "08_resume.py",
+        "09_precision.py",
+        "plan.py",
+        "memory_log.py",
+    ),
     *("s0_edge_memory.py", "s2_density_invariant.py", "s3_gan_radiance_field.py", "s4_radar_to_lidar.py"),
 }
 

@@ -157,6 +157,7 @@ def hang(name, place, log):
     subprocess.run(["sleep", "60"], check=False)
 
 
+@pytest.mark.slow
 def test_a_failed_case_says_its_reason_without_folders(tmp_path):
     run = command.Run(tmp_path, CARD)
     outcome = run.one("card", CASES["card"], target=speak_and_fail)

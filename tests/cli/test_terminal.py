@@ -68,8 +68,11 @@ MORE = [
     "presets low",
     "presets high --gpu-memory 24",
     "presets medium --gpu-memory 8",
-    "profile --core --max-edges 500 --modes train --output-dir out",
-    "profile --full --max-edges 500 --output-dir out --gpu T4 --gpu 4090 --gpu 3090 --gpu A10G --gpu L4 --gpu 5090",
+    pytest.param("profile --core --max-edges 500 --modes train --output-dir out", marks=pytest.mark.slow),
+    pytest.param(
+        "profile --full --max-edges 500 --output-dir out --gpu T4 --gpu 4090 --gpu 3090 --gpu A10G --gpu L4 --gpu 5090",
+        marks=pytest.mark.slow,
+    ),
     "profile steps.py:build_step --sizes 1k,2k --output-dir out",
     "profile steps.py:build_guess --sizes 1k,2k --output-dir out",
 ]

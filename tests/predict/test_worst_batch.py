@@ -266,6 +266,7 @@ def attend(model, x):
     return (x @ x.mT).softmax(-1).square().sum() * model[0].weight.sum()
 
 
+@pytest.mark.slow
 def test_law_chooses_estimated_kinds(monkeypatch):
     """Rows times the square of the length decide: neither the most rows nor the longest are the most memory."""
     draw = random.Random(2)

@@ -304,7 +304,7 @@ class OwnLoader:
         return iter(self.batches)
 
 
-@pytest.mark.parametrize("sizes", [(8,), (8, 5)])
+@pytest.mark.parametrize("sizes", [pytest.param((8,), marks=pytest.mark.slow), (8, 5)])
 def test_kernels_are_measured_for_a_loader_too(sizes):
     """The bound for what convolutions take inside is more than the budget, and what they take is not."""
     model, batches = net(), images(*sizes)

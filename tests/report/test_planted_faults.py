@@ -81,7 +81,8 @@ def first_lines(log, folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "workers" else []) for name in FAULTS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("workers", "host_memory") else []) for name in FAULTS],
 )
 def test_the_first_line_names_the_fault(name, tmp_path, capsys):
     how, words, suspect = FAULTS[name]

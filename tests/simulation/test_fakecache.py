@@ -61,7 +61,8 @@ def counts(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        *((name, "cpu") for name in ("resnet", "encoder_bfloat16", "message_passing", "lstm", "packed_lengths")),
+        *((name, "cpu") for name in ("resnet", "message_passing", "lstm", "packed_lengths")),
+        pytest.param("encoder_bfloat16", "cpu", marks=pytest.mark.slow),
         ("message_passing", "RTX 4090"),
         *(pytest.param(name, "RTX 4090", marks=pytest.mark.slow) for name in ("resnet", "encoder_bfloat16", "lstm")),
     ],

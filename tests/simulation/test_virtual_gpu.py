@@ -399,7 +399,7 @@ def test_recovery_finds_fitting_size():
     assert tried == [64, 32, 16]
 
 
-@pytest.mark.parametrize("num_rows", [50_000, 400_000])
+@pytest.mark.parametrize("num_rows", [50_000, pytest.param(400_000, marks=pytest.mark.slow)])
 def test_the_wrapper_makes_the_batch_fit(num_rows):
     """Blocks run again, and where that does not suffice, the batch is split."""
     with VirtualGPU("RTX 3060") as card:

@@ -293,7 +293,7 @@ def test_warns_of_grouped_rows():
         trainer.train_step((x, group), loss_fn)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_check_without_memory_is_no_error(dtype):
     """Also for the copies that it makes: rows in another order, parameters in float32."""
     model, batch = net().to(dtype), X.to(dtype)

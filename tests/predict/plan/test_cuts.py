@@ -148,6 +148,7 @@ def test_recomputes_only_cheap_operators_if_sufficient():
     assert 0 < tenth.recomputed_flops < forward_flops
 
 
+@pytest.mark.slow
 def test_the_plan_does_not_depend_on_measured_times(monkeypatch):
     model, x = Encoder(0.1), torch.randn(8, 64, 64)
     plans = []

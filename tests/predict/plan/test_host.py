@@ -137,6 +137,7 @@ def test_one_disturbed_measurement_does_not_scale_unmeasured_calls(times, monkey
     assert too_large - times._machine.added_seconds[True][1] <= 1.01 * ratios[-2] * plain
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured_once_for_each_number_of_threads(times):
     assert HostTimes(2**30)._machine is times._machine
     torch.set_num_threads(2)
