@@ -20,7 +20,6 @@ from memkit._machine import devices
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
 from memkit._recovery.attempt import Done, Result, attempt
-from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
 from memkit.train.checkpointing import may_recompute
 from memkit.train.gradients import list_parameters
@@ -183,17 +182,16 @@ class PartPlanner:
         """
         if self._failure and not self._has_warned:  # the step itself succeeded, since this is called again
             self._has_warned = True
-            warn_user(
-                "MemoryEfficientTrainingWrapper: memory=... is ignored, because the memory of a micro-batch could "
-                f"not be predicted: running {_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with "
-                f"{self._failure}. Way out: set accumulation_steps."
-            )
+            warn_user(f"MemoryEfficientTrainingWrapper: memory=... is ignored, because {self._failure}.")
         self._expected = None
         marked = mark_samples(batch)
         try:
             num_rows, key, _ = survey(marked)
         except InputError as error:  # it may stay whole; splitting it reports the error
-            self._failure = describe_error(error)
+            self._failure = (
+                f"the batch cannot be cut: {error.got}. Way out: omit memory=..., set accumulation_steps, and "
+                + error.fix.rstrip(".")
+            )
             return at_least
         if num_rows >= _MORE_ROWS:
             self._learn(key, marked, num_rows, rehearse)
@@ -294,7 +292,11 @@ class PartPlanner:
 
         outcome = attempt(run_twice, others=(Exception,))
         if not isinstance(outcome, Done):  # the step itself reports the error
-            self._failure = outcome.description
+            self._failure = (
+                "the memory of a micro-batch could not be predicted: running "
+                f"{_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with {outcome.description}. "
+                "Way out: set accumulation_steps"
+            )
             return None
         return outcome.result
 

@@ -205,7 +205,7 @@ def test_batch_without_rows_stays_whole():
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory, on_oom="raise") as trainer:
         assert trainer.train_step(batch, table_loss).sizes == (1,)
         with pytest.warns(
-            mk.MemkitWarning, match="memory=... is ignored, because the memory of a micro-batch could not be predicted"
+            mk.MemkitWarning, match=r"memory=... is ignored, because the batch cannot be cut: tensors with \[3, 6\] rows"
         ):
             assert trainer.train_step(batch, table_loss).stepped
     with (
@@ -529,3 +529,30 @@ def test_a_step_that_takes_more_than_was_predicted_is_told_once_and_learned_from
                 assert number == 0 or len(warned) == number == 1
     assert [peak > 20 * MIB for peak in peaks] == [False, False, True, False, True, False]
     assert "MiB more than memory=... allows" in str(warned[0].message)
+
+
+class Cloud:
+    """A batch that only its own code can cut."""
+
+    def __init__(self, points):
+        self.points = points
+
+
+def test_a_batch_that_cannot_be_cut_says_a_way_out_that_works():
+    def step(trainer):
+        return trainer.train_step(Cloud(torch.ones(8, 3)), loss_fn)
+
+    def loss_fn(model, batch):
+        return mk.Loss(mean=model(batch.points).square().mean(), count=len(batch.points))
+
+    def trainer(**settings):
+        model = nn.Linear(3, 1)
+        return mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+
+    ignoring = trainer(memory="1MiB")
+    step(ignoring)
+    said = "is ignored, because the batch cannot be cut: .*omit memory=..., set accumulation_steps, and pass split_fn"
+    with pytest.warns(mk.MemkitWarning, match=said):
+        step(ignoring)
+    cut = trainer(accumulation_steps=2, split_fn=lambda batch, n: [Cloud(each) for each in batch.points.chunk(n)])
+    assert step(cut).num_microbatches == 2
