@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.nn.modules.module import _has_any_global_hook
 
 settings.register_profile(
     "memkit", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
@@ -48,6 +49,7 @@ def nothing_leaks():
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
     assert torch.get_num_threads() == 1
+    assert not _has_any_global_hook()  # of modules: torch.compile warns of them
     changed = {
         key for key, _ in set(os.environ.items()) ^ set(environment.items()) if not key.startswith("ACCELERATE_")
     }

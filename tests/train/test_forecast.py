@@ -205,7 +205,8 @@ def test_batch_without_rows_stays_whole():
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory, on_oom="raise") as trainer:
         assert trainer.train_step(batch, table_loss).sizes == (1,)
         with pytest.warns(
-            mk.MemkitWarning, match=r"memory=... is ignored, because the batch cannot be cut: tensors with \[3, 6\] rows"
+            mk.MemkitWarning,
+            match=r"memory=... is ignored, because the batch cannot be cut: tensors with \[3, 6\] rows",
         ):
             assert trainer.train_step(batch, table_loss).stepped
     with (

@@ -13,7 +13,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from memkit._gradients.loss import LossFn
@@ -297,7 +296,8 @@ class _Seen:
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         random_state = torch.get_rng_state() if self._parameters else None
         with ExitStack() as stack:
-            stack.callback(register_module_forward_hook(self._note_call, with_kwargs=True).remove)
+            for module in self._names:  # a global hook with keyword arguments leaves a trace in torch
+                stack.callback(module.register_forward_hook(self._note_call, with_kwargs=True).remove)
             stack.callback(optimizer.register_step_pre_hook(self._note_gradients).remove)
             yield
         if random_state is not None:
