@@ -13,6 +13,7 @@ Attributes of modules, and of the objects that they and the loss function hold, 
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dis
@@ -22,6 +23,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,7 +37,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
-from memkit._torch.modules import BUFFERS, STATE, members_of
+from memkit._torch.modules import BUFFERS, HOOKS, STATE, members_of
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import bit_sums, storage_key, version_of
 
@@ -63,7 +65,9 @@ _SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
 _UNSET: Any = object()  # the value of a variable that has none
 _GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]})
 _CONTAINERS = (list, dict, set, collections.deque)
-_WRAPPERS = (collections.UserDict, collections.UserList)  # of the standard library, with what is the user's
+# Of the standard library, with what is the user's.
+_WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace)
+_SITES = {"site-packages", "dist-packages"}
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
@@ -534,15 +538,18 @@ class Attributes:
             sums = bit_sums([held.same]) if is_frozen else None
             self._tensors[index] = held._replace(version=version_of(held.same), content=content, sums=sums)
 
+    def _note_function(self, value: Any) -> Sequence[object]:
+        held = list(_held_by_function(value))
+        if isinstance(value, types.FunctionType) and _is_users(value):
+            self._variables += _assigned_by(value)
+            self._owners.append((value, dict(vars(value))))
+            held += vars(value).values()
+        return held
+
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            held = list(_held_by_function(value))
-            if isinstance(value, types.FunctionType) and _is_users(value):
-                self._variables += _assigned_by(value)
-                self._owners.append((value, dict(vars(value))))
-                held += vars(value).values()
-            return held
+            return self._note_function(value)
         if isinstance(value, type):
             self._variables += _assigned_in(value)
             return ()
@@ -551,10 +558,11 @@ class Attributes:
                 self._containers.append((value, value.copy()))
             inside = value.values() if isinstance(value, dict) else value
             return list(inside) if len(value) <= _MAX_ITEMS else ()
-        if isinstance(value, (tuple, frozenset)):
-            return list(value) if len(value) <= _MAX_ITEMS else ()
+        if isinstance(value, (tuple, frozenset, types.MappingProxyType)):
+            held = value.values() if isinstance(value, types.MappingProxyType) else value
+            return list(held) if len(value) <= _MAX_ITEMS else ()
         if isinstance(value, Tensor):
-            self._tensors.append(_HeldTensor(value, value.detach()))
+            self._tensors.append(_HeldTensor(value, value.detach(), _gradient_of(value)))
             return ()
         if isinstance(value, np.ndarray):
             self._arrays.append((value, value))
@@ -564,7 +572,8 @@ class Attributes:
             return ()
         own = _attributes_of(value)
         self._owners.append((value, own))
-        return [*own.values(), type(value)]
+        hooks = _hooks_of(value) if isinstance(value, nn.Module) else ()
+        return [*own.values(), *hooks, type(value)]
 
     def restore(self) -> None:
         """Restore all attributes that have changed."""
@@ -642,9 +651,11 @@ class Attributes:
         """Return the tensors in attributes and containers that are neither parameters nor buffers."""
         values = [each for owner, attributes in self._owners for each in attributes.values()]
         values += [each.value for each in self._variables]
+        values += [each.tensor for each in self._tensors]  # in tuples, too
         for _, copy in self._containers:
             values += copy.values() if isinstance(copy, dict) else copy
-        return [each for each in values if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+        tensors = {id(each): each for each in values if isinstance(each, Tensor)}
+        return [each for each in tensors.values() if not isinstance(each, nn.Parameter)]
 
     def changed(self, written: set[int]) -> list[str]:
         """Return the names of module members that have changed, or whose storage was written to."""
@@ -722,11 +733,14 @@ class _HeldTensor(NamedTuple):
 
     tensor: Tensor
     same: Tensor
+    gradient: Tensor | None
     version: int | None = None
     content: Tensor | None = None
     sums: list[int] | None = None
 
     def has_changed(self) -> bool:
+        if _gradient_of(self.tensor) is not self.gradient:
+            return True
         is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
         if not is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
             return True
@@ -741,6 +755,8 @@ class _HeldTensor(NamedTuple):
 
     def restore(self) -> bool:
         """Restore all of it; False if its content has changed and was not saved."""
+        if _gradient_of(self.tensor) is not self.gradient:
+            self.tensor.grad = self.gradient
         if not self.has_changed():
             return True
         if self.tensor.data_ptr() != self.same.data_ptr() or self.tensor.shape != self.same.shape:
@@ -750,6 +766,11 @@ class _HeldTensor(NamedTuple):
         if self.content is not None:
             self.same.data.copy_(self.content)
         return self.content is not None
+
+
+def _gradient_of(tensor: Tensor) -> Tensor | None:
+    """Return the gradient of a tensor that is not trained: some codebooks keep counts there."""
+    return tensor.grad if tensor.is_leaf and not tensor.requires_grad else None
 
 
 def _assigned_in(kind: type) -> Iterator[_Variable]:
@@ -797,6 +818,19 @@ def _attributes_of(owner: object) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if name not in _MODULE_MACHINERY}
 
 
+def _hooks_of(module: nn.Module) -> list[object]:
+    """Return the user's hooks on a module, which may keep statistics; not those of installed packages."""
+    hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
+    return [each for each in hooks if not _is_installed(each)]
+
+
+def _is_installed(hook: object) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = sys.modules.get(getattr(hook, "__module__", None) or type(hook).__module__)
+    return not _SITES.isdisjoint(Path(getattr(module, "__file__", None) or "").parts)
+
+
 def _may_hold_state(value: object) -> bool:
     kind = type(value)
     if kind in _WORDS:
@@ -805,7 +839,7 @@ def _may_hold_state(value: object) -> bool:
         return kind in _WITH_STORAGE and value.layout is torch.strided
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
-    if kind is np.ndarray:
+    if kind in (np.ndarray, types.MappingProxyType):
         return True
     if isinstance(value, type):
         return _is_users(value)

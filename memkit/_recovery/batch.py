@@ -361,10 +361,10 @@ class BatchRun:
             attempt.refuse_unused()
         self.means.peers.settle(self, attempt)
 
-    def undo(self) -> None:
+    def undo(self, *, is_rerun: bool = False) -> None:
         """Restore the state that the forwards so far have changed, if it was saved: random state, buffers, modes."""
         if self.rollback is not None:
-            self.rollback.restore()
+            self.rollback.restore(is_rerun=is_rerun)
 
     def undo_cut(self) -> bool:
         """Revert a split that is not allowed by applying another remedy instead; False if none is left."""
@@ -463,7 +463,7 @@ class BatchRun:
     def start_over(self) -> None:
         """Go back to the start of the batch."""
         self.sums.discard()
-        self.undo()
+        self.undo(is_rerun=True)
         self.plan = self.plan.restart()
         self.done.clear()
 

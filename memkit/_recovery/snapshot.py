@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -90,6 +91,16 @@ class StateWatch:
                 "are restored, or change it after the step."
             )
 
+    def tell_of_trained(self) -> None:
+        """Warn, once, that a trial has moved parameters, which nobody restores."""
+        if not self._has_told:
+            self._has_told = True
+            warn_user(
+                "A run of memkit's own, of which nothing should stay, has moved parameters that the model's forward "
+                "trains itself, and they stay moved. Way out: train them after the step, or omit memory=... and set "
+                "accumulation_steps."
+            )
+
     def generators(self) -> Iterable[Any]:
         """Return random generators (torch, NumPy, Python) in modules' attributes, or in lists and dicts there.
 
@@ -146,6 +157,8 @@ class StateWatch:
 class _Entry:
     buffer: torch.Tensor | None  # the object itself: a forward may replace it
     copy: torch.Tensor | None
+    gradient: torch.Tensor | None = None  # where a forward may keep counts
+    gradient_copy: torch.Tensor | None = None
     mark: tuple[int, int] | None = None  # of one that is not copied, or too large to keep the copy if it is not needed
     digest: int | None = None  # of a large buffer that earlier forwards left unchanged
 
@@ -173,12 +186,15 @@ class BufferSnapshot:
             for name, buffer in buffers_of(owner).items():
                 key = owner, name
                 if buffer is None or is_lazy(buffer) or key in still:
-                    self.entries[key] = _Entry(buffer, None, _mark(buffer), still.get(key))
+                    self.entries[key] = _Entry(buffer, None, mark=_mark(buffer), digest=still.get(key))
                 else:
                     copied[key] = buffer
         values = _all_cloned(list(copied.values())) if copied else []
         for (key, buffer), value in zip(copied.items(), values, strict=True):
-            self.entries[key] = _Entry(buffer, value, _mark(buffer) if value.nbytes > _SMALL_BYTES else None)
+            entry = self.entries[key] = _Entry(buffer, value, buffer.grad)
+            if entry.gradient is not None:
+                entry.gradient_copy = cloned(entry.gradient)
+            entry.mark = _mark(buffer) if value.nbytes > _SMALL_BYTES else None
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -200,6 +216,10 @@ class BufferSnapshot:
                     )
             elif entry.copy is not None and entry.buffer is not None:
                 entry.buffer.data.copy_(entry.copy)
+                if entry.buffer.grad is not entry.gradient:
+                    entry.buffer.grad = entry.gradient
+                if entry.gradient is not None and entry.gradient_copy is not None:
+                    entry.gradient.data.copy_(entry.gradient_copy)
             if name in buffers_of(owner):
                 buffers_of(owner)[name] = entry.buffer
 
@@ -347,6 +367,7 @@ class Rollback:
         self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
+        self._trained = [(each, version_of(each)) for each in watch.trained()] if is_trial else []
         self.attributes = None
         if watch.changes_attributes or is_trial:
             self.attributes = AttributeStates(watch, largest_bytes=_LARGEST_BYTES if is_trial else _SMALL_BYTES)
@@ -377,11 +398,15 @@ class Rollback:
         finally:
             self.restore()
 
-    def restore(self) -> None:
-        """Restore everything in place; starts over if memory runs out on the way."""
-        insist(self._restore, "undoing a failed attempt")
+    def restore(self, *, is_rerun: bool = True) -> None:
+        """Restore everything in place; starts over if memory runs out on the way.
 
-    def _restore(self) -> None:
+        Args:
+            is_rerun: Whether the batch runs again: what the loss function holds then matters.
+        """
+        insist(functools.partial(self._restore, is_rerun=is_rerun), "undoing a failed attempt")
+
+    def _restore(self, *, is_rerun: bool) -> None:
         if self.attributes is not None:
             self.attributes.restore()  # before the buffers: what forward has put in a tensor's place leaves it again
         self.buffers.restore()
@@ -389,11 +414,13 @@ class Rollback:
             if module.training != is_training:
                 module.training = is_training
         self.random.restore()
+        if any(version_of(each) != version for each, version in self._trained):
+            self._watch.tell_of_trained()
         if self.held is None:
             return
         if self._is_trial:
             self.held.restore()
-        else:  # the model's own state is back: what differs still is not the model's
+        elif is_rerun:  # the model's own state is back: what differs still is not the model's
             self._watch.tell_of_held(self.held.differences())
 
 

@@ -81,6 +81,7 @@ class GradientSum:
         predivisor: The sum is kept divided by this, so that it is about as large as the mean and does not overflow in
             half precision. A power of two, which adds no rounding, derived from the first weight; or set by `expect`.
         num_microbatches: Micro-batches in the sum.
+        is_announced: Whether the sum's total weight was announced.
         num_steps: Number of optimizer steps actually taken.
         is_torn: Whether an error interrupted a backward; the sum can then only be discarded.
         grad_norm: Total gradient norm before clipping at the last step; None without clipping.
@@ -136,6 +137,8 @@ class GradientSum:
         self.grad_norm: torch.Tensor | None = None
         self.num_step_ooms = 0
         self._marks: list[tuple[int, int]] | None = None  # of the gradients, after the last micro-batch
+        self.is_announced = False
+        self._factor: float | None = None  # by which the gradients were normalized
         self._on_step, self._on_gradients = on_step, on_gradients
 
     @property
@@ -182,11 +185,31 @@ class GradientSum:
     def expect(self, count: float) -> None:
         """Announce the next sum's total weight, between two sums; its step then need not normalize."""
         if self.num_microbatches == 0 and count > 0 and self.shards is None:
-            self.predivisor = float(count)
+            self.predivisor, self.is_announced = float(count), True
 
     def agree_on_weight(self, count: float) -> None:
         """Announce the next sum's weight between two sums; all shards must call it, with any finite weights."""
         self.predivisor = self._power_of_two(count) or 1.0
+
+    def settle(self) -> None:
+        """Normalize the gradients after a group's last micro-batch: code before the step sees those of the batch.
+
+        Over ranks they are only known in the step.
+        """
+        if self.ranks is not None or self.shards is not None or not self.num_microbatches or self.is_torn:
+            return
+        total = self._count = float(self._count)
+        factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0) if total > 0 else 1.0
+        if math.isfinite(total) and factor != 1.0:
+            if self.num_microbatches > 1 or self._scaler:
+                widen_for_step(self._parameters, self._sum_dtype, self.ranks)
+            self._multiply(factor)
+            self._factor, self._marks = factor, gradient_marks(self._parameters)
+
+    def _unsettle(self, factor: float) -> None:
+        """Turn normalized gradients back into the sum, for another micro-batch."""
+        self._multiply(1 / factor)
+        self._factor = None
 
     def end(self, then: Actions = (), *, is_last: bool = False) -> tuple[bool, bool]:
         """Step with the mean, and start a new sum; all ranks must call it together.
@@ -225,7 +248,8 @@ class GradientSum:
     def discard(self) -> None:
         """Drop the sum."""
         self._count, self.num_microbatches, self._has_gradients, self.is_torn = 0.0, 0, False, False
-        self._marks = None
+        self._marks = self._factor = None
+        self.is_announced = False
         clear_gradients(self._parameters, self._sum_dtype)
         self._has_leftovers = False
 
@@ -236,6 +260,8 @@ class GradientSum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain types plus the gradients so far: save it before the next step."""
+        if self._factor is not None:
+            self._unsettle(self._factor)
         return {
             "version": _VERSION,
             "predivisor": self.predivisor,
@@ -307,6 +333,8 @@ class GradientSum:
             return
         if self._marks is not None and gradient_marks(self._parameters) != self._marks:
             refuse_changed_gradients(self._caller)
+        if self._factor is not None:
+            self._unsettle(self._factor)
         if self._sum_dtype is not None:
             # The first gradient keeps its parameter's dtype: there is no sum yet, and fully_shard supports no other.
             widen_gradients(self._parameters, self._sum_dtype)
@@ -334,11 +362,11 @@ class GradientSum:
                 self._on_step()
             if self.shards and not any(present):
                 refuse_missing_gradients(self._caller)
-            # Turn the sum into the mean, or into the sum of the micro-batches' losses.
+            # Turn the sum into the mean, or into the sum of the micro-batches' losses, unless `settle` has done so.
             factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
             if self.shards is not None:
                 factor *= self.shards.num_ranks  # each backward averages over the ranks
-            if factor != 1.0:
+            if factor != 1.0 and self._factor is None:
                 self._multiply(factor)
             if isinstance(self.ranks, Replicas):
                 self.ranks.sum_gradients(self._parameters, present)

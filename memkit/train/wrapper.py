@@ -483,6 +483,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         try:
             self._batch_run, self._num_steps_before = run, self._sum.num_steps
             yield from self._driver.attempts(run)
+            self._sum.settle()
         except BaseException as error:  # a final out-of-memory, an interrupt, or the caller left the loop
             self._abandon(error)
             raise

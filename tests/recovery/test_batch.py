@@ -51,7 +51,7 @@ class Undo:
     def learn(self):
         pass
 
-    def restore(self):
+    def restore(self, *, is_rerun=True):
         self._world.counter = self._counter
 
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import types
 from array import array
 
 import numpy as np
@@ -380,3 +381,117 @@ def test_a_large_codebook_written_through_data_does_not_run_again_in_silence(tre
         loss = mean_square(model, torch.randn(16, 8, dtype=torch.float64))
         with pytest.raises(mk.errors.StateError, match=r"large tensor of shape .* that forward changes in place"):
             loss.backward()
+
+
+class Stateful(nn.Module):
+    """State in places that hold tensors, which each forward moves in place."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.linear, self.where = nn.Linear(4, 4), where
+        start = torch.zeros(4, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros(4, dtype=torch.float64))
+        holders = {
+            "tuple": lambda: (start, "h"),
+            "tuple in a list": lambda: [(start,)],
+            "namespace": lambda: types.SimpleNamespace(state=start),
+            "read-only dict": lambda: types.MappingProxyType({"state": start}),
+        }
+        self.held = holders.get(where, lambda: None)()
+        self.state = start if where == "hook" else None
+        if where == "hook":
+            statistics = Statistics(start)
+            self.linear.register_forward_pre_hook(statistics)
+            self.linear.register_forward_hook(statistics.count)
+
+    def now(self):
+        if self.where == "gradient of a buffer":
+            return torch.zeros(4) if self.count.grad is None else self.count.grad
+        if self.where == "hook":
+            return next(iter(self.linear._forward_pre_hooks.values())).state
+        held = self.held
+        while not isinstance(held, torch.Tensor):
+            held = (
+                held.state if isinstance(held, types.SimpleNamespace) else held["state" if "read" in self.where else 0]
+            )
+        return held
+
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        if self.where == "gradient of a buffer":
+            if self.count.grad is None:
+                self.count.grad = torch.zeros_like(self.count)
+            self.count.grad.add_(mean)
+            scale = self.count.grad
+        elif self.where == "hook":
+            scale = self.now()
+        else:
+            self.now().mul_(0.5).add_(mean)
+            scale = self.now()
+        return self.linear(x) * (1 + scale.clone())
+
+
+class Statistics:
+    def __init__(self, state):
+        self.state, self.num_calls = state, 0
+
+    def __call__(self, module, args):
+        self.state.mul_(0.5).add_(args[0].detach().mean(0))
+
+    def count(self, module, args, out):
+        self.num_calls += 1
+
+
+PLACES = ["tuple", "tuple in a list", "namespace", "read-only dict", "hook", "gradient of a buffer"]
+
+
+def after_three_steps(where, *, oom_in=None, **settings):
+    torch.manual_seed(0)
+    model, state = Stateful(where).double(), array("q", [0, 0])
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        if oom_in == state[0] and not state[1]:
+            state[1] = 1
+            raise MemoryError
+        return loss
+
+    with trainer_of(model, **settings) as trainer:
+        for step in range(3):
+            state[0] = step
+            trainer.train_step(torch.randn(8, 4, dtype=torch.float64), loss_fn)
+    return [model.now(), *model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:.* memory=... is ignored")
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    "settings", [{"oom_in": 0}, {"oom_in": 2}, {"memory": "1GiB"}, {"checkpoint": ["linear"]}], ids=str
+)
+def test_state_in_places_that_hold_tensors(where, settings):
+    assert_same(after_three_steps(where, **settings), after_three_steps(where))
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_checks_and_predictions_leave_state_as_it_was(where):
+    model, x = Stateful(where).double(), torch.ones(8, 4, dtype=torch.float64)
+
+    def loss_fn(model, x):
+        return model(x).square().mean()
+
+    mk.train.check_split(model, x, loss_fn)
+    mk.estimate_memory_usage(model, x, loss_fn=loss_fn)
+    assert model.now().count_nonzero() == 0
+
+
+def test_a_trial_tells_of_parameters_that_a_forward_trains():
+    class Trains(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+            return super().forward(x)
+
+    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731 - of the test
+    trainer = trainer_of(Trains(4, 4), memory="1GiB")
+    with pytest.warns(mk.MemkitWarning, match="has moved parameters that the model's forward trains itself"):
+        trainer.train_step(torch.ones(8, 4), loss_fn)

@@ -835,3 +835,26 @@ class TestChangedGradients:
         for each in model.parameters():
             each.grad.clamp_(-1, 1)
         assert accumulator.step()
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_code_before_the_step_sees_the_groups_mean(num_more):
+    model, x, y, _ = make_problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=3 - num_more)
+    edges, whole = (0, 7, 15, ROWS), F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    right = torch.autograd.grad(whole, [each for each in model.parameters() if each is not model.unused])
+    for start, stop in pairwise(edges):  # one more than announced, without a step between: still exact
+        mean = F.cross_entropy(model(x[start:stop]).flatten(0, 1), y[start:stop].flatten())
+        accumulator.backward(mean, count=(y[start:stop] != -100).sum())
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    assert max(relative_error(a, b) for a, b in zip(found, right, strict=True)) <= 1e-14
+    state = copy.deepcopy(accumulator.state_dict())  # holds the sum
+    accumulator.discard()
+    accumulator.load_state_dict(state)
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(each.grad.clone() for each in model.parameters() if each.grad is not None)
+    )
+    assert accumulator.step()
+    assert max(relative_error(a, b) for a, b in zip(seen, right, strict=True)) <= 1e-14
