@@ -14,13 +14,14 @@ from torch import nn
 from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
 from memkit._core.foreign import LOSS
 from memkit._core.words import guided
+from memkit._machine import random_state
 from memkit._recovery.attempt import Done, Failure, attempt
-from memkit._recovery.inputs import InputWatch
+from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch import pytree
 from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import check_batch, list_arrays, split_batch, survey
+from memkit.train.split import check_batch, list_arrays, split_batch, survey, take_rows
 
 _CALL = "evaluate(batch, fn)"
 
@@ -47,6 +48,7 @@ class Evaluation:
     def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
         self._model, self._sizes, self._can_split = model, sizes, can_split
         self._inputs = InputWatch(list_arrays)
+        self._checked: dict[int, object] = {}  # code of functions whose rows were found independent, by its `id`
 
     def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         """Run ``fn`` over all rows of a batch.
@@ -61,7 +63,8 @@ class Evaluation:
 
         Raises:
             InputTypeError: ``fn`` is not a function of model and batch, or ``batch`` is a loader.
-            InputError: The batch was split, and ``fn`` does not return one output row per input row.
+            InputError: The batch was split, and ``fn`` does not return one output row per input row, or its rows depend
+                on one another: one or two rows of the first part are run by themselves, and compared.
             MemkitOutOfMemoryError: Even one row does not fit, the batch cannot be cut, or ``fn`` has written to it.
 
         Memory cost: the results, briefly twice if the batch was split, plus the memory of one part.
@@ -95,12 +98,13 @@ class Evaluation:
             if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
                 results.append((outcome.result, size))
+                if size < num_rows and len(results) == 1:
+                    self._check_rows(part, outcome.result, size, fn)
                 if contents is not None and contents.are_same():
                     contents, self._inputs.is_quiet = None, True
                 continue
             was_clean = False
-            if not (are_unwritten(marks) and (contents is None or contents.are_same())):
-                raise _written(outcome) from outcome.error
+            _check_unwritten(marks, contents, outcome)
             if size <= 1:
                 raise MemkitOutOfMemoryError(
                     _CALL,
@@ -117,12 +121,50 @@ class Evaluation:
             self._sizes.note_clean_step(key)
         return results[0][0] if len(results) == 1 else _together(results)
 
+    def _check_rows(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any]) -> None:
+        """Compare a part's first rows with the same rows by themselves; random results cannot be compared."""
+        code = getattr(fn, "__code__", fn)  # the same for all lambdas of one line
+        if id(code) in self._checked:
+            return
+        before, few = random_state.capture(), min(2, size - 1)
+        outcome = attempt(fn, self._model, unmark_samples(take_rows(part, 0, few, num_rows=size))) if few else None
+        if outcome is None or not isinstance(outcome, Done):
+            return
+        is_random = not random_state.is_same_state(before, random_state.capture())
+        random_state.restore(before)
+        if not is_random and not _are_equal_rows(result, outcome.result, few):
+            raise InputError(
+                _CALL,
+                got=f"a function whose result for {few} of {size} rows is another one when they are run by themselves, "
+                "for a batch that had to be cut",
+                expected="rows that do not depend on one another",
+                fix="compute what compares rows (distances, a mean over rows) outside of fn, from the results of all "
+                "rows.",
+            )
+        self._checked[id(code)] = code
+
     def _whole(self, batch: Any, fn: Callable[[nn.Module, Any], Any], why: str) -> Any:
         """Run ``fn`` over a batch that cannot be cut."""
         outcome = attempt(fn, self._model, batch)
         if isinstance(outcome, Done):
             return outcome.result
         raise _not_cut(outcome, why) from outcome.error
+
+
+def _are_equal_rows(result: Any, few: Any, num_rows: int) -> bool:
+    """Whether a result for few rows is what a result for more rows has for them, up to rounding."""
+    for whole, part in zip(pytree.tree_leaves(result), pytree.tree_leaves(few), strict=False):
+        if not (isinstance(whole, torch.Tensor) and isinstance(part, torch.Tensor) and part.shape[:1] == (num_rows,)):
+            continue  # refused when the results are joined
+        if whole.shape[1:] != part.shape[1:]:
+            return False
+        is_mean = bool((whole == whole[:1]).all())  # of a part, repeated: it is to be averaged over rows
+        if part.is_floating_point() and not is_mean:
+            tolerance = torch.finfo(part.dtype).eps ** 0.5
+            scale = whole.abs().nan_to_num(0.0, 0.0, 0.0).max() if whole.numel() else 0.0
+            if not torch.allclose(whole[:num_rows], part, tolerance, float(tolerance * scale), equal_nan=True):
+                return False
+    return True
 
 
 def _not_cut(failure: Failure, why: str) -> MemkitOutOfMemoryError:
@@ -134,14 +176,16 @@ def _not_cut(failure: Failure, why: str) -> MemkitOutOfMemoryError:
     )
 
 
-def _written(failure: Failure) -> MemkitOutOfMemoryError:
-    return MemkitOutOfMemoryError(
+def _check_unwritten(marks: Any, contents: Contents | None, failure: Failure) -> None:
+    if are_unwritten(marks) and (contents is None or contents.are_same()):
+        return
+    raise MemkitOutOfMemoryError(
         _CALL,
         got=f"out of memory ({failure.description}) in a forward that changes the batch in place and so cannot run "
         "again",
         expected="a forward that leaves the batch unchanged",
         fix="write `x = x / 255`, not `x /= 255`, in the model and in fn; or pass fewer rows at a time.",
-    )
+    ) from failure.error
 
 
 class EvaluationBlock(AbstractContextManager[Evaluation]):

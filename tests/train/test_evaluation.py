@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from tests.helpers import assert_refused, assert_same
 from tests.toys import SmallRoom, mean_square, trainer_of
 
 
@@ -29,7 +30,7 @@ def test_results_equal_whole_batch_and_only_failed_parts_rerun(rows):
         expected = model.whole(rows)
     torch.testing.assert_close(found, {"scores": expected, "is_high": expected[:, 0] > 0})
     assert not found["scores"].requires_grad
-    assert model.seen == [100, 50, 25, 25, 50, 25, 25]
+    assert model.seen == [100, 50, 25, 2, 25, 50, 25, 25]  # two rows by themselves, to see that rows are independent
 
 
 def test_remembers_fitting_size_separately_from_training(rows):
@@ -43,6 +44,37 @@ def test_remembers_fitting_size_separately_from_training(rows):
     model.room = 200
     trainer.train_step(rows, mean_square)
     assert model.seen[-1] == 100  # in one piece
+
+
+MIXING = {
+    "distances": lambda model, part: torch.cdist(model(part), model(part)),
+    "a mean over rows": lambda model, part: model(part) - model(part).mean(0),
+    "a softmax over rows": lambda model, part: model(part).softmax(0),
+    "time first": lambda model, part: model(part)[:, None].expand(-1, len(part), -1).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("fn", MIXING.values(), ids=MIXING)
+def test_a_function_that_compares_rows_is_refused_once_the_batch_is_cut(rows, fn):
+    model, trainer = make(room=200)
+    with trainer.evaluation() as evaluate:
+        assert len(evaluate(rows, fn)) == 100
+        model.room = 40
+        assert_refused(lambda: evaluate(rows, fn), mk.errors.InputError, "rows that do not depend on one another")
+
+
+def test_a_mean_for_each_row_may_be_averaged(rows):
+    model, trainer = make(room=60)
+    with trainer.evaluation() as evaluate:
+        found = evaluate(rows, lambda model, part: model(part).mean().expand(len(part)))
+    assert_same(found.mean(), model.whole(rows).mean(), 1e-12)
+
+
+def test_random_results_are_not_compared(rows):
+    _, trainer = make(room=40)
+    torch.manual_seed(0)
+    with trainer.evaluation() as evaluate:
+        assert len(evaluate(rows, lambda model, part: torch.randn_like(model(part)))) == 100
 
 
 def test_single_oversized_row(rows):
