@@ -499,3 +499,19 @@ def test_the_answer():
     assert sizes == sorted(sizes, reverse=True)
     assert copy.deepcopy(estimate) == estimate
     assert MemoryEstimate.from_dict(json.loads(json.dumps(estimate.as_dict()))) == estimate
+
+
+def test_known_positions_that_are_joined_stay_on_the_card():
+    """As PyG's GCNConv adds loops to a graph's edges."""
+
+    def loss_fn(model, batch):
+        x, edges = batch
+        loops = torch.arange(len(x), device=edges.device).repeat(2, 1)
+        edges = torch.cat([edges[:, edges[0] != edges[1]], loops], dim=1)
+        degree = x.new_zeros(len(x)).scatter_add_(0, edges[1], torch.ones(edges.shape[1], device=edges.device))
+        return (model(x)[:, 0] * degree).mean()
+
+    torch.manual_seed(0)
+    batch = torch.randn(10, 3), torch.randint(0, 10, (2, 40))
+    estimate = estimate_memory_usage(nn.Linear(3, 1), batch, loss_fn=loss_fn, optimizer="sgd", target="RTX 4090")
+    assert estimate.confidence != "guessed"

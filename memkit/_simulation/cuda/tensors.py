@@ -51,7 +51,7 @@ from memkit._torch.operators import (
     scriptable,
 )
 from memkit._torch.optimizers import LISTS_OF_DEVICES, LISTS_OF_TYPES, foreach
-from memkit._torch.pytree import tree_map
+from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.storage import memory_format_of, swap_tensors
 from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
 
@@ -158,7 +158,8 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
     def _placed(self, func: Any, types: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Place results that were computed from known values, which PyTorch puts on the CPU."""
-        on_card = [arg for arg in args if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
+        leaves = tree_leaves(args)  # `cat` takes a list
+        on_card = [arg for arg in leaves if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
         if not on_card:
             return out
         results = _as_sequence(out)

@@ -13,7 +13,7 @@ elif sys.argv[1] == "missing":
 elif sys.argv[1] == "package":
     import a_package_that_nobody_has  # noqa: F401
 elif sys.argv[1] == "selects":
-    x = torch.ones(10, device="cuda")
+    x = torch.rand(10, device="cuda")
     print(x[x > 0].sum())
 elif sys.argv[1] == "by hand":  # without an optimizer of torch
     weight = torch.ones(256, 256, device="cuda", requires_grad=True)
