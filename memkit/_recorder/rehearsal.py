@@ -23,7 +23,6 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 from memkit._core.attributes import attributes_of, has_attributes, set_attributes
 from memkit._core.errors import warn_user
+from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
@@ -67,7 +67,6 @@ _GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"
 _CONTAINERS = (list, dict, set, collections.deque)
 # Of the standard library, with what is the user's.
 _WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace)
-_SITES = {"site-packages", "dist-packages"}
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
@@ -821,14 +820,13 @@ def _attributes_of(owner: object) -> dict[str, Any]:
 def _hooks_of(module: nn.Module) -> list[object]:
     """Return the user's hooks on a module, which may keep statistics; not those of installed packages."""
     hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
-    return [each for each in hooks if not _is_installed(each)]
+    return [each for each in hooks if is_users_module(_home_of(each))]
 
 
-def _is_installed(hook: object) -> bool:
+def _home_of(hook: object) -> types.ModuleType | None:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    module = sys.modules.get(getattr(hook, "__module__", None) or type(hook).__module__)
-    return not _SITES.isdisjoint(Path(getattr(module, "__file__", None) or "").parts)
+    return sys.modules.get(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def _may_hold_state(value: object) -> bool:

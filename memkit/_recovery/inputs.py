@@ -51,7 +51,7 @@ class InputWatch:
 
 
 def _content_of(leaf: Array) -> tuple[object, ...]:
-    """Return what identifies a leaf's content; for a tensor without data, as in a simulation, only its place."""
+    """Return what identifies a leaf's content; for a tensor without data, as in a simulation, its shape and dtype."""
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype, zlib.crc32(leaf.tobytes())
     return (leaf.shape, leaf.dtype, *content_sums(leaf.detach()))

@@ -15,8 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from sysconfig import get_paths
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType, NoneType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -26,6 +24,7 @@ from torch.optim import Optimizer
 
 from memkit._core.attributes import slots_content, slots_of
 from memkit._core.errors import StateError
+from memkit._core.installed import is_users_module
 from memkit._simulation.guesses import GuessedFloat, GuessedInt, Guesses
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import BUFFERS, CHILDREN, PARAMETERS
@@ -33,8 +32,6 @@ from memkit._torch.modules import BUFFERS, CHILDREN, PARAMETERS
 T = TypeVar("T")
 ContainerKind: TypeAlias = Literal["items", "names", "class", "slots", "cell"]
 
-_INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
-_SITES = {"site-packages", "dist-packages"}  # of any environment: a venv may see those of the system
 _MOST_OBJECTS = 50_000  # that are visited: holders beyond this are found afterwards and cause an error
 _MOST_ITEMS = 1_000  # in a container whose items are visited
 _FARTHEST = 8  # steps from a tensor to a holder with a name
@@ -229,7 +226,7 @@ class _Surroundings:
     def _is_followed(self, module: str) -> bool:
         """Whether a module is the user's own, or defines a root."""
         if module not in self._homes:
-            self._homes[module] = _is_own(sys.modules.get(module))
+            self._homes[module] = is_users_module(sys.modules.get(module))
         return self._homes[module]
 
     def _is_looked_into(self, value: Any) -> bool:
@@ -297,14 +294,6 @@ def _homes_of(root: Any) -> Iterator[ModuleType]:
         module = sys.modules.get(getattr(each, "__module__", None) or "")
         if module is not None and module.__name__.partition(".")[0] not in {"torch", "memkit", "builtins"}:
             yield module
-
-
-def _is_own(module: ModuleType | None) -> bool:
-    """Whether a module is the user's own, not an installed one."""
-    if module is None or module.__name__ in sys.builtin_module_names:
-        return False
-    file = str(getattr(module, "__file__", ""))
-    return not file.startswith(_INSTALLED) and _SITES.isdisjoint(Path(file).parts)
 
 
 def _is_atom(value: Any) -> bool:

@@ -198,7 +198,7 @@ class GradientAccumulator(Uncopied, Closing):
         )
         if note is not None and self._weights is not None:
             self._weights.add(note)
-        if self.num_microbatches >= self._accumulation_steps and not self._sum.is_announced:
+        if self.num_microbatches == self._accumulation_steps and not self._sum.is_announced:
             self._sum.settle()
 
     def expect(self, count: float) -> None:

@@ -15,13 +15,14 @@ from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryErr
 from memkit._core.foreign import LOSS
 from memkit._core.words import guided
 from memkit._machine import random_state
+from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch import pytree
 from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import check_batch, list_arrays, split_batch, survey, take_rows
+from memkit.train.split import check_batch, copied, list_arrays, split_batch, survey, take_rows
 
 _CALL = "evaluate(batch, fn)"
 
@@ -98,7 +99,7 @@ class Evaluation:
             if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
                 results.append((outcome.result, size))
-                if size < num_rows and len(results) == 1:
+                if size < num_rows and len(results) == 1 and _is_unwritten(marks, contents):
                     self._check_rows(part, outcome.result, size, fn)
                 if contents is not None and contents.are_same():
                     contents, self._inputs.is_quiet = None, True
@@ -122,17 +123,23 @@ class Evaluation:
         return results[0][0] if len(results) == 1 else _together(results)
 
     def _check_rows(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any]) -> None:
-        """Compare a part's first rows with the same rows by themselves; random results cannot be compared."""
+        """Compare a part's first rows with the same rows by themselves; random results cannot be compared.
+
+        Nothing stays of that run: not what ``fn`` writes down, nor what it draws.
+        """
         code = getattr(fn, "__code__", fn)  # the same for all lambdas of one line
         if id(code) in self._checked:
             return
-        before, few = random_state.capture(), min(2, size - 1)
-        outcome = attempt(fn, self._model, unmark_samples(take_rows(part, 0, few, num_rows=size))) if few else None
-        if outcome is None or not isinstance(outcome, Done):
+        few = min(2, size - 1)
+        if not few:
             return
+        rows = copied(unmark_samples(take_rows(part, 0, few, num_rows=size)))
+        before, held = random_state.capture(), Attributes([fn], content="saved")
+        outcome = attempt(fn, self._model, rows)
         is_random = not random_state.is_same_state(before, random_state.capture())
         random_state.restore(before)
-        if not is_random and not _are_equal_rows(result, outcome.result, few):
+        held.restore()
+        if isinstance(outcome, Done) and not is_random and not _are_equal_rows(result, outcome.result, few):
             raise InputError(
                 _CALL,
                 got=f"a function whose result for {few} of {size} rows is another one when they are run by themselves, "
@@ -176,8 +183,12 @@ def _not_cut(failure: Failure, why: str) -> MemkitOutOfMemoryError:
     )
 
 
+def _is_unwritten(marks: Any, contents: Contents | None) -> bool:
+    return are_unwritten(marks) and (contents is None or contents.are_same())
+
+
 def _check_unwritten(marks: Any, contents: Contents | None, failure: Failure) -> None:
-    if are_unwritten(marks) and (contents is None or contents.are_same()):
+    if _is_unwritten(marks, contents):
         return
     raise MemkitOutOfMemoryError(
         _CALL,

@@ -209,7 +209,7 @@ class GradientSum:
     def _unsettle(self, factor: float) -> None:
         """Turn normalized gradients back into the sum, for another micro-batch."""
         self._multiply(1 / factor)
-        self._factor = None
+        self._factor, self._marks = None, gradient_marks(self._parameters)
 
     def end(self, then: Actions = (), *, is_last: bool = False) -> tuple[bool, bool]:
         """Step with the mean, and start a new sum; all ranks must call it together.

@@ -110,8 +110,8 @@ class StepGuard:
                 expected="memory for step hooks; hooks that have already run are not called twice",
                 fix="free more memory, or run the hook's work after the step.",
             ) from outcome.error
-        self.ooms.num += 1  # it failed outside the chunks; keep what they have stepped
-        return step()
+        self.ooms.num += 1
+        return step()  # it failed outside the chunks; what they have stepped stays
 
     def _run_unknown(self, step: Callable[[], bool]) -> bool:
         outcome, is_copied = self._run_copied(step)

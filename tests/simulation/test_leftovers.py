@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memkit as mk
 from memkit._core.errors import StateError
-from memkit._simulation import leftovers
 from memkit.predict.scaling.profile import profile_scaling
 from tests.helpers import assert_same
 from tests.toys import mean_square
@@ -443,20 +442,6 @@ def test_error_names_module_of_the_holder(monkeypatch):
 
     with pytest.raises(StateError, match=r"by tests\.simulation\.test_leftovers\.WAITING.*empty tests\.simulation\."):
         estimate(Model(None), loss_fn)
-
-
-@pytest.mark.parametrize(
-    ("file", "is_own"),
-    [
-        ("/home/me/project/model.py", True),
-        ("/usr/lib/python3/dist-packages/monai/losses/dice.py", False),  # seen from a venv with the system's packages
-        ("/opt/conda/lib/python3.11/site-packages/torch/__init__.py", False),
-    ],
-)
-def test_packages_of_any_environment_are_installed(file, is_own):
-    module = types.ModuleType("some")
-    module.__file__ = file
-    assert leftovers._is_own(module) is is_own
 
 
 class Critic:

@@ -70,6 +70,37 @@ def test_a_mean_for_each_row_may_be_averaged(rows):
     assert_same(found.mean(), model.whole(rows).mean(), 1e-12)
 
 
+def test_the_comparison_leaves_nothing(rows):
+    _, trainer = make(room=40)
+    losses, counts = [], {"rows": 0}
+
+    def fn(model, part):
+        out = model(part)
+        losses.append(out.sum().item())
+        counts["rows"] += len(part)
+        return out
+
+    with trainer.evaluation() as evaluate:
+        evaluate(rows, fn)
+    assert counts == {"rows": 100}
+    assert len(losses) == 4
+
+
+def test_a_part_that_fn_has_written_to_is_not_compared(rows):
+    model, trainer = make(room=40)
+
+    def fn(model, part):
+        out = model(part)
+        part.mul_(2)
+        return out
+
+    with trainer.evaluation() as evaluate:
+        evaluate(rows[:20], fn)
+        model.room = 10
+        with pytest.raises(mk.MemkitOutOfMemoryError, match="changes the batch in place"):  # 20 rows, then 10, then 5
+            evaluate(torch.cat([rows[:11], rows[:11]]), fn)
+
+
 def test_random_results_are_not_compared(rows):
     _, trainer = make(room=40)
     torch.manual_seed(0)
