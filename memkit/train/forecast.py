@@ -34,7 +34,7 @@ _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal 
 
 
 class _Expected(NamedTuple):
-    """What a step that was planned to fit may take.
+    """The predicted and the largest allowed memory of a step.
 
     Attributes:
         key: Shape of its batch.
