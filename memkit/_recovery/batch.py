@@ -59,6 +59,9 @@ class RemedySource(Protocol):
     def improve(self, failure: Failure, what: str, *, is_last: bool = False) -> bool:
         """Apply the next remedy; False if none is left."""
 
+    def ways_out(self) -> Sequence[str]:
+        """Return the code of the remedies that the user may still apply, for messages."""
+
     def take_back(self) -> None:
         """Turn off the remedies that were not enough."""
 
@@ -277,6 +280,13 @@ class _BeforeCut(NamedTuple):
     num_done: int
 
 
+class Uncut(NamedTuple):
+    """Why a batch cannot be cut, and the way out."""
+
+    reason: str
+    fix: str
+
+
 class BatchRun:
     """The micro-batches of one batch.
 
@@ -290,6 +300,7 @@ class BatchRun:
         key: Key under which sizes are stored.
         tensors: The tensors of the batch, which no forward may change before it runs again.
         is_predicted: Whether the number of micro-batches is that of a prediction, more than the user asked for.
+        uncut: Why the batch cannot be cut; None if it can.
 
     Attributes:
         plan: The micro-batches to do, and those that are done.
@@ -314,9 +325,10 @@ class BatchRun:
         key: str = "",
         tensors: Sequence[torch.Tensor] = (),
         is_predicted: bool = False,
+        uncut: Uncut | None = None,
     ) -> None:
         self.batch, self.size, self.key, self.means, self.sums = batch, size, key, means, sums
-        self._whole, self._cut = Part(batch, size), cut
+        self._whole, self._cut, self._uncut = Part(batch, size), cut, uncut
         self.num_ooms = 0
         self.is_complete = self.is_cut_anew = self.was_cut = False
         self.forced = Forced(None, is_predicted=True) if is_predicted else None
@@ -424,7 +436,7 @@ class BatchRun:
             got=f"{self.forced}, and a micro-batch of {attempt.size} of {self.size} {self.means.unit}, into which the "
             f"batch was cut for that reason, raised {describe_error(error)}",
             expected="memory for the batch, or for micro-batches that the model accepts",
-            fix="set checkpoint='auto', offload={'activations'} or a lower precision, or make batches smaller.",
+            fix=f"use {self._ways_out()}a lower precision or smaller batches.",
         ) from error
 
     def refuse_incomplete(self) -> NoReturn:
@@ -469,7 +481,7 @@ class BatchRun:
 
     def improve(self, failed: Attempt, failure: Failure, *, is_last: bool = False) -> bool:
         """Apply the next remedy; False if none is left."""
-        what = f"a micro-batch of {failed.size} {self.means.unit}"
+        what = self._words_for(failed)
         remedies = self.means.remedies
         return remedies is not None and remedies.improve(failure, what, is_last=is_last)
 
@@ -479,8 +491,8 @@ class BatchRun:
             return
         raise MemkitOutOfMemoryError(
             self.means.call,
-            got=f"out of memory with a micro-batch of {failed.size} {self.means.unit}, whose forward changes the "
-            f"batch in place and so cannot run again: {failure.description}",
+            got=f"out of memory with {self._words_for(failed)}, whose forward changes the batch in place and so cannot "
+            f"run again: {failure.description}",
             expected="a forward that leaves the batch unchanged",
             fix="write `x = x / 255`, not `x /= 255`, in the model and in loss_fn, or change the batch before the "
             "step.",
@@ -504,7 +516,7 @@ class BatchRun:
                 got=f"out of memory with {failed.size} {self.means.unit}: {failure.description}; and a batch that "
                 f"cannot be cut: {error.got}",
                 expected=f"a batch that fits into memory, or {error.expected}",
-                fix=f"set checkpoint='auto', or pass split_fn=... to cut the batch; {error.fix}",
+                fix=f"use {self._ways_out()}split_fn=... to cut the batch; {error.fix}",
             ) from failure.error
         if smaller is not None:
             if self._before_cut is None:
@@ -514,15 +526,32 @@ class BatchRun:
         elif not self.improve(failed, failure, is_last=True):
             self._refuse(failed, failure)
 
+    def _ways_out(self) -> str:
+        """Return what remedies the user may still apply, to begin a list in a message."""
+        remedies = self.means.remedies
+        return "".join(f"{each}, " for each in remedies.ways_out()) if remedies is not None else ""
+
     def _take(self, plan: Plan) -> None:
         self.plan, self.was_cut = plan, plan.sizes != (self.size,)
 
+    def _words_for(self, attempt: Attempt) -> str:
+        return f"a micro-batch of {attempt.size} {self.means.unit}" if self._uncut is None else "the whole batch"
+
     def _refuse(self, failed: Attempt, failure: Failure) -> NoReturn:
+        if self._uncut is not None:
+            raise MemkitOutOfMemoryError(
+                self.means.call,
+                got=f"out of memory with the whole batch ({failure.description}), which cannot be cut: "
+                f"{self._uncut.reason}",
+                expected="a batch that fits into memory, or one that can be cut",
+                fix=f"use {self._ways_out()}a lower precision or a smaller model; or, to cut the batch, "
+                f"{self._uncut.fix}",
+            ) from failure.error
         raise MemkitOutOfMemoryError(
             self.means.call,
             got=f"out of memory with a micro-batch of {failed.size} {self.means.unit}: {failure.description}",
             expected="a micro-batch that fits into memory",
-            fix="set checkpoint='auto', a lower precision or a smaller model; if a batch is one packed item, pass "
+            fix=f"use {self._ways_out()}a lower precision or a smaller model; if a batch is one packed item, pass "
             "split_fn=... to cut it, or reduce that item.",
         ) from failure.error
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from memkit._core.errors import InputError, MemkitError, MemkitOutOfMemoryError
+from memkit._core.errors import InputError, MemkitError, MemkitOutOfMemoryError, warn_user
 from memkit._gradients.loss import LossFn
-from memkit._recovery.batch import Attempt, BatchRun, Means, Peers, SingleProcess, Sums
+from memkit._recovery.batch import Attempt, BatchRun, Means, Peers, SingleProcess, Sums, Uncut
 from memkit._recovery.inputs import InputWatch
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
@@ -70,6 +70,7 @@ class BatchDriver:
         self._model, self._computation = model, computation
         self._split_watch, self._remedies, self._split_fn = split_watch, remedies, split_fn
         self._divisors, self._was_uneven = DivisorWatch(), False
+        self._has_told_whole = False
         self._is_lazy = True  # until shown otherwise
         self._has_samples = False  # whether the current batch has lists of samples
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
@@ -96,15 +97,19 @@ class BatchDriver:
         Raises:
             InputError: The batch has no common number of rows, and may have to be split.
         """
+        uncut: Uncut | None = None
         if self._split_fn is None:
             try:
                 marked, size, key, tensors = self._surveyor.survey(batch)
-            except InputError:
+            except InputError as error:
                 marked = mark_samples(batch)
                 check_batch(marked, call=self._means.call)
-                if num_parts > 1 or (self._remedies is not None and not has_no_rows(marked)):
+                if num_parts > 1:
                     raise
-                size, key, tensors = 1, "whole", list_tensors(marked)  # a batch that need not be split
+                if self._remedies is not None and not has_no_rows(marked):
+                    self._tell_whole(error)
+                # a batch that need not be split
+                size, key, tensors, uncut = 1, "whole", list_tensors(marked), Uncut(error.got, error.fix)
             self._has_samples, batch = marked is not batch, marked
         else:
             key = "packed"
@@ -119,6 +124,7 @@ class BatchDriver:
             key=key,
             tensors=tensors,
             is_predicted=is_predicted,
+            uncut=uncut,
         )
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
@@ -250,6 +256,17 @@ class BatchDriver:
         if self._split_watch.is_on and not self._computation.adds_up:
             notes = [(each.loss.weight, each.terms) for each in run.done if each.loss is not None]
             self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
+
+    def _tell_whole(self, error: InputError) -> None:
+        """Warn, once, that a batch is not cut after an out-of-memory, since its tensors have different rows."""
+        if not self._has_told_whole:
+            self._has_told_whole = True
+            warn_user(
+                f"{self._means.call}: the batch cannot be cut: {error.got}. It is trained whole, and after an "
+                f"out-of-memory only recomputing and offloading can help. Way out: {error.fix.rstrip('.')}; or, where "
+                "no batch is ever to be cut, as with the one graph of a data set, pass () for the batch and let "
+                "loss_fn hold the data."
+            )
 
     def _cut(self, part: Part, num_parts: int) -> list[Part]:
         if num_parts > 1 and isinstance(part.data, SampleList) and part.data.is_guess:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from torch import nn
@@ -14,7 +14,7 @@ from memkit._core.errors import ConfigError, warn_user
 from memkit._core.printable import list_some
 from memkit._recovery.attempt import Failed, Failure, Kinds
 from memkit._torch.modules import is_compiled
-from memkit.train.checkpointing import Checkpointing
+from memkit.train.checkpointing import Checkpointing, may_recompute
 from memkit.train.models import device_of
 from memkit.train.offload import WrittenAsideError, make_offload, offload_activations
 from memkit.train.treatments import ChangedInputError
@@ -41,6 +41,7 @@ class Remedies:
         offload: The user's ``offload`` setting.
         has_plan: Whether the user has a plan for saved tensors. Blocks that run again would save others than planned;
             if activations are offloaded, all of them are, and the plan ends.
+        code: How the user applies each remedy from the start, for messages; None for the wrapper's settings.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Remedies:
         checkpoint: object = None,
         offload: Collection[str] = (),
         has_plan: bool = False,
+        code: Mapping[RemedyName, str] | None = None,
     ) -> None:
         self._model, self._call, self._has_plan = model, call, has_plan
         may_change = not is_sharded and not any(is_compiled(each) for each in model.modules())
@@ -63,10 +65,14 @@ class Remedies:
         self._checkpointing: Checkpointing | None = None
         self._offload: offload_activations | None = None
         self._reported: set[str] = set()
-        self._is_last = self._is_proven = False
+        self._is_last = self._is_proven = self._is_refuted = False
         self._message = "", ""
         # Looked up now: once the host's memory runs out, there may be too little to read the catalog.
         self._known = {"recompute": remedy("checkpoint"), "offload": remedy("offload_activations")}
+        self._code = code or {
+            "recompute": self._known["recompute"].arguments,
+            "offload": self._known["offload"].arguments,
+        }
 
     @property
     def failures(self) -> Kinds:
@@ -89,6 +95,13 @@ class Remedies:
         """Whether blocks are recomputed and it is not yet checked that this keeps the gradient."""
         return self._checkpointing is not None and not self._is_proven
 
+    def ways_out(self) -> tuple[str, ...]:
+        """Return the code of the remedies that the user may still apply, for messages."""
+        may_recompute_blocks = not self._is_refuted and may_recompute(self._model)
+        ways: list[RemedyName] = ["recompute"] if may_recompute_blocks else []
+        ways += ["offload"] if "offload" in self._can and self._offload is None else []
+        return tuple(self._code[each] for each in ways)
+
     def suspended(self) -> contextlib.AbstractContextManager[None]:
         """Disable recomputation inside the ``with`` block."""
         return contextlib.nullcontext() if self._checkpointing is None else self._checkpointing.suspended()
@@ -104,10 +117,10 @@ class Remedies:
             self._is_proven = True
             self.tell("recompute", *self._message)
             return
+        self._is_refuted = is_equal is False
         if is_equal is None:
-            known = self._known["recompute"]
             done = "without recomputing blocks in backward: whether that keeps the gradient could not be checked here "
-            done += f"({reason.rstrip('.')}). {known.arguments} recomputes them without this check."
+            done += f"({reason.rstrip('.')}). {self._code['recompute']} recomputes them without this check."
             self.tell("no recompute", self._message[0], done)
         self._can = [each for each in self._can if each != "recompute"]
         self._close_checkpointing()
@@ -177,8 +190,8 @@ class Remedies:
             return ""
         names = tuple(self._checkpointing.blocks)
         shown = list_some(names, 3)
-        known = self._known["recompute"]
-        return f"from now on {shown} run again in backward: {known.effect}. {known.arguments} does so from the start."
+        effect = self._known["recompute"].effect
+        return f"from now on {shown} run again in backward: {effect}. {self._code['recompute']} does so from the start."
 
     def _offloading(self) -> Remedy:
         """Return what is known about offloading, with the place."""
@@ -187,10 +200,10 @@ class Remedies:
 
     def _move_out(self) -> str:
         self._offload = make_offload({"activations"}, self._model, [], contextlib.ExitStack())
-        known = self._offloading()
+        effect = self._offloading().effect
         which = "all activations are offloaded instead of those in the plan" if self._has_plan else ""
         which = which or "activations are offloaded"
-        return f"from now on {which}: {known.effect}. {known.arguments} does so from the start."
+        return f"from now on {which}: {effect}. {self._code['offload']} does so from the start."
 
     def _close_checkpointing(self) -> None:
         if self._checkpointing is not None:

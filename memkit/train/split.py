@@ -23,10 +23,7 @@ Tree = TypeVar("Tree")
 
 _CALL = "splitting a batch"
 _WAY_OUT = "give each tensor in it one row for each sample, or leave it out of the batch."
-_SPLIT_FN = (
-    "pass split_fn=..., which takes (batch, n) and returns a list of n parts; where no batch is ever to be cut, pass "
-    "on_oom='raise'."
-)
+_SPLIT_FN = "pass split_fn=..., which takes (batch, n) and returns a list of n parts."
 _ATOMS = (torch.Tensor, *PLAIN)
 _OF_GRAPHS = ("graphs", "nodes", "edges")
 _LEAVES = (np.ndarray, np.generic, SampleList, *PLAIN)

@@ -29,13 +29,17 @@ from memkit.train.drive import BatchDriver
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 from memkit.train.models import device_of, may_recover_alone
 from memkit.train.owners import refuse_trainer
-from memkit.train.remedies import Remedies
+from memkit.train.remedies import Remedies, RemedyName
 from memkit.train.split import SplitFn, list_tensors
 from memkit.train.split_check import CheckAttempt, Computation
 from memkit.train.split_watch import Probe, SplitWatch
 
 _CALL = "SplitLoss"
 _EXPECTED = "a torch.nn.Module, or a list of at least one"
+_CODE: dict[RemedyName, str] = {
+    "recompute": "memkit.Checkpointing(model)",
+    "offload": "memkit.train.offload_activations(...) around the call",
+}
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear", "Embedding")
 _CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 
@@ -130,7 +134,7 @@ class SplitLoss(Uncopied):
         _check_ranks(self._own)
         num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
         recovers = on_oom != "raise" and may_recover_alone(self._own, num_ranks, is_sharded=False, call=_CALL)
-        self._remedies = Remedies(self._own, call=_CALL, may_check=probe is not False) if recovers else None
+        self._remedies = Remedies(self._own, call=_CALL, may_check=probe is not False, code=_CODE) if recovers else None
         self._num_microbatches, self._reduction = num_microbatches, reduction
         self._split_fn = split_fn
         self._split_watch = SplitWatch(

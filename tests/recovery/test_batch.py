@@ -74,6 +74,9 @@ class Remedies:
         self._world.capacity += 2
         return True
 
+    def ways_out(self):
+        return ()
+
     def take_back(self):
         self._world.capacity -= 2 * self._taken
         self._taken = 0

@@ -273,7 +273,7 @@ CALLS = [  # (the call, the error, its end)
     (
         lambda: make_trainer(accumulation_steps=2).train_step(Graph(torch.ones(5, 4)), right),
         InputError,
-        "where no batch is ever to be cut, pass on_oom='raise'.",
+        "pass split_fn=..., which takes (batch, n) and returns a list of n parts.",
     ),
     (lambda: make_trainer(probe="yes"), ConfigError, "pass probe=True, probe=False or probe='require'."),
     (lambda: make_trainer(probe=3), ConfigError, "pass probe=True, probe=False or probe='require'."),

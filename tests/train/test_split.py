@@ -134,8 +134,8 @@ def test_uncuttable_batch_error_has_the_reason():
     uneven = (torch.ones(3), torch.ones(4))
     with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 4\] rows.*give each tensor") as caught:
         split_batch(uneven, 2)
-    assert "on_oom" not in str(caught.value)  # not everybody who calls it has that option
-    with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 4\] rows.*split_fn=.*on_oom='raise'"):
+    assert "split_fn" not in str(caught.value)  # not everybody who calls it has that option
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 4\] rows.*split_fn=.*"):
         Surveyor("my call").survey(uneven)
     assert_refused(lambda: count_rows({"scale": torch.tensor(1.0)}), mk.errors.InputError, "no tensor with rows")
     with pytest.raises(mk.errors.InputError, match="a SimpleNamespace in it"):

@@ -1,5 +1,6 @@
 """Out-of-memory invariance: after any fault the run ends bit for bit where an undisturbed run with those sizes ends."""
 
+import copy
 import itertools
 import random
 import warnings
@@ -148,10 +149,68 @@ def test_impossible_step_raises_typed_error():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
 
-    with pytest.raises(mk.MemkitOutOfMemoryError, match=r"micro-batch of 1 rows: OutOfMemoryError.*checkpoint='auto'"):
-        trainer.train_step(batches[0], out_of_memory)
+    with pytest.raises(mk.MemkitOutOfMemoryError, match=r"micro-batch of 1 rows: OutOfMemoryError.*use a lower prec"):
+        trainer.train_step(batches[0], out_of_memory)  # it has no blocks to recompute
     assert_same(dict(model.state_dict()), before)
     assert trainer.train_step(batches[0], loss_fn).stepped  # and the loop may go on
+
+
+def test_final_error_names_what_may_still_help():
+    def make_blocks():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3)])
+
+    def refused(model, **settings):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings) as trainer,
+            warnings.catch_warnings(),
+            pytest.raises(mk.MemkitOutOfMemoryError) as caught,
+        ):
+            warnings.simplefilter("ignore", mk.MemkitWarning)
+            trainer.train_step((torch.ones(2, 4), torch.ones(2, 4)), out_of_memory)
+        return str(caught.value)
+
+    assert "checkpoint='auto'" in refused(make_blocks(), probe=False)  # it was not checked, so recovery did not try it
+    assert "checkpoint='auto'" not in refused(make_blocks(), checkpoint="auto")
+
+
+def test_batch_that_cannot_be_cut_is_recovered_whole():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3)])
+    twin = copy.deepcopy(model)
+    graph = {"x": torch.randn(6, 4), "edges": torch.randint(6, (2, 20))}
+    num_faults = 1
+
+    def graph_loss(model, graph):
+        nonlocal num_faults
+        x, (sources, targets) = graph["x"], graph["edges"]
+        output = model(x.index_add(0, targets, x[sources]))
+        if num_faults:
+            num_faults -= 1
+            out_of_memory(model, graph)
+        return output.square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer) as trainer:
+        with pytest.warns(mk.MemkitWarning) as told:
+            result = trainer.train_step(graph, graph_loss)
+        texts = [str(each.message) for each in told]
+        assert result.num_ooms == 1
+        assert result.num_microbatches == 1
+        assert "cannot be cut: tensors with [2, 6] rows" in texts[0]
+        assert any("out of memory with the whole batch" in each for each in texts[1:])
+        num_faults = 10
+        with (
+            pytest.raises(mk.MemkitOutOfMemoryError, match=r"the whole batch.*cannot be cut: tensors with.*split_fn="),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", mk.MemkitWarning)
+            trainer.train_step(graph, graph_loss)
+    num_faults = 0
+    graph_loss(twin, graph).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
 def test_fitting_size_is_remembered_and_grows_back():
