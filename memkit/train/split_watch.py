@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import types
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from memkit.train.split_check import SplitVerdict, take_workspace
 
 Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8
+_NUMBER = r"\d+"
 _PATIENCE = 8  # checks in a row without a finite, nonzero gradient before a warning
 
 
@@ -268,7 +270,7 @@ class SplitWatch:
             )
         reason = verdict.reason.rstrip(".")
         text = f"{self._call}: could not check that splitting the batch keeps its gradient: {reason}. Way out: {fix}"
-        self.say(text, f"not checked: {reason}")
+        self.say(text, f"not checked: {re.sub(_NUMBER, '', reason)}")  # an index that a model drew is no other cause
 
     def say(self, text: str, cause: str = "") -> None:
         """Warn, once for each cause."""

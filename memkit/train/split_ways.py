@@ -19,6 +19,7 @@ from memkit.train.split import SplitFn, count_elements, count_rows, cut_batch, j
 _NUM_ROWS, _MOST_ROWS = 8, 32  # of a check, and of the first one of its kind
 _LARGEST_UNIT = 4  # rows kept together if all parts are multiples of it: pairs, groups of augmentations
 _MOST_SORTED = 1024  # rows that are sorted to find similar ones
+_BYTES_AT_ONCE = 2**20  # of rows that are described at once
 _MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose dissimilar ones
 
 SketchTable = npt.NDArray[np.float64]
@@ -293,24 +294,35 @@ def _most_unlike(facts: SketchTable, number: int) -> list[int]:
     return [line for line in order.tolist() if line in kept]
 
 
+def _facts_of_floats(rows: Tensor) -> tuple[Tensor, ...]:
+    return (~rows.isfinite()).sum(1), (rows == 0).sum(1), rows.nan_to_num(0, 0, 0).sum(1)
+
+
+def _facts_of_integers(rows: Tensor) -> tuple[Tensor, ...]:
+    return (rows < 0).sum(1), (rows == 0).sum(1), rows.sum(1)
+
+
 def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[SketchTable, int]:
     """Compute a few numbers per row: counts of padding and missing values, then sums of labels, then of features.
 
     Returns:
         A table with one line per row, and the number of its columns that are counts and sums of labels.
     """
-    counts, sums, others = [], [], []
+    counts: list[Tensor] = []
+    sums: list[Tensor] = []
+    others: list[Tensor] = []
     with torch.no_grad():
         for leaf in leaves:
             if leaf.dim() == 0 or len(leaf) != num_rows or not 0 < leaf.numel() <= _MAX_LEAF_NUMEL or leaf.is_complex():
                 continue
-            rows = leaf.detach().reshape(num_rows, -1)
-            if leaf.is_floating_point():
-                counts += [(~rows.isfinite()).sum(1)]
-                others += [(rows == 0).sum(1), rows.nan_to_num(0, 0, 0).sum(1)]
-            else:
-                counts += [(rows < 0).sum(1), (rows == 0).sum(1)]
-                sums += [rows.sum(1)]
+            facts_of, columns_of = (_facts_of_floats, (counts, others, others))
+            if not leaf.is_floating_point():
+                facts_of, columns_of = _facts_of_integers, (counts, counts, sums)
+            # A few rows at a time: temporaries as large as the batch could take more than the step has left.
+            runs = torch.split(leaf.detach(), max(1, _BYTES_AT_ONCE * num_rows // leaf.nbytes))
+            found = [facts_of(run.reshape(len(run), -1)) for run in runs]
+            for column, numbers in zip(columns_of, zip(*found, strict=True), strict=True):
+                column.append(torch.cat(numbers))
         columns = [*counts, *sums, *others]
         if not columns:
             return np.zeros((num_rows, 1)), 0

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from memkit._core.units import KIB
+from memkit._core.units import KIB, MIB
 from memkit._gradients.loss import read_loss
 from memkit.train.split_check import Computation, Examination
-from memkit.train.split_ways import ways_to_cut
+from memkit.train.split_ways import _facts_of_rows, ways_to_cut
 from tests.allocations import trace_allocations
 from tests.helpers import one_in
 from tests.predict.steps import STEPS
@@ -45,3 +45,17 @@ def test_a_look_takes_no_more_memory_than_a_plain_step(name):
     plain = trace_allocations(plain_step(step)).peak
     step = make(name)
     assert trace_allocations(lambda: look(step)).peak <= plain + _SLACK_BYTES
+
+
+def test_choosing_rows_takes_no_copy_of_the_batch():
+    """The rows of a batch in channels-last order would be copied to be looked at as one line each."""
+    images = torch.rand(64, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(5, (64, 64, 64))
+    _facts_of_rows([images[:1], labels[:1]], 1)
+    peak = trace_allocations(lambda: _facts_of_rows([images, labels], 64)).peak
+    assert peak <= 4 * MIB < images.nbytes + labels.nbytes
+    whole = [images.sum((1, 2, 3)).double(), labels.flatten(1).sum(1).double()]
+    facts, num_discrete = _facts_of_rows([images, labels], 64)
+    assert num_discrete == 4  # values that are not finite, below 0, equal to 0; the sum of labels
+    torch.testing.assert_close(torch.from_numpy(facts[:, 3]), whole[1])
+    torch.testing.assert_close(torch.from_numpy(facts[:, 5]), whole[0], rtol=1e-5, atol=1e-5)

@@ -1,5 +1,6 @@
 """The wrapper's step, the loop that is kept and SplitLoss check what they split, when it matters, and say it once."""
 
+import itertools
 import warnings
 
 import pytest
@@ -173,6 +174,19 @@ def test_an_unchecked_split_is_reported_with_the_way_out(way):
     assert "could not check that splitting the batch keeps its gradient: ValueError: four rows" in message
     assert "probe=False" in message
     assert "check_split(model, batch, loss_fn)" in message
+
+
+@WAYS
+def test_another_number_in_the_reason_is_no_other_cause(way):
+    numbers = itertools.count(10)
+
+    def out_of_bounds(model, x):
+        if len(x) != 4:
+            raise IndexError(f"index {next(numbers)} is out of bounds for dimension 0 with size 4")
+        return square(model, x)
+
+    (message,) = messages(way(net()), [(X, out_of_bounds), (X, lambda model, x: out_of_bounds(model, x))] * 2)
+    assert "IndexError: index 1" in message
 
 
 @WAYS
