@@ -57,7 +57,7 @@ from memkit.predict.words import PLAN_WORDS
 from memkit.predict.worst_batch import WorstBatch, find_worst_batch
 from memkit.recipes.order import ResumableLoader
 from memkit.recipes.planned_kinds import RehearsedBatches, suit_all
-from memkit.train.blocks import choose_blocks
+from memkit.train.checkpointing import auto_blocks
 from memkit.train.checks import Caller
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import check_owner, list_optimizers
@@ -254,7 +254,7 @@ def _plan(
             make_place=Host if gpu is None else partial(Gpu, gpu),
             arrange=arrange,
             speeds=speeds,
-            blocks=_blocks(model),
+            blocks=auto_blocks(model),
             kept_operators=KEPT_OPERATORS,
             may_offload=may_offload,
             num_rows=_rows_to_plan(call, batch)[0],
@@ -883,13 +883,6 @@ def _with_measured_workspace(trial: Trial, batch: Any, run_for_real: RunForReal)
         step()
     unseen_bytes = max(0, trial.required_bytes - trial.estimate.required_bytes)
     return replace(trial, required_bytes=recorder.recording().peak_bytes() + unseen_bytes)
-
-
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    try:
-        return choose_blocks(unwrap_model(model), "auto")
-    except ConfigError:  # no block with several layers
-        return {}
 
 
 def _refuse(

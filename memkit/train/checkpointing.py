@@ -143,13 +143,19 @@ class Checkpointing(Closing):
 
 def may_recompute(model: nn.Module) -> bool:
     """Return whether ``checkpoint="auto"`` is a way out: the model has such blocks, and none is treated yet."""
+    blocks = auto_blocks(model)
+    is_treated = any(isinstance(block.__dict__.get("forward"), TreatedForward) for block in blocks.values())
+    return bool(blocks) and not is_treated
+
+
+def auto_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that ``checkpoint="auto"`` treats, by name; none if that is no choice for the model."""
     if isinstance(model, nn.DataParallel):
-        return False
+        return {}
     try:
-        blocks = choose_blocks(unwrap_model(model), "auto")
-    except ConfigError:
-        return False
-    return not any(isinstance(block.__dict__.get("forward"), TreatedForward) for block in blocks.values())
+        return choose_blocks(unwrap_model(model), "auto")
+    except ConfigError:  # no block with several layers
+        return {}
 
 
 def _refuse_other(form: str, name: str, before: object, treatment: Treatment) -> None:

@@ -293,6 +293,20 @@ def test_loss_comparing_rows_stays_whole():
     assert "cached_backward" in plan.notes[0]
 
 
+def test_blocks_of_data_parallel_are_not_tried():
+    """Its replicas would run the original's blocks: the search goes on without them."""
+    plain, batch = make_model(), digits()
+    model = nn.DataParallel(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with prepare(model, optimizer, batch, loss_fn, budget="2MiB", micro_batch_size=2) as trainer:
+        assert trainer.plan.saved_tensors is not None  # it did not fit as it was
+        assert trainer.plan.wrapper_settings()["checkpoint"] is None
+        trainer.train_step(batch, loss_fn)
+    loss_fn(plain, batch).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.module.state_dict(), plain.state_dict())
+
+
 def test_error_if_nothing_fits():
     with pytest.raises(ConfigError) as raised:
         plan_training(make_model(), digits(), loss_fn, budget="100KiB", micro_batch_size=1)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from memkit._advice.catalog import Remedy, remedy
-from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError
 from memkit.chunk.processor import ChunkedProcessor
 from memkit.chunk.tiled import tiled_apply
 from memkit.recipes.advice.step import AdvisedStep, Observation, StepChange, Training
@@ -30,7 +30,8 @@ from memkit.recipes.advice.submodules import (
     tileable,
 )
 from memkit.train.backward_steps import step_in_backward
-from memkit.train.blocks import Choice, choose_blocks
+from memkit.train.blocks import Choice
+from memkit.train.checkpointing import auto_blocks
 from memkit.train.split import count_rows
 from memkit.train.split_check import scan_modules
 from memkit.train.treatments import Treatment
@@ -141,10 +142,7 @@ def _fewer_edges(case: Case) -> Iterator[AppliedRemedy]:
 
 def _checkpoints(case: Case) -> Iterator[AppliedRemedy]:
     """Checkpoint the fewest blocks that hold half of the blocks' bytes at the peak, or all that hold any."""
-    try:
-        blocks = choose_blocks(case.training.model, "auto")
-    except ConfigError:
-        return
+    blocks = auto_blocks(case.training.model)
     everywhere = held_by_modules(case.seen)
     held = {name: everywhere[name] for name in blocks if everywhere.get(name)}
     order = sorted(held, key=lambda name: -held[name])
