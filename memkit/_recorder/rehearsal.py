@@ -19,6 +19,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -483,6 +484,7 @@ class Attributes:
             in place, buffers excepted. ``"saved"``: also save the content of arrays, and of tensors of up to 1 MiB, as
             a count, a running mean or a small teacher has; of 64 MiB in all, and not of parameters that are trained.
         containers: Copies of lists and dicts, beside them.
+        except_for: Types of objects that are left out, with all that only they hold.
 
     Warns:
         MemkitWarning: When it is restored: a larger tensor was changed in place.
@@ -494,7 +496,9 @@ class Attributes:
         *,
         content: Literal["arrays", "versions", "saved"] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
+        except_for: tuple[type, ...] = (),
     ) -> None:
+        self._roots, self._except_for = roots, except_for
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
@@ -507,7 +511,7 @@ class Attributes:
         todo: list[object] = list(roots)
         while todo and len(self._seen) < _MAX_OBJECTS:
             value = todo.pop()
-            if id(value) not in self._seen and _may_hold_state(value):
+            if id(value) not in self._seen and _may_hold_state(value) and not isinstance(value, except_for):
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
         if content in ("arrays", "saved"):
@@ -518,7 +522,7 @@ class Attributes:
     def _save_arrays(self) -> None:
         left_bytes = _MOST_SAVED_BYTES
         for index, (array, _) in enumerate(self._arrays):
-            if array.nbytes <= left_bytes and array.flags.writeable:
+            if array.dtype != object and array.nbytes <= left_bytes and array.flags.writeable:
                 left_bytes -= array.nbytes
                 self._arrays[index] = array, array.copy()
 
@@ -564,8 +568,7 @@ class Attributes:
             self._tensors.append(_HeldTensor(value, value.detach(), _gradient_of(value)))
             return ()
         if isinstance(value, np.ndarray):
-            self._arrays.append((value, value))
-            return ()
+            return self._note_array(value)
         if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
             self._generators.append((value, random_state.generator_state(value)))
             return ()
@@ -573,6 +576,12 @@ class Attributes:
         self._owners.append((value, own))
         hooks = _hooks_of(value) if isinstance(value, nn.Module) else ()
         return [*own.values(), *hooks, type(value)]
+
+    def _note_array(self, array: npt.NDArray[Any]) -> Sequence[object]:
+        """Save an array; one of Python objects, such as a batch of meshes, is a container like a list."""
+        is_list = array.dtype == object
+        self._arrays.append((array, array.copy() if is_list and array.size <= _MAX_COPIED else array))
+        return list(array.flat) if is_list and array.size <= _MAX_ITEMS else ()
 
     def restore(self) -> None:
         """Restore all attributes that have changed."""
@@ -590,7 +599,7 @@ class Attributes:
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
         for array, content in self._arrays:
-            if content is not array and array.tobytes() != content.tobytes():
+            if _is_written(array, content):
                 array[...] = content
         lost = [held.tensor for held in self._tensors if not held.restore()]
         if lost:
@@ -602,12 +611,27 @@ class Attributes:
                 "after the step."
             )
 
+    @contextlib.contextmanager
+    def in_effect(self) -> Iterator[None]:
+        """Run the block with everything as it was saved; afterwards it is as it was before the block."""
+        now = Attributes(self._roots, except_for=self._except_for)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the NumPy arrays of numbers."""
+        return [array for array, _ in self._arrays if array.dtype != object]
+
     def differ(self) -> bool:
         """Return whether any attribute has changed."""
         return (
             any(not _is_same(container, copy) for container, copy in self._containers)
             or any(not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners)
             or any(held.has_changed() for held in self._tensors)
+            or any(itertools.starmap(_is_written, self._arrays))
             or any(variable.has_changed() for variable in self._variables)
             or any(
                 not random_state.is_same_state(random_state.generator_state(generator), state)
@@ -629,13 +653,14 @@ class Attributes:
             tensors |= {id(each): f"{kind}.{name}" for name, each in members_of(attributes).items()}
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         num_others += sum(not (_is_same(*pair) or _is_written_down(*pair)) for pair in self._containers)
+        num_others += sum(itertools.starmap(_is_written, self._arrays))
         changed = [tensors.get(id(held.tensor), "") for held in self._tensors if held.has_changed()]
         names |= dict.fromkeys(filter(None, changed))
         num_others += changed.count("")
         for generator, state in self._generators:
             if not random_state.is_same_state(random_state.generator_state(generator), state):
                 names[f"a {type(generator).__name__}"] = None
-        others = [f"{num_others} of its lists, dicts and tensors"] if num_others else []
+        others = [f"{num_others} of its lists, dicts, arrays and tensors"] if num_others else []
         return [*sorted(names), *others]
 
     def holders(self) -> list[object]:
@@ -670,6 +695,11 @@ class Attributes:
                     names[f"{place}.{name}" if place else name] = None
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         return list(names)
+
+
+def _is_written(array: npt.NDArray[Any], content: npt.NDArray[Any]) -> bool:
+    """Whether an array differs from its copy; by identity, if it holds objects. False if there is no copy."""
+    return content is not array and array.tobytes() != content.tobytes()
 
 
 def content_of(batch: Any) -> Attributes | None:

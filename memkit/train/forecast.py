@@ -27,7 +27,8 @@ from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import copied, survey, take_rows
 
-# Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
+# Not fewer rows, unless a batch has only 3: one row can take another path (BatchNorm refuses it, products become
+# matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
@@ -156,6 +157,7 @@ class PartPlanner:
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
         self._failure, self._has_warned, self._has_warned_of_a_row, self._has_warned_of_more = "", False, False, False
+        self._num_rows: dict[str, int] = {}  # shape -> rows of the widest batch that a forecast knows, up to those run
         self._largest: dict[str, dict[Hashable, int]] = {}  # shape -> kind of size -> of a row that a forecast knows
         self._indifferent: set[Hashable] = set()  # kinds of size on which memory does not depend
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
@@ -193,7 +195,7 @@ class PartPlanner:
                 + error.fix.rstrip(".")
             )
             return at_least
-        if num_rows >= _MORE_ROWS:
+        if num_rows:
             self._learn(key, marked, num_rows, rehearse)
         forecast = self._forecasts.get(key)
         if forecast is None or num_rows == 0:
@@ -241,8 +243,10 @@ class PartPlanner:
         """Make a forecast with the largest rows of a batch, if its shape is new, or rows are larger than known ones."""
         sizes = [each for each in row_sizes(marked) if each.kind not in self._indifferent]
         known, largest = self._forecasts.get(key), self._largest.setdefault(key, {})
-        if key in self._forecasts and not any(_is_larger(each, largest.get(each.kind, 0)) for each in sizes):
+        is_wider = min(num_rows, _MORE_ROWS) > self._num_rows.get(key, 0)  # the first one, or after smaller batches
+        if not is_wider and not any(_is_larger(each, largest.get(each.kind, 0)) for each in sizes):
             return
+        self._num_rows[key] = max(min(num_rows, _MORE_ROWS), self._num_rows.get(key, 0))
         orders = [each.order() for each in sizes]
 
         def take(rows: int) -> Any:
@@ -250,8 +254,8 @@ class PartPlanner:
                 return take_rows(marked, 0, rows, num_rows=num_rows)
             return pick_rows(marked, rows_in_turn(orders, rows), num_rows)
 
-        forecast = self._forecast(take, rehearse)
-        self._forecasts[key] = forecast if forecast is None or known is None else forecast.joined(known)
+        forecast = self._forecast(take, rehearse, num_rows)
+        self._forecasts[key] = forecast if is_wider or forecast is None or known is None else forecast.joined(known)
         self._plans.pop(key, None)
         for each in sizes:
             largest[each.kind] = max(each.largest, largest.get(each.kind, 0))
@@ -272,33 +276,47 @@ class PartPlanner:
         outcome = attempt(is_same, others=(Exception,))
         return isinstance(outcome, Done) and outcome.result
 
-    def _forecast(self, take: Callable[[int], Any], rehearse: Callable[[Any], None]) -> Forecast | None:
+    def _forecast(self, take: Callable[[int], Any], rehearse: Callable[[Any], None], num_rows: int) -> Forecast | None:
+        """Make a forecast from runs of rows of a batch that has this many; None if they fail."""
+
         def record(rows: int) -> Recording:
             return _recorded(take(rows), rehearse)
 
-        def run_twice() -> Forecast:
-            fewer = record(_FEWER_ROWS)
-            peak_bytes = float(_added(fewer).max(initial=0))
-            of_gradients = min(peak_bytes, sum(each.nbytes for each in list_parameters(self._optimizers)))
-            of_rows = peak_bytes - of_gradients
-            more = _MORE_ROWS / _FEWER_ROWS
-            if self._available_bytes is None or of_gradients + more * of_rows <= self._available_bytes():
-                return Forecast.between(fewer, record(_MORE_ROWS), (_FEWER_ROWS, _MORE_ROWS))
-            # More rows might not fit. A single one may be refused, as by a BatchNorm.
-            outcome = attempt(record, 1, others=(Exception,))
-            if isinstance(outcome, Done):
-                return Forecast.between(outcome.result, fewer, (1, _FEWER_ROWS))
-            return Forecast(_FEWER_ROWS, np.array([peak_bytes]), np.array([of_rows / _FEWER_ROWS]))
-
-        outcome = attempt(run_twice, others=(Exception,))
+        run = self._of_few if num_rows < _MORE_ROWS else self._of_many
+        outcome = attempt(run, record, num_rows, others=(Exception,))
         if not isinstance(outcome, Done):  # the step itself reports the error
             self._failure = (
-                "the memory of a micro-batch could not be predicted: running "
-                f"{_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with {outcome.description}. "
-                "Way out: set accumulation_steps"
+                "the memory of a micro-batch could not be predicted: running a few rows of a batch failed with "
+                f"{outcome.description}. Way out: set accumulation_steps"
             )
             return None
         return outcome.result
+
+    def _of_many(self, record: Callable[[int], Recording], _: int) -> Forecast:
+        fewer = record(_FEWER_ROWS)
+        alone = self._of_one_run(fewer, _FEWER_ROWS)
+        if self._may_fit(alone, _MORE_ROWS):
+            return Forecast.between(fewer, record(_MORE_ROWS), (_FEWER_ROWS, _MORE_ROWS))
+        outcome = attempt(record, 1, others=(Exception,))  # it may be refused, as by a BatchNorm
+        return Forecast.between(outcome.result, fewer, (1, _FEWER_ROWS)) if isinstance(outcome, Done) else alone
+
+    def _of_few(self, record: Callable[[int], Recording], num_rows: int) -> Forecast:
+        outcome = attempt(record, 1, others=(Exception,))
+        if not isinstance(outcome, Done):
+            return self._of_one_run(record(num_rows), num_rows)
+        alone = self._of_one_run(outcome.result, 1)
+        if num_rows == 1 or not self._may_fit(alone, num_rows):
+            return alone
+        return Forecast.between(outcome.result, record(num_rows), (1, num_rows))
+
+    def _of_one_run(self, run: Recording, num_rows: int) -> Forecast:
+        """Make a forecast in which all but the gradients grows with the rows."""
+        peak_bytes = float(_added(run).max(initial=0))
+        of_gradients = min(peak_bytes, sum(each.nbytes for each in list_parameters(self._optimizers)))
+        return Forecast(num_rows, np.array([peak_bytes]), np.array([(peak_bytes - of_gradients) / num_rows]))
+
+    def _may_fit(self, forecast: Forecast, num_rows: int) -> bool:
+        return self._available_bytes is None or forecast.peak_bytes(num_rows) <= self._available_bytes()
 
     def _plan(self, forecast: Forecast, num_rows: int) -> int:
         assert self._available_bytes is not None  # noqa: S101 - there is a forecast

@@ -837,8 +837,9 @@ def check_split(
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
     examination = Examination(model, Computation(lambda: trained), [loss_fn], ways)
     for run in examination.attempts():
+        run.part = unmark_samples(run.part)
         with run as micro:
-            run.backward(call_loss_fn(loss_fn, model, unmark_samples(micro), call="loss_fn"))
+            run.backward(call_loss_fn(loss_fn, model, micro, call="loss_fn"))
     return examination.verdict
 
 

@@ -259,7 +259,7 @@ class SplitWatch:
     def _report_unchecked(self, verdict: SplitVerdict) -> None:
         fix = (
             "pass probe=False if you know that the loss is a mean over independent rows; otherwise check it once, "
-            "outside of training: memkit.train.split_check.check_split(model, batch, loss_fn)."
+            "outside of training: memkit.train.check_split(model, batch, loss_fn)."
         )
         if self._probe == "require":
             raise ConfigError(

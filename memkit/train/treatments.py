@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
+import zlib
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from memkit._core.errors import StateError
 from memkit._machine import devices
+from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.replay import Replay, ReusableRerun
 from memkit._recovery.snapshot import StateWatch
 from memkit._tape.kept import KeptResults, is_kept
@@ -33,12 +36,37 @@ class ChangedInputError(StateError):
     """A block changes its input in place, so it cannot be recomputed."""
 
 
+_WITHOUT_STATE = (torch.Tensor, nn.Module, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Modules have a rollback of their own, and functions are long to search.
+_NOT_PASSED = (nn.Module, types.FunctionType, types.MethodType, functools.partial)
 _NUM_COMPARED = 2  # forwards of each block; later ones do the same
 _OWN_SETTINGS = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
 
 
+class _Passed:
+    """What a block was passed: its tensors and arrays, also those in objects, and the state of these.
+
+    Args:
+        arguments: Positional and keyword arguments.
+    """
+
+    def __init__(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        leaves = tree_leaves(arguments)
+        self.tensors = [each for each in leaves if isinstance(each, torch.Tensor) and not each.is_inference()]
+        self.arrays: list[Any] = []
+        others = [each for each in leaves if not isinstance(each, _WITHOUT_STATE)]
+        self.held = Attributes(others, except_for=_NOT_PASSED) if others else None
+        if self.held is not None:
+            self.tensors += [each for each in self.held.plain_tensors() if not each.is_inference()]
+            self.arrays = self.held.arrays()
+
+    def sums(self) -> list[int]:
+        """Return sums that change if a tensor or an array is written to."""
+        return [*bit_sums(self.tensors), *(zlib.crc32(each.tobytes()) for each in self.arrays)]
+
+
 class _SameInputs:
-    """A block's forward that compares the tensors of its rerun with those of its first run, by sums of their bits.
+    """A block's forward that compares what its rerun is passed with its first run's, by sums of the bits.
 
     No version tells of a write through ``.data`` or NumPy.
 
@@ -52,7 +80,7 @@ class _SameInputs:
         self._sums: list[int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sums = bit_sums(_tensors((args, kwargs)))
+        sums = _Passed((args, kwargs)).sums()
         if self._sums is None:
             self._sums = sums
         elif self._sums != sums:
@@ -61,21 +89,32 @@ class _SameInputs:
 
 
 class _AsPassed:
-    """A block's forward that gets its lists and dicts in a rerun as they were passed: blocks pop from lists they share.
+    """A block's forward that gets its lists, dicts and objects in a rerun as they were passed.
+
+    Blocks pop from lists that they share, and collapse the edges of a mesh that the next block gets.
 
     Args:
         forward: The block's forward.
-        passed: Its arguments.
+        arguments: Its arguments.
+        held: The state of the objects among them.
     """
 
-    def __init__(self, forward: Callable[..., Any], passed: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self._forward, self._passed, self._is_rerun = forward, _copied_containers(passed, {}), False
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        held: Attributes | None,
+    ) -> None:
+        self._forward, self._held = forward, held
+        self._arguments, self._is_rerun = _copied_containers(arguments, {}), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_rerun:
-            args, kwargs = _copied_containers(self._passed, {})
-        self._is_rerun = True
-        return self._forward(*args, **kwargs)
+        if not self._is_rerun:
+            self._is_rerun = True
+            return self._forward(*args, **kwargs)
+        args, kwargs = _copied_containers(self._arguments, {})
+        with self._held.in_effect() if self._held is not None else contextlib.nullcontext():
+            return self._forward(*args, **kwargs)
 
 
 class TreatedForward:
@@ -124,16 +163,16 @@ class TreatedForward:
         forward = functools.partial(self._run, forward)
         if self.treatment == "offload":
             return self._offloaded(forward, *args, **kwargs)
-        inputs = _tensors((args, kwargs))
-        versions = versions_of(inputs)
+        passed = _Passed((args, kwargs))
+        versions = versions_of(passed.tensors)
         if self._num_compared < _NUM_COMPARED and not (is_transforming() or devices.is_capturing()):
             self._num_compared += 1
             forward = _SameInputs(forward, self._refuse_unseen_write)
-        forward = _AsPassed(forward, (args, kwargs))
+        forward = _AsPassed(forward, (args, kwargs), passed.held)
         if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
             forward, kwargs = functools.partial(forward, **kwargs), {}
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
-        is_changed = versions != versions_of(inputs)
+        is_changed = versions != versions_of(passed.tensors)
         if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # otherwise it is never recomputed
             raise ChangedInputError(
                 f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",

@@ -2,7 +2,9 @@
 
 import collections
 import copy
+import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -202,6 +204,69 @@ def test_a_retry_gets_the_batch_as_it_was(kind, settings):
     with pytest.warns(mk.errors.MemkitWarning, match="out of memory"):
         found = run(2)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Mesh:
+    def __init__(self):
+        self.count, self.edges = 3, np.empty(1, dtype=object)
+        self.edges[0] = list(range(9))
+
+
+def collapsing_loss(model, batch):
+    """Collapses meshes in the batch, as a pooling does; a loader's collate function puts them in an array."""
+    weights = [float(each.count * len(each.edges[0])) for each in batch["mesh"]]
+    for each in batch["mesh"]:
+        each.count -= 1
+        each.edges[0].pop()
+    return (model(batch["x"]) * torch.tensor(weights, dtype=torch.float64)[:, None]).square().mean()
+
+
+MESH_CALLS = {
+    "check of a split": lambda model, optimizer, batch: wrapper(
+        model, optimizer, None, None, accumulation_steps=2
+    ).train_step(batch, collapsing_loss),
+    "out of memory": lambda model, optimizer, batch: wrapper(model, optimizer, None, None).train_step(
+        batch, fails_once(collapsing_loss)
+    ),
+    "check_split": lambda model, _, batch: mk.train.check_split(model, batch, collapsing_loss),
+    "estimate": lambda model, _, batch: mk.estimate_memory_usage(model, batch, loss_fn=collapsing_loss),
+    "plan": lambda model, optimizer, batch: mk.plan_training(model, batch, collapsing_loss, optimizer, budget="8MiB"),
+}
+
+
+def fails_once(loss_fn):
+    runs = itertools.count()
+
+    def failing(model, batch):
+        loss = loss_fn(model, batch)
+        if next(runs) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return loss
+
+    return failing
+
+
+@pytest.mark.filterwarnings("ignore:.*out of memory")
+@pytest.mark.parametrize("make", [list, np.array], ids=["list", "array"])
+@pytest.mark.parametrize("call", MESH_CALLS.values(), ids=MESH_CALLS)
+def test_objects_of_a_batch_are_as_they_were_for_each_run_of_it(call, make):
+    def start():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        batch = {"x": torch.randn(6, 4).double(), "mesh": make([Mesh() for _ in range(6)])}
+        return model, optimizer, batch
+
+    plain, optimizer, batch = start()
+    collapsing_loss(plain, batch).backward()
+    optimizer.step()
+    model, optimizer, batch = start()
+    call(model, optimizer, batch)
+    is_step = not torch.equal(model.weight, start()[0].weight)
+    left = {(each.count, len(each.edges[0])) for each in batch["mesh"]}
+    assert left == ({(2, 8)} if is_step else {(3, 9)})
+    if is_step:
+        torch.testing.assert_close(model.weight, plain.weight)
 
 
 @pytest.mark.parametrize("call", [mk.estimate_memory_usage, mk.advise])

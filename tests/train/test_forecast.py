@@ -503,6 +503,37 @@ def test_a_batch_of_few_rows_does_not_turn_the_budget_off():
         assert len(trainer.train_step(x, mean_square).sizes) > 1
 
 
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_a_batch_of_two_or_three_rows_is_cut(num_rows):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    twin, x = copy.deepcopy(model), torch.randn(num_rows, 1024, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_of(model, x):
+        return model(x).square().mean()
+
+    whole = trace_allocations(lambda: step_of(twin, x).backward()).peak
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    there = sum(each.nbytes for each in model.parameters())
+    budget = there + whole * 3 // 4  # with one row less, it fits
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=f"{budget}B") as trainer:
+        first = trace_allocations(lambda: trainer.train_step(x, step_of)).peak  # its trial runs and checks too
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+        assert trainer.train_step(x, step_of).num_microbatches == 2
+        later = trace_allocations(lambda: trainer.train_step(x, step_of)).peak
+    assert there + (later if num_rows == 2 else first) <= budget  # the check of a cut into single rows takes two
+
+
+def test_a_batch_of_one_row_over_the_budget_is_told():
+    model = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="24KiB") as trainer:
+        with pytest.warns(mk.MemkitWarning, match="of a single row are predicted to take"):
+            trainer.train_step(torch.ones(1, 4), lambda model, x: model(x).mean())
+        assert trainer.train_step(torch.ones(6, 4), lambda model, x: model(x).mean()).num_microbatches > 1
+
+
 def test_two_forecasts_join_to_the_higher_peak():
     one, other = Forecast(2, np.array([100.0]), np.array([1.0])), Forecast(1, np.array([10.0]), np.array([20.0]))
     for joined in (one.joined(other), other.joined(one)):

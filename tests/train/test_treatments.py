@@ -361,6 +361,79 @@ def test_a_block_may_change_lists_and_dicts(treatment):
     assert_same(run({"blocks.*": treatment}), run({}))
 
 
+class Mesh:
+    """What blocks read and change: a count, a list, an array of lists, a tensor that is replaced."""
+
+    def __init__(self, features):
+        self.features, self.count, self.edges = features, 3, [1.0, 2.0, 3.0, 4.0]
+        self.neighbors = np.empty(2, dtype=object)
+        self.neighbors[:] = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+class OnMesh(nn.Module):
+    """Blocks that convolve the features of a mesh and collapse one of its edges, or leave that to the model."""
+
+    class Block(nn.Linear):
+        def forward(self, mesh, x, collapses):
+            x = (super().forward(x) * mesh.count + mesh.features * mesh.edges[-1]).tanh() * len(mesh.neighbors[1])
+            if collapses:
+                OnMesh.collapse(mesh, x)
+            return x
+
+    def __init__(self, in_blocks):
+        super().__init__()
+        self.in_blocks, self.blocks = in_blocks, nn.ModuleList(self.Block(4, 4).double() for _ in range(3))
+
+    @staticmethod
+    def collapse(mesh, x):
+        mesh.count -= 1
+        mesh.edges.pop()
+        mesh.neighbors[1].pop()
+        mesh.features = mesh.features + x
+
+    def forward(self, x):
+        mesh = Mesh(x * 2)
+        for block in self.blocks:
+            x = block(mesh, x, self.in_blocks)
+            if not self.in_blocks:
+                self.collapse(mesh, x)
+        self.last = mesh
+        return x
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_objects_that_change_in_a_block_or_after_it_are_as_they_were_in_its_rerun(treatment, in_blocks):
+    def run(choice):
+        torch.manual_seed(0)
+        model, x = OnMesh(in_blocks), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        with Checkpointing(model, choice):
+            for _ in range(3):
+                mean_square(model, x).backward()
+        left = model.last.count, model.last.edges, list(model.last.neighbors)
+        return [*gradients(model), x.grad], left
+
+    (treated, left), (plain, expected) = run({"blocks.*": treatment}), run({})
+    assert_same(treated, plain)
+    assert left == expected == (0, [1.0], [[1, 2, 3, 4], [5]])  # changed once
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+def test_an_array_that_changes_after_the_block_is_refused(treatment, is_inside):
+    class Scaled(nn.Linear):
+        def forward(self, x, given):
+            return super().forward(x).tanh() * float((given.edges if is_inside else given)[0])
+
+    model, mesh = nn.Sequential(Scaled(4, 4)), Mesh(None)
+    mesh.edges = np.array([2.0])
+    with Checkpointing(model, {"0": treatment}):
+        loss = model[0](torch.ones(2, 4, requires_grad=True), mesh if is_inside else mesh.edges).sum()
+        mesh.edges -= 1
+        with pytest.raises(ChangedInputError, match=r"written through \.data or NumPy"):
+            loss.backward()
+
+
 def test_another_kind_of_list_is_refused_with_a_way_out():
     model, x = Sharing(collections.deque), torch.randn(3, 4)
     told = r"a container with other tensors.*list\(container\).*'offload'"
