@@ -42,6 +42,12 @@ _TIMES_ROUNDING, _MOST_ROUNDED = 10.0, 4
 _CLEAR = 1e-2  # relative error of a parameter that is hardly rounding
 _SMALL_BYTES = 2**20  # of a buffer that is compared
 _BUFFER_TOLERANCE = 1e-3
+_LOSS_TOLERANCE = 1e-3  # of the losses of more rows than gradients were compared of
+_FEWEST_TELLING = 3  # rows whose gradient shows whether a loss compares rows
+_OTHER_LOSS = (
+    "the loss of {whole} rows is not the mean of their parts' losses, and memory allows to compare the gradients of "
+    "{compared} rows only"
+)
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
 _LEFT_OUT = 1e-6  # share of a part that does not count; one valid token among those of a few rows has more
@@ -283,6 +289,7 @@ class Examination:
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(how.scale())
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
+        self._num_compared, self._only_losses = 0, False
         self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = how.with_hooks and any(hooks_of(each) for each in self._parameters)
         self._rounding: Vector = np.zeros(len(self._parameters))
@@ -312,14 +319,15 @@ class Examination:
         verdict = SplitVerdict(None, modules=self._suspects, reason="the batch has a single row")
         is_out_of_memory = False
         for number, way in enumerate(self._ways):
-            if way.is_smaller != is_out_of_memory or not self._is_worthwhile(way, verdict):
+            if way.only_losses or way.is_smaller != is_out_of_memory or not self._is_worthwhile(way, verdict):
                 continue
             parts = self._made(way.make)
             if parts is None:
                 is_out_of_memory = is_out_of_memory or bool(self._failure)
                 continue
-            found = yield from self._judge(parts)
+            found = yield from self._judge(parts, self._compare_whole_and_parts)
             self._has_compared = True
+            self._num_compared = max(self._num_compared, parts.size if found.exact and parts.has_rows else 0)
             self._were_real = self._were_real or (way.is_real and found.exact is not None)
             verdict = self._together(verdict, found, way)
             self._was_unequal_sorted = self._was_unequal_sorted or (way.is_sorted and found.loss == "rows")
@@ -335,6 +343,8 @@ class Examination:
         if self._is_uneven and not self._were_real and (verdict.exact or verdict.is_uninformative):
             verdict = SplitVerdict(None, modules=self._suspects, reason=_UNEVEN)
         verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
+        if verdict.exact and self._around_whole is None and self._num_compared < _FEWEST_TELLING:
+            verdict = yield from self._look_at_losses(verdict, has_run_out=is_out_of_memory)
         self.verdict = replace(verdict, buffers=self._left) if verdict.exact and self._left else verdict
 
     def _is_worthwhile(self, way: Way, verdict: SplitVerdict) -> bool:
@@ -378,19 +388,58 @@ class Examination:
         self._failure = outcome.description
         return None
 
-    def _judge(self, parts: CutBatch) -> Attempts:
+    def _look_at_losses(self, verdict: SplitVerdict, *, has_run_out: bool) -> Attempts:
+        """Compare the losses of more rows, whose gradients do not fit.
+
+        Two rows cannot tell whether a loss compares rows: distances over their sum, for one, are constant then.
+        """
+        for way in self._ways:
+            is_due = way.only_losses and (has_run_out or not way.is_smaller)
+            parts = self._made(way.make) if is_due else None
+            if parts is not None and parts.size > self._num_compared:
+                found = yield from self._judge(parts, self._compare_losses)
+                if found.exact is False:
+                    reason = _OTHER_LOSS.format(whole=parts.size, compared=self._num_compared)
+                    return SplitVerdict(None, modules=self._suspects, reason=reason)
+                if found.exact:
+                    break
+        return verdict
+
+    def _judge(self, parts: CutBatch, compare: Callable[[CutBatch], Attempts]) -> Attempts:
         """Compare one way to split; in the model's own precision if full precision is not possible."""
         if self._in_full_precision:
             with contextlib.ExitStack() as stack:
                 in_float32 = self._made(lambda: stack.enter_context(_in_float32(self._model, parts)))
                 if in_float32 is not None:
                     stack.callback(self._close)  # while the parameters are those that it knows
-                    verdict = yield from self._compare_whole_and_parts(in_float32)
+                    verdict = yield from compare(in_float32)
                     failed = verdict.exact is None and not verdict.is_uninformative
                     if not failed or self._attempt.is_between_ranks or self._attempt.is_out_of_memory:
                         return verdict
             self._in_full_precision = False  # no memory, or the model needs its own precision: it casts to half itself
-        return (yield from self._compare_whole_and_parts(parts))
+        return (yield from compare(parts))
+
+    def _compare_losses(self, parts: CutBatch) -> Attempts:
+        self._close()
+        self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, _leave
+        self._only_losses = True
+        try:
+            whole = yield from self._run_whole()
+            found = None if whole is None else (yield from self._run_parts())
+            if found is None or not math.isfinite(whole.loss):
+                return self._not_checked()
+            _, separate = found
+            if self._has_equal_loss(whole, separate) or self._rehearsal.has_unmatched_draws:
+                return SplitVerdict(exact=True)
+            independent = yield from self._run_apart()  # a loss that counts its calls is judged by its gradient
+            is_equal = independent is None or self._has_equal_loss(whole, independent[0])
+            return SplitVerdict(exact=is_equal, loss=None if is_equal else "rows")
+        finally:
+            self._only_losses = False
+
+    def _has_equal_loss(self, whole: _Gradient, parts: list[_Gradient]) -> bool:
+        scale = max(abs(_mean_loss(each)) for each in (whole, *parts) if each.count)
+        return abs(_mean_loss(whole) - _mean_loss(self._sum(parts))) <= _LOSS_TOLERANCE * scale
 
     def _compare_whole_and_parts(self, parts: CutBatch) -> Attempts:
         self._has_run_out = False
@@ -450,6 +499,9 @@ class Examination:
         A loss may count its calls (a weight that warms up) without affecting the gradient of these rows; a later
         step's would be. State without effect, such as a value that is only displayed, is ignored.
         """
+        if math.isfinite(whole.loss) and not all(math.isfinite(each.loss) for each in separate):
+            reason = "the loss of a part is not finite, though that of its rows among others is"
+            return SplitVerdict(None, modules=self._suspects, error=error, reason=reason)
         differs = abs(_mean_loss(whole) - _mean_loss(self._sum(separate)))
         if not differs > _TOLERANCE * abs(_mean_loss(whole)):
             return SplitVerdict(exact=True, error=error)
@@ -483,7 +535,8 @@ class Examination:
         @contextlib.contextmanager
         def around() -> Iterator[None]:
             in_whole = self._around_whole() if is_whole and self._around_whole else contextlib.nullcontext()
-            with self._rehearsal.run(span, **how), without_buffer_sync(self._model), in_whole:
+            grad_mode = torch.no_grad() if self._only_losses else contextlib.nullcontext()
+            with self._rehearsal.run(span, **how), without_buffer_sync(self._model), in_whole, grad_mode:
                 if not how.get("goes_on"):
                     self._prepare()
                 yield
@@ -538,8 +591,10 @@ class Examination:
         else:
             count = float(loss.count)
             slope = count if loss.reduction == "mean" else 1.0
-        self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
         root = loss.value.reshape(())
+        if self._only_losses:
+            return _Gradient([], count, float(root.detach().real) * slope, adds_up)
+        self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
         if not count:
             return _Gradient([None] * len(self._parameters), 0.0, 0.0)
         if not root.requires_grad:
@@ -622,6 +677,8 @@ class Examination:
         error, is_equal = yield from self._weigh(whole, together)
         if is_equal:
             return SplitVerdict(exact=True, error=error)
+        if (yield from self._is_noise(whole)):  # of draws other than dropout's, which only the parts' runs show
+            return self._not_checked(reason)
         return (yield from self._find_cause(whole, separate, error))
 
     def _judge_not_finite(self) -> Attempts:

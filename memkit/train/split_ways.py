@@ -17,6 +17,7 @@ from torch import Tensor
 from memkit.train.split import SplitFn, count_elements, count_rows, cut_batch, join_rows, list_tensors, take_rows
 
 _NUM_ROWS, _MOST_ROWS = 8, 32  # of a check, and of the first one of its kind
+_NUMS_LOOKED_AT = (4, 3)  # rows whose losses are compared, where only two fit with their gradients
 _LARGEST_UNIT = 4  # rows kept together if all parts are multiples of it: pairs, groups of augmentations
 _MOST_SORTED = 1024  # rows that are sorted to find similar ones
 _BYTES_AT_ONCE = 2**20  # of rows that are described at once
@@ -52,6 +53,7 @@ class Way:
         is_real: Whether the parts are those of the step.
         is_sorted: Whether the rows are in a different order than in the batch.
         is_further: Whether it is run if the previous ways were found equal, in case that was by accident.
+        only_losses: Whether it is for more rows than a backward has room for: losses alone are compared.
     """
 
     make: Callable[[], CutBatch | None]
@@ -59,6 +61,7 @@ class Way:
     is_real: bool = False
     is_sorted: bool = False
     is_further: bool = False
+    only_losses: bool = False
 
 
 def ways_to_cut(
@@ -117,6 +120,7 @@ def ways_to_cut(
     few = way(_few_rows, sizes, at_most)
     in_another_order = way(functools.partial(_few_rows, keeps_groups=False), sizes, at_most, is_sorted=True)
     two, two_rows = way(_some_parts, sizes, 2, is_real=True), way(_few_rows, [1], 2, is_smaller=True)
+    losses = [way(_rows_of_losses, sizes, n, is_smaller=not is_tight, only_losses=True) for n in _NUMS_LOOKED_AT]
     # After an out-of-memory try fewer rows, then the same again once the cache is released.
     if is_tight:
         alike = way(_alike_rows, sizes, at_most, is_sorted=True, is_further=True)
@@ -124,7 +128,7 @@ def ways_to_cut(
         parts = [replace(two, is_further=True)] if may_run_out else []
         if may_run_out and len(sizes) > 2 and num_rows <= _MOST_ROWS:
             parts += [way(_some_parts, sizes, len(sizes), is_real=True, is_further=True)]
-        return [in_another_order, alike, *parts, few, two_rows, two_rows]
+        return [in_another_order, alike, *parts, few, two_rows, two_rows, *losses]
     in_order, num_looked_at = few, min(at_most, max(sizes))
     number = min(len(sizes), at_most // max(sizes))
     if number > 1:
@@ -137,7 +141,7 @@ def ways_to_cut(
     fewer = way(_few_rows, sizes, _NUM_ROWS, is_smaller=True)
     number = min(len(sizes), _MOST_ROWS // max(1, *sizes)) if adds_parts else 0
     some_parts = [way(_some_parts, sizes, number, is_real=True, is_further=True)] * (number > 1)
-    return [*ways, *some_parts, few, two, fewer, two_rows, two_rows]
+    return [*ways, *some_parts, few, two, fewer, two_rows, two_rows, *losses]
 
 
 def once(way: Way) -> Way:
@@ -234,6 +238,14 @@ def _few_rows(
     step = unit if keeps_groups else 1
     blocks = _unlike(batch, num_rows, range(0, num_rows + 1, step), size // step)
     return _cut(batch, num_rows, blocks, [cut, size - cut])
+
+
+def _rows_of_losses(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
+    """Choose a few rows, in real parts if these are so small."""
+    number = min(len(sizes), at_most // max(1, *sizes))
+    if number > 1:
+        return _some_parts(batch, num_rows, sizes, number)
+    return _few_rows(batch, num_rows, [at_most], at_most)
 
 
 def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from array import array
 
 import numpy as np
@@ -838,3 +839,73 @@ def test_batch_normalization_of_joined_rows_is_named_despite_dropout():
     model = net(nn.BatchNorm1d(8), nn.Dropout(0.3))
     verdict = check_split(model, (torch.randn(8, 6), torch.randn(8, 3, 6)), joined)
     assert (verdict.exact, verdict.modules) == (False, ("1",))
+
+
+def in_chunks(model, x):
+    """Draws noise for a few rows at a time, as a renderer for chunks of rays."""
+    parts = [model(part + torch.rand_like(part)) for part in x.split(10)]
+    return torch.cat([each + torch.randn_like(each) for each in parts]).square().mean()
+
+
+def noisy_and_mixing(model, x):
+    noisy = torch.cat([part + torch.rand_like(part) for part in x.split(10)])
+    y = model(noisy)
+    return (y - y.mean(0)).square().mean()
+
+
+def test_noise_drawn_for_chunks_of_rows_is_not_taken_for_a_comparison_of_rows():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1).double(), torch.randn(24, 4).double()
+    verdicts = [check_split(model, x, in_chunks) for _ in range(4)]
+    assert {each.loss for each in verdicts} == {None}
+    assert check_split(model, x, noisy_and_mixing).exact is not True
+
+
+def relations(model, x):
+    """Distances over their sum, which are constant for two rows (relational distillation)."""
+    y = model(x)
+    distances = (y[:, None] - y[None]).square().sum(-1)
+    return (distances / distances.sum().clamp(min=1e-9)).pow(2).mean() * 10 + y.pow(2).mean() * 0.1
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_a_comparison_of_rows_is_seen_in_losses_where_only_two_rows_fit_with_their_gradient(precision):
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 64).double(), torch.randn(8, 16).double()
+    if precision:
+        model, x = model.float(), x.float()
+
+    def of_two_rows(loss_fn):
+        def fitting(model, x):
+            if torch.is_grad_enabled() and len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+            return loss_fn(model, x)
+
+        return fitting
+
+    def train(loss_fn, **settings):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            mk.MemoryEfficientTrainingWrapper(model, optimizer, precision=precision, **settings) as trainer,
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", ".*out of memory")
+            return trainer.train_step(x, of_two_rows(loss_fn)).sizes
+
+    assert max(train(lambda model, x: model(x).square().mean())) == 2  # the other losses of rows are equal
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="the loss of 4 rows is not the mean of their parts' losses"):
+        train(relations)
+    with pytest.warns(mk.MemkitWarning, match="the loss of 4 rows is not the mean of their parts' losses"):
+        assert train(relations, accumulation_steps=4) == (2, 2, 2, 2)
+
+
+def test_a_part_whose_loss_is_not_finite_is_told():
+    def over_pairs(model, x):
+        square = model(x).square().mean()
+        others = square.detach() * torch.arange(len(x), dtype=x.dtype)
+        return square + others[others > 0].mean() * 0
+
+    model, x = nn.Linear(4, 4).double(), torch.randn(2, 4).double()
+    verdict = check_split(model, x, over_pairs)
+    assert verdict.exact is None
+    assert "the loss of a part is not finite" in verdict.reason
