@@ -26,6 +26,7 @@ import memkit as mk
 from memkit.integrations import transformers as adapter
 from memkit.integrations.transformers import MemoryCallback, MemoryEfficientTrainer
 from memkit.train.split_watch import SplitWatch
+from tests.helpers import assert_same
 from tests.integrations.scripts import num_changed_lines
 from tests.train.faults import FailingOperator
 
@@ -429,3 +430,31 @@ def test_the_callback_tells_a_data_set_inside_another_the_epoch(tmp_path):
     arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=6, **options)
     Trainer(OwnModule().double(), arguments, train_dataset=subset, callbacks=[MemoryCallback()]).train()
     assert dataset.read_in == (0,) * 6 + (1,) * 6 + (2,) * 6
+
+
+@pytest.mark.parametrize("family", ["mistral", "t5"])
+def test_caches_that_blocks_are_passed_are_as_they_were_in_a_rerun(family):
+    """Their keys and values would be appended once more: transformers makes a cache in training too."""
+    sizes = {"vocab_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def run(checkpoint):
+        torch.manual_seed(0)
+        if family == "mistral":
+            config = transformers.MistralConfig(
+                hidden_size=16, intermediate_size=32, num_key_value_heads=1, sliding_window=4, **sizes
+            )
+            model = transformers.MistralForCausalLM(config).double()
+        else:
+            config = T5Config(
+                d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=20, decoder_start_token_id=0
+            )
+            model = T5ForConditionalGeneration(config).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.randint(20, (2, 12))
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, checkpoint=checkpoint) as trainer:
+            for _ in range(3):
+                trainer.train_step(tokens, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
+            assert bool(trainer.checkpointed_blocks) is (checkpoint is not None)
+        return list(model.parameters())
+
+    assert_same(run("auto"), run(None))
