@@ -40,7 +40,7 @@ from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
 from memkit._torch.modules import BUFFERS, HOOKS, STATE, members_of
 from memkit._torch.operators import schema_of
-from memkit._torch.tensors import bit_sums, storage_key, version_of
+from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
@@ -799,7 +799,7 @@ class _HeldTensor(NamedTuple):
 
 def _gradient_of(tensor: Tensor) -> Tensor | None:
     """Return the gradient of a tensor that is not trained: some codebooks keep counts there."""
-    return tensor.grad if tensor.is_leaf and not tensor.requires_grad else None
+    return None if tensor.requires_grad else leaf_gradient(tensor)
 
 
 def _assigned_in(kind: type) -> Iterator[_Variable]:

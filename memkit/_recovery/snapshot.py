@@ -22,7 +22,7 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
 from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags
-from memkit._torch.tensors import version_of
+from memkit._torch.tensors import leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
@@ -191,7 +191,7 @@ class BufferSnapshot:
                     copied[key] = buffer
         values = _all_cloned(list(copied.values())) if copied else []
         for (key, buffer), value in zip(copied.items(), values, strict=True):
-            entry = self.entries[key] = _Entry(buffer, value, buffer.grad)
+            entry = self.entries[key] = _Entry(buffer, value, leaf_gradient(buffer))
             if entry.gradient is not None:
                 entry.gradient_copy = cloned(entry.gradient)
             entry.mark = _mark(buffer) if value.nbytes > _SMALL_BYTES else None
@@ -216,7 +216,7 @@ class BufferSnapshot:
                     )
             elif entry.copy is not None and entry.buffer is not None:
                 entry.buffer.data.copy_(entry.copy)
-                if entry.buffer.grad is not entry.gradient:
+                if leaf_gradient(entry.buffer) is not entry.gradient:
                     entry.buffer.grad = entry.gradient
                 if entry.gradient is not None and entry.gradient_copy is not None:
                     entry.gradient.data.copy_(entry.gradient_copy)

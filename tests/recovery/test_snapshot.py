@@ -495,3 +495,25 @@ def test_a_trial_tells_of_parameters_that_a_forward_trains():
     trainer = trainer_of(Trains(4, 4), memory="1GiB")
     with pytest.warns(mk.MemkitWarning, match="has moved parameters that the model's forward trains itself"):
         trainer.train_step(torch.ones(8, 4), loss_fn)
+
+
+class Normalized(nn.Module):
+    """Writes to a buffer in place what has a graph, once, and reads its number, as CRD's memory does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("constant", torch.tensor([-1.0]))
+
+    def forward(self, x):
+        out = self.linear(x).exp()
+        if self.constant.item() < 0:
+            self.constant[0] = out.mean()
+        return out / self.constant.detach().item()
+
+
+def test_a_buffer_with_a_graph_is_trained_in_silence():
+    """PyTorch warns if such a tensor is asked for its gradient."""
+    with trainer_of(Normalized()) as trainer:
+        for x in torch.randn(3, 4, 4):
+            trainer.train_step(x, mean_square)
