@@ -22,7 +22,7 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
 from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags
-from memkit._torch.tensors import leaf_gradient, version_of
+from memkit._torch.tensors import is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
@@ -159,6 +159,7 @@ class _Entry:
     copy: torch.Tensor | None
     gradient: torch.Tensor | None = None  # where a forward may keep counts
     gradient_copy: torch.Tensor | None = None
+    is_leaf: bool = True
     mark: tuple[int, int] | None = None  # of one that is not copied, or too large to keep the copy if it is not needed
     digest: int | None = None  # of a large buffer that earlier forwards left unchanged
 
@@ -191,7 +192,7 @@ class BufferSnapshot:
                     copied[key] = buffer
         values = _all_cloned(list(copied.values())) if copied else []
         for (key, buffer), value in zip(copied.items(), values, strict=True):
-            entry = self.entries[key] = _Entry(buffer, value, leaf_gradient(buffer))
+            entry = self.entries[key] = _Entry(buffer, value, leaf_gradient(buffer), is_leaf=buffer.is_leaf)
             if entry.gradient is not None:
                 entry.gradient_copy = cloned(entry.gradient)
             entry.mark = _mark(buffer) if value.nbytes > _SMALL_BYTES else None
@@ -216,6 +217,8 @@ class BufferSnapshot:
                     )
             elif entry.copy is not None and entry.buffer is not None:
                 entry.buffer.data.copy_(entry.copy)
+                if entry.is_leaf and not entry.buffer.is_leaf and not is_view(entry.buffer):
+                    entry.buffer.detach_()  # what the failed attempt wrote there holds its graph
                 if leaf_gradient(entry.buffer) is not entry.gradient:
                     entry.buffer.grad = entry.gradient
                 if entry.gradient is not None and entry.gradient_copy is not None:

@@ -517,3 +517,18 @@ def test_a_buffer_with_a_graph_is_trained_in_silence():
     with trainer_of(Normalized()) as trainer:
         for x in torch.randn(3, 4, 4):
             trainer.train_step(x, mean_square)
+
+
+def test_a_buffer_lets_go_of_the_graph_that_a_failed_attempt_wrote_to_it():
+    model, has_graph = Normalized(), []
+
+    def loss_fn(model, x):
+        has_graph.append(model.constant.grad_fn is not None)
+        loss = mean_square(model, x)
+        if len(x) > 2:
+            raise MemoryError
+        return loss
+
+    with trainer_of(model, probe=False) as trainer:
+        trainer.train_step(torch.randn(4, 4), loss_fn)
+    assert has_graph == [False, False, True]
