@@ -427,3 +427,27 @@ def test_copies_for_a_recovery_are_no_operators_of_the_forward():
     ):
         warnings.simplefilter("error", MemkitWarning)
         trainer.train_step(x, judged)
+
+
+def test_operators_that_run_again_read_a_part_of_a_cached_storage():
+    """A `hann_window` is no view, but its storage is larger than it; the storage of its stand-in is not."""
+    cache = {"window": torch.hann_window(64)}
+
+    class Windowed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x) * cache["window"])
+            return x
+
+    model, x = Windowed(), torch.randn(1024, 64)
+    budget = int(0.8 * mk.estimate_memory_usage(model, x, mean_square, optimizer="sgd").peak_bytes)
+    settings = {"micro_batch_size": 1024, "treat": "tensors", "may_offload": False}
+    plan = mk.plan_training(model, x, mean_square, "sgd", budget=budget, **settings)
+    assert plan.saved_tensors.recomputed
+    with treat_saved_tensors(plan.saved_tensors):
+        loss = mean_square(model, x)
+    assert_same(*(torch.autograd.grad(each, list(model.parameters())) for each in (loss, mean_square(model, x))))
