@@ -38,7 +38,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
-from memkit._torch.modules import BUFFERS, HOOKS, STATE, members_of
+from memkit._torch.modules import BUFFERS, HOOKS, STATE, members_of, recomputed_by_hooks
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
 
@@ -485,6 +485,8 @@ class Attributes:
             a count, a running mean or a small teacher has; of 64 MiB in all, and not of parameters that are trained.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
+        is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
+            `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
 
     Warns:
         MemkitWarning: When it is restored: a larger tensor was changed in place.
@@ -497,8 +499,9 @@ class Attributes:
         content: Literal["arrays", "versions", "saved"] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
         except_for: tuple[type, ...] = (),
+        is_for_rerun: bool = False,
     ) -> None:
-        self._roots, self._except_for = roots, except_for
+        self._roots, self._except_for, self._is_for_rerun = roots, except_for, is_for_rerun
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
@@ -572,10 +575,16 @@ class Attributes:
         if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
             self._generators.append((value, random_state.generator_state(value)))
             return ()
-        own = _attributes_of(value)
+        own = self._attributes_of(value)
         self._owners.append((value, own))
         hooks = _hooks_of(value) if isinstance(value, nn.Module) else ()
         return [*own.values(), *hooks, type(value)]
+
+    def _attributes_of(self, owner: object) -> dict[str, Any]:
+        if not isinstance(owner, nn.Module):
+            return attributes_of(owner)
+        left_out = _MODULE_MACHINERY | recomputed_by_hooks(owner) if self._is_for_rerun else _MODULE_MACHINERY
+        return {name: value for name, value in vars(owner).items() if name not in left_out}
 
     def _note_array(self, array: npt.NDArray[Any]) -> Sequence[object]:
         """Save an array; one of Python objects, such as a batch of meshes, is a container like a list."""
@@ -590,7 +599,7 @@ class Attributes:
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
         for owner, attributes in self._owners:
-            now = _attributes_of(owner)
+            now = self._attributes_of(owner)
             if not _is_same(now, attributes):
                 others = {name: each for name, each in attributes_of(owner).items() if name not in now}
                 set_attributes(owner, others | attributes)
@@ -614,7 +623,7 @@ class Attributes:
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:
         """Run the block with everything as it was saved; afterwards it is as it was before the block."""
-        now = Attributes(self._roots, except_for=self._except_for)
+        now = Attributes(self._roots, except_for=self._except_for, is_for_rerun=self._is_for_rerun)
         self.restore()
         try:
             yield
@@ -629,7 +638,7 @@ class Attributes:
         """Return whether any attribute has changed."""
         return (
             any(not _is_same(container, copy) for container, copy in self._containers)
-            or any(not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners)
+            or any(not _is_same(self._attributes_of(owner), attributes) for owner, attributes in self._owners)
             or any(held.has_changed() for held in self._tensors)
             or any(itertools.starmap(_is_written, self._arrays))
             or any(variable.has_changed() for variable in self._variables)
@@ -646,7 +655,7 @@ class Attributes:
         """
         names, num_others, tensors = dict[str, None](), 0, dict[int, str]()
         for owner, attributes in self._owners:
-            now, kind = _attributes_of(owner), type(owner).__name__
+            now, kind = self._attributes_of(owner), type(owner).__name__
             for name in now.keys() | attributes.keys():
                 if not _is_equal(now.get(name, self), attributes.get(name, self)):
                     names[f"{kind}.{name}"] = None
@@ -685,7 +694,7 @@ class Attributes:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
         for owner, attributes in self._owners:
-            place, now = self._names.get(id(owner), type(owner).__name__), _attributes_of(owner)
+            place, now = self._names.get(id(owner), type(owner).__name__), self._attributes_of(owner)
             before = members_of(attributes)
             after = members_of(now)
             for name, value in after.items():
@@ -839,12 +848,6 @@ def _stored_globals(code: types.CodeType) -> set[str]:
     if not _GLOBAL_STORES.isdisjoint(code.co_code[::2]):  # without decoding: nearly all code stores none
         names = {each.argval for each in dis.get_instructions(code) if each.opcode in _GLOBAL_STORES}
     return names.union(*(_stored_globals(each) for each in code.co_consts if isinstance(each, types.CodeType)))
-
-
-def _attributes_of(owner: object) -> dict[str, Any]:
-    if not isinstance(owner, nn.Module):
-        return attributes_of(owner)
-    return {name: value for name, value in vars(owner).items() if name not in _MODULE_MACHINERY}
 
 
 def _hooks_of(module: nn.Module) -> list[object]:

@@ -72,7 +72,9 @@ class StateWatch:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
         if is_trial:
             return Attributes([self.loss_fn], content="saved")
-        return Attributes([self.loss_fn], content="versions") if self._watches_attributes else None
+        if not self._watches_attributes:
+            return None
+        return Attributes([self.loss_fn], content="versions", is_for_rerun=True)
 
     def learn_of_held(self, held: Attributes) -> None:
         """Compare with what was saved before a completed forward."""
@@ -291,11 +293,13 @@ class AttributeStates:
 
     Args:
         watch: The watch of the modules.
-        largest_bytes: The largest tensor of which a copy is kept; changes of larger ones are refused.
+        is_trial: Whether nothing may stay, and no forward follows: weights that hooks compute anew before each are
+            saved, too. Larger tensors are copied than otherwise; changes of still larger ones are refused.
     """
 
-    def __init__(self, watch: StateWatch, *, largest_bytes: int = _SMALL_BYTES) -> None:
-        self._attributes = Attributes([watch.module])
+    def __init__(self, watch: StateWatch, *, is_trial: bool = False) -> None:
+        self._attributes = Attributes([watch.module], is_for_rerun=not is_trial)
+        largest_bytes = _LARGEST_BYTES if is_trial else _SMALL_BYTES
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
         self._tensors = [
@@ -373,7 +377,7 @@ class Rollback:
         self._trained = [(each, version_of(each)) for each in watch.trained()] if is_trial else []
         self.attributes = None
         if watch.changes_attributes or is_trial:
-            self.attributes = AttributeStates(watch, largest_bytes=_LARGEST_BYTES if is_trial else _SMALL_BYTES)
+            self.attributes = AttributeStates(watch, is_trial=is_trial)
         loss_fn, self.held = watch.loss_fn, None
         if loss_fn is not None:
             is_quiet = not is_trial and id(getattr(loss_fn, "__code__", type(loss_fn))) in watch.quiet_losses
