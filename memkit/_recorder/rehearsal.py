@@ -22,7 +22,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -599,10 +599,7 @@ class Attributes:
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
         for owner, attributes in self._owners:
-            now = self._attributes_of(owner)
-            if not _is_same(now, attributes):
-                others = {name: each for name, each in attributes_of(owner).items() if name not in now}
-                set_attributes(owner, others | attributes)
+            self._set_back(owner, attributes)
         for variable in self._variables:
             variable.restore()
         for generator, state in self._generators:
@@ -619,6 +616,18 @@ class Attributes:
                 "stays changed. Way out: make it a buffer of a module, write x = x + y instead of x += y, or change it "
                 "after the step."
             )
+
+    def restore_modules(self, modules: Container[nn.Module]) -> None:
+        """Restore the attributes of these modules alone, as far as other objects stand there now."""
+        for owner, attributes in self._owners:
+            if isinstance(owner, nn.Module) and owner in modules:
+                self._set_back(owner, attributes)
+
+    def _set_back(self, owner: object, attributes: dict[str, Any]) -> None:
+        now = self._attributes_of(owner)
+        if not _is_same(now, attributes):
+            others = {name: each for name, each in attributes_of(owner).items() if name not in now}
+            set_attributes(owner, others | attributes)
 
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:

@@ -365,8 +365,8 @@ class Rollback:
         buffers: The buffers.
         random: The random state.
         attributes: The attributes; None if forwards leave them unchanged.
-        held: What the loss function holds, which only a trial restores: a failed attempt's changes are told. None like
-            the attributes.
+        held: What the loss function holds. Only a trial restores all of it; a failed attempt's changes are undone in
+            the attributes of networks that have run, and else are told. None like the attributes.
     """
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True, is_trial: bool = False) -> None:
@@ -427,7 +427,9 @@ class Rollback:
             return
         if self._is_trial:
             self.held.restore()
-        elif is_rerun:  # the model's own state is back: what differs still is not the model's
+            return
+        self.held.restore_modules(self._watch.owners)
+        if is_rerun:  # the state of networks is back: what differs still is not theirs
             self._watch.tell_of_held(self.held.differences())
 
 

@@ -612,3 +612,36 @@ def test_a_trial_leaves_weights_that_hooks_compute_anew(make):
     with Rollback(watch, is_trial=True).undone():
         critic(torch.randn(8, 64))
     assert all(now is each for now, each in zip(map(weight_of, critic.modules()), before, strict=True))
+
+
+class Counter(nn.Module):
+    """Counts its forwards, and normalizes a weight itself, which is an attribute then."""
+
+    def __init__(self):
+        super().__init__()
+        self.own_weight, self.num_calls = nn.Parameter(torch.randn(3, 3)), 0
+        self.weight = self.own_weight.data
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.weight = self.own_weight / self.own_weight.norm()
+        return x @ self.weight
+
+
+def test_attributes_of_other_networks_in_the_loss_are_as_they_were():
+    model, network = nn.Linear(3, 3), Counter()
+    before, num_calls, are_first = network.weight, [], []
+
+    def loss_fn(model, x):
+        num_calls.append(network.num_calls)
+        are_first.append(network.weight is before)
+        loss = network(model(x)).square().mean()
+        if len(x) > 4:
+            raise MemoryError
+        return loss
+
+    with trainer_of(model, probe=False) as trainer, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*what loss_fn holds")
+        assert trainer.train_step(torch.randn(8, 3), loss_fn).sizes == (4, 4)
+    assert num_calls == [0, 0, 1]
+    assert are_first == [True, True, False]
