@@ -22,7 +22,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -38,9 +38,9 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
-from memkit._torch.modules import BUFFERS, HOOKS, STATE, members_of
+from memkit._torch.modules import BUFFERS, HOOKS, STATE, members_of, recomputed_by_hooks
 from memkit._torch.operators import schema_of
-from memkit._torch.tensors import bit_sums, storage_key, version_of
+from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
@@ -485,6 +485,8 @@ class Attributes:
             a count, a running mean or a small teacher has; of 64 MiB in all, and not of parameters that are trained.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
+        is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
+            `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
 
     Warns:
         MemkitWarning: When it is restored: a larger tensor was changed in place.
@@ -497,8 +499,9 @@ class Attributes:
         content: Literal["arrays", "versions", "saved"] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
         except_for: tuple[type, ...] = (),
+        is_for_rerun: bool = False,
     ) -> None:
-        self._roots, self._except_for = roots, except_for
+        self._roots, self._except_for, self._is_for_rerun = roots, except_for, is_for_rerun
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
@@ -572,10 +575,16 @@ class Attributes:
         if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
             self._generators.append((value, random_state.generator_state(value)))
             return ()
-        own = _attributes_of(value)
+        own = self._attributes_of(value)
         self._owners.append((value, own))
         hooks = _hooks_of(value) if isinstance(value, nn.Module) else ()
         return [*own.values(), *hooks, type(value)]
+
+    def _attributes_of(self, owner: object) -> dict[str, Any]:
+        if not isinstance(owner, nn.Module):
+            return attributes_of(owner)
+        left_out = _MODULE_MACHINERY | recomputed_by_hooks(owner) if self._is_for_rerun else _MODULE_MACHINERY
+        return {name: value for name, value in vars(owner).items() if name not in left_out}
 
     def _note_array(self, array: npt.NDArray[Any]) -> Sequence[object]:
         """Save an array; one of Python objects, such as a batch of meshes, is a container like a list."""
@@ -590,10 +599,7 @@ class Attributes:
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
         for owner, attributes in self._owners:
-            now = _attributes_of(owner)
-            if not _is_same(now, attributes):
-                others = {name: each for name, each in attributes_of(owner).items() if name not in now}
-                set_attributes(owner, others | attributes)
+            self._set_back(owner, attributes)
         for variable in self._variables:
             variable.restore()
         for generator, state in self._generators:
@@ -611,10 +617,22 @@ class Attributes:
                 "after the step."
             )
 
+    def restore_modules(self, modules: Container[nn.Module]) -> None:
+        """Restore the attributes of these modules alone, as far as other objects stand there now."""
+        for owner, attributes in self._owners:
+            if isinstance(owner, nn.Module) and owner in modules:
+                self._set_back(owner, attributes)
+
+    def _set_back(self, owner: object, attributes: dict[str, Any]) -> None:
+        now = self._attributes_of(owner)
+        if not _is_same(now, attributes):
+            others = {name: each for name, each in attributes_of(owner).items() if name not in now}
+            set_attributes(owner, others | attributes)
+
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:
         """Run the block with everything as it was saved; afterwards it is as it was before the block."""
-        now = Attributes(self._roots, except_for=self._except_for)
+        now = Attributes(self._roots, except_for=self._except_for, is_for_rerun=self._is_for_rerun)
         self.restore()
         try:
             yield
@@ -629,7 +647,7 @@ class Attributes:
         """Return whether any attribute has changed."""
         return (
             any(not _is_same(container, copy) for container, copy in self._containers)
-            or any(not _is_same(_attributes_of(owner), attributes) for owner, attributes in self._owners)
+            or any(not _is_same(self._attributes_of(owner), attributes) for owner, attributes in self._owners)
             or any(held.has_changed() for held in self._tensors)
             or any(itertools.starmap(_is_written, self._arrays))
             or any(variable.has_changed() for variable in self._variables)
@@ -646,7 +664,7 @@ class Attributes:
         """
         names, num_others, tensors = dict[str, None](), 0, dict[int, str]()
         for owner, attributes in self._owners:
-            now, kind = _attributes_of(owner), type(owner).__name__
+            now, kind = self._attributes_of(owner), type(owner).__name__
             for name in now.keys() | attributes.keys():
                 if not _is_equal(now.get(name, self), attributes.get(name, self)):
                     names[f"{kind}.{name}"] = None
@@ -685,7 +703,7 @@ class Attributes:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
         for owner, attributes in self._owners:
-            place, now = self._names.get(id(owner), type(owner).__name__), _attributes_of(owner)
+            place, now = self._names.get(id(owner), type(owner).__name__), self._attributes_of(owner)
             before = members_of(attributes)
             after = members_of(now)
             for name, value in after.items():
@@ -799,7 +817,7 @@ class _HeldTensor(NamedTuple):
 
 def _gradient_of(tensor: Tensor) -> Tensor | None:
     """Return the gradient of a tensor that is not trained: some codebooks keep counts there."""
-    return tensor.grad if tensor.is_leaf and not tensor.requires_grad else None
+    return None if tensor.requires_grad else leaf_gradient(tensor)
 
 
 def _assigned_in(kind: type) -> Iterator[_Variable]:
@@ -839,12 +857,6 @@ def _stored_globals(code: types.CodeType) -> set[str]:
     if not _GLOBAL_STORES.isdisjoint(code.co_code[::2]):  # without decoding: nearly all code stores none
         names = {each.argval for each in dis.get_instructions(code) if each.opcode in _GLOBAL_STORES}
     return names.union(*(_stored_globals(each) for each in code.co_consts if isinstance(each, types.CodeType)))
-
-
-def _attributes_of(owner: object) -> dict[str, Any]:
-    if not isinstance(owner, nn.Module):
-        return attributes_of(owner)
-    return {name: value for name, value in vars(owner).items() if name not in _MODULE_MACHINERY}
 
 
 def _hooks_of(module: nn.Module) -> list[object]:

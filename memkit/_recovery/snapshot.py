@@ -22,7 +22,7 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
 from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags
-from memkit._torch.tensors import version_of
+from memkit._torch.tensors import is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
@@ -72,7 +72,9 @@ class StateWatch:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
         if is_trial:
             return Attributes([self.loss_fn], content="saved")
-        return Attributes([self.loss_fn], content="versions") if self._watches_attributes else None
+        if not self._watches_attributes:
+            return None
+        return Attributes([self.loss_fn], content="versions", is_for_rerun=True)
 
     def learn_of_held(self, held: Attributes) -> None:
         """Compare with what was saved before a completed forward."""
@@ -159,6 +161,7 @@ class _Entry:
     copy: torch.Tensor | None
     gradient: torch.Tensor | None = None  # where a forward may keep counts
     gradient_copy: torch.Tensor | None = None
+    is_leaf: bool = True
     mark: tuple[int, int] | None = None  # of one that is not copied, or too large to keep the copy if it is not needed
     digest: int | None = None  # of a large buffer that earlier forwards left unchanged
 
@@ -191,7 +194,7 @@ class BufferSnapshot:
                     copied[key] = buffer
         values = _all_cloned(list(copied.values())) if copied else []
         for (key, buffer), value in zip(copied.items(), values, strict=True):
-            entry = self.entries[key] = _Entry(buffer, value, buffer.grad)
+            entry = self.entries[key] = _Entry(buffer, value, leaf_gradient(buffer), is_leaf=buffer.is_leaf)
             if entry.gradient is not None:
                 entry.gradient_copy = cloned(entry.gradient)
             entry.mark = _mark(buffer) if value.nbytes > _SMALL_BYTES else None
@@ -216,7 +219,9 @@ class BufferSnapshot:
                     )
             elif entry.copy is not None and entry.buffer is not None:
                 entry.buffer.data.copy_(entry.copy)
-                if entry.buffer.grad is not entry.gradient:
+                if entry.is_leaf and not entry.buffer.is_leaf and not is_view(entry.buffer):
+                    entry.buffer.detach_()  # what the failed attempt wrote there holds its graph
+                if leaf_gradient(entry.buffer) is not entry.gradient:
                     entry.buffer.grad = entry.gradient
                 if entry.gradient is not None and entry.gradient_copy is not None:
                     entry.gradient.data.copy_(entry.gradient_copy)
@@ -288,11 +293,13 @@ class AttributeStates:
 
     Args:
         watch: The watch of the modules.
-        largest_bytes: The largest tensor of which a copy is kept; changes of larger ones are refused.
+        is_trial: Whether nothing may stay, and no forward follows: weights that hooks compute anew before each are
+            saved, too. Larger tensors are copied than otherwise; changes of still larger ones are refused.
     """
 
-    def __init__(self, watch: StateWatch, *, largest_bytes: int = _SMALL_BYTES) -> None:
-        self._attributes = Attributes([watch.module])
+    def __init__(self, watch: StateWatch, *, is_trial: bool = False) -> None:
+        self._attributes = Attributes([watch.module], is_for_rerun=not is_trial)
+        largest_bytes = _LARGEST_BYTES if is_trial else _SMALL_BYTES
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
         self._tensors = [
@@ -358,8 +365,8 @@ class Rollback:
         buffers: The buffers.
         random: The random state.
         attributes: The attributes; None if forwards leave them unchanged.
-        held: What the loss function holds, which only a trial restores: a failed attempt's changes are told. None like
-            the attributes.
+        held: What the loss function holds. Only a trial restores all of it; a failed attempt's changes are undone in
+            the attributes of networks that have run, and else are told. None like the attributes.
     """
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True, is_trial: bool = False) -> None:
@@ -370,7 +377,7 @@ class Rollback:
         self._trained = [(each, version_of(each)) for each in watch.trained()] if is_trial else []
         self.attributes = None
         if watch.changes_attributes or is_trial:
-            self.attributes = AttributeStates(watch, largest_bytes=_LARGEST_BYTES if is_trial else _SMALL_BYTES)
+            self.attributes = AttributeStates(watch, is_trial=is_trial)
         loss_fn, self.held = watch.loss_fn, None
         if loss_fn is not None:
             is_quiet = not is_trial and id(getattr(loss_fn, "__code__", type(loss_fn))) in watch.quiet_losses
@@ -420,7 +427,9 @@ class Rollback:
             return
         if self._is_trial:
             self.held.restore()
-        elif is_rerun:  # the model's own state is back: what differs still is not the model's
+            return
+        self.held.restore_modules(self._watch.owners)
+        if is_rerun:  # the state of networks is back: what differs still is not theirs
             self._watch.tell_of_held(self.held.differences())
 
 

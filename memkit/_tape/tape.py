@@ -322,7 +322,8 @@ class Leaf:
             self._tensor = tensor.detach()  # an operator's own result would keep its graph alive
         self._seen_version = version_of(self._tensor)
         self.is_plain = is_plain(tensor)
-        self._num_bytes = tensor.untyped_storage().nbytes() if self.is_plain else 0
+        # Of the tensor that stays: a simulation puts one without the storage's other parts in a real one's place.
+        self._num_bytes = self._tensor.untyped_storage().nbytes() if self.is_plain else 0
 
     def copy(self) -> None:
         """Keep a copy instead: the tensor is about to change."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = [
     "APPLY",
@@ -29,6 +31,7 @@ __all__ = [
     "loads_as_torch_does",
     "members_of",
     "parameters_of",
+    "recomputed_by_hooks",
     "rnn_functions",
     "training_flags",
 ]
@@ -101,6 +104,16 @@ HOOKS = {
     "_backward_pre_hooks": "register_full_backward_pre_hook",
 }
 """Attribute in which a module holds its hooks, by the method that registers them."""
+
+
+def recomputed_by_hooks(module: nn.Module) -> set[str]:
+    """Return the attributes that `weight_norm` and `spectral_norm`, by hooks, compute anew before each forward.
+
+    A recurrent layer then renews the lists of its weights, too.
+    """
+    names = {each.name for each in module._forward_pre_hooks.values() if isinstance(each, (WeightNorm, SpectralNorm))}
+    return names | {FLAT_WEIGHTS, "_flat_weight_refs"} if names else names
+
 
 FLAT_WEIGHTS = "_flat_weights"
 """Attribute in which a recurrent layer holds its weights for cuDNN; some may be missing."""

@@ -79,6 +79,11 @@ def are_unwritten(marks: Iterable[tuple[torch.Tensor, int]]) -> bool:
     return all(each._version == version for each, version in marks)
 
 
+def leaf_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a leaf; None for a tensor with a graph, of which torch warns if it is asked."""
+    return tensor.grad if tensor.is_leaf else None
+
+
 def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Return identity and version of each parameter's gradient: another list tells that one was changed or replaced."""
     marks = []

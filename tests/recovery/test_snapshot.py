@@ -3,6 +3,8 @@
 import random
 import threading
 import types
+import warnings
+import weakref
 from array import array
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit._recovery.snapshot import StateWatch, are_same
+from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit.train.checkpointing import Checkpointing
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same
@@ -495,3 +497,151 @@ def test_a_trial_tells_of_parameters_that_a_forward_trains():
     trainer = trainer_of(Trains(4, 4), memory="1GiB")
     with pytest.warns(mk.MemkitWarning, match="has moved parameters that the model's forward trains itself"):
         trainer.train_step(torch.ones(8, 4), loss_fn)
+
+
+class Normalized(nn.Module):
+    """Writes to a buffer in place what has a graph, once, and reads its number, as CRD's memory does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("constant", torch.tensor([-1.0]))
+
+    def forward(self, x):
+        out = self.linear(x).exp()
+        if self.constant.item() < 0:
+            self.constant[0] = out.mean()
+        return out / self.constant.detach().item()
+
+
+def test_a_buffer_with_a_graph_is_trained_in_silence():
+    """PyTorch warns if such a tensor is asked for its gradient."""
+    with trainer_of(Normalized()) as trainer:
+        for x in torch.randn(3, 4, 4):
+            trainer.train_step(x, mean_square)
+
+
+def test_a_buffer_lets_go_of_the_graph_that_a_failed_attempt_wrote_to_it():
+    model, has_graph = Normalized(), []
+
+    def loss_fn(model, x):
+        has_graph.append(model.constant.grad_fn is not None)
+        loss = mean_square(model, x)
+        if len(x) > 2:
+            raise MemoryError
+        return loss
+
+    with trainer_of(model, probe=False) as trainer:
+        trainer.train_step(torch.randn(4, 4), loss_fn)
+    assert has_graph == [False, False, True]
+
+
+class Critic(nn.Sequential):
+    """Normalizes its weights by hooks, which compute them anew before each forward."""
+
+    def __init__(self, normalize):
+        super().__init__(*(normalize(nn.Linear(64, 64)) for _ in range(3)))
+
+
+class Recurrent(nn.LSTM):
+    """An LSTM whose weight is normalized; it also holds its weights in a list."""
+
+    def __init__(self):
+        super().__init__(64, 64)
+        nn.utils.weight_norm(self, "weight_hh_l0")
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+NORMALIZED = {
+    "weight_norm": lambda: Critic(nn.utils.weight_norm),
+    "spectral_norm": lambda: Critic(nn.utils.spectral_norm),
+    "LSTM": Recurrent,
+}
+with_normalized = pytest.mark.parametrize("make", NORMALIZED.values(), ids=NORMALIZED)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("is_other", [True, False], ids=["in the loss", "in the model"])
+@with_normalized
+def test_weights_that_hooks_compute_anew_are_not_held_during_the_step(make, is_other):
+    critic = make()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Identity() if is_other else critic)
+    before = []
+
+    def loss_fn(model, x):
+        loss = (critic(model(x)) if is_other else model(x)).square().mean()
+        assert not any(each() is not None for each in before)
+        return loss
+
+    with trainer_of(model) as trainer:
+        for _ in range(3):
+            before[:] = [weakref.ref(each) for each in map(weight_of, critic.modules()) if each is not None]
+            trainer.train_step(torch.randn(8, 64), loss_fn)
+
+
+def weight_of(module):
+    return module.weight_hh_l0 if isinstance(module, nn.LSTM) else getattr(module, "weight", None)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@with_normalized
+def test_weights_that_hooks_compute_anew_are_not_told_of(make):
+    """The other network trains elsewhere: its weights differ from those of the last step."""
+    critic = make()
+    model = nn.Linear(64, 64)
+
+    def loss_fn(model, x):
+        loss = critic(model(x)).square().mean()
+        if len(x) > 4:
+            raise MemoryError
+        return loss
+
+    with trainer_of(model, probe=False) as trainer, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*what loss_fn holds")
+        assert trainer.train_step(torch.randn(8, 64), loss_fn).sizes == (4, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@with_normalized
+def test_a_trial_leaves_weights_that_hooks_compute_anew(make):
+    critic = make()
+    watch = StateWatch(critic)
+    before = [*map(weight_of, critic.modules())]
+    with Rollback(watch, is_trial=True).undone():
+        critic(torch.randn(8, 64))
+    assert all(now is each for now, each in zip(map(weight_of, critic.modules()), before, strict=True))
+
+
+class Counter(nn.Module):
+    """Counts its forwards, and normalizes a weight itself, which is an attribute then."""
+
+    def __init__(self):
+        super().__init__()
+        self.own_weight, self.num_calls = nn.Parameter(torch.randn(3, 3)), 0
+        self.weight = self.own_weight.data
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.weight = self.own_weight / self.own_weight.norm()
+        return x @ self.weight
+
+
+def test_attributes_of_other_networks_in_the_loss_are_as_they_were():
+    model, network = nn.Linear(3, 3), Counter()
+    before, num_calls, are_first = network.weight, [], []
+
+    def loss_fn(model, x):
+        num_calls.append(network.num_calls)
+        are_first.append(network.weight is before)
+        loss = network(model(x)).square().mean()
+        if len(x) > 4:
+            raise MemoryError
+        return loss
+
+    with trainer_of(model, probe=False) as trainer, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*what loss_fn holds")
+        assert trainer.train_step(torch.randn(8, 3), loss_fn).sizes == (4, 4)
+    assert num_calls == [0, 0, 1]
+    assert are_first == [True, True, False]

@@ -427,3 +427,46 @@ def test_copies_for_a_recovery_are_no_operators_of_the_forward():
     ):
         warnings.simplefilter("error", MemkitWarning)
         trainer.train_step(x, judged)
+
+
+def test_operators_that_run_again_read_a_part_of_a_cached_storage():
+    """A `hann_window` is no view, but its storage is larger than it; the storage of its stand-in is not."""
+    cache = {"window": torch.hann_window(64)}
+
+    class Windowed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x) * cache["window"])
+            return x
+
+    model, x = Windowed(), torch.randn(1024, 64)
+    budget = int(0.8 * mk.estimate_memory_usage(model, x, mean_square, optimizer="sgd").peak_bytes)
+    settings = {"micro_batch_size": 1024, "treat": "tensors", "may_offload": False}
+    plan = mk.plan_training(model, x, mean_square, "sgd", budget=budget, **settings)
+    assert plan.saved_tensors.recomputed
+    with treat_saved_tensors(plan.saved_tensors):
+        loss = mean_square(model, x)
+    assert_same(*(torch.autograd.grad(each, list(model.parameters())) for each in (loss, mean_square(model, x))))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("normalize", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_step_within_a_plan_holds_no_old_weights_of_another_network(normalize):
+    """Hooks compute them anew in each forward."""
+    model, x = chain(), torch.randn(256, 64)
+    judge = nn.Sequential(*(normalize(nn.Linear(64, 64)) for _ in range(4)))
+
+    def judged(model, x):
+        return judge(model(x)).square().mean()
+
+    plan = mk.plan_training(model, x, judged, "sgd", activation_budget=0.5, micro_batch_size=256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False, **plan.wrapper_settings()) as trainer:
+        for _ in range(2):
+            with mk.Tracker(device="cpu") as tracker:
+                trainer.train_step(x, judged)
+    assert tracker.peak_bytes <= plan.required_bytes
