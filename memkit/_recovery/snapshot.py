@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from memkit._core.errors import StateError, warn_user
 from memkit._core.printable import list_some
@@ -62,6 +63,7 @@ class StateWatch:
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
+        self._hook: RemovableHandle | None = None  # the last one
         self.host = random_state.HostState()
 
     def leave_attributes(self) -> None:
@@ -148,11 +150,13 @@ class StateWatch:
         if self._is_compiled:
             yield
             return
-        handle = register_module_forward_pre_hook(notice)
+        if self._hook is not None:  # an interrupt left it
+            self._hook.remove()
+        self._hook = register_module_forward_pre_hook(notice)
         try:
             yield
         finally:
-            handle.remove()
+            self._hook.remove()
 
 
 @dataclass(slots=True)

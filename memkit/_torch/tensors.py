@@ -56,6 +56,24 @@ def live_versions(references: Iterable[Callable[[], torch.Tensor | None]]) -> li
         return None
 
 
+def share_versions(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether some tensors share a version: what is written to one then seems to be written to the other.
+
+    Parameters made of views of one tensor do, without being views. Nothing tells of it but a write, here of no element.
+    """
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for each in tensors:
+        by_storage.setdefault(storage_key(each.untyped_storage()), []).append(each)
+    with torch.no_grad():
+        for group in by_storage.values():
+            for number, one in enumerate(group[:-1]):
+                before = [other._version for other in group[number + 1 :]]
+                one.detach().as_strided((0,), (1,)).zero_()
+                if before != [other._version for other in group[number + 1 :]]:
+                    return True
+    return False
+
+
 @cache
 def versions_tell_together() -> bool:
     """Return whether this torch's operators on many tensors, those of `foreach`, increment the version of each."""

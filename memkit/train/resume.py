@@ -2,9 +2,9 @@
 
 Where an optimizer steps one tensor after the other, each operator that writes to a parameter or its state increments
 that tensor's version, so the versions before and after tell how far a step has come. Operators on all tensors of a
-group at once, the default on a GPU, do so too, but not beneath a dispatch mode, and fused ones never: those are counted
-as they run. Neither takes a copy. To resume, the same step runs again, for one parameter after the other, and skips the
-operators already applied.
+group at once, the default on a GPU, do so too, but not beneath a dispatch mode, and fused ones never; and views of one
+tensor, made into parameters, share a version. Those are counted as they run. Neither takes a copy. To resume, the same
+step runs again, for one parameter after the other, and skips the operators already applied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memkit._core.errors import StateError
 from memkit._torch.dispatch import LeanDispatchMode, current_modes, num_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import kernel_of, schema_of
-from memkit._torch.tensors import live_versions, version_of, versions_tell_together
+from memkit._torch.tensors import live_versions, share_versions, version_of, versions_tell_together
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group, writes_gradients
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes the real one's path
@@ -69,6 +69,7 @@ class StepJournal:
         self._is_together = any(_steps_together(group) for group, _ in self.parameters)
         self._is_fused = any(group.get("fused") for group, _ in self.parameters)
         self.watched: CountApplied | None = None
+        self._shares_versions = share_versions([each for _, one, state in entries for each in (one, *state.values())])
         # The parameters that are stepped by the same operators, by the first of them, which speaks for all: to read
         # hundreds of versions takes longer than all else.
         self._alike: dict[int, list[int]] = {}
@@ -118,7 +119,7 @@ class StepJournal:
     def begin(self) -> bool:
         """Record the versions before a step; return False if some state is gone."""
         leaves_versions = self._is_fused or (self._is_together and (num_modes() or not versions_tell_together()))
-        self.watched = CountApplied() if leaves_versions else None
+        self.watched = CountApplied() if leaves_versions or self._shares_versions else None
         versions = live_versions(self._tensors)
         self._versions = versions or []
         return versions is not None

@@ -164,6 +164,43 @@ def test_several_faults_in_one_step(name):
         assert_same(bits(parameters, optimizer), after)
 
 
+def make_views(kind, settings, what):
+    """An optimizer whose parameters, or whose states, are views of one tensor: these share a version."""
+
+    def views_of(tensors):
+        parts = torch.cat([each.detach().flatten() for each in tensors]).split([each.numel() for each in tensors])
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+    torch.manual_seed(0)
+    values = [torch.randn(shape) for shape in SHAPES]
+    parameters = [nn.Parameter(each) for each in (views_of(values) if what == "parameters" else values)]
+    optimizer = kind(parameters, lr=0.01, **settings)
+    for _ in range(2):
+        give_gradients(parameters)
+        optimizer.step()
+    if what == "states":
+        states = [optimizer.state[each] for each in parameters]
+        for name in states[0]:
+            for state, view in zip(states, views_of([each[name] for each in states]), strict=True):
+                state[name] = view
+    give_gradients(parameters)
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize("what", ["parameters", "states"])
+@pytest.mark.parametrize("name", ["adamw", "momentum", f"adamw{TOGETHER}"])
+def test_tensors_that_share_a_version(name, what):
+    parameters, optimizer = make_views(*SETTINGS[name], what)
+    with FailingOperator() as counter:
+        optimizer.step()
+    after = bits(parameters, optimizer)
+    for place in range(1, counter.num_operators + 1, 3):
+        parameters, optimizer = make_views(*SETTINGS[name], what)
+        with FailingOperator(place):
+            assert guarded(optimizer)
+        assert_same(bits(parameters, optimizer), after)
+
+
 def test_without_copies_and_with():
     """The negative control: torch's own step is torn, and steps that cannot be resumed use copies."""
     parameters, optimizer = make("adamw")
