@@ -83,11 +83,12 @@ class BlockChoice:
                 "callable (name, module) -> bool",
                 self._written("auto"),
             )
-        self._found = {key: self._select(key) for key in keys}
+        treatments = choice if isinstance(choice, Mapping) else {}
+        self._found = {key: self._select(key, treatments.get(key)) for key in keys}
         return {name: module for found in self._found.values() for name, module in found.items()}
 
-    def _select(self, key: BlockKey) -> _Modules:
-        """Return the modules that a name, a pattern, a class or a module selects."""
+    def _select(self, key: BlockKey, treatment: Treatment | None) -> _Modules:
+        """Return the modules that a name, a pattern, a class or a module selects; None is the default treatment."""
         kind = type(self._model).__name__
         if isinstance(key, str):
             found = {name: each for name, each in self._modules.items() if fnmatch.fnmatchcase(name, key)}
@@ -104,11 +105,12 @@ class BlockChoice:
             got = f"the whole {kind}" if is_whole else f"a {type(key).__name__} that is not inside of {kind}"
             near = list(_repeated_blocks(self._model)) if is_whole else []
         if not found:
-            names = near or list(self._modules)
+            names = list(_outermost({name: self._modules[name] for name in near or self._modules}))[:3]
+            others = names if treatment is None else dict.fromkeys(names, treatment)
             raise self._refusal(
                 got,
                 "fnmatch patterns over the names of model.named_modules(), classes, or modules of the model",
-                self._written(names[:3]) if names else "omit checkpoint: the model has no modules inside.",
+                self._written(others) if names else "omit checkpoint: the model has no modules inside.",
             )
         return found
 

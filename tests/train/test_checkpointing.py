@@ -310,6 +310,7 @@ class TestMapping:
             ({"layers.0": "full", "layers.0.linear1": "offload"}, r"'layers.0.linear1', whose modules all lie inside"),
             ({"layers.0": "disk"}, r"'disk' for 'layers.0'; expected one of \('full', 'selective', 'offload'\)"),
             ({"layer.0": "full"}, r"'layer.0', which matches no module of TransformerEncoder.*'layers.0'"),
+            ({"layer.0": "offload"}, r"write .*\{'layers.0': 'offload'[^}]*\}"),  # not a list, which means "full"
             ({0: "full"}, "patterns as strings"),
             ([0], "patterns as strings"),
             (4, "patterns as strings"),

@@ -373,3 +373,29 @@ class TestCutThatCouldNotBeChecked:
             return len(x) > (4 if offloads else 1)
 
         assert_refused(lambda: self.run(runs_out), mk.MemkitOutOfMemoryError, "splitting the batch (could not|changes)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "told"),
+    [
+        (torch.OutOfMemoryError, mk.MemkitOutOfMemoryError, "AveragedModel.update_parameters may be half done, the st"),
+        (ValueError, ValueError, "had stepped before AveragedModel.update_parameters: do not train the batch again"),
+    ],
+)
+def test_a_failure_after_the_step_says_that_the_step_is_done(kind, error, told):
+    model, optimizer, batches = make("mlp", "sgd")
+    updates = itertools.count(1)
+
+    def failing(average, parameter, _):
+        if next(updates) == 2:
+            raise kind("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return 0.9 * average + 0.1 * parameter
+
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=failing)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, average=average) as trainer:
+        trainer.train_step(batches[0], loss_fn)  # the first update copies
+        with pytest.raises(error) as caught:
+            trainer.train_step(batches[1], loss_fn)
+        assert told in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert trainer.num_steps == 2
+        assert trainer.train_step(batches[2], loss_fn).stepped
