@@ -519,7 +519,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             count: Its weight; None uses the number of rows.
             reduction: Whether ``loss`` is the mean or the sum over ``count``.
         """
-        check_loss(loss, call="trainer.backward(loss)")
+        if torch.is_grad_enabled() or not isinstance(self._driver.current, CheckAttempt):  # a check may look at losses
+            check_loss(loss, call="trainer.backward(loss)")
         check_reduction(reduction, has_count=count is not None, needs_count=True, call="trainer.backward")
         loss_with_count = Loss(mean=loss, count=count) if reduction == "mean" else Loss(sum=loss, count=count)
         self._backward(loss_with_count, "trainer.backward(loss)")

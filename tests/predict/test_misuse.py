@@ -288,7 +288,7 @@ class KeepsItsDevice(nn.Module):
 
 def test_a_stored_device_is_named_as_the_cause():
     model, batch = KeepsItsDevice("cpu"), [[1, 2], [3, 4]]
-    with pytest.raises(RuntimeError, match="same device|two different devices") as caught:
+    with pytest.raises(RuntimeError, match=r"same device|two different devices") as caught:
         estimate(model, batch, lambda m, b: m(b).sum(), target="T4")
     (note,) = caught.value.__notes__
     assert "fails on the same line" not in note
@@ -302,7 +302,7 @@ def test_a_tensor_made_without_a_device_is_named_as_the_cause():
     def made(name):
         return lambda m, b: (m(b[0])[:, 0] * torch.arange(8, device=name and b[0].device)).sum()
 
-    with pytest.raises(RuntimeError, match="same device|two different devices") as caught:
+    with pytest.raises(RuntimeError, match=r"same device|two different devices") as caught:
         estimate(MODEL, BATCH, made(None), target="T4")
     assert "torch.arange(n, device=x.device)" in caught.value.__notes__[0]
     assert estimate(MODEL, BATCH, made("the way out"), target="T4")

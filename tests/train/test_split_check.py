@@ -899,6 +899,26 @@ def test_a_comparison_of_rows_is_seen_in_losses_where_only_two_rows_fit_with_the
         assert train(relations, accumulation_steps=4) == (2, 2, 2, 2)
 
 
+def test_losses_are_looked_at_in_a_loop_of_ones_own_too():
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 64).double(), torch.randn(8, 16).double()
+
+    def run(loss_fn):
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for attempt in trainer.microbatches(x):
+            with attempt as micro:
+                if torch.is_grad_enabled() and len(micro) > 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+                trainer.backward(loss_fn(model, micro))
+        return trainer.step()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*out of memory")
+        assert run(lambda model, x: model(x).square().mean())
+        with pytest.raises(mk.MemkitOutOfMemoryError, match="the loss of 4 rows is not the mean"):
+            run(relations)
+
+
 def test_a_part_whose_loss_is_not_finite_is_told():
     def over_pairs(model, x):
         square = model(x).square().mean()
