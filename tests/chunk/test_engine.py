@@ -22,6 +22,7 @@ from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
 from tests.helpers import FunctionsEntered, assert_refused, assert_same, warm_peak_bytes
 from tests.toys import mlp
+from tests.versions import has
 
 MIB = 2**20
 
@@ -553,4 +554,5 @@ def test_a_chunk_enters_few_functions_whatever_the_number_of_parameters():
 
         return (entered(10) - entered(20)) / 20
 
-    assert per_chunk(2) == per_chunk(40) <= 45
+    most = 45 if has("torch.Tensor.grad_dtype") else 53  # torch's own, before 2.10
+    assert per_chunk(2) == per_chunk(40) <= most

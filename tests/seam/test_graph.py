@@ -6,6 +6,7 @@ from torch import nn
 
 from memkit._torch.graph import accumulate_gradients, gradients_of
 from tests.helpers import FunctionsEntered
+from tests.versions import lacks
 
 
 def net(num_layers=3):
@@ -69,6 +70,10 @@ def test_refuses_within_a_transform():
 
 def test_a_subclass_sees_both_calls():
     model, parameters, x = net()
+    torch.autograd.backward(model(x).mean().as_subclass(Logged))
+    if torch.autograd.backward not in Logged.calls:
+        pytest.skip(lacks("torch.autograd.backward that subclasses see", "the test is about it"))
+    Logged.calls.clear()
     accumulate_gradients(model(x).square().mean().as_subclass(Logged), None, parameters)
     gradients_of([model(x).as_subclass(Logged)], [torch.ones(5, 4, dtype=torch.float64)], parameters)
     assert {torch.autograd.backward, torch.autograd.grad} <= set(Logged.calls)
