@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
 from memkit._core.protocols import GradScaler
 from memkit._core.settings import Checker
-from memkit._recovery.attempt import insist
-from memkit._recovery.errors import describe_error, is_out_of_memory
+from memkit._recovery.attempt import Caught, insist
 from memkit._recovery.signals import are_plain, deferred_signals
 from memkit._torch.graph import accumulate_gradients
 from memkit._torch.tensors import accumulate_hooks, gradient_dtype, gradient_marks, require_gradient_dtypes
@@ -436,13 +435,14 @@ def _do_all(actions: deque[Callable[[], object]]) -> None:
             action()
         except Exception as error:
             name = getattr(getattr(action, "func", action), "__qualname__", "an action after the step")
-            if not is_out_of_memory(error):
+            caught = Caught()
+            if not caught.__exit__(type(error), error, error.__traceback__) or caught.failure is None:
                 error.add_note(f"memkit: the optimizers had stepped before {name}: do not train the batch again.")
                 raise
             raise MemkitOutOfMemoryError(
                 name,
-                got=f"out of memory ({describe_error(error)}) after the optimizers had stepped: {name} may be half "
-                "done, the step is done",
+                got=f"out of memory ({caught.failure.description}) after the optimizers had stepped: {name} may be "
+                "half done, the step is done",
                 expected="memory for what follows a step",
                 fix="free memory, and do not train the batch again; go on from the last save, or restore what "
                 f"{name} changes.",

@@ -238,13 +238,13 @@ class TestForms:
     @pytest.mark.parametrize(
         ("choice", "ending"),
         [
-            (nn.Conv2d, "write Checkpointing(model, ['0', '1', '1.layers'])"),
+            (nn.Conv2d, "write Checkpointing(model, ['0', '1'])"),
             ("Auto", "write Checkpointing(model, 'auto')"),
             ("selective", f"write Checkpointing(model, {dict.fromkeys(LAYERS, 'selective')})"),
             (None, "write Checkpointing(model, 'auto')"),
             (4, "write Checkpointing(model, 'auto')"),
             ([], f"write Checkpointing(model, {LAYERS})"),
-            (nn.Linear(2, 2), "write Checkpointing(model, ['0', '1', '1.layers'])"),
+            (nn.Linear(2, 2), "write Checkpointing(model, ['0', '1'])"),
             ({LAYER: "Full"}, "write Checkpointing(model, {TransformerEncoderLayer: 'full'})"),
             ({LAYER: LAYER}, "write Checkpointing(model, {TransformerEncoderLayer: 'full'})"),
             (lambda module: True, "write lambda name, module: ..."),
