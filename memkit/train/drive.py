@@ -95,7 +95,10 @@ class BatchDriver:
             is_predicted: Whether there are so many because the batch is predicted not to fit as a whole.
 
         Raises:
-            InputError: The batch has no common number of rows, and may have to be split.
+            InputError: The batch has no common number of rows, and is to be split.
+
+        Warns:
+            MemkitWarning: The batch has no common number of rows: it is trained whole.
         """
         uncut: Uncut | None = None
         if self._split_fn is None:

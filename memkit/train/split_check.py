@@ -420,13 +420,14 @@ class Examination:
         return (yield from compare(parts))
 
     def _compare_losses(self, parts: CutBatch) -> Attempts:
+        """Run whole and parts without a graph; the verdict is that of their losses."""
         self._close()
         self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, _leave
         self._only_losses = True
         try:
             whole = yield from self._run_whole()
             found = None if whole is None else (yield from self._run_parts())
-            if found is None or not math.isfinite(whole.loss):
+            if found is None or not whole.count or not math.isfinite(whole.loss):
                 return self._not_checked()
             _, separate = found
             if self._has_equal_loss(whole, separate) or self._rehearsal.has_unmatched_draws:

@@ -44,7 +44,7 @@ _OWN_SETTINGS = {"use_reentrant", "context_fn", "determinism_check", "debug", "e
 
 
 class _Passed:
-    """What a block was passed: its tensors and arrays, also those in objects, and the state of these.
+    """The tensors and arrays that a block was passed, in objects too, and the state of the objects.
 
     Args:
         arguments: Positional and keyword arguments.

@@ -10,7 +10,7 @@ from memkit._core.installed import is_users_module
 @pytest.mark.parametrize(
     ("file", "is_own"),
     [
-        ("/home/me/project/model.py", True),
+        ("/project/model.py", True),
         ("/usr/lib/python3/dist-packages/monai/losses/dice.py", False),  # seen from a venv with the system's packages
         ("/opt/conda/lib/python3.11/site-packages/torch/__init__.py", False),
     ],
