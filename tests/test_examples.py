@@ -47,7 +47,14 @@ LONG = {
         "plan.py",
         "memory_log.py",
     ),
-    *("s0_edge_memory.py", "s2_density_invariant.py", "s3_gan_radiance_field.py", "s4_radar_to_lidar.py"),
+    *(
+        "sparse_surface.py",
+        "surface_operator.py",
+        "s0_edge_memory.py",
+        "s2_density_invariant.py",
+        "s3_gan_radiance_field.py",
+        "s4_radar_to_lidar.py",
+    ),
 }
 
 

@@ -144,12 +144,12 @@ def test_reading_takes_a_fraction_of_object_memory(tmp_path):
 
 def test_a_cut_or_damaged_snapshot_is_read_or_refused(tmp_path):
     path = tmp_path / "log"
-    write_snapshot(path, 60_000)
+    write_snapshot(path, 12_000)
     data, chance, num_refused = path.read_bytes(), random.Random(0), 0
-    for _ in range(6):
+    for _ in range(3):
         path.write_bytes(data[: chance.randrange(2, len(data))])
         assert_refused(lambda: read_memory_events(path), FileFormatError)
-    for _ in range(24):
+    for _ in range(10):
         damaged = bytearray(data)
         for _ in range(chance.choice([1, 3])):
             damaged[chance.randrange(2, len(data))] = chance.randrange(256)
@@ -158,7 +158,7 @@ def test_a_cut_or_damaged_snapshot_is_read_or_refused(tmp_path):
             read_memory_events(path)
         except FileFormatError:
             num_refused += 1
-    assert num_refused > 4
+    assert num_refused > 2
 
 
 BODY = b"}\x94(h\x05h\x06h\x07K\x01h\x08K\x05"

@@ -26,7 +26,7 @@ def test_every_back_end_finds_the_nearest(backend, sizes):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(
     clouds=st.tuples(st.integers(1, 90), st.integers(1, 90), st.sampled_from([2, 3])).flatmap(
         lambda form: st.tuples(

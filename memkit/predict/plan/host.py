@@ -66,6 +66,12 @@ def _this_machine(num_threads: int) -> HostSpeeds:  # noqa: ARG001 - the key of 
     return HostTimes(_PROBED_BYTES, machine=HostSpeeds()).measure_machine()
 
 
+@cache
+def _timed_calls(num_threads: int) -> dict[Any, float]:  # noqa: ARG001 - the key of the cache
+    """Return the times that earlier plans of this process measured: the next plan is then made from the same ones."""
+    return {}
+
+
 class HostTimes:
     """Measured times of operators with this process's number of threads.
 
@@ -92,7 +98,9 @@ class HostTimes:
 
     def __init__(self, most_bytes: int, most_seconds: float = _MOST_SECONDS, machine: HostSpeeds | None = None) -> None:
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
-        self._machine = _this_machine(torch.get_num_threads()) if machine is None else machine
+        num_threads = torch.get_num_threads()
+        self._machine = _this_machine(num_threads) if machine is None else machine
+        self._timed = _timed_calls(num_threads) if machine is None else {}
         self._seconds: dict[Any, float | None] = {}  # None: cannot be run
         # By operator: the roofline's seconds of each measured call, and how many times as long it took.
         self._compared: dict[Any, list[tuple[float, float]]] = {}
@@ -137,7 +145,7 @@ class HostTimes:
         key = (func, _key((args, tuple(kwargs.items()))))
         if key not in self._seconds:
             start = time.process_time()
-            self._seconds[key] = self._measured(func, args, kwargs, out)
+            self._seconds[key] = self._measured(key, func, args, kwargs, out)
             self.measuring_seconds += time.process_time() - start
         seconds = self._seconds[key]
         if seconds is None:
@@ -152,21 +160,23 @@ class HostTimes:
         """Return the time to write so many bytes to a temporary file and to read them back."""
         return num_bytes * self._moving_seconds
 
-    def _measured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
+    def _measured(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
         size = num_bytes((args, tuple(kwargs.values()), out))
         estimate = self._roofline.seconds(func, args, kwargs, out)
-        expected = estimate * self._scales.get(func, 1.0)
+        expected = 0.0 if key in self._timed else estimate * self._scales.get(func, 1.0)
         is_cheap = size <= self._most_bytes and self.measuring_seconds + expected <= self._most_seconds
         if not is_cheap or func.namespace != "aten" or not _can_be_made((args, kwargs)):  # others may do anything
             return None
-        num_sets = min(_NUM_SETS, self._most_bytes // max(size, 1))
-        with without_modes(), torch.no_grad(), random_state.preserved():
-            try:
-                self._have_kept(max((num_bytes(each) for each in tree_leaves((args, kwargs, out))), default=0))
-                sets = [tree_map_only(Tensor, _operand, (args, kwargs)) for _ in range(num_sets)]
-                measured = self._time_calls([partial(func, *a, **k) for a, k in sets], size)
-            except Exception:  # noqa: BLE001 - operators raise what they like, if the values do not suit them
-                return None
+        if key not in self._timed:
+            num_sets = min(_NUM_SETS, self._most_bytes // max(size, 1))
+            with without_modes(), torch.no_grad(), random_state.preserved():
+                try:
+                    self._have_kept(max((num_bytes(each) for each in tree_leaves((args, kwargs, out))), default=0))
+                    sets = [tree_map_only(Tensor, _operand, (args, kwargs)) for _ in range(num_sets)]
+                    self._timed[key] = self._time_calls([partial(func, *a, **k) for a, k in sets], size)
+                except Exception:  # noqa: BLE001 - operators raise what they like, if the values do not suit them
+                    return None
+        measured = self._timed[key]
         compared = self._compared.setdefault(func, [])
         compared.append((estimate, measured / estimate))
         smallest = max(compared)[0] / _ALIKE

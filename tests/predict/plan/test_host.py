@@ -40,6 +40,16 @@ def test_each_distinct_call_is_run_once(times):
     assert (times.num_measured, times.num_unmeasured) == (8, 0)
 
 
+def test_the_next_plan_takes_the_times_of_the_last_one(times, monkeypatch):
+    """A busy moment between two plans would else make them differ, and the least budget of an error not suffice."""
+    x = torch.ones(24, 24)
+    first = seconds_of(times, aten.mul.Tensor, x, x)
+    monkeypatch.setattr(HostTimes, "_time_calls", lambda *_: 1.0)
+    assert seconds_of(HostTimes(2**20), aten.mul.Tensor, x, x) == first < 1.0
+    assert seconds_of(HostTimes(2**20), aten.mul.Tensor, x[1:], x[1:]) > 1.0
+    assert seconds_of(HostTimes(2**10), aten.mul.Tensor, x, x) != first  # too large for its budget: not as measured
+
+
 def test_a_trace_is_timed_by_real_runs(times):
     model = nn.Sequential(nn.Embedding(10, 16), nn.Dropout(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
