@@ -14,14 +14,15 @@ Attributes of modules, and of the objects that they and the loss function hold, 
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import dis
 import functools
 import inspect
-import itertools
 import sys
 import types
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -45,6 +46,7 @@ from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
 _SMALL_BYTES, _MOST_SAVED_BYTES = 2**20, 2**26  # of a tensor whose content is saved, and of all of them
+_MOST_CHECKED_BYTES = 2**30  # of larger arrays that are watched: half a second to read them
 _MAX_COPIED = 100_000  # items of a list or dict that is restored
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 # Arguments that native_batch_norm writes to, although its schema does not declare it.
@@ -66,6 +68,7 @@ _SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
 _UNSET: Any = object()  # the value of a variable that has none
 _GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]})
 _CONTAINERS = (list, dict, set, collections.deque)
+_NUMBERS = (bytearray, array.array)
 # Of the standard library, with what is the user's.
 _WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace)
 _WORDS = frozenset({bool, int, float, str, type(None)})
@@ -131,7 +134,7 @@ class Rehearsal:
     def __init__(self, roots: Sequence[object], *, room_bytes: int | None = None) -> None:
         self._room_bytes = room_bytes
         self.left_bytes: int | None = None
-        self._attributes = Attributes(roots)
+        self._attributes = Attributes(roots, content="arrays")
         self._random = random_state.capture()
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, original bytes
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
@@ -480,16 +483,17 @@ class Attributes:
 
     Args:
         roots: Modules, functions and other objects.
-        content: ``"arrays"``: also save the content of NumPy arrays. ``"versions"``: also watch whether tensors change
-            in place, buffers excepted. ``"saved"``: also save the content of arrays, and of tensors of up to 1 MiB, as
-            a count, a running mean or a small teacher has; of 64 MiB in all, and not of parameters that are trained.
+        content: ``"arrays"``: also save the content of NumPy arrays, of 64 MiB in all, and watch larger ones, of 1 GiB.
+            ``"versions"``: the same, and watch whether tensors change in place, buffers excepted. ``"saved"``: the
+            same, and save the content of tensors of up to 1 MiB, as a count, a running mean or a small teacher has; of
+            64 MiB in all, and not of parameters that are trained.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
         is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
             `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
 
     Warns:
-        MemkitWarning: When it is restored: a larger tensor was changed in place.
+        MemkitWarning: When it is restored: a larger tensor or array was changed in place.
     """
 
     def __init__(
@@ -506,7 +510,7 @@ class Attributes:
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: list[_HeldTensor] = []
-        self._arrays: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
+        self._arrays: list[_HeldArray] = []
         self._containers = list(containers)
         self._seen: set[int] = set()
         modules = [each for each in roots if isinstance(each, nn.Module)]
@@ -517,17 +521,22 @@ class Attributes:
             if id(value) not in self._seen and _may_hold_state(value) and not isinstance(value, except_for):
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
-        if content in ("arrays", "saved"):
+        if content is not None:
             self._save_arrays()
         if content in ("versions", "saved"):
             self._watch_content(is_saved=content == "saved")
 
     def _save_arrays(self) -> None:
-        left_bytes = _MOST_SAVED_BYTES
-        for index, (array, _) in enumerate(self._arrays):
-            if array.dtype != object and array.nbytes <= left_bytes and array.flags.writeable:
-                left_bytes -= array.nbytes
-                self._arrays[index] = array, array.copy()
+        saved_bytes, checked_bytes = _MOST_SAVED_BYTES, _MOST_CHECKED_BYTES
+        for index, (each, *_) in enumerate(self._arrays):
+            if each.dtype == object or not each.flags.writeable:
+                continue
+            if each.nbytes <= saved_bytes:
+                saved_bytes -= each.nbytes
+                self._arrays[index] = _HeldArray(each, each.copy())
+            elif each.nbytes <= checked_bytes:
+                checked_bytes -= each.nbytes
+                self._arrays[index] = _HeldArray(each, checksum=_checksum(each))
 
     def _watch_content(self, *, is_saved: bool) -> None:
         buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
@@ -559,11 +568,8 @@ class Attributes:
         if isinstance(value, type):
             self._variables += _assigned_in(value)
             return ()
-        if isinstance(value, _CONTAINERS):
-            if len(value) <= _MAX_COPIED:
-                self._containers.append((value, value.copy()))
-            inside = value.values() if isinstance(value, dict) else value
-            return list(inside) if len(value) <= _MAX_ITEMS else ()
+        if isinstance(value, (*_CONTAINERS, *_NUMBERS)):
+            return self._note_container(value)
         if isinstance(value, (tuple, frozenset, types.MappingProxyType)):
             held = value.values() if isinstance(value, types.MappingProxyType) else value
             return list(held) if len(value) <= _MAX_ITEMS else ()
@@ -580,22 +586,35 @@ class Attributes:
         hooks = _hooks_of(value) if isinstance(value, nn.Module) else ()
         return [*own.values(), *hooks, type(value)]
 
+    def _note_container(self, value: Any) -> Sequence[object]:
+        is_of_numbers = isinstance(value, _NUMBERS)
+        if len(value) <= _MAX_COPIED:
+            self._containers.append((value, value[:] if is_of_numbers else value.copy()))
+        inside = value.values() if isinstance(value, dict) else value
+        return () if is_of_numbers or len(value) > _MAX_ITEMS else list(inside)
+
     def _attributes_of(self, owner: object) -> dict[str, Any]:
         if not isinstance(owner, nn.Module):
             return attributes_of(owner)
         left_out = _MODULE_MACHINERY | recomputed_by_hooks(owner) if self._is_for_rerun else _MODULE_MACHINERY
         return {name: value for name, value in vars(owner).items() if name not in left_out}
 
-    def _note_array(self, array: npt.NDArray[Any]) -> Sequence[object]:
+    def _note_array(self, value: npt.NDArray[Any]) -> Sequence[object]:
         """Save an array; one of Python objects, such as a batch of meshes, is a container like a list."""
-        is_list = array.dtype == object
-        self._arrays.append((array, array.copy() if is_list and array.size <= _MAX_COPIED else array))
-        return list(array.flat) if is_list and array.size <= _MAX_ITEMS else ()
+        held = _HeldArray(value)
+        if held.is_list and value.size <= _MAX_COPIED:
+            held = _HeldArray(value, value.copy())
+        self._arrays.append(held)
+        return list(value.flat) if held.is_list and value.size <= _MAX_ITEMS else ()
 
     def restore(self) -> None:
         """Restore all attributes that have changed."""
         for container, copy in self._containers:
-            if not _is_same(container, copy):
+            if _is_same(container, copy):
+                continue
+            if isinstance(container, _NUMBERS):
+                container[:] = copy
+            else:
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
         for owner, attributes in self._owners:
@@ -604,17 +623,15 @@ class Attributes:
             variable.restore()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
-        for array, content in self._arrays:
-            if _is_written(array, content):
-                array[...] = content
-        lost = [held.tensor for held in self._tensors if not held.restore()]
+        lost = [tuple(held.array.shape) for held in self._arrays if not held.restore()]
+        lost += [tuple(held.tensor.shape) for held in self._tensors if not held.restore()]
         if lost:
-            shapes = list_some(list(dict.fromkeys(str(tuple(each.shape)) for each in lost)), 3)
+            shapes = list_some(list(dict.fromkeys(map(str, lost))), 3)
             warn_user(
-                "A run of memkit's own, of which nothing should stay, has changed a tensor in place that the loss "
-                f"function or the model holds, and that is too large to be saved beforehand: of the shape {shapes}. It "
-                "stays changed. Way out: make it a buffer of a module, write x = x + y instead of x += y, or change it "
-                "after the step."
+                "A run of memkit's own, of which nothing should stay, has changed a tensor or an array in place that "
+                f"the loss function or the model holds, and that is too large to be saved beforehand: of the shape "
+                f"{shapes}. It stays changed. Way out: make it a buffer of a module, write x = x + y instead of x += "
+                "y, or change it after the step."
             )
 
     def restore_modules(self, modules: Container[nn.Module]) -> None:
@@ -641,7 +658,11 @@ class Attributes:
 
     def arrays(self) -> list[npt.NDArray[Any]]:
         """Return the NumPy arrays of numbers."""
-        return [array for array, _ in self._arrays if array.dtype != object]
+        return [held.array for held in self._arrays if not held.is_list]
+
+    def lost_arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the arrays that have changed and that `restore` cannot restore, since they were too large to save."""
+        return [held.array for held in self._arrays if held.content is None and held.has_changed()]
 
     def differ(self) -> bool:
         """Return whether any attribute has changed."""
@@ -649,7 +670,7 @@ class Attributes:
             any(not _is_same(container, copy) for container, copy in self._containers)
             or any(not _is_same(self._attributes_of(owner), attributes) for owner, attributes in self._owners)
             or any(held.has_changed() for held in self._tensors)
-            or any(itertools.starmap(_is_written, self._arrays))
+            or any(held.has_changed() for held in self._arrays)
             or any(variable.has_changed() for variable in self._variables)
             or any(
                 not random_state.is_same_state(random_state.generator_state(generator), state)
@@ -669,10 +690,11 @@ class Attributes:
                 if not _is_equal(now.get(name, self), attributes.get(name, self)):
                     names[f"{kind}.{name}"] = None
             tensors |= {id(each): f"{kind}.{name}" for name, each in members_of(attributes).items()}
+            tensors |= {id(each): f"{kind}.{name}" for name, each in attributes.items() if type(each) is np.ndarray}
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         num_others += sum(not (_is_same(*pair) or _is_written_down(*pair)) for pair in self._containers)
-        num_others += sum(itertools.starmap(_is_written, self._arrays))
         changed = [tensors.get(id(held.tensor), "") for held in self._tensors if held.has_changed()]
+        changed += [tensors.get(id(held.array), "") for held in self._arrays if held.has_changed()]
         names |= dict.fromkeys(filter(None, changed))
         num_others += changed.count("")
         for generator, state in self._generators:
@@ -702,10 +724,13 @@ class Attributes:
     def changed(self, written: set[int]) -> list[str]:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
+        arrays = {id(held.array) for held in self._arrays if held.has_changed()}
         for owner, attributes in self._owners:
             place, now = self._names.get(id(owner), type(owner).__name__), self._attributes_of(owner)
             before = members_of(attributes)
             after = members_of(now)
+            written_arrays = [name for name, value in attributes.items() if id(value) in arrays]
+            names |= dict.fromkeys(f"{place}.{name}" if place else name for name in written_arrays)
             for name, value in after.items():
                 storage = _storage_of(value) if isinstance(value, Tensor) else None
                 is_written = storage is not None and storage_key(storage) in written
@@ -713,11 +738,6 @@ class Attributes:
                     names[f"{place}.{name}" if place else name] = None
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         return list(names)
-
-
-def _is_written(array: npt.NDArray[Any], content: npt.NDArray[Any]) -> bool:
-    """Whether an array differs from its copy; by identity, if it holds objects. False if there is no copy."""
-    return content is not array and array.tobytes() != content.tobytes()
 
 
 def content_of(batch: Any) -> Attributes | None:
@@ -770,6 +790,38 @@ class _Variable:
             del self.place.cell_contents
         else:
             self.place.cell_contents = self.value
+
+
+class _HeldArray(NamedTuple):
+    """A NumPy array, and its content. Where that is too large to be saved, a checksum tells whether it has changed."""
+
+    array: npt.NDArray[Any]
+    content: npt.NDArray[Any] | None = None
+    checksum: int | None = None
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it holds Python objects, which are compared by identity."""
+        return bool(self.array.dtype == object)
+
+    def has_changed(self) -> bool:
+        if self.content is not None:
+            return self.array.tobytes() != self.content.tobytes()
+        return self.checksum is not None and _checksum(self.array) != self.checksum
+
+    def restore(self) -> bool:
+        """Restore it; False if it has changed and was not saved."""
+        if not self.has_changed():
+            return True
+        if self.content is not None:
+            self.array[...] = self.content
+        return self.content is not None
+
+
+def _checksum(values: npt.NDArray[Any]) -> int:
+    """Return a checksum of an array; one that is not contiguous is copied a part at a time."""
+    parts = [values.reshape(-1).view(np.uint8)] if values.flags.c_contiguous else (each.tobytes() for each in values)
+    return functools.reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
 
 
 class _HeldTensor(NamedTuple):
@@ -879,7 +931,7 @@ def _may_hold_state(value: object) -> bool:
         return kind in _WITH_STORAGE and value.layout is torch.strided
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
-    if kind in (np.ndarray, types.MappingProxyType):
+    if isinstance(value, _NUMBERS) or kind in (np.ndarray, types.MappingProxyType):
         return True
     if isinstance(value, type):
         return _is_users(value)
@@ -925,4 +977,6 @@ def _is_same(container: Any, copy: Any) -> bool:
         return all(key in container and container[key] is value for key, value in copy.items())
     if isinstance(container, set):
         return bool(container == copy)
+    if isinstance(container, _NUMBERS):
+        return bytes(container) == bytes(copy)
     return all(one is other for one, other in zip(container, copy, strict=True))

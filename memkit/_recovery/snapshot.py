@@ -302,7 +302,7 @@ class AttributeStates:
     """
 
     def __init__(self, watch: StateWatch, *, is_trial: bool = False) -> None:
-        self._attributes = Attributes([watch.module], is_for_rerun=not is_trial)
+        self._attributes = Attributes([watch.module], content="arrays", is_for_rerun=not is_trial)
         largest_bytes = _LARGEST_BYTES if is_trial else _SMALL_BYTES
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
@@ -340,17 +340,21 @@ class AttributeStates:
         Raises:
             StateError: A large tensor changed.
         """
-        self._attributes.restore()
+        lost: list[tuple[int, ...]] = [each.shape for each in self._attributes.lost_arrays()]
+        if not lost:
+            self._attributes.restore()
         for each, version, kept in self._tensors:
             if kept is not None:
                 each.data.copy_(kept)
             elif version_of(each) != version or any(one is each and _digest(one) != was for one, was in self._digests):
-                raise StateError(
-                    "rolling back a failed attempt, or running a block again",
-                    got=f"a large tensor of shape {tuple(each.shape)} that forward changes in place",
-                    expected="a registered buffer for each tensor that forward changes in place",
-                    fix="register the tensor with register_buffer, or update it after the step.",
-                )
+                lost.append(tuple(each.shape))
+        if lost:
+            raise StateError(
+                "rolling back a failed attempt, or running a block again",
+                got=f"a large tensor or array of shape {lost[0]} that forward changes in place",
+                expected="a registered buffer for each tensor that forward changes in place",
+                fix="register the tensor with register_buffer, or update it after the step.",
+            )
 
 
 class Rollback:

@@ -102,6 +102,14 @@ def leaf_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if tensor.is_leaf else None
 
 
+def put_back(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    """Give a tensor back the storage that an alias of it still has, if it got another one (`tensor.data = other`)."""
+    if type(tensor) in _WITH_DATA and tensor.layout is torch.strided is place.layout:
+        is_there = storage_key(tensor.untyped_storage()) == storage_key(place.untyped_storage())
+        if not is_there or tensor.shape != place.shape or tensor.stride() != place.stride():
+            tensor.data = place
+
+
 def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Return identity and version of each parameter's gradient: another list tells that one was changed or replaced."""
     marks = []

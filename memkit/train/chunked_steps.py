@@ -20,15 +20,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
+from memkit._machine import random_state
 from memkit._recovery.attempt import Done, Failure, attempt, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
 from memkit._torch.optimizers import call_first, has_step_hooks, mark_stepped, own_step
-from memkit._torch.tensors import assign_gradient_dtype
+from memkit._torch.tensors import assign_gradient_dtype, put_back
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
+    PARAMETERWISE,
     Group,
     create_state,
     known_kind,
@@ -452,24 +454,35 @@ class _Slice:
 
 
 class _Undo:
-    """Old values of parameters and their state, and of their gradients if the step writes to them."""
+    """Old values of parameters and their state, and of their gradients if the step writes to them.
+
+    A registered optimizer may also draw random numbers, drop gradients, or give a tensor another storage (`p.data =
+    new`, `p.set_(new)`).
+    """
 
     def __init__(self, optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
+        self._random = None if known_kind(optimizer) in PARAMETERWISE else random_state.capture()
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
         tensors = list(parameters)
         for state in self._states.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         if writes_gradients(optimizer, group):
             tensors += [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self._tensors = [local_part(tensor.detach()) for tensor in tensors]
-        self._values = foreach.clone(self._tensors)
+        self._tensors, self._places = tensors, [local_part(tensor.detach()) for tensor in tensors]
+        self._values = foreach.clone(self._places)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything in place; this needs no memory, and may be repeated."""
-        for tensor, value in zip(self._tensors, self._values, strict=True):
-            tensor.copy_(value)
+        for tensor, place, value in zip(self._tensors, self._places, self._values, strict=True):
+            put_back(tensor, place)
+            place.copy_(value)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        if self._random is not None:
+            random_state.restore(self._random)
         for parameter, state in self._states.items():
             put_state(self._optimizer, parameter, state)
 

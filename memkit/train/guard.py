@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import MemkitOutOfMemoryError, warn_user
 from memkit._core.units import format_bytes
+from memkit._machine import random_state
 from memkit._machine.devices import has_room, release_cached_memory
 from memkit._recorder.recorder import Recorder
+from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failure, attempt
-from memkit._torch.tensors import strided_parts
+from memkit._torch.tensors import put_back, strided_parts
 from memkit.train.chunked_steps import ChunkedStep, OomCount, close_all
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import steps_parameterwise
@@ -34,7 +36,8 @@ class StepGuard:
     (`memkit.train.resume`). Its others, and those of `register_parameterwise`, step in atomic chunks (`atomic_steps`).
 
     An unknown optimizer is protected by a copy of the parameters, gradients and state of all optimizers that step
-    together, made before steps that may run out of memory. These are the first two, when the state is created (the
+    together (what they keep in attributes, in inner optimizers and in random numbers included), made before steps that
+    may run out of memory. These are the first two, when the state is created (the
     second also measures the temporary results), and later ones before which a trial allocation of the temporary
     results fails. Accelerator tensors are copied to host memory, host tensors to a temporary file, so the copy does not
     use the scarce memory. After an out-of-memory everything is restored, and the step is retried once with the
@@ -158,10 +161,11 @@ class StepGuard:
         return False
 
     def _copy(self) -> _Copy | None:
-        num_bytes = sum(map(_num_bytes, _tensors(self._optimizers)))
+        kept = _Kept(self._optimizers)
+        num_bytes = sum(map(_num_bytes, (*_tensors(kept.optimizers), *kept.tensors)))
         copied = None
         if num_bytes <= _MOST_BYTES:
-            outcome = attempt(_Copy, self._optimizers, others=(OSError,))
+            outcome = attempt(_Copy, kept, others=(OSError,))
             copied = outcome.result if isinstance(outcome, Done) else None  # else no temporary folder, or no space
         if not self._has_warned:
             self._has_warned = True
@@ -198,12 +202,33 @@ def _inner(optimizer: Optimizer) -> Optimizer:
 
 def _stepped(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """List the parameters with a gradient."""
+    return [each for each in _parameters(optimizers) if each.grad is not None]
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     listed = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-    return [each for each in listed if each.grad is not None]
+    return list({id(each): each for each in listed}.values())
+
+
+def _with_inner(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """List optimizers with those that they hold: Lookahead's, or the local one of a ZeroRedundancyOptimizer."""
+    found, todo = dict[int, Optimizer](), list(optimizers)
+    while todo:
+        each = todo.pop(0)
+        if id(each) not in found:
+            found[id(each)] = each
+            values = list(_attributes_of(each).values())
+            inside = [one for value in values if isinstance(value, (list, tuple)) for one in value]
+            todo += [one for one in (*values, *inside) if isinstance(one, Optimizer)]
+    return list(found.values())
+
+
+def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
 
 
 def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a copy holds."""
+    """Yield the tensors that a copy holds, but for those in attributes."""
     for parameter in _stepped(optimizers):
         yield parameter
         if parameter.grad is not None:
@@ -216,41 +241,78 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return sum(part.nbytes for part in strided_parts(local_part(tensor.detach())))
 
 
-class _Copy:
-    """A copy of parameters, gradients and optimizer state."""
+class _Kept:
+    """What optimizers keep in attributes, as they are now: a count of steps, slow weights, an inner optimizer.
+
+    Attributes:
+        optimizers: The optimizers, with those that they hold.
+        tensors: Their tensors, whose content is not saved.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        tensors = list(_tensors(optimizers))
-        copies: dict[int, Any] = dict(zip(map(id, tensors), _copied(tensors), strict=True))
-        self._parameters = [(each, each.grad, copies[id(each)], copies[id(each.grad)]) for each in _stepped(optimizers)]
+        self.optimizers = _with_inner(optimizers)
+        self._own = [(each, dict(vars(each))) for each in self.optimizers]
+        held = [value for each in self.optimizers for value in _attributes_of(each).values()]
+        self._others = Attributes(held, content="arrays")
+        copied = {id(each) for each in (*_parameters(self.optimizers), *_tensors(self.optimizers))}
+        self.tensors = [each for each in self._others.plain_tensors() if id(each) not in copied]
+
+    def restore(self) -> None:
+        """Restore all but the content of the tensors."""
+        for optimizer, attributes in self._own:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+        self._others.restore()
+
+
+class _Copy:
+    """A copy of parameters, gradients and optimizer state, and of random states."""
+
+    def __init__(self, kept: _Kept) -> None:
+        self._kept, self._random = kept, random_state.capture()
+        own = list(_tensors(kept.optimizers))
+        copied = list(_copied([*own, *kept.tensors]))
+        copies: dict[int, Any] = dict(zip(map(id, own), copied, strict=False))
+        aliases = [each.detach() for each in kept.tensors]
+        self._held = list(zip(kept.tensors, aliases, copied[len(own) :], strict=True))
+        self._parameters = [
+            (each, each.grad, copies[id(each)], copies[id(each.grad)]) for each in _stepped(kept.optimizers)
+        ]
         self._states = [  # tensors are replaced by their copies, other values are deep-copied
-            (optimizer, {parameter: copy.deepcopy(state, copies) for parameter, state in optimizer.state.items()})
-            for optimizer in optimizers
+            (
+                optimizer,
+                {
+                    parameter: (dict(state) if isinstance(state, dict) else None, copy.deepcopy(state, copies))
+                    for parameter, state in optimizer.state.items()
+                },
+            )
+            for optimizer in kept.optimizers
         ]
         self._groups = [
             (group, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
-            for optimizer in optimizers
+            for optimizer in kept.optimizers
             for group in optimizer.param_groups
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything in place."""
+        self._kept.restore()
+        for tensor, place, value in self._held:
+            put_back(tensor, place)
+            local_part(place).copy_(value)
         for parameter, gradient, value, its_value in self._parameters:
             local_part(parameter).copy_(value)
             if gradient is not None:
                 local_part(gradient).copy_(its_value)  # weight decay may have been added to it
             parameter.grad = gradient
         for optimizer, states in self._states:
-            for parameter in list(optimizer.state):
-                if parameter not in states:
-                    del optimizer.state[parameter]
-                elif isinstance(states[parameter], dict):
-                    _restore_state(optimizer.state[parameter], states[parameter])
-                else:
-                    optimizer.state[parameter] = states[parameter]
+            _restore_states(optimizer, states)
         for group, settings in self._groups:
-            group.update(settings)
+            for name in group.keys() - settings.keys() - {"params"}:
+                del group[name]
+            group.update(copy.deepcopy(settings))
+        random_state.restore(self._random)
 
 
 def _copied(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -263,11 +325,23 @@ def _copied(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     )
 
 
-def _restore_state(state: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_states(optimizer: Optimizer, states: dict[Any, tuple[dict[str, Any] | None, Any]]) -> None:
+    for parameter in optimizer.state.keys() - states.keys():
+        del optimizer.state[parameter]
+    for parameter, (own, before) in states.items():
+        if own is not None and isinstance(optimizer.state.get(parameter), dict):
+            _restore_state(optimizer.state[parameter], own, before)
+        else:
+            optimizer.state[parameter] = copy.deepcopy(before)
+
+
+def _restore_state(state: dict[str, Any], own: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restore a parameter's state: its own tensors, with the values that they had."""
     for name in state.keys() - before.keys():
         del state[name]
     for name, value in before.items():
         if isinstance(value, torch.Tensor):
-            local_part(state[name]).copy_(value)
+            state[name] = own[name]
+            local_part(own[name]).copy_(value)
         else:
             state[name] = copy.deepcopy(value)

@@ -1,5 +1,6 @@
 """What predictions, checks and retries put back: state that a loss function changes outside of the model."""
 
+import array
 import collections
 import copy
 import itertools
@@ -72,8 +73,18 @@ class Losses:
 
         return loss_fn
 
+    def of_array(self):
+        counts, mean = array.array("d", [0.0]), np.zeros(3)
 
-PLACES = ("of_global", "of_closure", "of_class", "of_function", "of_tensor")
+        def loss_fn(model, x):
+            counts[0] += 1
+            mean[1:] += counts[0]
+            return float(mean[2]) * model(x).square().mean()
+
+        return loss_fn
+
+
+PLACES = ("of_global", "of_closure", "of_class", "of_function", "of_tensor", "of_array")
 
 
 def wrapper(model, optimizer, x, loss_fn, **settings):
@@ -292,18 +303,22 @@ def test_content_is_saved_of_what_can_be_written_to(batch, has_content):
     assert (content_of(batch) is not None) is has_content
 
 
-def test_large_tensors_that_a_trial_changes_are_told_of():
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_large_tensors_that_a_trial_changes_are_told_of(make):
     """A copy of a replay buffer for each trial would cost more than the trial."""
-    large, small = torch.zeros(2**19), torch.zeros(4)
+    large, small = make(2**19 if make is torch.zeros else 2**24), make(4)
 
     def loss_fn(model, x):
-        large.add_(1.0)
-        small.add_(1.0)
+        nonlocal large, small
+        large[5] += 1
+        small += 1
         return model(x).square().mean()
 
     model = nn.Linear(4, 4)
     trainer = wrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None, memory="100MiB")
-    with pytest.warns(mk.errors.MemkitWarning, match=r"changed a tensor in place .* of the shape \(524288,\)"):
+    with pytest.warns(
+        mk.errors.MemkitWarning, match=rf"changed a tensor or an array in place .* of the shape \({len(large)},\)"
+    ):
         trainer.train_step(torch.ones(8, 4), loss_fn)
     assert float(small.max()) == 1.0
 

@@ -1,6 +1,6 @@
 """A model or a loss that writes to its batch: nothing stays of trial runs, and no forward runs on a changed batch."""
 
-from array import array
+import ctypes
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def train(write, *, oom_in=None, before=None, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = array("q", [0, 0])  # which no check puts back: the step, and how often memory ran out
+    state = (ctypes.c_longlong * 2)()  # which no check puts back: the step, and how often memory ran out
 
     def loss_fn(model, batch):
         WRITES[write](batch["x"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class FailingOperator(TorchDispatchMode):
     def __init__(self, *places: int) -> None:
         super().__init__()
         self.places = set(places)
-        self._counts = array("q", [0, 0])  # which no check puts back, whoever holds this object
+        self._counts = (ctypes.c_longlong * 2)()  # which no check puts back, whoever holds this object
 
     @property
     def num_operators(self):
