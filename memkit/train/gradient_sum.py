@@ -125,6 +125,8 @@ class GradientSum:
                 expected="float32 parameters, in which scaled gradients do not overflow",
                 fix="call model.float() first and compute in torch.autocast, or pass accumulate_dtype=torch.float32.",
             )
+        if self._scaler:
+            _refuse_complex(self._parameters, caller)
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
         self.ranks: Ranks | None = find_ranks(model, self._parameters, call=f"{caller.kind}(model=...)")
@@ -455,6 +457,20 @@ def _before_step(of: weakref.ref[GradientSum], *_: object) -> None:
     gradient_sum = of()
     if gradient_sum is not None:
         gradient_sum.check_own_step()
+
+
+def _refuse_complex(parameters: Sequence[nn.Parameter], caller: Caller) -> None:
+    for each in parameters:
+        if each.is_complex() and each.requires_grad:
+            raise ConfigError(
+                f"{caller.kind}(optimizer, scaler=...)",
+                got=f"a loss scaler over a {str(each.dtype).removeprefix('torch.')} parameter of shape "
+                f"{tuple(each.shape)}",
+                expected="real parameters: torch cannot unscale complex gradients",
+                fix="pass precision='bf16-mixed' to the wrapper, which needs no loss scaler; in a loop of your own, "
+                "compute in "
+                f"torch.autocast({each.device.type!r}, torch.bfloat16) and leave the scaler out.",
+            )
 
 
 def _do_all(actions: deque[Callable[[], object]]) -> None:

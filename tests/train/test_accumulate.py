@@ -703,6 +703,21 @@ class TestMisuse:
         call = functools.partial(getattr(accumulator, then), *arguments)
         assert_refused(call, mk.errors.StateError, r"remove optimizer\.zero_grad\(\) from the loop")
 
+    @pytest.mark.filterwarnings("ignore:precision='fp16' on a CPU")
+    @pytest.mark.parametrize("way", ["accumulator", "wrapper"])
+    def test_a_scaler_over_complex_parameters_is_refused_and_its_way_out_trains(self, way):
+        """Torch cannot unscale them."""
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        optimizer, loss_fn = torch.optim.SGD([model.weight], lr=0.25), lambda model, x: (model.weight * x).abs().mean()
+        build = {
+            "accumulator": lambda: mk.GradientAccumulator(optimizer, scaler=torch.amp.GradScaler("cpu")),
+            "wrapper": lambda: mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="fp16"),
+        }
+        assert_refused(build[way], mk.errors.ConfigError, r"shape \(5,\).*pass precision='bf16-mixed'")
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-mixed").train_step(torch.ones(4, 1), loss_fn)
+        torch.testing.assert_close(model.weight.detach(), torch.full((5,), 0.95, dtype=torch.complex64))
+
     @pytest.mark.parametrize("num_steps", [1, 2])
     def test_a_step_left_in_the_loop_is_refused_and_the_group_goes_on(self, num_steps):
         """Else the optimizer would step with the unfinished sum, and with the same gradients once more."""
