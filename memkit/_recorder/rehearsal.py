@@ -39,7 +39,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
-from memkit._torch.modules import BUFFERS, HOOKS, STATE, members_of, recomputed_by_hooks
+from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, members_of, recomputed_by_hooks
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
 
@@ -201,6 +201,8 @@ class Rehearsal:
             return
         with torch.no_grad():
             for storage, copy in self._before.values():
+                if storage.nbytes() != copy.nbytes:  # an observer's first forward resizes its buffers
+                    storage.resize_(copy.nbytes)
                 _as_bytes(storage).copy_(copy)
         self._attributes.restore()
         for generator, state in self._generators.values():
@@ -730,10 +732,15 @@ class Attributes:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
         arrays = {id(held.array) for held in self._arrays if held.has_changed()}
+        copies = {id(container): copy for container, copy in self._containers}
         for owner, attributes in self._owners:
             place, now = self._names.get(id(owner), type(owner).__name__), self._attributes_of(owner)
-            before = members_of(attributes)
+            # The dict of a module's buffers is the same object, whatever is in it.
+            members = {name: attributes[name] for name in (BUFFERS, PARAMETERS) if name in attributes}
+            before = members_of(attributes | {name: copies.get(id(each), each) for name, each in members.items()})
             after = members_of(now)
+            for name in recomputed_by_hooks(owner) if isinstance(owner, nn.Module) else ():
+                after.pop(name, None)  # another object after each forward, but no state
             written_arrays = [name for name, value in attributes.items() if id(value) in arrays]
             names |= dict.fromkeys(f"{place}.{name}" if place else name for name in written_arrays)
             for name, value in after.items():

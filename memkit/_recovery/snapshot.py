@@ -237,6 +237,8 @@ class BufferSnapshot:
                         fix="restart from the last checkpoint.",
                     )
             elif entry.copy is not None and entry.buffer is not None:
+                if entry.buffer.shape != entry.copy.shape:  # an observer's first forward resizes its buffers
+                    entry.buffer.data = entry.buffer.data.resize_(entry.copy.shape)
                 entry.buffer.data.copy_(entry.copy)
                 if entry.is_leaf and not entry.buffer.is_leaf and not is_view(entry.buffer):
                     entry.buffer.detach_()  # what the failed attempt wrote there holds its graph

@@ -15,6 +15,7 @@ __all__ = [
     "LISTS_OF_DEVICES",
     "LISTS_OF_TYPES",
     "MUON",
+    "before_step",
     "call_first",
     "foreach",
     "has_step_hooks",
@@ -24,6 +25,17 @@ __all__ = [
     "own_step",
     "states_of_scaler",
 ]
+
+
+def before_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle | None:
+    """Register a hook that runs before an optimizer's step; of the one inside, for a wrapper without hooks.
+
+    None if there is no place for one: a class that does not call ``Optimizer.__init__``.
+    """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)  # accelerate's
+        return before_step(inner, hook) if isinstance(inner, Optimizer) else None
+    return optimizer.register_step_pre_hook(hook)
 
 
 def call_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:

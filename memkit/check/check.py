@@ -142,10 +142,10 @@ def _check(source: Source, wanted: set[str]) -> list[Finding]:
         launcher = Launcher(source.text)
         finds = ((rule, place) for rule in launch.RULES if rule.id in wanted for place in rule.find(launcher))
         return _findings(source, set(finds), wanted)
-    if "torch" not in source.text:
-        return []
     script = _parse(source)
-    rules = (rule for rule in SCRIPT_RULES if rule.id in wanted and script.uses_torch)
+    if not script.uses_torch:
+        return []
+    rules = (rule for rule in SCRIPT_RULES if rule.id in wanted)
     found = set(chain.from_iterable(((rule, place) for place in rule.find(script)) for rule in rules))
     return _findings(source, found, wanted)
 

@@ -240,6 +240,17 @@ def refuse_changed_gradients(caller: Caller) -> NoReturn:
     )
 
 
+def refuse_own_step(caller: Caller) -> NoReturn:
+    """Refuse a step that the user's own code takes with the gradients of a group, which will step with them too."""
+    raise StateError(
+        "optimizer.step()",
+        got=f"a call inside a group of the {caller.kind}, which steps with the same gradients once more",
+        expected=f"steps that only the {caller.name} takes, until its group has ended",
+        fix=f"remove optimizer.step() from the loop: {caller.name}.step() calls it; to give the group up, call "
+        f"{caller.name}.discard() first.",
+    )
+
+
 def refuse_missing_gradients(caller: Caller) -> NoReturn:
     """Refuse a step of shards that got no gradient from backward: nothing would be trained."""
     raise StateError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from memkit._core.settings import Checker
 from memkit._recovery.attempt import Caught, insist
 from memkit._recovery.signals import are_plain, deferred_signals
 from memkit._torch.graph import accumulate_gradients
+from memkit._torch.optimizers import before_step
 from memkit._torch.tensors import accumulate_hooks, gradient_dtype, gradient_marks, require_gradient_dtypes
 from memkit.train.checks import (
     Caller,
@@ -29,6 +31,7 @@ from memkit.train.checks import (
     refuse_closed,
     refuse_lost_gradients,
     refuse_missing_gradients,
+    refuse_own_step,
     refuse_torn,
     refuse_total,
     warn_of_foreign_gradients,
@@ -122,6 +125,8 @@ class GradientSum:
                 expected="float32 parameters, in which scaled gradients do not overflow",
                 fix="call model.float() first and compute in torch.autocast, or pass accumulate_dtype=torch.float32.",
             )
+        if self._scaler:
+            _refuse_complex(self._parameters, caller)
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
         self.ranks: Ranks | None = find_ranks(model, self._parameters, call=f"{caller.kind}(model=...)")
@@ -137,6 +142,7 @@ class GradientSum:
         self.grad_norm: torch.Tensor | None = None
         self.num_step_ooms = 0
         self._marks: list[tuple[int, int]] | None = None  # of the gradients, after the last micro-batch
+        self._watches: list[Any] = []  # handles of the hooks that notice a step which is not this object's
         self.is_announced = False
         self._factor: float | None = None  # by which the gradients were normalized
         self._on_step, self._on_gradients = on_step, on_gradients
@@ -250,6 +256,7 @@ class GradientSum:
         self._count, self.num_microbatches, self._has_gradients, self.is_torn = 0.0, 0, False, False
         self._marks = self._factor = None
         self.is_announced = False
+        self._unwatch()
         clear_gradients(self._parameters, self._sum_dtype)
         self._has_leftovers = False
 
@@ -289,13 +296,33 @@ class GradientSum:
             dtype = None if self._sum_dtype else gradient_dtype(parameter)  # None keeps the state's
             moved = None if gradient is None else gradient.to(parameter.device, dtype, copy=True)
             set_gradient(parameter, moved)
+        if self.num_microbatches:
+            self._watch()
 
     def close(self) -> None:
         """Restore model and parameters: DDP synchronizes in backward again, gradients get their own dtype back."""
         if isinstance(self.ranks, Replicas):
             self.ranks.close()
         narrow_gradients(self._parameters, self._sum_dtype)
+        self._unwatch()
         self._is_closed = True
+
+    def _watch(self) -> None:
+        """Refuse a step of the optimizers that the user's own code takes before the group's."""
+        self._unwatch()
+        hook = functools.partial(_before_step, weakref.ref(self))
+        self._watches = [before_step(each, hook) for each in self.optimizers]
+
+    def _unwatch(self) -> None:
+        for each in filter(None, self._watches):
+            each.remove()
+        self._watches = []
+
+    def check_own_step(self) -> None:
+        """Refuse a step with an unfinished sum; not one with other gradients, after the group was given up."""
+        is_under_way = self.num_microbatches > 0 and not self.is_torn and have_gradients(self._parameters)
+        if is_under_way and (self._marks is None or gradient_marks(self._parameters) == self._marks):
+            refuse_own_step(self._caller)
 
     def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
         if not weight:
@@ -330,6 +357,7 @@ class GradientSum:
                     warn_of_foreign_gradients(self._caller)
                 clear_gradients(self._parameters, self._sum_dtype)
             self._has_leftovers = True  # until the step clears them: an interrupt may come first
+            self._watch()
             return
         if self._marks is not None and gradient_marks(self._parameters) != self._marks:
             refuse_changed_gradients(self._caller)
@@ -390,6 +418,7 @@ class GradientSum:
             narrow_gradients(self._parameters, self._sum_dtype)
         if self._on_gradients is not None and active:
             self._on_gradients()
+        self._unwatch()
         count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # in C: nothing can interrupt it
         todo: deque[Callable[[], object]] = deque((count_step, *then))
         # On KeyboardInterrupt a step can be resumed and completed; a scheduler or an average cannot.
@@ -421,6 +450,27 @@ class GradientSum:
         if self.shards is not None:  # the ranks' sums are mixed in each backward, so they must agree
             expected = self.shards.max([expected])[0]
         return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None
+
+
+def _before_step(of: weakref.ref[GradientSum], *_: object) -> None:
+    """Hook of an optimizer; it does not keep the sum alive."""
+    gradient_sum = of()
+    if gradient_sum is not None:
+        gradient_sum.check_own_step()
+
+
+def _refuse_complex(parameters: Sequence[nn.Parameter], caller: Caller) -> None:
+    for each in parameters:
+        if each.is_complex() and each.requires_grad:
+            raise ConfigError(
+                f"{caller.kind}(optimizer, scaler=...)",
+                got=f"a loss scaler over a {str(each.dtype).removeprefix('torch.')} parameter of shape "
+                f"{tuple(each.shape)}",
+                expected="real parameters: torch cannot unscale complex gradients",
+                fix="pass precision='bf16-mixed' to the wrapper, which needs no loss scaler; in a loop of your own, "
+                "compute in "
+                f"torch.autocast({each.device.type!r}, torch.bfloat16) and leave the scaler out.",
+            )
 
 
 def _do_all(actions: deque[Callable[[], object]]) -> None:

@@ -115,7 +115,8 @@ class Shards(Ranks):
 class Replicas(Ranks):
     """Ranks that hold whole copies of the parameters under DistributedDataParallel.
 
-    From construction to `close` the modules are in DDP's own ``no_sync`` state.
+    From construction to `close` the modules are in DDP's own ``no_sync`` state. ``static_graph`` is off meanwhile: its
+    first forward starts an all-reduce even there, which then fails.
 
     Args:
         modules: The DDP modules.
@@ -127,6 +128,8 @@ class Replicas(Ranks):
         self._no_sync = contextlib.ExitStack()
         for module in modules:
             self._no_sync.enter_context(module.no_sync())
+            self._no_sync.callback(setattr, module, "static_graph", module.static_graph)
+            module.static_graph = False
 
     def close(self) -> None:
         """Let DDP synchronize in backward again."""

@@ -87,6 +87,7 @@ def test_reports_unreadable_files_and_checks_the_rest(tmp_path):
         "coding.py": b"# coding: nonsense\nimport torch\n",
         "book.ipynb": b"import torch",
         "list.ipynb": b"[1]",
+        "without.py": b"def (:\n",
     }
     for name, data in bad.items():
         (tmp_path / name).write_bytes(data)

@@ -156,8 +156,8 @@ def test_writes_are_visible_to_the_script_only(capfd, tmp_path_factory):
     cards = tmp_path_factory.mktemp("cards") / "own.json"
     write_gpus(cards, [replace(find_gpu("T4"), name="own card")])
     code, out, err = dryrun(capfd, "writes.py", "--gpu", "own card", "--calibrated", str(cards))
-    assert code == 0, err
-    assert "fits own card, but no training step was seen" in out
+    assert code == 3, err
+    assert "no gradient was seen" in out
     assert "/copied/deep/x.txt" in out
 
 
@@ -230,6 +230,23 @@ def test_training_without_the_card_is_not_known(capfd):
     code, out, _ = dryrun(capfd, "on_the_cpu.py", "--gpu", "T4")
     assert code == 3
     assert "the script trained on the CPU and put nothing on the card" in unfolded(out)
+
+
+@pytest.mark.parametrize(
+    ("line", "doubt", "code"),
+    [
+        ("torch.ones(3)", "the script put nothing on the card", 3),
+        ("torch.ones(3, device='cuda') * 2", "no gradient was seen", 3),
+        ("torch.ones(3, device='cuda', requires_grad=True).sum().backward()", "", 0),
+    ],
+)
+@pytest.mark.usefixtures("forked")
+def test_a_script_without_training_is_not_known(capfd, tmp_path_factory, line, doubt, code):
+    script = tmp_path_factory.mktemp("without") / "script.py"
+    script.write_text(f"import torch\n{line}\n")
+    found, out, _ = dryrun(capfd, str(script), "--gpu", "T4")
+    assert found == code
+    assert doubt in unfolded(out)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ TABLE = [
     ("check good.py", 0),
     ("check bad.py", 1),
     ("check bad.py python2.py", 2),
+    ("check broken.py", 2),
     ("check none.py", 2),
     ("check good.py --select nothing", 2),
     ("compare small.json large.json", 0),

@@ -68,6 +68,21 @@ def test_restores_everything_without_writing_caller_objects():
     assert x.eq(1).all()
 
 
+@pytest.mark.parametrize("size", [0, 1])
+def test_restores_a_buffer_that_the_attempt_resized(size):
+    """As an observer's first forward does; also where attributes are not looked at, as in a compiled model."""
+    model = nn.Module()
+    model.register_buffer("scale", torch.full((size,), 2.0))
+    before, values = model.scale, model.scale.clone()
+    watch = StateWatch(model)
+    watch.leave_attributes()
+    rollback = Rollback(watch)
+    model.scale.resize_(6).fill_(3.0)
+    rollback.restore()
+    assert model.scale is before
+    assert_same(model.scale, values)
+
+
 def test_removes_buffer_created_in_the_attempt():
     model = Late()
     model.num_calls = 2

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
+from memkit._torch.optimizers import has_step_hooks
 from tests.helpers import assert_refused, assert_same, flat_gradient, gradients, relative_error
 from tests.toys import out_of_memory
 
@@ -701,6 +702,57 @@ class TestMisuse:
         arguments = [model(torch.ones(1, 2)).sum()] if then == "backward" else []
         call = functools.partial(getattr(accumulator, then), *arguments)
         assert_refused(call, mk.errors.StateError, r"remove optimizer\.zero_grad\(\) from the loop")
+
+    @pytest.mark.filterwarnings("ignore:precision='fp16' on a CPU")
+    @pytest.mark.parametrize("way", ["accumulator", "wrapper"])
+    def test_a_scaler_over_complex_parameters_is_refused_and_its_way_out_trains(self, way):
+        """Torch cannot unscale them."""
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        optimizer, loss_fn = torch.optim.SGD([model.weight], lr=0.25), lambda model, x: (model.weight * x).abs().mean()
+        build = {
+            "accumulator": lambda: mk.GradientAccumulator(optimizer, scaler=torch.amp.GradScaler("cpu")),
+            "wrapper": lambda: mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="fp16"),
+        }
+        assert_refused(build[way], mk.errors.ConfigError, r"shape \(5,\).*pass precision='bf16-mixed'")
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-mixed").train_step(torch.ones(4, 1), loss_fn)
+        torch.testing.assert_close(model.weight.detach(), torch.full((5,), 0.95, dtype=torch.complex64))
+
+    @pytest.mark.parametrize("num_steps", [1, 2])
+    def test_a_step_left_in_the_loop_is_refused_and_the_group_goes_on(self, num_steps):
+        """Else the optimizer would step with the unfinished sum, and with the same gradients once more."""
+        model, accumulator = self.make(accumulation_steps=num_steps)
+        optimizer, same = accumulator._sum.optimizers[0], copy.deepcopy(model)
+        for row in range(num_steps):
+            accumulator.backward(model(torch.ones(1, 2) * row).square().mean())
+            assert_refused(optimizer.step, mk.errors.StateError, r"accumulator\.step\(\) calls it")
+            stepped = accumulator.step()
+        assert stepped
+        (sum(same(torch.ones(1, 2) * row).square().mean() for row in range(num_steps)) / num_steps).backward()
+        torch.optim.SGD(same.parameters(), lr=0.1).step()
+        torch.testing.assert_close(dict(model.named_parameters()), dict(same.named_parameters()))
+        assert not has_step_hooks(optimizer)
+
+    @pytest.mark.parametrize("end", ["discard", "close", "zero_grad"])
+    def test_a_step_after_a_group_that_was_given_up_is_the_users_own(self, end):
+        model, accumulator = self.make(accumulation_steps=2)
+        optimizer, before = accumulator._sum.optimizers[0], copy.deepcopy(model)
+        accumulator.backward(model(torch.ones(1, 2)).square().mean())
+        if end != "zero_grad":
+            getattr(accumulator, end)()
+        for net, stepping in ((model, optimizer), (before, torch.optim.SGD(before.parameters(), lr=0.1))):
+            stepping.zero_grad()
+            net(torch.ones(3, 2)).square().mean().backward()
+            stepping.step()
+        torch.testing.assert_close(dict(model.named_parameters()), dict(before.named_parameters()))
+
+    def test_a_step_left_in_the_loop_is_refused_after_a_restart_inside_a_group(self):
+        model, accumulator = self.make(accumulation_steps=2)
+        accumulator.backward(model(torch.ones(1, 2)).square().mean())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        other = mk.GradientAccumulator(optimizer, accumulation_steps=2)
+        other.load_state_dict(copy.deepcopy(accumulator.state_dict()))
+        assert_refused(optimizer.step, mk.errors.StateError, r"accumulator\.discard\(\) first")
 
     def test_a_loss_of_other_parameters_is_no_lost_gradient(self):
         """A step whose branch this optimizer has no part in, before one that it has."""

@@ -71,18 +71,23 @@ def one_process(weigh=lambda rows, group: rows / sum(rows for _, rows, _ in grou
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def ddp_worker(rank, folder):
+def ddp_worker(rank, folder, **settings):
     join(rank, folder)
     plain = Model().double()
-    model = DistributedDataParallel(plain)
+    model = DistributedDataParallel(plain, **settings)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.1)
     with mk.GradientAccumulator(optimizer, STEPS, max_grad_norm=0.5, model=model) as accumulator:
         assert model.require_backward_grad_sync is False
         train(model, accumulator, data(rank))
         assert accumulator.num_steps == 3
     assert model.require_backward_grad_sync is True
+    assert model.static_graph is bool(settings)
     torch.save(plain.state_dict(), f"{folder}/{rank}.pt")
     leave()
+
+
+def static_worker(rank, folder):
+    ddp_worker(rank, folder, static_graph=True)
 
 
 def buffer_worker(rank, folder):
@@ -174,8 +179,9 @@ def checked_worker(rank, folder):
     leave()
 
 
-def test_two_ddp_ranks_with_ragged_data_equal_one_process(tmp_path):
-    spawn(ddp_worker, tmp_path)
+@pytest.mark.parametrize("worker", [ddp_worker, static_worker])
+def test_two_ddp_ranks_with_ragged_data_equal_one_process(worker, tmp_path):
+    spawn(worker, tmp_path)
     first, second = load(tmp_path, "")
     assert_same(first, second)
     torch.testing.assert_close(first, one_process(), rtol=1e-13, atol=1e-15)

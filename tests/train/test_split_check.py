@@ -467,6 +467,64 @@ def test_names_buffers_and_counts_changed_by_forward(name, state):
     assert f"traits.0.{state}" in verdict.advice
 
 
+class OfLoss(nn.Module):
+    """DINO's loss: a centre in a buffer, which each call assigns anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(5))
+
+    def forward(self, out):
+        loss = F.softplus(out - self.center).mean()
+        self.center = self.center * 0.9 + out.detach().mean(0)
+        return loss
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm, nn.Identity()])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_names_a_buffer_of_the_loss_not_a_weight_that_hooks_compute_anew(norm):
+    model, criterion = nn.Sequential(norm(nn.Linear(6, 5))).eval(), OfLoss()
+    before = criterion.center
+    verdict = check_split(model, torch.randn(ROWS, 6), lambda model, x: criterion(model(x)))
+    assert (verdict.exact, verdict.loss, verdict.state) == (False, "state", ("OfLoss.center",))
+    assert criterion.center is before
+    assert_same(before, torch.zeros(5))
+
+
+class Observer(nn.Module):
+    """Quantization-aware training: a buffer that the first forward resizes, and a module that uses it afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5).double()
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+        self.register_buffer("most", torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x):
+        scale = self.linear.weight.detach().abs().amax(1)
+        if not len(self.most):
+            self.scale.resize_(scale.shape).copy_(scale)
+            self.most.resize_(scale.shape).copy_(scale)
+        return self.linear(x) / self.scale * self.most
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_buffer_that_the_first_forward_resizes_is_as_it_was(is_first):
+    model = Observer()
+    if not is_first:
+        model(torch.randn(ROWS, 6).double())
+    twin, objects = copy.deepcopy(model), list(model.buffers())
+    x, loss_fn = torch.randn(ROWS, 6).double(), lambda model, x: model(x).square().mean()
+    assert check_split(model, x, loss_fn).exact
+    assert_same(model.state_dict(), twin.state_dict())
+    assert list(map(id, model.buffers())) == list(map(id, objects))
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2)
+    trainer.train_step(x, loss_fn)
+    loss_fn(twin, x).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+
+
 class Counting(nn.Module):
     """State that does not reach the gradient."""
 

@@ -64,7 +64,7 @@ _NOT_THE_SCRIPTS = (MemkitError, NotImplementedError, UnsupportedFakeTensorExcep
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
 
 
-_AFTER_STEPS = "after its steps"  # how a script was ended
+_AFTER_STEPS, _BY_ITSELF = "after its steps", "by itself"  # how a script ended
 
 
 class _EndOfStepsError(BaseException):
@@ -122,6 +122,11 @@ class StepCounter:
     def num_done(self) -> int:
         """Steps so far: of the optimizer with the most steps, or else backward passes."""
         return max(self._num_done.values(), default=self._num_backwards)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was a step, or a backward pass without one."""
+        return bool(self.num_done or self._num_backwards)
 
     def unstepped(self) -> list[str]:
         """Return the lines that made optimizers which are there and have never stepped."""
@@ -202,18 +207,23 @@ def run_child() -> None:
         "numbers": list(gpu.guesses.numbers),
         "other_way": requests.other_way,
         "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
-        "estimate": _estimate(gpu, (*_doubt_of_cpu(gpu, steps), *_doubts_of_steps(steps, ended))).as_dict(),
+        "estimate": _estimate(gpu, (*_doubt_of_nothing(gpu, steps, ended), *_doubts_of_steps(steps, ended))).as_dict(),
     }
     if expected is None:
         np.save(folder / sizes.name, np.asarray(requests.sizes, dtype=np.int64))
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def _doubt_of_cpu(gpu: VirtualGPU, steps: StepCounter) -> tuple[str, ...]:
-    """Return a doubt if the script trained without any memory of the GPU: it trained on the CPU."""
-    if not steps.num_done or gpu.memory.allocator.highest_allocated_bytes or gpu.memory.shortages:
-        return ()
-    return ("the script trained on the CPU and put nothing on the card: move model and batches to cuda",)
+def _doubt_of_nothing(gpu: VirtualGPU, steps: StepCounter, ended: str) -> tuple[str, ...]:
+    """Return a doubt if the script took no memory of the GPU, or ended by itself without any gradient."""
+    if not (gpu.memory.allocator.highest_allocated_bytes or gpu.memory.shortages):
+        if steps.num_done:
+            return ("the script trained on the CPU and put nothing on the card: move model and batches to cuda",)
+        if ended == _BY_ITSELF:
+            return ("the script put nothing on the card: pass it the arguments that training gets",)
+    if ended == _BY_ITSELF and not steps.has_gradients:
+        return ("no gradient was seen: what training takes is not counted. Pass the arguments that training gets",)
+    return ()
 
 
 def _doubts_of_steps(steps: StepCounter, ended: str) -> list[str]:
@@ -279,7 +289,7 @@ def _run(
     except Exception as error:  # noqa: BLE001 - a script may raise anything
         traceback.print_exception(error.with_traceback(_own(error)))
         return "error", _problem(error, _way_out(error)), bool(compiled)
-    return "by itself", None, bool(compiled)
+    return _BY_ITSELF, None, bool(compiled)
 
 
 @contextmanager
