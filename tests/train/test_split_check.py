@@ -518,7 +518,9 @@ def test_a_buffer_that_the_first_forward_resizes_is_as_it_was(is_first):
     assert check_split(model, x, loss_fn).exact
     assert_same(model.state_dict(), twin.state_dict())
     assert list(map(id, model.buffers())) == list(map(id, objects))
-    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+    )
     trainer.train_step(x, loss_fn)
     loss_fn(twin, x).backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
