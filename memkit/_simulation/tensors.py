@@ -40,7 +40,7 @@ from memkit._torch.fake import (
 from memkit._torch.graph import current_node
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves
-from memkit._torch.tensors import MAKE_SUBCLASS, storage_key, strided_parts
+from memkit._torch.tensors import MAKE_SUBCLASS, is_view, storage_key, strided_parts
 
 CALL = "a step on tensors without data"  # a placeholder for the user's call, which is not known here
 _aten = torch.ops.aten
@@ -343,6 +343,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                 self.forget_written(func, args)
             if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
                 return self._sparse(func, args, out)
+            for each in tree_leaves(out):
+                _take_storage_of_values(each)
             self.guesses.num_true += _reads_values(func, args)  # without values it raises an error
             return out
         recipe = _recipes.get(key)
@@ -618,6 +620,15 @@ def _bag_gradient(out: Tensor, gradient: Tensor, indices: Tensor, *_: Any) -> Te
     if out.layout is torch.strided:
         return out
     return _entries(indices.view(1, -1), gradient.new_empty((len(indices), gradient.shape[1])), out.shape)
+
+
+def _take_storage_of_values(out: Any) -> None:
+    """Make a result as long as its storage is with data: `unique_consecutive` returns the head of a longer one."""
+    if isinstance(out, FakeTensor) and out.constant is not None and not is_view(out.constant):
+        num_bytes = out.constant.untyped_storage().nbytes()
+        if num_bytes > out.untyped_storage().nbytes():
+            with no_dispatch():
+                out.untyped_storage().resize_(num_bytes)
 
 
 def _cloned_entries(tensor: Tensor) -> Tensor:
