@@ -139,7 +139,7 @@ class Rehearsal:
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, original bytes
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
         self._draws: dict[tuple[object, ...], _Draw] = {}
-        self._is_dirty, self.most_elements = False, 0
+        self._is_dirty, self.most_elements, self.is_backward = False, 0, False
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
         self.has_several_per_row = False
 
@@ -171,7 +171,7 @@ class Rehearsal:
         """
         if not goes_on:
             self.undo()
-        self._is_dirty, self.left_bytes = True, self._room_bytes
+        self._is_dirty, self.left_bytes, self.is_backward = True, self._room_bytes, False
         host = random_state.capture_host()
         if random_goes_on != "all":
             for generator, state in self._generators.values():
@@ -193,7 +193,7 @@ class Rehearsal:
 
     def end_forward(self) -> None:
         """Mark the start of a run's backward, which allocates less than its forward."""
-        self.left_bytes = None
+        self.left_bytes, self.is_backward = None, True
 
     def undo(self) -> None:
         """Restore everything that the runs so far have changed."""
@@ -311,8 +311,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._rehearsal.most_elements = max(self._rehearsal.most_elements, each.numel())
                 self._count(storage)
                 self._born.add(storage_key(storage))
-                if self._rounding is not None and _facts(func).rounds:
+                if self._rounding is not None and (_facts(func).rounds or self._narrows(func, args, each)):
                     _round_differently(each, func, args, kwargs, self._rounding)
+
+    def _narrows(self, func: Any, args: tuple[Any, ...], out: Tensor) -> bool:
+        """Whether a gradient, which is the sum of the parts', is cast to a lower precision.
+
+        A forward's casts are the same for the whole and its parts, and may be compared with each other.
+        """
+        if not self._rehearsal.is_backward or func is not aten.to_copy:
+            return False
+        given = args[0]
+        return _digits(given.dtype) > _digits(out.dtype) > 0
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         rehearsal = self._rehearsal
@@ -346,6 +356,11 @@ def _facts(func: Any) -> _Facts:
         bool(schema.returns) and not aliases,
         schema.name.rpartition("::")[2] not in _EXACT_OPERATORS,
     )
+
+
+def _digits(dtype: torch.dtype) -> float:
+    """Return the inverse of the relative precision of a floating-point type; 0 for other types."""
+    return 1 / torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def _round_differently(
@@ -581,7 +596,7 @@ class Attributes:
             held = value.values() if isinstance(value, types.MappingProxyType) else value
             return list(held) if len(value) <= _MAX_ITEMS else ()
         if isinstance(value, Tensor):
-            self._tensors.append(_HeldTensor(value, value.detach(), _gradient_of(value)))
+            self._tensors.append(_HeldTensor(value, value.detach(), _gradient_of(value), value.requires_grad))
             return ()
         if isinstance(value, np.ndarray):
             return self._note_array(value)
@@ -837,7 +852,7 @@ def _checksum(values: npt.NDArray[Any]) -> int:
 
 
 class _HeldTensor(NamedTuple):
-    """A tensor, its storage and layout (``tensor.data = other`` gives it others), its version and its content.
+    """A tensor, its storage and layout (``tensor.data = other`` gives it others), ``requires_grad``, version, content.
 
     Where the content is not saved, sums of its bits may tell whether it has changed.
     """
@@ -845,12 +860,18 @@ class _HeldTensor(NamedTuple):
     tensor: Tensor
     same: Tensor
     gradient: Tensor | None
+    is_trained: bool
     version: int | None = None
     content: Tensor | None = None
     sums: list[int] | None = None
 
+    @property
+    def _gradient_now(self) -> Tensor | None:
+        return None if self.is_trained else leaf_gradient(self.tensor)
+
     def has_changed(self) -> bool:
-        if _gradient_of(self.tensor) is not self.gradient:
+        """Return whether it has changed, but for ``requires_grad``, which a GAN's loss sets in each call."""
+        if self._gradient_now is not self.gradient:
             return True
         is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
         if not is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
@@ -866,7 +887,9 @@ class _HeldTensor(NamedTuple):
 
     def restore(self) -> bool:
         """Restore all of it; False if its content has changed and was not saved."""
-        if _gradient_of(self.tensor) is not self.gradient:
+        if self.tensor.requires_grad != self.is_trained and self.tensor.is_leaf:
+            self.tensor.requires_grad_(self.is_trained)
+        if self._gradient_now is not self.gradient:
             self.tensor.grad = self.gradient
         if not self.has_changed():
             return True

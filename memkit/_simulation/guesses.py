@@ -150,7 +150,7 @@ class Guesses(Counter[str]):
     def unsized(self, name: str) -> None:
         """Note an operator whose result has fewer entries than it would have with data."""
         line = self.note(name)
-        self.numbers[f"{_now(line)} makes a sparse tensor, whose size depends on data"] = None
+        self.numbers[f"{_now(line)} computes with a sparse tensor, whose size depends on data"] = None
 
     def approximated(self, name: str) -> None:
         """Note an operator that takes other memory on a card than its parts here."""

@@ -261,7 +261,8 @@ def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     if inputs[0].dtype not in (torch.float32, torch.float64):
         widened = sum(tensor.numel() * max(4, tensor.dtype.itemsize) for tensor in (*inputs, *outputs))
         return _helpers_bytes() + widened
-    return sum(_nbytes(tensor) for tensor in inputs if tensor.dim() > 1 and not is_matrix(tensor))
+    dense = [tensor for tensor in inputs if tensor.layout is torch.strided and tensor.dim() > 1]
+    return sum(_nbytes(tensor) for tensor in dense if not is_matrix(tensor))
 
 
 def _attention(query: Tensor, key: Tensor) -> int:

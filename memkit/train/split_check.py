@@ -51,6 +51,7 @@ _OTHER_LOSS = (
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
 _LEFT_OUT = 1e-6  # share of a part that does not count; one valid token among those of a few rows has more
+_NOTHING_TO_TRAIN = "the model has no parameter to train"
 _ONLY_IN_ORDER = (
     "parts of the batch in its own order have the gradient of the whole, parts of the same rows in another order do "
     "not: the loss, or the model, compares or mixes rows, and either the rows that belong together were in one part, "
@@ -75,6 +76,9 @@ _ADVICE = {
     "weights": "The loss is a mean over something other than rows (valid tokens, class weights): return "
     "mk.Loss(mean=loss, count=n) from loss_fn, where n is the divisor of the mean; in a loop of your own, call "
     "trainer.backward(loss, count=n).",
+    "counted": "The count that loss_fn gives is not the divisor of its mean (one with + 1e-5 is another number): "
+    "return mk.Loss(sum=total, count=n), where total is the sum before the division and n the number of what it sums; "
+    "in a loop of your own, call trainer.backward(total, count=n, reduction='sum').",
     "sum": f"{SUM_IS_AVERAGED}: return its mean over the rows; or, for the "
     "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), where num_rows is the number of rows of the "
     "whole batch and n that of the part; memkit.SplitLoss(reduction='sum') adds up the parts.",
@@ -119,6 +123,7 @@ class SplitVerdict:
     has_branches: bool = False
     kind: tuple[tuple[str, ...], ...] = ()
     buffers: tuple[str, ...] = ()
+    has_count: bool = False
 
     def __bool__(self) -> bool:
         return self.exact is True  # for `if check_split(...):`
@@ -128,7 +133,8 @@ class SplitVerdict:
         """Suggested fixes, one sentence per cause; empty if there are none."""
         names = ", ".join(self.state) or "something that memkit cannot name"
         of_modules = _ADVICE["modules"].format(names=list_some(self.modules)) if self.modules else ""
-        of_loss = _ADVICE[self.loss].format(names=names) if self.loss else ""
+        cause = "counted" if self.loss == "weights" and self.has_count else self.loss
+        of_loss = _ADVICE[cause].format(names=names) if cause else ""
         return " ".join(filter(None, (of_modules, of_loss)))
 
 
@@ -278,7 +284,8 @@ class Examination:
         around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._around_whole = around_whole
-        self._model, self._parameters = model, list(how.parameters())
+        self._model, self._how = model, how
+        self._parameters: list[nn.Parameter] | None = None  # known after the first forward, which may freeze some
         self._ways, self._adds_up = ways, how.adds_up
         # Rounding in half precision hides small differences.
         self._in_full_precision = how.is_mixed() or 0 < _half_bytes(model) <= _MAX_HALF_BYTES
@@ -290,9 +297,10 @@ class Examination:
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._num_compared, self._only_losses = 0, False
+        self._has_count = False
         self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False
-        self._with_hooks = how.with_hooks and any(hooks_of(each) for each in self._parameters)
-        self._rounding: Vector = np.zeros(len(self._parameters))
+        self._with_hooks = False
+        self._rounding: Vector = np.zeros(0)
         self._attempt: CheckAttempt
         self._rehearsal: Rehearsal
         self._where: CutBatch
@@ -307,7 +315,9 @@ class Examination:
             # Both refer back to this object, which holds the model: a dropped model is to be freed at once.
             self._prepare = _leave
             vars(self).pop("_attempt", None)
-        self.verdict = replace(self.verdict, has_branches=self._has_branches, kind=self._kind)
+        self.verdict = replace(
+            self.verdict, has_branches=self._has_branches, kind=self._kind, has_count=self._has_count
+        )
 
     def _close(self) -> None:
         rehearsal = getattr(self, "_rehearsal", None)
@@ -586,6 +596,7 @@ class Examination:
     def _take(self, loss: Loss, size: int) -> _Gradient:
         """Run backward and return its gradient, sketching each parameter's as soon as backward has it."""
         self._rehearsal.end_forward()
+        parameters, self._has_count = self._trained(), loss.count is not None
         adds_up = self._adds_up and loss.count is None
         if loss.count is None:
             slope, count = (1.0, 1.0) if adds_up else (float(size), float(size))
@@ -597,7 +608,17 @@ class Examination:
             return _Gradient([], count, float(root.detach().real) * slope if count else 0.0, adds_up)
         self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
         if not count:
-            return _Gradient([None] * len(self._parameters), 0.0, 0.0)
+            return _Gradient([None] * len(parameters), 0.0, 0.0)
+        # Those that a loss freezes itself, such as those of a GAN's other network, get no gradient.
+        places = [index for index, each in enumerate(parameters) if each.requires_grad]
+        wanted = [parameters[index] for index in places]
+        if not wanted:
+            raise InputError(
+                "loss_fn",
+                got=_NOTHING_TO_TRAIN,
+                expected="parameters with requires_grad=True after the forward",
+                fix="unfreeze them before: model.requires_grad_(True).",
+            )
         if not root.requires_grad:
             raise InputError(
                 "loss_fn",
@@ -609,11 +630,22 @@ class Examination:
         slopes = torch.full_like(root, slope, dtype=torch.float32 if root.dtype in _HALF else root.dtype) * scale
         slopes, count = slopes.to(root.dtype), count * scale
         value = float((root.detach() * slopes).real)
+        vectors: list[Vector | None] = [None] * len(parameters)
         if has_reentrant_checkpoint(root):
-            return _Gradient(sketches_of_backward(root, slopes, self._parameters), count, value, adds_up)
-        hooks = contextlib.nullcontext() if self._with_hooks else without_hooks(self._parameters)
-        with hooks:
-            return _Gradient(sketches(root, slopes, self._parameters), count, value, adds_up)
+            found = sketches_of_backward(root, slopes, wanted)
+        else:
+            with contextlib.nullcontext() if self._with_hooks else without_hooks(wanted):
+                found = sketches(root, slopes, wanted)
+        for index, vector in zip(places, found, strict=True):
+            vectors[index] = vector
+        return _Gradient(vectors, count, value, adds_up)
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the parameters that are compared: those that are trained after the first forward."""
+        if self._parameters is None:
+            self._parameters = list(self._how.parameters())
+            self._with_hooks = self._how.with_hooks and any(hooks_of(each) for each in self._parameters)
+        return self._parameters
 
     # ------------------------------------------------------------------ judgment
 
@@ -623,7 +655,7 @@ class Examination:
         error = float(np.max(errors / np.where(norms > 0, norms, 1.0), initial=0.0)) if len(errors) else 0.0
         # A sum of many terms is rounded at each of them, and the parts add in a different order.
         of_sums = math.sqrt(self._rehearsal.most_elements) * torch.finfo(torch.float32).eps
-        limits = np.array([_QUICK_TOLERANCE.get(each.dtype, max(_TOLERANCE, of_sums)) for each in self._parameters])
+        limits = np.array([_QUICK_TOLERANCE.get(each.dtype, max(_TOLERANCE, of_sums)) for each in self._trained()])
         if not np.isfinite(errors).all():
             return math.inf, False
         if (errors <= limits * norms).all():
@@ -779,24 +811,24 @@ class Examination:
         """Return whether the whole is a weighted mean or the sum of the parts; None if it is neither."""
         if any(not each.count or not _is_finite(each.vectors) for each in parts):
             return "weights"  # a part without any items: 0 / 0
-        # All parameters have equal weight; one whose gradient is pure rounding has none.
+        # All parameters have equal weight, but for coarse gradients: those of a few casts must not excuse the others.
         norms = np.array([0.0 if each is None else float(np.linalg.norm(each)) for each in whole.mean()])
-        scales = np.where(norms > _TIMES_ROUNDING * self._rounding, 1 / np.where(norms > 0, norms, 1.0), 0.0)
+        rounding = _TIMES_ROUNDING * self._rounding
+        scales = np.where(norms > rounding, 1 / np.maximum(np.where(norms > 0, norms, 1.0), rounding / _FIT), 0.0)
         wanted = _flat(whole.mean(), whole.mean(), scales)
         columns = np.stack([_flat(each.mean(), whole.mean(), scales) for each in parts], axis=1)
         shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
         is_mean = abs(shares.sum() - 1) < _FIT and (shares > -_FIT).all()
         is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by something independent of the part
-        if not (is_mean or is_sum) or np.linalg.norm(columns @ shares - wanted) > self._fit_limit(norms):
+        if not (is_mean or is_sum) or np.linalg.norm(columns @ shares - wanted) > self._fit_limit(scales):
             return None
         if (np.linalg.norm(columns, axis=0)[abs(shares) < _LEFT_OUT] > _FIT).any():
             return None  # one part alone decides: a maximum, or the larger of two means
         return "weights" if is_mean or abs(shares.mean() - 1) > _FIT else "sum"
 
-    def _fit_limit(self, norms: Vector) -> float:
-        """Return the fit residual that rounding explains, for a gradient normalized per parameter."""
-        relative = self._rounding / np.where(norms > 0, norms, 1.0)
-        return max(_FIT, _TIMES_ROUNDING * float(np.linalg.norm(relative[relative < 1 / _TIMES_ROUNDING])))
+    def _fit_limit(self, scales: Vector) -> float:
+        """Return the fit residual that rounding explains, for gradients scaled per parameter."""
+        return max(_FIT, _TIMES_ROUNDING * float(np.linalg.norm(self._rounding * scales)))
 
     def _not_checked(self, reason: str = "") -> SplitVerdict:
         if not reason and self._rehearsal.has_permutations and not self._attempt.is_out_of_memory:
@@ -885,15 +917,16 @@ def check_split(
     """
     Checker("check_split").instance(model, nn.Module, "the model first", "write check_split(model, batch, loss_fn)")
     check_loss_fn(loss_fn, batch, call="check_split", before="model, ")
-    trained = [each for each in parameters or model.parameters() if each.requires_grad]
-    if not trained:
-        return SplitVerdict(None, modules=scan_modules(model), reason="the model has no parameter to train")
+    given = list(parameters or model.parameters())
+    if not given:
+        return SplitVerdict(None, modules=scan_modules(model), reason=_NOTHING_TO_TRAIN)
     try:
         marked = batch if split_fn is not None else mark_samples(batch)
         ways = ways_to_cut(marked, num_parts=num_parts, split_fn=split_fn, adds_parts=True)
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
-    examination = Examination(model, Computation(lambda: trained), [loss_fn], ways)
+    how = Computation(lambda: [each for each in given if each.requires_grad])
+    examination = Examination(model, how, [loss_fn], ways)
     for run in examination.attempts():
         run.part = unmark_samples(run.part)
         with run as micro:

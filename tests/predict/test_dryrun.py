@@ -276,13 +276,29 @@ def test_a_step_with_a_sparse_gradient_takes_what_the_profiler_saw(recommending)
     assert estimate_of(recommending).peak_bytes == allocated_peak(run, recommending.model, recommending.batch)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_step_with_a_sparse_matrix_in_the_batch_is_not_known(layout):
+    """A graph's adjacency, which kernels convert into tensors of their own."""
+    adjacency = torch.eye(50).to_sparse(layout=layout)
+    model, batch = nn.Linear(16, 16), {"x": torch.randn(50, 16), "adjacency": adjacency}
+
+    def loss_fn(model, batch):
+        return (batch["adjacency"] @ model(batch["x"])).square().mean()
+
+    estimate = estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer="adam")
+    assert (estimate.parameters_bytes, estimate.optimizer_bytes) == (4 * 16 * 17, 2 * (4 * 16 * 17 + 4))
+    assert "computes with a sparse tensor, whose size depends on data" in str(estimate.doubts)
+    assert not estimate.fits("1GiB")
+
+
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_sparse_gradients_that_are_put_together_are_not_known(recommending, accumulation_steps):
     if accumulation_steps == 1:
         # It adds up the entries of equal rows.
         recommending.optimizer = torch.optim.SparseAdam(recommending.model.table.parameters())
     recommending.accumulation_steps = accumulation_steps
-    assert "makes a sparse tensor, whose size depends on data" in str(estimate_of(recommending).doubts)
+    assert "computes with a sparse tensor, whose size depends on data" in str(estimate_of(recommending).doubts)
 
 
 def test_on_a_card_sparse_gradients_are_refused(recommending):

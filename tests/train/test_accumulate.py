@@ -715,9 +715,8 @@ class TestMisuse:
             "wrapper": lambda: mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="fp16"),
         }
         assert_refused(build[way], mk.errors.ConfigError, r"shape \(5,\).*pass precision='bf16-mixed'")
-        mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-mixed").train_step(
-            torch.ones(4, 1), loss_fn
-        )
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-mixed")
+        trainer.train_step(torch.ones(4, 1), loss_fn)
         torch.testing.assert_close(model.weight.detach(), torch.full((5,), 0.95, dtype=torch.complex64))
 
     @pytest.mark.parametrize("num_steps", [1, 2])

@@ -65,7 +65,7 @@ def test_a_function_that_compares_rows_is_refused_once_the_batch_is_cut(rows, fn
 
 @pytest.mark.parametrize("fn", MIXING.values(), ids=MIXING)
 def test_tells_once_that_single_rows_could_not_be_compared(rows, fn):
-    model, trainer = make(room=1)
+    _, trainer = make(room=1)
     told = pytest.warns(mk.MemkitWarning, match="only one row fits at a time, so it could not be checked")
     with trainer.evaluation() as evaluate:
         with told as found:

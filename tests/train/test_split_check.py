@@ -491,6 +491,100 @@ def test_names_a_buffer_of_the_loss_not_a_weight_that_hooks_compute_anew(norm):
     assert_same(before, torch.zeros(5))
 
 
+def test_a_count_that_is_not_the_divisor_has_a_way_out_of_its_own():
+    """SimMIM's loss: the advice to give a count has been followed, and the count lacks the epsilon of the divisor."""
+    model, x, mask = nn.Linear(6, 6).double(), torch.randn(16, 6).double(), (torch.rand(16, 6) < 0.5).double()
+
+    def of(model, batch):
+        return ((model(batch[0]) - batch[0]).abs() * batch[1]).sum(), batch[1].sum()
+
+    def given(model, batch):
+        total, count = of(model, batch)
+        return mk.Loss(mean=total / (count + 1e-5), count=count)
+
+    def way_out(model, batch):
+        total, count = of(model, batch)
+        return mk.Loss(sum=total, count=count)
+
+    verdict = check_split(model, (x, mask), given)
+    assert (verdict.exact, verdict.loss) == (False, "weights")
+    assert "count that loss_fn gives is not the divisor of its mean" in verdict.advice
+    assert "return mk.Loss(sum=total, count=n)" in verdict.advice
+    assert check_split(model, (x, mask), way_out).exact
+
+
+class Gain(nn.Module):
+    """A parameter that each forward casts: the sum of its gradient over the rows is rounded to that."""
+
+    def __init__(self, dtype, inner):
+        super().__init__()
+        self.inner = inner
+        self.first, self.last = nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 3, dtype=dtype)
+        self.gain = nn.Parameter(torch.ones(8, dtype=dtype))
+
+    def forward(self, x):
+        return self.last(F.silu(self.first(x)) * self.gain.to(self.inner))
+
+
+GAIN_LOSSES = {
+    "equal": (lambda out, labels: F.cross_entropy(out, labels), (True, None)),
+    "rows": (lambda out, labels: F.cross_entropy(out, labels) + 0.1 * out.std(), (False, "rows")),
+    "weights": (lambda out, labels: F.cross_entropy(out, labels, ignore_index=2), (False, "weights")),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss", GAIN_LOSSES)
+@pytest.mark.parametrize(
+    ("dtype", "inner"),
+    [(torch.float64, torch.float32), (torch.float32, torch.float16), (torch.float32, torch.bfloat16)],
+)
+def test_the_gradient_of_a_cast_parameter_is_as_coarse_as_the_cast(dtype, inner, loss, seed):
+    torch.manual_seed(seed)
+    model, batch = Gain(dtype, inner), (torch.randn(16, 6, dtype=dtype), torch.arange(16) * 7 // 5 % 3)
+    criterion, expected = GAIN_LOSSES[loss]
+    verdict = check_split(model, batch, lambda model, batch: criterion(model(batch[0]), batch[1]))
+    assert (verdict.exact, verdict.loss) == expected
+
+
+def toggle(model, is_trained):
+    for each in model.parameters():
+        each.requires_grad_(is_trained)
+
+
+def of_discriminator(nets, rows):
+    toggle(nets["G"], False)
+    toggle(nets["D"], True)
+    return F.softplus(-nets["D"](rows)).mean() + F.softplus(nets["D"](nets["G"](rows))).mean()
+
+
+def of_generator(nets, rows):
+    toggle(nets["G"], True)
+    toggle(nets["D"], False)
+    return F.softplus(-nets["D"](nets["G"](rows))).mean()
+
+
+def of_mixing_generator(nets, rows):
+    return of_generator(nets, rows) + nets["G"](rows).std()
+
+
+@pytest.mark.parametrize("name", ["G", "D"])
+@pytest.mark.parametrize("loss", [of_discriminator, of_generator, of_mixing_generator])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_loss_that_freezes_parameters_itself_is_checked(name, loss, before):
+    """As GAN_stability does; what trains is known after the forward, and the flags are as they were after the check."""
+    nets = nn.ModuleDict({"G": nn.Linear(6, 6), "D": nn.Linear(6, 1)})
+    toggle(nets, before)
+    is_own = (loss is of_discriminator) == (name == "D")
+    for model in (nets, nets[name]):
+        verdict = check_split(model, torch.randn(ROWS, 6), lambda model, rows: loss(nets, rows))
+        assert {each.requires_grad for each in nets.parameters()} == {before}
+        if model is nets or is_own:
+            assert verdict.exact is (loss is not of_mixing_generator)
+        else:
+            assert "no parameter to train" in verdict.reason
+
+
 class Observer(nn.Module):
     """Quantization-aware training: a buffer that the first forward resizes, and a module that uses it afterwards."""
 
@@ -518,9 +612,8 @@ def test_a_buffer_that_the_first_forward_resizes_is_as_it_was(is_first):
     assert check_split(model, x, loss_fn).exact
     assert_same(model.state_dict(), twin.state_dict())
     assert list(map(id, model.buffers())) == list(map(id, objects))
-    trainer = mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)
     trainer.train_step(x, loss_fn)
     loss_fn(twin, x).backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
@@ -729,7 +822,7 @@ def test_repeats_numpy_and_python_draws_if_possible(noise):
     [
         (net(), torch.randn(1, 6), mean_square, "the batch has a single row"),
         (net(), [object()], mean_square, "splitting a batch: got a object in it"),
-        (net().requires_grad_(False), torch.randn(4, 6), mean_square, "no parameter to train"),
+        (net().requires_grad_(False), torch.randn(4, 6), mean_square, "no parameter requires a gradient"),
         (net(Unrepeatable()), torch.randn(4, 6), mean_square, "random numbers that cannot be repeated"),
         (net(), torch.randn(4, 6), lambda model, x: x.mean(), "a loss without a graph"),
         (net(), torch.full((4, 6), torch.nan), mean_square, "is not finite"),
