@@ -33,7 +33,8 @@ from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.gather import Gathered
-from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
+from memkit.chunk.held import modules_of, unmoved
+from memkit.chunk.independence import NUM_PROBED, check_independence, undone, unpacked
 from memkit.chunk.params import used_parameters
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 from memkit.chunk.trial import CallTensors, TrialCall
@@ -286,7 +287,7 @@ class ChunkedCall:
             chunk = self._run_chunk(tensors, 0, min(NUM_PROBED, self._num_rows))
             return captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
 
-        with unpacked(), undone(modules_of(self.fn)), graphs(enabled=True):
+        with unpacked(), undone(modules_of(self.fn)), unmoved(self.fn), graphs(enabled=True):
             leaves = unknown_leaves()
         captured.refuse_survivors(leaves)
 
@@ -333,13 +334,14 @@ class ChunkedCall:
             rows.requires_grad_(tensor.requires_grad)
             for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
-        check_independence(
-            lambda *rows: self._call(rows, length),
-            first,
-            call=self.name,
-            behind=self.fn,
-            unbatched=without_batch(self.fn, first),
-        )
+        with unmoved(self.fn):
+            check_independence(
+                lambda *rows: self._call(rows, length),
+                first,
+                call=self.name,
+                behind=self.fn,
+                unbatched=without_batch(self.fn, first),
+            )
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
         filled = list(self._arguments)
@@ -442,7 +444,7 @@ class _ChunkedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[:num_inputs]
-        replay = Circumstances(inputs, call.fn)
+        replay = Circumstances(inputs, call.fn, tensors[num_inputs:])
         counted = [tensor for tensor in inputs if not tensor.is_inference()]
         versions = versions_of(counted)
         outputs, saved = call.collect(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)

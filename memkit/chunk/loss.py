@@ -13,7 +13,8 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss
 from memkit._gradients.streamed import accumulator_dtype, num_rows_of, sum_of_chunks
 from memkit._torch import pytree
-from memkit.chunk.independence import check_independence, modules_of, undone, unpacked
+from memkit.chunk.held import modules_of, unmoved
+from memkit.chunk.independence import check_independence, undone, unpacked
 from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.params import check_function, function_name, used_parameters
@@ -109,7 +110,8 @@ def loss_call(
     check_row_reduction(reduction, call)
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
     if check:
-        check_independence(fn, rows, call=call)
+        with unmoved(fn):
+            check_independence(fn, rows, call=call)
     chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
     total, count, dtype = problem.run(problem.rows, chunk_size)
     if reduction == "mean":
@@ -172,7 +174,7 @@ class _Problem:
             else each
             for each in self.rows
         ]
-        with unpacked(), undone(modules_of(self._fn)):
+        with unpacked(), undone(modules_of(self._fn)), unmoved(self._fn):
             _, forward_peak, _ = watched(lambda: self._call(rows))
             _, peak, _ = watched(lambda: self.run(rows, max(num_rows, 1), head))
         held = _gradient_bytes([each for each in rows if isinstance(each, Tensor)], self._params)

@@ -20,6 +20,7 @@ from memkit._tape.kept import KeptResults, terms
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
+from memkit.chunk.tiled import tiled_apply
 from tests.helpers import FunctionsEntered, assert_refused, assert_same, warm_peak_bytes
 from tests.toys import mlp
 from tests.versions import has
@@ -334,7 +335,133 @@ def test_kept_products_serve_a_retained_graph():
     assert_same(gradients(module), once, 1e-12)
 
 
+# ---- what has changed between forward and backward
+
+
+class Holder(nn.Module):
+    """Runs a module of its own through a function."""
+
+    def __init__(self, run, module):
+        super().__init__()
+        self.run, self.module = run, module
+
+    def forward(self, x):
+        return self.run(self.module, x)
+
+
+def through_a_closure(module, x):
+    return chunked_map(lambda rows: module(rows), x, chunk_size=8, params=module.parameters())
+
+
+def point_layer(num_inputs, num_outputs):
+    return nn.Conv1d(num_inputs, num_outputs, 1, bias=False)
+
+
+WAYS = {
+    "map": (lambda module, x: chunked_map(module, x, chunk_size=8), nn.Linear, (50, 3)),
+    "closure": (through_a_closure, nn.Linear, (50, 3)),
+    "segments": (
+        lambda module, x: chunked_segment_reduce(module, x, index=torch.arange(50), chunk_size=8),
+        nn.Linear,
+        (50, 3),
+    ),
+    "tiles": (lambda module, x: tiled_apply(module, x, 8), point_layer, (1, 3, 50)),
+}
+
+
+@pytest.mark.parametrize(("run", "layer", "shape"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("frozen", [[], ["module.0.weight"]])
+def test_tensors_in_place_of_parameters_get_the_gradients(run, layer, shape, frozen):
+    """`functional_call` puts the modules' own parameters and buffers back, and the backward needs the others."""
+    module = nn.Sequential(layer(3, 16), nn.Tanh(), layer(16, 4), nn.BatchNorm1d(4)).double().eval()
+    net = Holder(run, module)
+    given = {name: each.detach() * 2 + 1 for name, each in (*net.named_parameters(), *net.named_buffers())}
+    trained = [given[name].requires_grad_() for name, _ in net.named_parameters() if name not in frozen]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def result(fn):
+        out = torch.func.functional_call(Holder(fn, module), given, (x,))
+        return out.detach(), torch.autograd.grad(out.square().sum(), [x, *trained])
+
+    own = [*net.parameters(), *net.buffers()]
+    assert_close(result(run), result(lambda module, x: module(x)))
+    assert all(now is was for now, was in zip([*net.parameters(), *net.buffers()], own, strict=True))
+
+
+@pytest.mark.parametrize(("run", "layer", "shape"), WAYS.values(), ids=WAYS)
+def test_modes_and_parameters_are_those_of_the_forward(run, layer, shape):
+    """A validation, or another half of a GAN, between the two. The result is linear in the last weight."""
+    module = nn.Sequential(layer(3, 8), nn.Dropout(0.5), layer(8, 2)).double()
+    module[2].bias, weight = None, module[2].weight
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    out = run(module, x)
+    module.eval().requires_grad_(requires_grad=False)
+    module[2].weight = other = nn.Parameter(torch.ones_like(weight))
+    out.sum().backward()
+    assert not weight.requires_grad  # and then torch accumulates nothing
+    assert module[2].weight is other
+    assert not any(each.training for each in module)
+    weight.requires_grad_()
+    module.train()
+    module[2].weight = weight
+    out = run(module, x)
+    module.eval()
+    (gradient,) = torch.autograd.grad(out.sum(), weight)
+    assert_close((gradient * weight).sum(), out.sum())
+
+
 # ---- randomness of others
+
+
+class Noise:
+    """An object of the user's that draws from a generator of its own."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, x):
+        return drawn(self.generator, x)
+
+    def method(self, x):
+        return x * drawn(self.generator, x)
+
+
+def drawn(generator, x):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(len(x), 1, generator=generator, dtype=x.dtype)
+    return torch.from_numpy(generator.random((len(x), 1)))
+
+
+def with_default(generator):
+    def fn(x, generator=generator):
+        return x * drawn(generator, x)
+
+    return fn
+
+
+HOLDERS = {
+    "closure": lambda generator: lambda x: x * drawn(generator, x),
+    "default": with_default,
+    "partial": lambda generator: functools.partial(lambda generator, x: x * drawn(generator, x), generator),
+    "method": lambda generator: Noise(generator).method,
+    "object": lambda generator: (lambda noise: lambda x: x * noise(x))(Noise(generator)),
+    "list": lambda generator: lambda x, held=[generator]: x * drawn(held[0], x),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("make", [lambda: torch.Generator().manual_seed(0), lambda: np.random.default_rng(0)])
+def test_generators_that_a_function_holds_draw_again(hold, make):
+    generator = make()
+    x = torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
+    out = chunked_map(hold(generator), x, chunk_size=16)
+    after = drawn(generator, x.detach())
+    out.sum().backward()
+    assert_close(x.grad * x.detach(), out.detach())
+    alone = make()
+    assert_close(out.detach(), x.detach() * drawn(alone, x))  # neither the check nor the backward has drawn
+    assert_close(drawn(alone, x), after)
+    assert_close(drawn(alone, x), drawn(generator, x))
 
 
 def test_numpy_noise_is_drawn_again():
