@@ -12,8 +12,9 @@ from torch import Tensor
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.words import guided
 from memkit._gradients.loss import Loss
-from memkit._gradients.streamed import accumulator_dtype, num_rows_of, sum_of_chunks
+from memkit._gradients.streamed import accumulator_dtype, num_rows_of, refuse_transforms, sum_of_chunks
 from memkit._torch import pytree
+from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.held import modules_of, unmoved
 from memkit.chunk.independence import check_independence, undone, unpacked
 from memkit.chunk.map import BOUND, WORDS
@@ -23,6 +24,7 @@ from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
 @guided(words=WORDS | {BOUND: ""})
+@runs_eagerly
 def chunked_loss(
     fn: Callable[..., Tensor | Loss],
     *rows: Any,
@@ -111,6 +113,8 @@ def loss_call(
 ) -> Tensor:
     """Run `chunked_loss`; ``call`` is the user's call, for messages."""
     check_row_reduction(reduction, call)
+    tensors = [each for each in pytree.tree_leaves(rows) if isinstance(each, Tensor)]
+    refuse_transforms(call, tensors, "inside the transform, call the function itself: fn(*rows).mean().")
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
     if check:
         with unmoved(fn):

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memkit._gradients.streamed import accumulator_dtype, without_hooks
+from memkit._gradients.streamed import (
+    accumulator_dtype,
+    refuse_reentrant,
+    without_hooks,
+)
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.held import modules_of, unmoved
@@ -138,7 +142,7 @@ class TrialCall:
         ]
 
         def backward() -> None:
-            with replay.again():
+            with replay.again(), refuse_reentrant(trial.name):
                 trial.gradients(tensors, assembly.upstream(ones, saved), replay, self._totals())
 
         _, backward_peak, _ = watched(backward)

@@ -9,7 +9,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +19,9 @@ from memkit._core.errors import ConfigError, InputError, MemkitWarning, StateErr
 from memkit._recovery.snapshot import RandomNumbers
 from memkit._tape import kept as kept_results, references
 from memkit._tape.kept import KeptResults, terms
+from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
 from memkit.chunk.engine import ChunkedCall
+from memkit.chunk.loss import chunked_loss
 from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
 from memkit.chunk.tiled import tiled_apply
@@ -652,6 +656,121 @@ def test_inference_has_one_output_and_one_chunk():
     assert ours < output + 1.1 * chunk < 2 * output <= naive
     assert total < 1.1 * chunk
     assert softmax < output + 2.1 * chunk  # of the second pass: powers, and the sums picked for them
+
+
+def clamping(weight):
+    def fn(x):
+        y = torch.sin(x @ weight)
+        y.register_hook(lambda g: g.clamp(-0.5, 0.5))
+        return y * 2
+
+    return fn
+
+
+def retaining(weight):
+    def fn(x):
+        y = torch.sin(x @ weight)
+        y.retain_grad()
+        return y * 2
+
+    return fn
+
+
+@pytest.mark.parametrize("make", [clamping, retaining])
+def test_hooks_inside_the_function(make):
+    """They need a graph, also in a forward that keeps none."""
+    x, weight = torch.randn(40, 3, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    fn = make(weight)
+    out = chunked_map(fn, x, chunk_size=8, params=[weight])
+    assert_close(out, fn(x))
+    assert_close(torch.autograd.grad(out.sum(), weight), torch.autograd.grad(fn(x).sum(), weight))
+
+
+@pytest.mark.parametrize("chunk_size", [8, "auto"])
+def test_a_reentrant_checkpoint_inside_is_refused_and_the_way_out_works(chunk_size):
+    module, x = mlp(3, 16, 4).double(), torch.randn(40, 3, dtype=torch.float64, requires_grad=True)
+
+    def run(use_reentrant):
+        def fn(x):
+            return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=use_reentrant)
+
+        out = chunked_map(fn, x, chunk_size=chunk_size, params=module.parameters())
+        out.square().sum().backward()
+        loss = chunked_loss(fn, x, chunk_size=chunk_size, reduction="sum", params=module.parameters())
+        loss.backward()
+        return gradients(module, x)
+
+    assert_refused(lambda: run(use_reentrant=True), InputError, "use_reentrant=True; .*use_reentrant=False")
+    gradients(module, x)
+    out = module(x)
+    (out.square().sum() + out.sum()).backward()
+    assert_close(gradients(module, x), run(use_reentrant=False))
+
+
+def test_a_reentrant_checkpoint_in_a_loss_is_refused():
+    module, x = mlp(3, 16, 4), torch.randn(40, 3, requires_grad=True)
+
+    def fn(x):
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True)
+
+    params = list(module.parameters())
+    assert_refused(lambda: chunked_loss(fn, x, chunk_size=8, params=params), InputError, "use_reentrant=False")
+
+
+LINEAR, CONV = nn.Linear(3, 4).double(), nn.Conv1d(3, 1, 3, padding=1).double()
+CALLS = {
+    "map": lambda x: chunked_map(LINEAR, x, chunk_size=8),
+    "segments": lambda x: chunked_segment_reduce(LINEAR, x, index=torch.arange(40) % 3, chunk_size=8),
+    "loss": lambda x: chunked_loss(LINEAR, x, chunk_size=8),
+    "cross entropy": lambda x: chunked_linear_cross_entropy(x, LINEAR.weight, torch.arange(40) % 4),
+    "tiles": lambda x: tiled_apply(CONV, x.t()[None], 8),
+}
+TRANSFORMS = {
+    "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
+    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (x,)),
+    "vmap": lambda fn, x: torch.func.vmap(fn)(x[None]),
+}
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+def test_transforms_of_torch_func_are_refused(fn, transform, is_enabled):
+    x = torch.randn(40, 3, dtype=torch.float64)
+    with torch.set_grad_enabled(is_enabled):
+        assert_refused(lambda: transform(fn, x), StateError, "a transform of torch.func", "inside|there")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+def test_no_tangent_is_lost(fn, is_enabled):
+    """A tile's goes through it without gradients; the others are refused."""
+    x = torch.randn(40, 3, dtype=torch.float64)
+    with torch.set_grad_enabled(is_enabled), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        if fn is CALLS["tiles"] and not is_enabled:
+            found, right = (forward_ad.unpack_dual(each).tangent for each in (fn(dual), CONV(dual.t()[None])))
+            assert_close(found, right)
+            return
+        assert_refused(lambda: fn(dual), StateError, "a tensor with a tangent")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+def test_inside_a_compiled_function(fn):
+    """The call runs as it is written, and the rest is compiled."""
+    x = torch.randn(40, 3, dtype=torch.float64, requires_grad=True)
+    params = [*LINEAR.parameters(), *CONV.parameters(), x]
+
+    def around(x):
+        return fn(x.sin()).cos()
+
+    found, right = torch.compile(around, backend="eager")(x), around(x)
+    assert_close(found, right)
+    assert_close(
+        torch.autograd.grad(found.sum(), params, allow_unused=True),
+        torch.autograd.grad(right.sum(), params, allow_unused=True),
+    )
 
 
 def test_settings_are_checked():
