@@ -19,6 +19,7 @@ from memkit._torch import pytree
 from memkit._torch.graph import is_transforming, saving_hooks
 from memkit._torch.modules import is_compiled
 from memkit._torch.tensors import version_of
+from memkit.chunk.held import modules_of
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
@@ -164,41 +165,9 @@ def _check_stay(written: Sequence[tuple[str, nn.Parameter]], repeat: Callable[[]
             )
 
 
-def modules_of(fn: object) -> list[nn.Module]:
-    """Return the modules a function uses: itself, a method's owner, those in a partial or named by its code."""
-    found: list[nn.Module] = []
-    queue, seen = [fn], list[object]()
-    while queue:
-        each = queue.pop(0)
-        if any(each is other for other in seen):
-            continue
-        seen.append(each)
-        if isinstance(each, nn.Module):
-            found.append(each)
-        elif isinstance(each, functools.partial):
-            queue += [each.func, *pytree.tree_leaves((each.args, each.keywords))]
-        elif inspect.ismethod(each):
-            queue += [each.__self__, each.__func__]
-        elif inspect.isfunction(each):
-            queue += _named(each)
-        elif callable(each) or each is getattr(fn, "__self__", None):
-            queue += [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, nn.Module)]
-    return found
-
-
 def modes_of(modules: Sequence[nn.Module]) -> list[bool]:
     """Return the training mode of all modules and their children."""
     return [child.training for module in modules for child in module.modules()]
-
-
-def _named(function: Any) -> list[object]:
-    """Return the objects a function's code names that may hold modules; functions only from its own file."""
-    with contextlib.suppress(ValueError):  # a variable without a value yet
-        variables = inspect.getclosurevars(function)
-        values = [*variables.nonlocals.values(), *variables.globals.values()]
-        near = [each for each in values if getattr(each, "__globals__", None) is function.__globals__]
-        return [*near, *(each for each in values if isinstance(each, nn.Module | functools.partial))]
-    return []
 
 
 def _way(fn: object) -> Hashable:

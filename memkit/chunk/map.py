@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.gather import Gather, gathered
@@ -31,6 +32,7 @@ BOUND = (
 
 
 @guided(words=WORDS | {BOUND: ""})
+@runs_eagerly
 def chunked_map(
     fn: Callable[..., Any],
     *rows: Any,

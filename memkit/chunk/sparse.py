@@ -17,6 +17,8 @@ from memkit._core.words import guided
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
+from memkit._torch.compiler import runs_eagerly
+from memkit._torch.graph import have_tangents
 from memkit.chunk.halo import REFUSALS, find_reach
 from memkit.chunk.independence import undone
 from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
@@ -121,6 +123,7 @@ class SparsityAwareProcessor:
     def __call__(self, volume: Tensor) -> Tensor: ...
     @overload
     def __call__(self, volume: SparseVoxels) -> SparseVoxels: ...
+    @runs_eagerly
     def __call__(self, volume: Tensor | SparseVoxels) -> Tensor | SparseVoxels:
         """Run the network.
 
@@ -173,7 +176,7 @@ class SparsityAwareProcessor:
         form = _form(volume)
         kind = self._kind(form)
         try:
-            if not isinstance(volume, SparseVoxels) and volume.requires_grad and torch.is_grad_enabled():
+            if not isinstance(volume, SparseVoxels) and _is_differentiated(volume):
                 raise _refusal(
                     "a volume that requires a gradient, which covers its empty voxels too",
                     "pass SparseVoxels.from_dense(volume) if gradients of the occupied voxels are enough, or "
@@ -269,6 +272,10 @@ class SparsityAwareProcessor:
     def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
         y: Tensor = self._fn(form.new_zeros(1, form.shape[1], *sizes))
         return y
+
+
+def _is_differentiated(volume: Tensor) -> bool:
+    return (volume.requires_grad and torch.is_grad_enabled()) or have_tangents([volume])
 
 
 def _occupied(volume: Tensor | SparseVoxels) -> Tensor:

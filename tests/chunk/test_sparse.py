@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._core.sparse_voxels import SparseVoxels
@@ -298,6 +299,18 @@ def test_rejects_volume_requiring_gradient():
         SparsityAwareProcessor(net, mode="bbox")(volume)
     with torch.no_grad():
         SparsityAwareProcessor(net, mode="bbox")(volume)
+
+
+def test_volumes_with_tangents_run_whole():
+    """Those of empty voxels would be lost."""
+    net, volume = NETS["stack"], brain()
+    processor, tangent = SparsityAwareProcessor(net), torch.ones_like(volume)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(volume, tangent)
+        found, expected = (forward_ad.unpack_dual(fn(dual)).tangent for fn in (processor, net))
+        torch.testing.assert_close(found, expected)
+        with pytest.raises(InputError, match="which covers its empty voxels too"):
+            SparsityAwareProcessor(net, mode="bbox")(dual)
 
 
 def test_auto_chooses_least_computed_volume():
