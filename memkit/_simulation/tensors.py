@@ -337,20 +337,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         """Return an operator's result by torch's shape function, which runs once for the same arguments."""
         key = self._key(func, args, kwargs)
         if key is None:
-            if self._counts_up(func, args, kwargs):
-                return args[0]
-            out: Any = super().dispatch(func, types, args, kwargs)
-            given = [each for each in tree_leaves(args) if isinstance(each, FakeTensor)]
-            if not all(each.constant is not None for each in given):
-                self.forget_written(func, args)
-            if any(each.layout in _COMPRESSED for each in given):
-                self.guesses.unsized(str(func))  # its kernels convert, into tensors of their own
-            if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
-                return self._sparse(func, args, out)
-            for each in tree_leaves(out):
-                _take_storage_of_values(each)
-            self.guesses.num_true += _reads_values(func, args)  # without values it raises an error
-            return out
+            return self._infer_anew(func, types, args, kwargs)
         recipe = _recipes.get(key)
         if recipe is not None:
             return self.again(recipe, func, args, kwargs)
@@ -364,6 +351,23 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             if len(_recipes) >= _MOST_RECIPES:
                 _recipes.clear()
             _recipes[key] = recipe
+        return out
+
+    def _infer_anew(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return an operator's result where that depends on more than a key can hold, such as values."""
+        if self._counts_up(func, args, kwargs):
+            return args[0]
+        out: Any = super().dispatch(func, types, args, kwargs)
+        given = [each for each in tree_leaves(args) if isinstance(each, FakeTensor)]
+        if not all(each.constant is not None for each in given):
+            self.forget_written(func, args)
+        if any(each.layout in _COMPRESSED for each in given):
+            self.guesses.unsized(str(func))  # its kernels convert, into tensors of their own
+        if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
+            return self._sparse(func, args, out)
+        for each in tree_leaves(out):
+            _take_storage_of_values(each)
+        self.guesses.num_true += _reads_values(func, args)  # without values it raises an error
         return out
 
     def forget_written(self, func: Any, args: Sequence[Any]) -> None:
