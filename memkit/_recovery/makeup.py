@@ -32,9 +32,8 @@ class Makeup:
         found: list[Any] = [own for each in self._modules for own in (parameters_of(each), buffers_of(each))]
         found = [own for own in found if own and type(own) is dict]
         self._members: list[tuple[_Members, _Members]] = [(own, own.copy()) for own in found]
-        trained = {id(each): each for _, first in self._members for each in first.values() if each is not None}
-        trained |= {id(each): each for each in others}
-        self._trained = [each for each in trained.values() if each.requires_grad and each.is_leaf]
+        held = [each for _, first in self._members for each in first.values() if each is not None]
+        self._trained = [each for each in (*held, *others) if each.requires_grad and each.is_leaf]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
