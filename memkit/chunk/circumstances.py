@@ -12,7 +12,7 @@ from torch import Tensor
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._tape.kept import KeptResults
 from memkit._tape.unread import UnreadEnd
-from memkit.chunk.independence import modules_of
+from memkit.chunk.probes import modules_of
 
 
 @dataclass(slots=True)

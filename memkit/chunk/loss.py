@@ -13,10 +13,11 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss
 from memkit._gradients.streamed import accumulator_dtype, num_rows_of, sum_of_chunks
 from memkit._torch import pytree
-from memkit.chunk.independence import check_independence, modules_of, undone, unpacked
+from memkit.chunk.independence import check_independence
 from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.params import check_function, function_name, used_parameters
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
@@ -172,7 +173,7 @@ class _Problem:
             else each
             for each in self.rows
         ]
-        with unpacked(), undone(modules_of(self._fn)):
+        with unpacked(), undone(self._fn, self.rows):
             _, forward_peak, _ = watched(lambda: self._call(rows))
             _, peak, _ = watched(lambda: self.run(rows, max(num_rows, 1), head))
         held = _gradient_bytes([each for each in rows if isinstance(each, Tensor)], self._params)

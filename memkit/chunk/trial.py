@@ -11,8 +11,8 @@ from torch import Tensor
 from memkit._gradients.streamed import accumulator_dtype, without_hooks
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances
-from memkit.chunk.independence import modules_of, undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import Measurement
 from memkit.chunk.volumes import spatial_call
 
@@ -111,7 +111,7 @@ class TrialCall:
         length = min(num_rows, self.num_rows)
         head = min(HEAD, self.num_rows - length)
         trial = self._call.first_rows(head + length, max(length, 1), head)
-        with unpacked(), undone(modules_of(trial.fn)), without_hooks(self._tensors.params):
+        with unpacked(), undone(trial.fn, trial.layout), without_hooks(self._tensors.params):
             return self._measure(trial, num_rows)
 
     def _measure(self, trial: TriedCall, num_rows: int) -> Measurement:
