@@ -342,7 +342,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if recipe is not None:
             return self.again(recipe, func, args, kwargs)
         num_answers = self._num_answers
-        out = super().dispatch(func, types, args, kwargs)
+        out: Any = super().dispatch(func, types, args, kwargs)
         if func in _COUNTS_LABELS:
             out[1].constant = None
         is_certain = self._num_answers == num_answers  # otherwise its size may depend on an answer without data

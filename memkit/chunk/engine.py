@@ -40,9 +40,9 @@ from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.gather import Gathered
-from memkit.chunk.held import modules_of, unmoved
-from memkit.chunk.independence import NUM_PROBED, check_independence, undone, unpacked
+from memkit.chunk.independence import NUM_PROBED, check_independence
 from memkit.chunk.params import used_parameters
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 from memkit.chunk.trial import CallTensors, TrialCall
 from memkit.chunk.volumes import spatial_call, without_batch
@@ -298,9 +298,8 @@ class ChunkedCall:
             chunk = self._run_chunk(tensors, 0, min(NUM_PROBED, self._num_rows))
             return captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
 
-        with unpacked(), undone(modules_of(self.fn)), unmoved(self.fn), graphs(enabled=True):
-            leaves = unknown_leaves()
-        captured.refuse_survivors(leaves)
+        with unpacked(), undone(self.fn, self._arguments), graphs(enabled=True):
+            captured.refuse_survivors(unknown_leaves())  # here: what the function keeps is gone after the block
 
     def _run_chunk(
         self,
@@ -345,14 +344,14 @@ class ChunkedCall:
             rows.requires_grad_(tensor.requires_grad)
             for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
-        with unmoved(self.fn):
-            check_independence(
-                lambda *rows: self._call(rows, length),
-                first,
-                call=self.name,
-                behind=self.fn,
-                unbatched=without_batch(self.fn, first),
-            )
+        check_independence(
+            lambda *rows: (self._call(rows, len(rows[0])), self._result),
+            first,
+            call=self.name,
+            behind=self.fn,
+            unbatched=without_batch(self.fn, first),
+            others=self._arguments,
+        )
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
         filled = list(self._arguments)

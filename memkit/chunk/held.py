@@ -6,13 +6,13 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from memkit._core.attributes import attributes_of
-from memkit._machine.random_state import GENERATORS, generator_state, set_generator_state
+from memkit._machine.random_state import GENERATORS
 from memkit._torch import pytree
 
 _WANTED = (nn.Module, *GENERATORS)
@@ -52,17 +52,6 @@ def held_by(fn: object) -> list[nn.Module | Any]:
         elif not isinstance(each, _WITHOUT):
             queue += _items(attributes_of(each), (*_WANTED, *_CONTAINERS))
     return found
-
-
-@contextlib.contextmanager
-def unmoved(fn: object) -> Iterator[None]:
-    """Restore, after the block, the generators that a function holds outside of modules."""
-    states = [(each, generator_state(each)) for each in held_by(fn) if isinstance(each, GENERATORS)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            set_generator_state(generator, state)
 
 
 def _named(function: Any) -> list[object]:

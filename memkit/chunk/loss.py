@@ -15,11 +15,11 @@ from memkit._gradients.loss import Loss
 from memkit._gradients.streamed import accumulator_dtype, num_rows_of, refuse_transforms, sum_of_chunks
 from memkit._torch import pytree
 from memkit._torch.compiler import runs_eagerly
-from memkit.chunk.held import modules_of, unmoved
-from memkit.chunk.independence import check_independence, undone, unpacked
+from memkit.chunk.independence import check_independence
 from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.params import check_function, function_name, used_parameters
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
@@ -117,8 +117,7 @@ def loss_call(
     refuse_transforms(call, tensors, "inside the transform, call the function itself: fn(*rows).mean().")
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
     if check:
-        with unmoved(fn):
-            check_independence(fn, rows, call=call)
+        check_independence(fn, rows, call=call)
     chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
     total, count, dtype = problem.run(problem.rows, chunk_size)
     if reduction == "mean":
@@ -181,7 +180,7 @@ class _Problem:
             else each
             for each in self.rows
         ]
-        with unpacked(), undone(modules_of(self._fn)), unmoved(self._fn):
+        with unpacked(), undone(self._fn, self.rows):
             _, forward_peak, _ = watched(lambda: self._call(rows))
             _, peak, _ = watched(lambda: self.run(rows, max(num_rows, 1), head))
         held = _gradient_bytes([each for each in rows if isinstance(each, Tensor)], self._params)

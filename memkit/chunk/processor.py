@@ -112,7 +112,7 @@ class ChunkedProcessor:
         return ChunkedCall(
             self._name,
             self._fn,
-            Rows(read_device(self._name, output_device)),
+            Rows(self._name, read_device(self._name, output_device)),
             self._size,
             check=self._check,
         )

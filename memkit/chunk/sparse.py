@@ -20,7 +20,7 @@ from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import runs_eagerly
 from memkit._torch.graph import have_tangents
 from memkit.chunk.halo import REFUSALS, find_reach
-from memkit.chunk.independence import undone
+from memkit.chunk.probes import undone
 from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
 from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -173,6 +173,8 @@ class SparsityAwareProcessor:
     def _choose(self, volume: Tensor | SparseVoxels, occupied: Tensor, occupancy: float) -> tuple[_Option, str]:
         if self._mode == "dense":
             return _Option("dense", 1.0), "as requested"
+        if not occupied.numel():
+            return _Option("dense", 1.0), "the volume has no voxels"
         form = _form(volume)
         kind = self._kind(form)
         try:
@@ -217,7 +219,7 @@ class SparsityAwareProcessor:
         for mode, make in cuts.items():
             if self._mode in ("auto", mode):
                 cut = make(occupied, axes, tile_out_sizes)
-                options.append(_Option(mode, cut.num_places / max(occupied.numel(), 1), cut))
+                options.append(_Option(mode, cut.num_places / occupied.numel(), cut))
         return options
 
     def _reaches(self, form: Tensor, kind: object) -> tuple[Reach, ...]:
@@ -246,7 +248,7 @@ class SparsityAwareProcessor:
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:
-        with without_gradients(), undone([self._fn]):
+        with without_gradients(), undone(self._fn):
             before = RandomNumbers(held_generators([self._fn]))
             sizes = [min(16 + size % 16, size) for size in form.shape[2:]]
             if isinstance(unless_failed(REFUSALS, self._on_empty, form, sizes), Failed):  # too small
@@ -256,7 +258,7 @@ class SparsityAwareProcessor:
     def _tile_out_sizes(self, form: Tensor, kind: object, lengths: tuple[int, ...]) -> tuple[int, ...]:
         key = kind, lengths
         if key not in self._sizes:
-            with without_gradients(), undone([self._fn]):
+            with without_gradients(), undone(self._fn):
                 outcome = unless_failed(REFUSALS, self._on_empty, form, lengths)
             if isinstance(outcome, Failed):
                 error = outcome.error

@@ -15,9 +15,8 @@ from memkit._gradients.streamed import (
 )
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances
-from memkit.chunk.held import modules_of, unmoved
-from memkit.chunk.independence import undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import Measurement
 from memkit.chunk.volumes import spatial_call
 
@@ -116,7 +115,7 @@ class TrialCall:
         length = min(num_rows, self.num_rows)
         head = min(HEAD, self.num_rows - length)
         trial = self._call.first_rows(head + length, max(length, 1), head)
-        with unpacked(), undone(modules_of(trial.fn)), unmoved(trial.fn), without_hooks(self._tensors.params):
+        with unpacked(), undone(trial.fn, trial.layout), without_hooks(self._tensors.params):
             return self._measure(trial, num_rows)
 
     def _measure(self, trial: TriedCall, num_rows: int) -> Measurement:

@@ -377,3 +377,11 @@ def test_memory_and_flops_follow_computed_volume():
     step(processor)
     assert trace_allocations(lambda: step(net)).peak > 10 * trace_allocations(lambda: step(processor)).peak
     assert count_flops(lambda: step(net)) > 10 * count_flops(lambda: step(processor))
+
+
+@pytest.mark.parametrize("mode", ["auto", "pointwise", "blocks", "bbox"])
+def test_an_empty_batch_runs_whole(mode):
+    conv, volume = nn.Conv3d(1, 2, 3, padding=1), torch.zeros(0, 1, 8, 8, 8)
+    processor = SparsityAwareProcessor(conv, mode=mode)
+    assert_same(processor(volume), conv(volume))
+    assert processor.last_plan.mode == "dense"
