@@ -18,7 +18,7 @@ from memkit._torch.pytree import tree_leaves
 
 _LONGEST = 80  # characters of a module's own description
 # In errors of operators that cannot run without data: one that makes a tensor of a list in C++, and nested tensors.
-_LIMITS_OF_TORCH = ("its data is not allocated yet", "shape_env must not be None")
+_LIMITS_OF_TORCH = ("its data is not allocated yet", "shape_env must not be None", "NestedTensorImpl doesn't support")
 
 
 def note_failure(call: str, error: Exception, model: object, batch: object, guesses: Iterable[str]) -> None:
@@ -70,8 +70,8 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
     if any(words in str(error) for words in _LIMITS_OF_TORCH):
         return (
             f"{text} With data it may run: torch's own code needs values in this place. Way out: pass numbers as "
-            "tensors instead of lists, as F.ctc_loss takes lengths; pad instead of nesting tensors; or watch a real "
-            "step with mk.Tracker()."
+            "tensors instead of lists, as F.ctc_loss takes lengths; pad instead of nesting tensors "
+            "(nn.TransformerEncoder(layer, n, enable_nested_tensor=False)); or watch a real step with mk.Tracker()."
         )
     if guesses:
         return (

@@ -19,6 +19,7 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.sizes import SizeMemory
+from memkit._recovery.snapshot import key_of_loss
 from memkit._torch import pytree
 from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples
@@ -49,7 +50,7 @@ class Evaluation:
     def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
         self._model, self._sizes, self._can_split = model, sizes, can_split
         self._inputs = InputWatch(list_arrays)
-        self._checked: dict[int, object] = {}  # code of functions whose rows were found independent, by its `id`
+        self._checked: set[object] = set()  # keys of functions whose rows were found independent
 
     def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         """Run ``fn`` over all rows of a batch.
@@ -130,12 +131,12 @@ class Evaluation:
 
         Nothing stays of that run: not what ``fn`` writes down, nor what it draws.
         """
-        code = getattr(fn, "__code__", fn)  # the same for all lambdas of one line
-        if id(code) in self._checked:
+        key = key_of_loss(fn)  # the same for all lambdas of one line that hold the same kinds of objects
+        if key in self._checked:
             return
         few = min(2, size - 1)
         if not few:
-            self._checked[id(code)] = code
+            self._checked.add(key)
             warn_user(
                 f"{_CALL}: only one row fits at a time, so it could not be checked whether fn's result for a row "
                 "depends on the others (distances, a mean or a softmax over rows): if it does, the joined result is "
@@ -157,7 +158,7 @@ class Evaluation:
                 fix="compute what compares rows (distances, a mean over rows) outside of fn, from the results of all "
                 "rows.",
             )
-        self._checked[id(code)] = code
+        self._checked.add(key)
 
     def _whole(self, batch: Any, fn: Callable[[nn.Module, Any], Any], why: str) -> Any:
         """Run ``fn`` over a batch that cannot be cut."""
@@ -266,5 +267,18 @@ def _together(results: list[tuple[Any, int]]) -> Any:
                     fix="return one value per row (losses with reduction='none'), and average outside of fn.",
                 )
         columns.append(leaves)
+        widths = [(tuple(one.shape[1:]), tuple(leaf.shape[1:])) for one, leaf in zip(columns[0], leaves, strict=False)]
+        unlike = next((pair for pair in widths if pair[0] != pair[1]), None)
+        if len(leaves) != len(columns[0]) or unlike is not None:
+            raise InputError(
+                _CALL,
+                got=f"parts of {unlike[0]} and of {unlike[1]} for each row"
+                if unlike is not None
+                else "other numbers of tensors for two parts",
+                expected="rows of one shape, whichever part they are in: a batch that had to be cut is joined from "
+                "several",
+                fix="pad to a length of the whole batch, F.pad(out, (0, longest - out.shape[1])), where a loop over "
+                "tokens ends with the part's last row.",
+            )
     assert tree is not None  # noqa: S101 - there is at least one part
     return pytree.tree_unflatten([torch.cat(column) for column in zip(*columns, strict=True)], tree)

@@ -40,7 +40,9 @@ def gradients(module, *tensors):
 
 
 def run(fn, x, num_kept=0, chunk_size=16, num_partly_kept=0, **kwargs):
-    call = ChunkedCall("test()", fn, Rows(None), chunk_size, num_kept=num_kept, num_partly_kept=num_partly_kept)
+    call = ChunkedCall(
+        "test()", fn, Rows("test()", None), chunk_size, num_kept=num_kept, num_partly_kept=num_partly_kept
+    )
     return call.run((x,), kwargs, params=None)
 
 
@@ -235,7 +237,7 @@ def test_gradients_with_kept_products_are_those_without(fn):
         total = sum(each.sin().sum() for each in (out if isinstance(out, tuple) else (out,)))
         return [total.detach(), *torch.autograd.grad(total, [x, *layer.parameters()], allow_unused=True)]
 
-    call_in_chunks = functools.partial(ChunkedCall, "test()", call, Rows(None), 16)
+    call_in_chunks = functools.partial(ChunkedCall, "test()", call, Rows("test()", None), 16)
     expected = found(lambda: call(x))
     for num_partly_kept in (0, 3, 99):
         chunked = call_in_chunks(num_partly_kept=num_partly_kept)
@@ -314,7 +316,7 @@ def test_other_operators_in_the_backward_are_refused():
         calls.append(len(x))
         return layer(layer(x)) if len(calls) < 8 else layer(x)
 
-    out = ChunkedCall("test()", fn, Rows(None), 16, num_partly_kept=3).run(
+    out = ChunkedCall("test()", fn, Rows("test()", None), 16, num_partly_kept=3).run(
         (torch.randn(100, 3),), {}, params=layer.parameters()
     )
     assert_refused(out.sum().backward, StateError, "the same operators each time", "chunk_size=4096")
@@ -325,7 +327,7 @@ def test_recomputes_products_modified_by_gru():
     layer, x = nn.GRU(3, 4, batch_first=True).double(), torch.randn(40, 5, 3, dtype=torch.float64)
     layer(x)[0].sin().sum().backward()
     expected = gradients(layer)
-    call = ChunkedCall("test()", lambda rows: layer(rows)[0], Rows(None), 8, num_partly_kept=99)
+    call = ChunkedCall("test()", lambda rows: layer(rows)[0], Rows("test()", None), 8, num_partly_kept=99)
     call.run((x,), {}, params=layer.parameters()).sin().sum().backward()
     assert_same(gradients(layer), expected, 1e-12)
 

@@ -74,7 +74,7 @@ def gradients_of(fn, layer, x, run=None):
 
 
 def in_chunks(fn, layer, x):
-    return lambda: ChunkedCall("test()", fn, Rows(None), 16).run((x,), {}, params=layer.parameters())
+    return lambda: ChunkedCall("test()", fn, Rows("test()", None), 16).run((x,), {}, params=layer.parameters())
 
 
 @pytest.mark.usefixtures("_any_size")

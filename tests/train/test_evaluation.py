@@ -74,6 +74,33 @@ def test_tells_once_that_single_rows_could_not_be_compared(rows, fn):
         assert len(found) == 1
 
 
+def test_functions_of_one_factory_are_compared_each(rows):
+    """One that compares rows is refused, whatever another one from the same lines was found to do."""
+
+    def of(metric):
+        return lambda model, part: metric(model(part))
+
+    _, trainer = make(room=40)
+    with trainer.evaluation() as evaluate:
+        assert len(evaluate(rows, of(lambda scores: scores))) == 100
+        compared = of(lambda scores: scores - scores.mean(0))
+        assert_refused(lambda: evaluate(rows, compared), mk.errors.InputError, "rows that do not depend on one another")
+
+
+def test_parts_of_other_widths_are_refused_by_name(rows):
+    """As of a loop over tokens that ends where the last row of its part does."""
+    _, trainer = make(room=40)
+    lengths = torch.arange(100)[:, None] // 25 * 25 + 24
+
+    def generate(model, part):
+        model(part[:, :-1])
+        return torch.ones(len(part), int(part[:, -1].max()) + 1)
+
+    with trainer.evaluation() as evaluate:
+        batch = torch.cat([rows, lengths.to(rows.dtype)], 1)
+        assert_refused(lambda: evaluate(batch, generate), mk.errors.InputError, r"parts of \(25,\) and of \(50,\).*pad")
+
+
 def test_a_mean_for_each_row_may_be_averaged(rows):
     model, trainer = make(room=60)
     with trainer.evaluation() as evaluate:
