@@ -195,12 +195,10 @@ class Guesses(Counter[str]):
     def converted(self, line: str, number: Any) -> Any:
         """Note an answer that becomes a number which cannot be followed."""
         use = _site().use
-        if use is Use.BRANCH:
-            self._note_branch(line)
-        elif use is Use.GUARD:
+        if use is Use.GUARD:
             self._note_assumption(line)
         elif use is not Use.TEXT:
-            self._note_number(line)
+            self._note_number(line)  # a branch too: the comparison of a plain number cannot be turned around
         return number
 
     def _branched(self, site: Site, line: str, *, natural: bool, contrary: bool) -> bool:

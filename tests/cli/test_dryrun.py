@@ -232,6 +232,23 @@ def test_training_without_the_card_is_not_known(capfd):
     assert "the script trained on the CPU and put nothing on the card" in unfolded(out)
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_branch_on_the_float_of_a_loss_is_not_known(capfd, tmp_path_factory):
+    """A plain number: no comparison can be turned around, so other numbers are tried; one of them takes the branch."""
+    script = tmp_path_factory.mktemp("branches") / "script.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(64, 64).cuda()\n"
+        "loss = model(torch.randn(64, 64).cuda()).square().mean()\n"
+        "loss.backward()\n"
+        "if float(loss) < 0.5:\n"
+        "    kept = torch.empty(40 << 30, dtype=torch.uint8, device='cuda')\n"
+    )
+    code, out, _ = dryrun(capfd, str(script), "--gpu", "RTX 4090")
+    assert code == 3
+    assert "script.py:5 in <module> uses a guessed value where memkit cannot follow it" in unfolded(out)
+
+
 @pytest.mark.parametrize(
     ("line", "doubt", "code"),
     [
