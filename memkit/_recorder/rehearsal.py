@@ -504,6 +504,7 @@ class Attributes:
             ``"versions"``: the same, and watch whether tensors change in place, buffers excepted. ``"saved"``: the
             same, and save the content of tensors of up to 1 MiB, as a count, a running mean or a small teacher has; of
             64 MiB in all, and not of parameters that are trained.
+        trained: Ids of the parameters that are trained; None takes all that require a gradient for such.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
         is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
@@ -518,6 +519,7 @@ class Attributes:
         roots: Sequence[object],
         *,
         content: Literal["arrays", "versions", "saved"] | None = None,
+        trained: Container[int] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
         except_for: tuple[type, ...] = (),
         is_for_rerun: bool = False,
@@ -541,7 +543,7 @@ class Attributes:
         if content is not None:
             self._save_arrays()
         if content in ("versions", "saved"):
-            self._watch_content(is_saved=content == "saved")
+            self._watch_content(is_saved=content == "saved", trained=trained)
 
     def _save_arrays(self) -> None:
         saved_bytes, checked_bytes = _MOST_SAVED_BYTES, _MOST_CHECKED_BYTES
@@ -555,20 +557,23 @@ class Attributes:
                 checked_bytes -= each.nbytes
                 self._arrays[index] = _HeldArray(each, checksum=_checksum(each))
 
-    def _watch_content(self, *, is_saved: bool) -> None:
+    def _watch_content(self, *, is_saved: bool, trained: Container[int] | None) -> None:
+        """Watch tensors. A write through `.data`, as to a codebook, a teacher or a center, makes no new version."""
         buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
-        left_bytes = _MOST_SAVED_BYTES if is_saved else 0
-        for index, held in enumerate(self._tensors):
-            if id(held.tensor) in buffers or held.tensor.is_inference():
+        saved_bytes, checked_bytes = _MOST_SAVED_BYTES if is_saved else 0, _MOST_CHECKED_BYTES
+        for index, (each, same, gradient, *_) in enumerate(self._tensors):
+            if id(each) in buffers or each.is_inference():
                 continue
-            is_trained = isinstance(held.tensor, nn.Parameter) and held.tensor.requires_grad
-            fits = held.same.nbytes <= min(_SMALL_BYTES, left_bytes) and not (held.same.is_meta or is_trained)
-            left_bytes -= held.same.nbytes if fits else 0
-            content = held.same.clone() if fits else None
-            # Frozen parameters, such as a codebook or a teacher, are moved through `.data`, which makes no new version.
-            is_frozen = isinstance(held.tensor, nn.Parameter) and not is_trained and content is None
-            sums = bit_sums([held.same]) if is_frozen else None
-            self._tensors[index] = held._replace(version=version_of(held.same), content=content, sums=sums)
+            is_trained = isinstance(each, nn.Parameter) and each.requires_grad
+            is_trained = is_trained and (trained is None or id(each) in trained)
+            held = _HeldTensor(each, same, gradient, version_of(same))
+            if same.nbytes <= min(_SMALL_BYTES, saved_bytes) and not (same.is_meta or is_trained):
+                saved_bytes -= same.nbytes
+                held = held._replace(content=same.clone())
+            elif same.nbytes <= checked_bytes:
+                checked_bytes -= same.nbytes
+                held = held._replace(sums=bit_sums([same]))
+            self._tensors[index] = held
 
     def _note_function(self, value: Any) -> Sequence[object]:
         held = list(_held_by_function(value))

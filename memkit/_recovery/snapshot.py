@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
 from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags
-from memkit._torch.tensors import is_view, leaf_gradient, version_of
+from memkit._torch.tensors import bit_sums, is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
@@ -47,7 +49,8 @@ class StateWatch:
         owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
         loss_fn: The loss function of the current step, which may hold a batch; None if there is none.
-        quiet_losses: Code of loss functions that were seen to change nothing of what they hold, by its `id`.
+        quiet_losses: Keys of loss functions that were seen to change nothing of what they hold.
+        last_quiet: Returns the last of them, if it is still there: most loops call the same one in each step.
         host: Cache of the random state of NumPy and Python.
     """
 
@@ -58,7 +61,8 @@ class StateWatch:
         self._is_compiled = any(is_compiled(each) for each in self.owners)
         self.changes_attributes = self._watches_attributes = not self._is_compiled
         self.loss_fn: object = None
-        self.quiet_losses: dict[int, object] = {}
+        self.quiet_losses: set[object] = set()
+        self.last_quiet: Callable[[], object] = _nothing
         self._has_told = False
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
@@ -73,7 +77,8 @@ class StateWatch:
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
         if is_trial:
-            return Attributes([self.loss_fn], content="saved")
+            trained = {id(each) for each in self.module.parameters() if each.requires_grad}
+            return Attributes([self.loss_fn], content="saved", trained=trained)
         if not self._watches_attributes:
             return None
         return Attributes([self.loss_fn], content="versions", is_for_rerun=True)
@@ -81,8 +86,9 @@ class StateWatch:
     def learn_of_held(self, held: Attributes) -> None:
         """Compare with what was saved before a completed forward."""
         if self.loss_fn is not None and not held.differ():
-            code = getattr(self.loss_fn, "__code__", type(self.loss_fn))  # the same for all made by the same lines
-            self.quiet_losses[id(code)] = code
+            self.quiet_losses.add(key_of_loss(self.loss_fn))
+            with contextlib.suppress(TypeError):  # an object with slots
+                self.last_quiet = weakref.ref(self.loss_fn)
 
     def tell_of_held(self, differences: Sequence[str]) -> None:
         """Warn, once, of what a failed attempt has changed and nobody restores."""
@@ -95,14 +101,23 @@ class StateWatch:
                 "are restored, or change it after the step."
             )
 
-    def tell_of_trained(self) -> None:
-        """Warn, once, that a trial has moved parameters, which nobody restores."""
-        if not self._has_told:
-            self._has_told = True
+    def tell_of_trained(self, *, is_trial: bool) -> None:
+        """Warn, once, that a trial or a failed attempt has moved parameters, which nobody restores."""
+        if self._has_told:
+            return
+        self._has_told = True
+        if is_trial:
             warn_user(
                 "A run of memkit's own, of which nothing should stay, has moved parameters that the model's forward "
                 "trains itself, and they stay moved. Way out: train them after the step, or omit memory=... and set "
                 "accumulation_steps."
+            )
+        else:
+            warn_user(
+                "Recovery from out-of-memory: the attempt that failed had moved parameters that the model's forward "
+                "trains itself, and they stay moved: unless the forward sets them anew whenever it runs, the result "
+                "differs from that of a step which fits. Way out: call requires_grad_(False) on networks that the "
+                "optimizer does not train (these are restored), or train them after the step."
             )
 
     def generators(self) -> Iterable[Any]:
@@ -384,14 +399,15 @@ class Rollback:
         self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
-        self._trained = [(each, version_of(each)) for each in watch.trained()] if is_trial else []
+        is_watched = is_trial or watch.changes_attributes
+        self._trained = [(each, _content_mark(each)) for each in watch.trained()] if is_watched else []
         self.attributes = None
         if watch.changes_attributes or is_trial:
             self.attributes = AttributeStates(watch, is_trial=is_trial)
         loss_fn, self.held = watch.loss_fn, None
         if loss_fn is not None:
-            is_quiet = not is_trial and id(getattr(loss_fn, "__code__", type(loss_fn))) in watch.quiet_losses
-            self.held = None if is_quiet else watch.held(is_trial=is_trial)
+            is_quiet = watch.last_quiet() is loss_fn or key_of_loss(loss_fn) in watch.quiet_losses
+            self.held = watch.held(is_trial=is_trial) if is_trial or not is_quiet else None
 
     def discover(self) -> AbstractContextManager[None]:
         """Return a context for a forward: other modules that run in it are also rolled back from then on."""
@@ -431,16 +447,44 @@ class Rollback:
             if module.training != is_training:
                 module.training = is_training
         self.random.restore()
-        if any(version_of(each) != version for each, version in self._trained):
-            self._watch.tell_of_trained()
-        if self.held is None:
-            return
+        if self.held is not None:
+            self._restore_held(self.held, is_rerun=is_rerun)
+        if (self._is_trial or is_rerun) and any(_content_mark(each) != mark for each, mark in self._trained):
+            self._watch.tell_of_trained(is_trial=self._is_trial)
+
+    def _restore_held(self, held: Attributes, *, is_rerun: bool) -> None:
         if self._is_trial:
-            self.held.restore()
+            held.restore()
             return
-        self.held.restore_modules(self._watch.owners)
+        held.restore_modules(self._watch.owners)
         if is_rerun:  # the state of networks is back: what differs still is not theirs
-            self._watch.tell_of_held(self.held.differences())
+            self._watch.tell_of_held(held.differences())
+
+
+def _nothing() -> None:
+    """Return nothing, like a reference to an object that is gone."""
+
+
+def key_of_loss(loss_fn: Any) -> object:
+    """Return what a loss function has in common with those of other steps that are made by the same lines.
+
+    Those lines may be given another criterion, so the types of what it is made from count, too.
+    """
+    if isinstance(loss_fn, functools.partial):
+        return key_of_loss(loss_fn.func), *map(type, (*loss_fn.args, *loss_fn.keywords.values()))
+    code = getattr(loss_fn, "__code__", None)
+    if code is None:
+        return type(loss_fn)
+    owner = type(getattr(loss_fn, "__self__", None))
+    return code, owner, *[_type_in(cell) for cell in loss_fn.__closure__ or ()]
+
+
+def _type_in(cell: CellType) -> object:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+    return getattr(content, "__code__", type(content))
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:
@@ -475,6 +519,11 @@ def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:
     if buffer is None or is_lazy(buffer) or buffer.is_inference():
         return id(buffer), 0
     return id(buffer), version_of(buffer)
+
+
+def _content_mark(parameter: nn.Parameter) -> object:
+    """Return what tells of any write to a parameter, through `.data` too; its version where there are no data."""
+    return bit_sums([parameter.detach()]) or version_of(parameter)
 
 
 def _digest(buffer: torch.Tensor) -> int:

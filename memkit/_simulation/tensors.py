@@ -729,6 +729,11 @@ class _Converter(FakeTensorConverter):
             self.storages[storage_key(storage)] = t.device, storage.nbytes()
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
+    def invalidate_constant_aliases(self, tensor: Tensor) -> None:
+        """Forget the values of other tensors in the same storage, which a sparse one does not have."""
+        if tensor.layout is torch.strided:
+            super().invalidate_constant_aliases(tensor)
+
     def from_meta_and_device(
         self, fake_mode: FakeTensorMode, t: Tensor, device: torch.device, pytype: Any = None, dispatch_keys: Any = None
     ) -> FakeTensor:

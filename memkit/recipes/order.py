@@ -157,6 +157,11 @@ def check_samples(loader: Any) -> None:
     )
 
 
+def draws_by_epoch(dataset: Any) -> bool:
+    """Return whether a dataset is told the epoch, as those are that draw from seed and epoch."""
+    return any(True for _ in _drawing_parts(dataset, set()))
+
+
 def repeat_epoch(loader: Any) -> None:
     """Allow another pass over the same batches, as validation does."""
     for each in _drawing_parts(loader, set()):

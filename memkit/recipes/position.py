@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from memkit._core.epochs import refuse_to_go_on
+from memkit._core.errors import warn_user
 from memkit._core.protocols import ResumableOrder
 from memkit._core.settings import check_version
 from memkit._machine import random_state
-from memkit.recipes.order import ResumableLoader, check_samples, tell_epoch
+from memkit._torch.loaders import starts_persistent_workers
+from memkit.recipes.order import ResumableLoader, check_samples, draws_by_epoch, tell_epoch
 
 _VERSION = 2
 
@@ -62,17 +64,35 @@ class Position:
                 "random": random_state.capture().state_dict(),
                 "generator": self._generator.get_state() if self._generator else None,
             }
-            return iter(self._loader)
+            return self._iterate()
         now = random_state.capture()
         random_state.restore(random_state.RandomState.from_state_dict(self._start["random"]))
         if self._generator and self._start["generator"] is not None:
             self._generator.set_state(self._start["generator"])
-        batches = iter(self._loader)
+        batches = self._iterate()
         if self._order is None:
             for _ in itertools.islice(batches, self.num_batches):
                 pass
         random_state.restore(now)
         return batches
+
+    def _iterate(self) -> Iterator[Any]:
+        """Start the epoch as a run that was not stopped would: its workers, if they persist, are there already."""
+        if not (self.epoch and starts_persistent_workers(self._loader)):
+            return iter(self._loader)
+        if not draws_by_epoch(getattr(self._loader, "dataset", None)):
+            warn_user(
+                "MemoryEfficientTrainLoop: the DataLoader has persistent workers, whose random numbers go on from "
+                "epoch to epoch, and the training is resumed after its first one: if the dataset draws random numbers "
+                "in its workers, they are not those of a run that was not stopped; the order of the samples is. Way "
+                "out: DataLoader(..., persistent_workers=False), or a dataset that draws from (seed, epoch, index) and "
+                "has a set_epoch method."
+            )
+        own, self._loader.generator = self._loader.generator, torch.Generator()  # type: ignore[attr-defined]  # a DataLoader
+        try:
+            return iter(self._loader)
+        finally:
+            self._loader.generator = own  # type: ignore[attr-defined]  # as above
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""

@@ -103,6 +103,7 @@ class GradientAccumulator(Uncopied, Closing):
             objective=objective,
             sum_dtype=accumulate_dtype,
             guard_steps=guard_steps,
+            watches_steps=True,
             on_step=None if self._weights is None else self._weights.end_group,
             caller=ACCUMULATOR,
         )

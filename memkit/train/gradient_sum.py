@@ -73,6 +73,7 @@ class GradientSum:
         objective: Whether to step with the weighted mean or with the sum.
         sum_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32.
         guard_steps: Keep each parameter consistent with its state if ``optimizer.step()`` runs out of memory.
+        watches_steps: Refuse a step of the user's own between two micro-batches.
         on_step: Called before a step whose gradients have nonzero weight.
         on_gradients: Called right before the optimizers step, when the gradients are final.
         caller: The object that the user works with, for messages.
@@ -104,6 +105,7 @@ class GradientSum:
         objective: Literal["mean", "sum"] = "mean",
         sum_dtype: torch.dtype | None = None,
         guard_steps: bool = False,
+        watches_steps: bool = False,
         on_step: Callable[[], object] | None = None,
         on_gradients: Callable[[], object] | None = None,
         caller: Caller,
@@ -142,6 +144,7 @@ class GradientSum:
         self.grad_norm: torch.Tensor | None = None
         self.num_step_ooms = 0
         self._marks: list[tuple[int, int]] | None = None  # of the gradients, after the last micro-batch
+        self._watches_steps = watches_steps
         self._watches: list[Any] = []  # handles of the hooks that notice a step which is not this object's
         self.is_announced = False
         self._factor: float | None = None  # by which the gradients were normalized
@@ -256,7 +259,8 @@ class GradientSum:
         self._count, self.num_microbatches, self._has_gradients, self.is_torn = 0.0, 0, False, False
         self._marks = self._factor = None
         self.is_announced = False
-        self._unwatch()
+        if self._watches:
+            self._unwatch()
         clear_gradients(self._parameters, self._sum_dtype)
         self._has_leftovers = False
 
@@ -296,7 +300,7 @@ class GradientSum:
             dtype = None if self._sum_dtype else gradient_dtype(parameter)  # None keeps the state's
             moved = None if gradient is None else gradient.to(parameter.device, dtype, copy=True)
             set_gradient(parameter, moved)
-        if self.num_microbatches:
+        if self.num_microbatches and self._watches_steps:
             self._watch()
 
     def close(self) -> None:
@@ -357,7 +361,8 @@ class GradientSum:
                     warn_of_foreign_gradients(self._caller)
                 clear_gradients(self._parameters, self._sum_dtype)
             self._has_leftovers = True  # until the step clears them: an interrupt may come first
-            self._watch()
+            if self._watches_steps:
+                self._watch()
             return
         if self._marks is not None and gradient_marks(self._parameters) != self._marks:
             refuse_changed_gradients(self._caller)
@@ -418,7 +423,8 @@ class GradientSum:
             narrow_gradients(self._parameters, self._sum_dtype)
         if self._on_gradients is not None and active:
             self._on_gradients()
-        self._unwatch()
+        if self._watches:
+            self._unwatch()
         count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # in C: nothing can interrupt it
         todo: deque[Callable[[], object]] = deque((count_step, *then))
         # On KeyboardInterrupt a step can be resumed and completed; a scheduler or an average cannot.

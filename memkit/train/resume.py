@@ -9,6 +9,7 @@ step runs again, for one parameter after the other, and skips the operators alre
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections import Counter
@@ -80,11 +81,11 @@ class StepJournal:
         # For each tensor of these: its parameter's index, its name.
         self._keys = [(first, name) for first in self._alike for name in ("", *entries[first][2])]
         tensors = [each for first in self._alike for each in (entries[first][1], *entries[first][2].values())]
-        self._tensors = [weakref.ref(each) for each in tensors]
+        self._tensors = [_reference(each, name) for (_, name), each in zip(self._keys, tensors, strict=True)]
         self._versions: list[int] = []
         # The last parameter's last tensor, with its name.
         lasts = [{"": parameter, **state} for _, parameter, state in entries[-1:]]
-        self._last = [(name, weakref.ref(each)) for each_state in lasts for name, each in each_state.items()][-1:]
+        self._last = [(name, _reference(each, name)) for each_state in lasts for name, each in each_state.items()][-1:]
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> StepJournal | None:
@@ -156,6 +157,14 @@ class StepJournal:
             for number, progress in applied.items()
             if number >= self.num_done
         ]
+
+
+def _reference(tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor | None]:
+    """Return a weak reference to state; parameters, which the journal keeps, would not swap beside one.
+
+    `torch.utils.swap_tensors`, and with it some ways of `load_state_dict`, refuses tensors with weak references.
+    """
+    return weakref.ref(tensor) if name else itertools.repeat(tensor).__next__
 
 
 def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress: Progress) -> None:

@@ -57,7 +57,8 @@ _VERSION = 1
 _CALL = WRAPPER.kind
 _STATE = ("accumulator", "scaler", "sizes")
 _STEP = "trainer.train_step(batch, loss_fn)"
-_OWN_BACKWARD = "backward through the graph a second time"  # in torch's error
+# In torch's errors:
+_OWN_BACKWARD, _NO_HOOKS = "backward through the graph a second time", "don't yet support saved tensor hooks"
 Reduction = Literal["mean", "sum"]
 OnOom = Literal["exact", "inexact", "raise"]
 
@@ -707,6 +708,15 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         try:
             self._backward(self._evaluate(micro, loss_fn), _STEP)
         except RuntimeError as error:
+            if _NO_HOOKS in str(error):
+                raise ConfigError(
+                    _STEP,
+                    got="a loss that calls torch.func.grad, or another transform of functions, beside checkpoint=... "
+                    "or offload={'activations'}: torch does not run these within its saved tensor hooks",
+                    expected="checkpoint=None and no offloaded activations for such a loss",
+                    fix="write MemoryEfficientTrainingWrapper(model, optimizer) without checkpoint= and offload=, or "
+                    "compute the inner gradients with torch.autograd.grad(loss, parameters, create_graph=True).",
+                ) from error
             if _OWN_BACKWARD not in str(error):
                 raise
             raise StateError(

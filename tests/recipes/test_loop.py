@@ -1,5 +1,6 @@
 """The training loop: exact to the last bit against the loop by hand, stopped and gone on with, and without a trace."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -105,6 +106,10 @@ def orders(kind):
         return loader_of(generator=torch.Generator().manual_seed(5))
     if kind == "workers":
         return loader_of(num_workers=1)
+    if kind == "persistent workers":
+        return loader_of(num_workers=1, persistent_workers=True)
+    if kind == "persistent workers, own generator":
+        return loader_of(num_workers=1, persistent_workers=True, generator=torch.Generator().manual_seed(5))
     if kind == "distributed":
         data = torch.utils.data.TensorDataset(*digits())
         return DataLoader(data, batch_size=16, sampler=DistributedSampler(data, num_replicas=2, rank=1))
@@ -112,7 +117,11 @@ def orders(kind):
     return ResumableLoader(DataLoader(torch.utils.data.TensorDataset(*digits()), batch_sampler=batches))
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", "distributed", "resumable"])
+PERSISTENT = ["persistent workers", "persistent workers, own generator"]
+
+
+@pytest.mark.filterwarnings("ignore:.* has persistent workers")  # this data set draws no random numbers
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", *PERSISTENT, "distributed", "resumable"])
 def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
     whole, expected = make(orders(kind), val_loader=loader_of(50), validate_every=7)
     result = whole.run(num_epochs=3)
@@ -141,7 +150,15 @@ def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
     assert torch.equal(weights(model), weights(expected))
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "own generator"])
+def test_tells_that_what_persistent_workers_draw_cannot_be_resumed(tmp_path):
+    for num_epochs, context in ((1, contextlib.nullcontext()), (2, pytest.warns(mk.MemkitWarning, match="persistent"))):
+        with TrainingStateManager(tmp_path) as state, context:
+            loop, _ = make(orders("persistent workers"), state=state)
+            loop.run(num_epochs=num_epochs)
+
+
+@pytest.mark.filterwarnings("ignore:.* has persistent workers")
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", *PERSISTENT])
 def test_goes_on_between_two_epochs(kind, tmp_path):
     whole, expected = make(orders(kind))
     whole.run(num_epochs=2)

@@ -323,11 +323,11 @@ def test_large_tensors_that_a_trial_changes_are_told_of(make):
     assert float(small.max()) == 1.0
 
 
-def with_teacher(how, *, through_data=False):
-    """A loss that moves an EMA teacher, another network, in place, as Mean Teacher and FixMatch do."""
+def with_teacher(how, *, through_data=False, is_frozen=True):
+    """A loss that moves an EMA teacher, another network, in place, as Mean Teacher, FixMatch, SAC and TD3 do."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
-    teacher = copy.deepcopy(model).requires_grad_(False)
+    teacher = copy.deepcopy(model).requires_grad_(not is_frozen)
     failures = []
 
     def loss_fn(model, x):
@@ -348,8 +348,71 @@ def with_teacher(how, *, through_data=False):
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_a_teacher_that_the_loss_moves_is_restored_after_a_trial_and_told_of_after_a_failure(through_data):
-    assert_same(with_teacher("memory", through_data=through_data), with_teacher("plain"))
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_teacher_that_the_loss_moves_is_restored_after_a_trial_and_told_of_after_a_failure(through_data, is_frozen):
+    settings = {"through_data": through_data, "is_frozen": is_frozen}
+    assert_same(with_teacher("memory", **settings), with_teacher("plain", is_frozen=is_frozen))
     told = r"changed what loss_fn holds \(.*Linear\.bias.*\), and that stays changed"
     with pytest.warns(mk.errors.MemkitWarning, match=told):
-        with_teacher("out of memory", through_data=through_data)
+        with_teacher("out of memory", **settings)
+
+
+class Centered:
+    """Moves its center, through `.data` or by another tensor, and runs out of memory in its first call."""
+
+    def __init__(self, *, through_data=False):
+        self.center, self.through_data = torch.zeros(4), through_data
+        self.calls = itertools.count()
+
+    def __call__(self, y):
+        loss = (y - self.center.clone()).square().mean()
+        if self.through_data:
+            self.center.data.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        else:
+            self.center = 0.9 * self.center + 0.1 * y.detach().mean(0)
+        if next(self.calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return loss
+
+
+def made_by_the_same_lines(criterion):
+    return lambda model, x: criterion(model(x))
+
+
+@pytest.mark.parametrize("before", [None, nn.Identity()])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_center_is_told_of_whatever_ran_before(before, through_data):
+    """Another loss from the same factory, which changes nothing, says nothing about this one."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in "123"))
+    with wrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None) as trainer:
+        if before is not None:
+            trainer.train_step(torch.randn(8, 4), made_by_the_same_lines(lambda y: before(y).square().mean()))
+        with pytest.warns(
+            mk.errors.MemkitWarning, match=r"changed what loss_fn holds \(.*Centered\.center.*\), and that"
+        ):
+            trainer.train_step(torch.randn(8, 4), made_by_the_same_lines(Centered(through_data=through_data)))
+
+
+class WithTarget(nn.Module):
+    """Moves a target network in its forward, whose parameters require a gradient, as those of a copy do."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in "123"))
+        self.target, self.failures = copy.deepcopy(self.online), itertools.count()
+
+    def forward(self, x):
+        for mine, own in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            mine.data.copy_(0.9 * mine.data + 0.1 * own.data + 0.1)
+        with torch.no_grad():
+            y = self.target(x)
+        if next(self.failures) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return self.online(x) - y
+
+
+def test_a_target_network_that_a_failed_forward_has_moved_is_told_of():
+    model = WithTarget()
+    trainer = wrapper(model, torch.optim.SGD(model.online.parameters(), lr=0.1), None, None)
+    with pytest.warns(mk.errors.MemkitWarning, match=r"had moved parameters .* requires_grad_\(False\)"):
+        trainer.train_step(torch.randn(8, 4), lambda model, x: model(x).square().mean())

@@ -276,6 +276,28 @@ def test_sparse_tensors_on_the_card_are_refused_with_a_way_out(make):
         make()
 
 
+def test_a_sparse_tensor_in_a_batch_for_the_card_is_refused_as_those_made_there_are():
+    model, batch = torch.nn.Linear(4, 4), (torch.eye(20).to_sparse(), torch.randn(20, 4))
+
+    def loss_fn(model, batch):
+        return torch.sparse.mm(batch[0], model(batch[1])).square().mean()
+
+    with pytest.raises(NotSimulatedError, match=r"layout torch\.sparse_coo at .*dense tensors"):
+        mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, target="RTX 4090")
+
+
+def test_a_sparse_tensor_made_of_known_numbers_is_not_known_but_estimated():
+    def loss_fn(model, x):
+        matrix = torch.sparse_coo_tensor(
+            torch.tensor([[0, 1, 2], [1, 0, 3]]), torch.ones(3), (20, 20), check_invariants=False
+        )
+        return torch.sparse.mm(matrix, model(x)).square().mean()
+
+    estimate = mk.estimate_memory_usage(torch.nn.Linear(4, 4), torch.randn(20, 4), loss_fn=loss_fn)
+    assert estimate.confidence == "guessed"
+    assert "makes a sparse tensor" in str(estimate)
+
+
 def test_a_parameter_is_made_of_the_class_of_another_one(card):
     """As accelerate loads weights: ``type(old)(value, requires_grad=...)``."""
     model = nn.Linear(2, 2, device="meta")

@@ -424,6 +424,41 @@ class TestRegisteredOptimizers:
             found = train_small(kind, guarded=True, faults=[place])
             assert_same(found, train_small(Lion, False))
 
+    @pytest.mark.parametrize("way", ["data", "set_", "state.set_", "gradient dropped", "noise"])
+    @pytest.mark.parametrize("fails_at", [2, 6, 7])
+    def test_are_put_back_whatever_their_step_does_to_a_parameter(self, way, fails_at):
+        """Give it another storage, as geoopt's do, drop its gradient, or draw random numbers, as Langevin dynamics."""
+        updates = itertools.count(1)
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                    average.lerp_(parameter.grad, 0.1)
+                    noise = torch.randn_like(parameter) if way == "noise" else 0
+                    if next(updates) == fails:
+                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (planted).")
+                    new = parameter - 0.1 * (average + noise)
+                    if way == "data":
+                        parameter.data = new
+                    elif way == "set_":
+                        parameter.set_(new)
+                    else:
+                        parameter.copy_(new)
+                    if way == "state.set_":
+                        average.set_(average * 1.5)
+                    elif way == "gradient dropped":
+                        parameter.grad = None
+
+        def train():
+            return [*train_small(registered(optim.SGD, step=step), guarded=True), torch.get_rng_state()]
+
+        fails = fails_at
+        found = train()
+        fails = None
+        assert_same(found, train())
+
     def test_may_call_inherited_step(self):
         """Torch calls the hooks around it once more."""
 

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,6 +104,92 @@ def test_without_a_folder_the_step_runs_unguarded(monkeypatch, tmp_path):
     Foreign.failures = 1
     with pytest.raises(mk.MemkitOutOfMemoryError, match="as Foreign left them, perhaps half stepped"):
         StepGuard([optimizer]).run(lambda: step(optimizer))
+
+
+class Elsewhere(torch.optim.Optimizer):
+    """Scales each update by what it keeps outside of its state, and fails once in the middle of a step."""
+
+    fails_at = 0  # updates until then, on the class, which nobody restores
+
+    def __init__(self, params, where):
+        super().__init__(params, {"lr": 0.1})
+        self.where, self.count, self.counts = where, 0, [0]
+        self.scale, self.array = torch.ones((), dtype=torch.float64), np.ones(2)
+        parameters = self.param_groups[0]["params"]
+        self.slow = {"weights": [each.detach().clone() for each in parameters]}
+        self.inner = torch.optim.Adam(parameters, lr=0.1, foreach=False)
+
+    def factor(self, number):
+        group = self.param_groups[0]
+        if self.where == "group":
+            group["count"] = group.get("count", 0) + 1
+            return 1 / group["count"]
+        if self.where == "number":
+            self.count += 1
+            return 1 / self.count
+        if self.where == "list":
+            self.counts[0] += 1
+            return 1 / self.counts[0]
+        if self.where == "tensor":
+            return self.scale.mul_(0.9)
+        if self.where == "another tensor":
+            self.scale = self.scale * 0.9
+            return self.scale
+        if self.where == "storage":
+            self.scale.data = self.scale * 0.9
+            return self.scale
+        if self.where == "array":
+            self.array *= 0.9
+            return float(self.array[1])
+        if self.where == "slow weights":
+            slow = self.slow["weights"][number]
+            return slow.lerp_(group["params"][number], 0.5)
+        return torch.rand((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.where == "inner optimizer":
+            self.inner.step()
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            factor = self.factor(number)
+            Elsewhere.fails_at -= 1
+            if Elsewhere.fails_at == 0:
+                out_of_memory()
+            parameter.sub_(0.1 * factor * parameter.grad)
+
+
+WHERE = ("group", "number", "list", "tensor", "another tensor", "storage", "array", "slow weights", "inner optimizer")
+
+
+@pytest.mark.parametrize("where", [*WHERE, "random numbers"])
+@pytest.mark.parametrize("fails_at", [2, 6])
+def test_what_an_optimizer_keeps_outside_of_its_state_is_undone_too(where, fails_at):
+    """In the middle of the first and of the second step of a model of four parameters."""
+
+    def trained(fails_at):
+        torch.manual_seed(0)
+        Elsewhere.fails_at = fails_at
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        optimizer = Elsewhere(model.parameters(), where)
+        xs = torch.randn(3, 8, 4, dtype=torch.float64)
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer) as trainer:
+            num_ooms = [trainer.train_step(x, mean_square).num_ooms for x in xs]
+        state = [optimizer.scale, *optimizer.slow["weights"], torch.tensor([optimizer.count, *optimizer.counts])]
+        inner = [each for one in optimizer.inner.state.values() for each in one.values()]
+        return num_ooms, [*model.parameters(), *state, *inner, torch.get_rng_state()]
+
+    (num_ooms, found), (_, plain) = trained(fails_at), trained(0)
+    assert num_ooms == ([1, 0, 0] if fails_at == 2 else [0, 1, 0])
+    assert_same(found, plain)
+
+
+def test_a_group_entry_that_a_failed_step_made_is_gone():
+    """It would else be counted on by the next try, which finds it there."""
+    _, optimizer = make()
+    Foreign.failures = 2
+    assert_refused(lambda: StepGuard([optimizer]).run(lambda: step(optimizer)), mk.MemkitOutOfMemoryError)
+    assert "k" not in optimizer.param_groups[0]
+    assert dict(optimizer.state) == {}
 
 
 def test_no_file_stays(monkeypatch, tmp_path):

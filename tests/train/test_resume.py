@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn, optim
 
+from memkit import MemoryEfficientTrainingWrapper
 from memkit._core.errors import StateError
 from memkit.train import chunked_steps
 from memkit.train.guard import StepGuard
 from memkit.train.resume import StepJournal
 from tests.helpers import assert_same
+from tests.toys import mean_square
 from tests.train.faults import FailingOperator, Short
 
 SHAPES = [(30, 20), (7,), (), (3, 4, 5)]
@@ -333,6 +335,25 @@ class TestCopies:
                 assert not next(iter(guard._chunked))._journal.describes(optimizer)
             guarded(optimizer, guard)
         assert optimizer.state[parameters[3]]["step"] == 2
+
+
+def test_parameters_swap_between_steps():
+    """Torch refuses to swap what has a weak reference: `load_state_dict` and `to` with `swap_module_params` set."""
+    torch.manual_seed(0)
+    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    optimizers = [optim.AdamW(each.parameters()) for each in (model, twin)]
+    trainer = MemoryEfficientTrainingWrapper(model, optimizers[0])
+    for number in range(3):
+        x = torch.randn(4, 3)
+        trainer.train_step(x, mean_square)
+        mean_square(twin, x).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        if number == 1:
+            for each in (model, twin):
+                torch.utils.swap_tensors(each.weight, nn.Parameter(each.weight.detach() * 2))
+    assert_same(list(model.parameters()), list(twin.parameters()))
 
 
 @pytest.mark.parametrize("kind", [optim.Adadelta, optim.ASGD, optim.Adafactor, optim.SparseAdam])

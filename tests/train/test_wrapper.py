@@ -563,3 +563,28 @@ def test_stateful_parts():
         "scheduler": scheduler,
     }
     assert trainer.num_ranks == 1
+
+
+@pytest.mark.parametrize("settings", [{"offload": ("activations",)}, {"checkpoint": ["0", "1"]}])
+def test_transforms_of_functions_beside_saved_tensor_hooks_are_refused_by_name(settings):
+    """MAML by torch.func.grad: torch asks the user to open an issue; without these settings it trains."""
+
+    def adapted_loss(model, x):
+        def inner(parameters):
+            return (torch.func.functional_call(model, parameters, (x,)) - x).square().mean()
+
+        parameters = dict(model.named_parameters())
+        gradients = torch.func.grad(inner)(parameters)
+        return inner({name: each - 0.1 * gradients[name] for name, each in parameters.items()})
+
+    def train(**settings):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        with mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), **settings
+        ) as trainer:
+            return trainer.train_step(torch.ones(2, 4), adapted_loss).stepped
+
+    assert train()
+    with pytest.raises(mk.errors.ConfigError, match=r"torch\.func\.grad.*without checkpoint= and offload="):
+        train(**settings)

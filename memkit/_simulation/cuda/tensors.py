@@ -37,6 +37,7 @@ from memkit._torch.fake import (
     NORMALIZE_DEVICE,
     RUN_FALLBACK,
     FakeTensor,
+    UnsupportedFakeTensorException,
     device_context,
     fake_tensor,
     set_default_device,
@@ -151,6 +152,11 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         running.is_inside = True
         try:
             return super().run(func, types, args, kwargs)
+        except UnsupportedFakeTensorException:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor) and each.layout is not torch.strided:
+                    _refuse_layout(each.layout)
+            raise
         finally:
             running.is_inside = was_inside
             for tensor, constant in known:
