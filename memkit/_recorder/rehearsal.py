@@ -561,12 +561,13 @@ class Attributes:
         """Watch tensors. A write through `.data`, as to a codebook, a teacher or a center, makes no new version."""
         buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
         saved_bytes, checked_bytes = _MOST_SAVED_BYTES if is_saved else 0, _MOST_CHECKED_BYTES
-        for index, (each, same, gradient, *_) in enumerate(self._tensors):
+        for index, held in enumerate(self._tensors):
+            each, same = held.tensor, held.same
             if id(each) in buffers or each.is_inference():
                 continue
             is_trained = isinstance(each, nn.Parameter) and each.requires_grad
             is_trained = is_trained and (trained is None or id(each) in trained)
-            held = _HeldTensor(each, same, gradient, version_of(same))
+            held = held._replace(version=version_of(same))
             if same.nbytes <= min(_SMALL_BYTES, saved_bytes) and not (same.is_meta or is_trained):
                 saved_bytes -= same.nbytes
                 held = held._replace(content=same.clone())
