@@ -567,14 +567,14 @@ class Attributes:
                 continue
             is_trained = isinstance(each, nn.Parameter) and each.requires_grad
             is_trained = is_trained and (trained is None or id(each) in trained)
-            held = held._replace(version=version_of(same))
+            content = sums = None
             if same.nbytes <= min(_SMALL_BYTES, saved_bytes) and not (same.is_meta or is_trained):
                 saved_bytes -= same.nbytes
-                held = held._replace(content=same.clone())
+                content = same.clone()
             elif same.nbytes <= checked_bytes:
                 checked_bytes -= same.nbytes
-                held = held._replace(sums=bit_sums([same]))
-            self._tensors[index] = held
+                sums = bit_sums([same])
+            self._tensors[index] = held._replace(version=version_of(same), content=content, sums=sums)
 
     def _note_function(self, value: Any) -> Sequence[object]:
         held = list(_held_by_function(value))

@@ -295,7 +295,7 @@ def test_a_sparse_tensor_made_of_known_numbers_is_not_known_but_estimated():
 
     estimate = mk.estimate_memory_usage(torch.nn.Linear(4, 4), torch.randn(20, 4), loss_fn=loss_fn)
     assert estimate.confidence == "guessed"
-    assert "makes a sparse tensor" in str(estimate)
+    assert "computes with a sparse tensor" in str(estimate)
 
 
 def test_a_parameter_is_made_of_the_class_of_another_one(card):
