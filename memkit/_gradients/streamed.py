@@ -14,7 +14,7 @@ from torch import Tensor
 from memkit._core.errors import InputError, StateError
 from memkit._gradients.captured import CapturedTensors
 from memkit._torch.autocast import graphs
-from memkit._torch.graph import keeps_graph
+from memkit._torch.graph import have_tangents, is_transforming, keeps_graph
 from memkit._torch.tensors import hooks_of, set_hooks
 
 Gradients = list[Tensor | None]
@@ -42,8 +42,10 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, call: str) -> 
         in the first two cases `compute` is told to do no gradient work.
 
     Raises:
-        StateError: In backward, with ``create_graph=True``: the graphs of the chunks are gone.
+        StateError: In backward, with ``create_graph=True``: the graphs of the chunks are gone. In the forward, see
+            `refuse_transforms`.
     """
+    refuse_transforms(call, inputs, "inside the transform, compute this loss without memkit.")
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
         return _WithGradients.apply(compute, call, *inputs)  # type: ignore[no-any-return, no-untyped-call]
     return compute([False] * len(inputs))[0]
@@ -109,7 +111,7 @@ def sum_of_chunks(
                 captured.refuse_survivors(unknown)
             return value.to(accumulator_dtype(value.dtype))
 
-        with graphs(enabled=is_grad_enabled), without_hooks(params):
+        with graphs(enabled=is_grad_enabled), without_hooks(params), refuse_reentrant(call):
             sums = (add(slice(start, start + length)) for start, length in spans(num_rows, chunk_size, head))
             total = functools.reduce(operator.add, sums)
         return total, gradients.buffers
@@ -144,6 +146,48 @@ def refuse_second_derivative(call: str, fix: str) -> None:
             expected="first derivatives only: the graphs of the parts are freed when their gradients are computed",
             fix=fix,
         )
+
+
+def refuse_transforms(call: str, tensors: Sequence[Tensor], fix: str) -> None:
+    """Refuse what a node of memkit's own has no rule for: tangents of forward-mode differentiation, and `torch.func`.
+
+    Args:
+        call: The user's call.
+        tensors: Its tensors, whose tangents would be lost.
+        fix: What to call instead, inside the transform.
+
+    Raises:
+        StateError: One of the tensors has a tangent, or the call is inside a transform.
+    """
+    is_func = is_transforming()
+    if is_func or have_tangents(tensors):
+        raise StateError(
+            call,
+            got="a call inside a transform of torch.func" if is_func else "a tensor with a tangent",
+            expected="first derivatives by backward() or torch.autograd.grad: each part's graph is freed before the "
+            "next part runs",
+            fix=fix,
+        )
+
+
+@contextlib.contextmanager
+def refuse_reentrant(call: str) -> Iterator[None]:
+    """Refuse, in a block that takes gradients part by part, a checkpoint that can only accumulate them.
+
+    Raises:
+        InputError: The function has such a checkpoint inside.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise InputError(
+            call,
+            got="a function with torch.utils.checkpoint inside that has use_reentrant=True",
+            expected="a checkpoint that works with torch.autograd.grad",
+            fix="write checkpoint(..., use_reentrant=False).",
+        ) from error
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -51,6 +51,7 @@ _MAX_COPIED = 100_000  # items of a list or dict that is restored
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 # Arguments that native_batch_norm writes to, although its schema does not declare it.
 _WRITTEN_UNDECLARED = ("running_mean", "running_var")
+_DIVIDES = "scale_grad_by_freq"  # of embeddings
 _TF32_EPS = 2.0**-10
 _FEWEST_NUMEL = 256  # of a piece that is perturbed at once
 # Operators that select or move values without rounding: a value must stay equal to its source (topk, then >=).
@@ -121,6 +122,9 @@ class Rehearsal:
         roots: Modules and functions whose state, including the objects that they hold, is restored.
         room_bytes: Total bytes that the operators of a forward may allocate on the CPU, where running out of memory
             would kill the process; None for no limit.
+        as_called: Whether runs keep the caller's grad mode, and may exchange tensors with other processes, which then
+            all run the same; otherwise gradients are recorded, and such operators are rejected.
+        except_for: Types of objects whose attributes are not restored, and not those of what only they hold.
 
     Attributes:
         most_elements: Number of elements of the largest tensor that an operator created.
@@ -129,19 +133,27 @@ class Rehearsal:
             another order, as where a forward joins labeled rows and three times as many others.
         has_permutations: Whether a permutation was drawn.
         has_branches: Whether Python branched on the value of a tensor, so that other rows may take the other branch.
+        counts_in_backward: Whether an embedding that is trained divides a row's gradient by its count in the batch.
     """
 
-    def __init__(self, roots: Sequence[object], *, room_bytes: int | None = None) -> None:
-        self._room_bytes = room_bytes
+    def __init__(
+        self,
+        roots: Sequence[object],
+        *,
+        room_bytes: int | None = None,
+        as_called: bool = False,
+        except_for: tuple[type, ...] = (),
+    ) -> None:
+        self._room_bytes, self.as_called = room_bytes, as_called
         self.left_bytes: int | None = None
-        self._attributes = Attributes(roots, content="arrays")
+        self._attributes = Attributes(roots, content="arrays", except_for=except_for)
         self._random = random_state.capture()
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, original bytes
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self._is_dirty, self.most_elements, self.is_backward = False, 0, False
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
-        self.has_several_per_row = False
+        self.has_several_per_row = self.counts_in_backward = False
 
     @contextlib.contextmanager
     def run(
@@ -184,8 +196,9 @@ class Rehearsal:
         elif other_host_noise:
             random_state.advance_host()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(mode=False))
-            stack.enter_context(torch.enable_grad())
+            if not self.as_called:
+                stack.enter_context(torch.inference_mode(mode=False))
+                stack.enter_context(torch.enable_grad())
             if compiler.is_loaded():  # a compiled module runs eagerly: nothing is compiled for an inspection
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Watch(self, span, rounding))
@@ -201,9 +214,10 @@ class Rehearsal:
             return
         with torch.no_grad():
             for storage, copy in self._before.values():
-                if storage.nbytes() != copy.nbytes:  # an observer's first forward resizes its buffers
-                    storage.resize_(copy.nbytes)
-                _as_bytes(storage).copy_(copy)
+                if storage.nbytes() not in (0, len(copy)):  # an observer's first forward resizes its buffers
+                    storage.resize_(len(copy))
+                if storage.nbytes():  # else it was freed since, by FSDP
+                    _as_bytes(storage).copy_(copy)
         self._attributes.restore()
         for generator, state in self._generators.values():
             generator.set_state(state)
@@ -215,6 +229,22 @@ class Rehearsal:
         self.undo()
         self._before.clear()
         self._draws.clear()
+
+    def original(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's content from before the runs: the tensor itself if none has written to its storage."""
+        storage = _storage_of(tensor)
+        _, copy = self._before.get(storage_key(storage), (None, None)) if storage is not None else (None, None)
+        if copy is None:
+            return tensor
+        place = copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
+
+    @property
+    def draws_are_rows(self) -> bool:
+        """Whether all random numbers of the runs were matched to rows: parts then drew those of the whole."""
+        is_matched = not (self.has_unmatched_draws or self.has_several_per_row or self.has_permutations)
+        host = random_state.capture_host()
+        return is_matched and random_state.is_same_state(self._random.host, host) and not self._attributes.have_drawn()
 
     def changed(self) -> list[str]:
         """Return the names of module attributes that the runs since the last `undo` have changed."""
@@ -288,11 +318,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):  # higher-order operators are not inspected
             return func(*args, **kwargs)
-        if func.namespace in _NAMESPACES_OF_RANKS:
+        if func.namespace in _NAMESPACES_OF_RANKS and not self._rehearsal.as_called:
             raise RanksError(str(func))
         if func is aten.local_scalar_dense and args[0].dtype is torch.bool:
             self._rehearsal.has_branches = True
         facts = _facts(func)
+        if facts.divides is not None and facts.divides < len(args) and args[facts.divides] and args[0].requires_grad:
+            self._rehearsal.counts_in_backward = True
         for position in facts.written:
             written = args[position] if isinstance(position, int) and position < len(args) else None
             written = kwargs.get(position, written) if isinstance(position, str) else written
@@ -338,6 +370,7 @@ class _Facts:
     is_random: bool
     makes_tensors: bool  # its results are new tensors, not views of its arguments
     rounds: bool
+    divides: int | None  # position of the argument that makes its backward divide rows by their counts
 
 
 @functools.cache
@@ -355,6 +388,7 @@ def _facts(func: Any) -> _Facts:
         torch.Tag.nondeterministic_seeded in func.tags,
         bool(schema.returns) and not aliases,
         schema.name.rpartition("::")[2] not in _EXACT_OPERATORS,
+        next((number for number, each in enumerate(schema.arguments) if each.name == _DIVIDES), None),
     )
 
 
@@ -567,14 +601,14 @@ class Attributes:
                 continue
             is_trained = isinstance(each, nn.Parameter) and each.requires_grad
             is_trained = is_trained and (trained is None or id(each) in trained)
-            content = sums = None
+            held = held._replace(version=version_of(same))  # noqa: PLW2901 - the same one, with more
             if same.nbytes <= min(_SMALL_BYTES, saved_bytes) and not (same.is_meta or is_trained):
                 saved_bytes -= same.nbytes
-                content = same.clone()
+                held = held._replace(content=same.clone())  # noqa: PLW2901 - as above
             elif same.nbytes <= checked_bytes:
                 checked_bytes -= same.nbytes
-                sums = bit_sums([same])
-            self._tensors[index] = held._replace(version=version_of(same), content=content, sums=sums)
+                held = held._replace(sums=bit_sums([same]))  # noqa: PLW2901 - as above
+            self._tensors[index] = held
 
     def _note_function(self, value: Any) -> Sequence[object]:
         held = list(_held_by_function(value))
@@ -695,10 +729,14 @@ class Attributes:
             or any(held.has_changed() for held in self._tensors)
             or any(held.has_changed() for held in self._arrays)
             or any(variable.has_changed() for variable in self._variables)
-            or any(
-                not random_state.is_same_state(random_state.generator_state(generator), state)
-                for generator, state in self._generators
-            )
+            or self.have_drawn()
+        )
+
+    def have_drawn(self) -> bool:
+        """Return whether any random generator has drawn."""
+        return any(
+            not random_state.is_same_state(random_state.generator_state(generator), state)
+            for generator, state in self._generators
         )
 
     def differences(self) -> list[str]:

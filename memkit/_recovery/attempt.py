@@ -262,7 +262,9 @@ def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:
     """Yield the sizes as ints; terminates, since the sizes must be decreasing and positive."""
     call = "recover_from_oom(fn, sizes)"
     previous: int | None = None
-    for size in sizes if isinstance(sizes, Iterable) else _halved(_as_size(sizes, call)):
+    is_number = not isinstance(sizes, Iterable) or getattr(sizes, "ndim", 1) == 0  # a tensor may hold one number
+    many: Any = _halved(_as_size(sizes, call)) if is_number else sizes
+    for size in many:
         current = _as_size(size, call)
         if current < 1 or (previous is not None and current >= previous):
             raise InputError(

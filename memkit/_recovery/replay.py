@@ -12,13 +12,10 @@ import torch
 from torch import nn
 
 from memkit._core.errors import StateError
+from memkit._recovery.makeup import Makeup
 from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, are_same, cloned
-from memkit._torch.modules import parameters_of
 from memkit._torch.script import as_written, early_stop_through_scripts
 from memkit._torch.tensors import version_of
-
-_Parameters = dict[str, nn.Parameter | None]
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Replay:
@@ -39,15 +36,13 @@ class Replay:
         self._before: Rollback
         self._versions: list[tuple[nn.Parameter, int]] = []
         self._changed: list[nn.Parameter] = []
-        self._parameters: list[tuple[_Parameters, _Parameters]] = []  # those of each module, and those of the first run
+        self._makeup: Makeup
         self._as_written = as_written()
 
     def __enter__(self) -> None:
         self._before = Rollback(self._watch, of_torch=False)
         self._versions = [(each, version_of(each)) for each in self._watch.trained()]
-        self._parameters = [
-            (own, own.copy()) for own in map(parameters_of, self._watch.owners) if type(own) is dict and own
-        ]
+        self._makeup = Makeup(self._watch.owners)
         self._as_written.__enter__()
 
     def __exit__(
@@ -67,6 +62,10 @@ class Replay:
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
         """Run a block in the state of the first run, without side effects."""
+        with self._makeup.again():
+            yield from self._repetition()
+
+    def _repetition(self) -> Iterator[None]:
         attributes = self._before.attributes
         attributes_now = None if attributes is None else AttributeStates(self._watch)
         if attributes is not None:
@@ -77,20 +76,10 @@ class Replay:
             if entry.copy is not None:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
-        stand_ins = [
-            (own, name, own[name], each)
-            for own, first in self._parameters
-            for name, each in first.items()
-            if each is not own.get(name) and _stood_in(each, own.get(name))
-        ]
         try:
-            for own, name, _, each in stand_ins:
-                own[name] = each
             with self._before.random.again(), as_written(), early_stop_through_scripts():
                 yield
         finally:
-            for own, name, parameter, _ in stand_ins:
-                own[name] = parameter
             for owner, name, buffer in buffers_now:
                 setattr(owner, name, buffer)
             if attributes_now is not None:
@@ -108,11 +97,6 @@ class Replay:
             expected="parameters that a forward leaves as they are",
             fix="change them after the step, or use checkpoint 'offload' for this block.",
         )
-
-
-def _stood_in(first: object, now: object) -> bool:
-    """Whether a tensor had taken a parameter's place; shards change places by themselves, and are DTensors."""
-    return type(first) in _PLAIN and type(now) is nn.Parameter
 
 
 def contexts_of(watch: StateWatch) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -17,6 +17,8 @@ from memkit._core.errors import InputError, InputTypeError, MemkitError
 from memkit._torch.pytree import tree_leaves
 
 _LONGEST = 80  # characters of a module's own description
+# In errors of operators that cannot run without data: one that makes a tensor of a list in C++, and nested tensors.
+_LIMITS_OF_TORCH = ("its data is not allocated yet", "shape_env must not be None")
 
 
 def note_failure(call: str, error: Exception, model: object, batch: object, guesses: Iterable[str]) -> None:
@@ -64,6 +66,12 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
             "model or loss_fn names 'cpu' itself, as self.device does, or no device where it makes a tensor, as "
             "torch.arange(n) does. Way out: take the device of a tensor that is there, as torch.arange(n, "
             "device=x.device) and indices.to(x.device); or set the stored one for this call: model.device = 'cuda'."
+        )
+    if any(words in str(error) for words in _LIMITS_OF_TORCH):
+        return (
+            f"{text} With data it may run: torch's own code needs values in this place. Way out: pass numbers as "
+            "tensors instead of lists, as F.ctc_loss takes lengths; pad instead of nesting tensors; or watch a real "
+            "step with mk.Tracker()."
         )
     if guesses:
         return (

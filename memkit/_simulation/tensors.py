@@ -40,7 +40,7 @@ from memkit._torch.fake import (
 from memkit._torch.graph import current_node
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves
-from memkit._torch.tensors import MAKE_SUBCLASS, storage_key, strided_parts
+from memkit._torch.tensors import MAKE_SUBCLASS, is_view, storage_key, strided_parts
 
 CALL = "a step on tensors without data"  # a placeholder for the user's call, which is not known here
 _aten = torch.ops.aten
@@ -337,23 +337,12 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         """Return an operator's result by torch's shape function, which runs once for the same arguments."""
         key = self._key(func, args, kwargs)
         if key is None:
-            if self._counts_up(func, args, kwargs):
-                return args[0]
-            out: Any = super().dispatch(func, types, args, kwargs)
-            given = [each for each in tree_leaves(args) if isinstance(each, FakeTensor)]
-            if not all(each.constant is not None for each in given):
-                self.forget_written(func, args)
-            if any(each.layout in COMPRESSED for each in given):
-                self.guesses.unsized(str(func))  # its kernels convert, into tensors of their own
-            if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
-                return self._sparse(func, args, out)
-            self.guesses.num_true += _reads_values(func, args)  # without values it raises an error
-            return out
+            return self._infer_anew(func, types, args, kwargs)
         recipe = _recipes.get(key)
         if recipe is not None:
             return self.again(recipe, func, args, kwargs)
         num_answers = self._num_answers
-        out = super().dispatch(func, types, args, kwargs)
+        out: Any = super().dispatch(func, types, args, kwargs)
         if func in _COUNTS_LABELS:
             out[1].constant = None
         is_certain = self._num_answers == num_answers  # otherwise its size may depend on an answer without data
@@ -362,6 +351,23 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             if len(_recipes) >= _MOST_RECIPES:
                 _recipes.clear()
             _recipes[key] = recipe
+        return out
+
+    def _infer_anew(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return an operator's result where that depends on more than a key can hold, such as values."""
+        if self._counts_up(func, args, kwargs):
+            return args[0]
+        out: Any = super().dispatch(func, types, args, kwargs)
+        given = [each for each in tree_leaves(args) if isinstance(each, FakeTensor)]
+        if not all(each.constant is not None for each in given):
+            self.forget_written(func, args)
+        if any(each.layout in COMPRESSED for each in given):
+            self.guesses.unsized(str(func))  # its kernels convert, into tensors of their own
+        if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
+            return self._sparse(func, args, out)
+        for each in tree_leaves(out):
+            _take_storage_of_values(each)
+        self.guesses.num_true += _reads_values(func, args)  # without values it raises an error
         return out
 
     def forget_written(self, func: Any, args: Sequence[Any]) -> None:
@@ -622,6 +628,15 @@ def _bag_gradient(out: Tensor, gradient: Tensor, indices: Tensor, *_: Any) -> Te
     if out.layout is torch.strided:
         return out
     return _entries(indices.view(1, -1), gradient.new_empty((len(indices), gradient.shape[1])), out.shape)
+
+
+def _take_storage_of_values(out: Any) -> None:
+    """Make a result as long as its storage is with data: `unique_consecutive` returns the head of a longer one."""
+    if isinstance(out, FakeTensor) and out.constant is not None and not is_view(out.constant):
+        num_bytes = out.constant.untyped_storage().nbytes()
+        if num_bytes > out.untyped_storage().nbytes():
+            with no_dispatch():
+                out.untyped_storage().resize_(num_bytes)
 
 
 def _cloned_entries(tensor: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """torch.compile queries that do not load it, since loading takes a second."""
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def is_loaded() -> bool:
@@ -17,6 +19,25 @@ def is_loaded() -> bool:
 def uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
     """Keep torch.compile from compiling a hook, as it does after a graph break in the surrounding layer."""
     return torch.compiler.disable(hook) if is_loaded() else hook  # type: ignore[no-untyped-call]
+
+
+def runs_eagerly(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that torch.compile shall call as it is, with all that it calls.
+
+    `torch.compiler.disable` would load torch.compile where it is applied.
+    """
+    disabled: list[Callable[P, T]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not is_loaded():
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def count_graphs() -> int:

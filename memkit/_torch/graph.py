@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 from torch._C._functorch import maybe_current_level
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.overrides import has_torch_function
 
@@ -34,6 +34,7 @@ __all__ = [
     "current_node",
     "fields_of",
     "gradients_of",
+    "have_tangents",
     "inputs_of",
     "is_transforming",
     "keeps_graph",
@@ -94,7 +95,7 @@ def gradients_of(
 
 
 _CREATE_GRAPH = False
-_NONE = -1  # number of a backward
+_NONE = -1  # number of a backward, or level of forward-mode differentiation
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -115,6 +116,18 @@ def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | 
 def is_transforming() -> bool:
     """Return whether the code runs inside a transform of `torch.func`."""
     return maybe_current_level() is not None
+
+
+def have_tangents(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a tensor has a tangent, of forward-mode differentiation at its current level."""
+    if forward_ad._current_level == _NONE:
+        return False
+    return any(_tangent_of(each) is not None for each in tensors)
+
+
+def _tangent_of(tensor: Tensor) -> Tensor | None:
+    tangent: Tensor | None = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return tangent
 
 
 def saved(node: Any, name: str) -> Any:

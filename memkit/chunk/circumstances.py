@@ -1,4 +1,4 @@
-"""Rerun a chunk as it ran the first time: with the caller's autocast and the same random numbers."""
+"""Rerun a chunk as it ran the first time: with the caller's autocast, the same random numbers, parameters and modes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from memkit._machine.random_state import GENERATORS
+from memkit._recovery.makeup import Makeup
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._tape.kept import KeptResults
 from memkit._tape.unread import UnreadEnd
-from memkit.chunk.independence import modules_of
+from memkit.chunk.held import held_by
 
 
 @dataclass(slots=True)
@@ -33,7 +35,9 @@ class Circumstances:
 
     Args:
         tensors: The call's inputs; their devices' autocast is noted.
-        fn: The call's function; generators held by its modules draw the same numbers again.
+        fn: The call's function. Its modules run again with the parameters, buffers and modes that they have now, and
+            the generators that it holds draw the same numbers again.
+        params: Leaf tensors that are trained besides.
 
     Attributes:
         kept: The last chunks, if their graphs were kept.
@@ -41,15 +45,18 @@ class Circumstances:
         end: What rerunning a chunk leaves out, as learned from the first chunk.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], fn: object) -> None:
+    def __init__(self, tensors: Sequence[Tensor], fn: object, params: Sequence[Tensor] = ()) -> None:
         kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted(kinds)
             if torch.amp.is_autocast_available(kind)
         ]
-        modules = modules_of(fn)
-        self._at_start = RandomNumbers(held_generators(modules))
+        held = held_by(fn)
+        modules = [each for each in held if isinstance(each, nn.Module)]
+        self._makeup = Makeup(dict.fromkeys(child for module in modules for child in module.modules()), params)
+        own = [each for each in held if isinstance(each, GENERATORS)]
+        self._at_start = RandomNumbers([*own, *held_generators(modules)])
         self.kept: list[ReplayedChunk] = []
         self.products: dict[int, KeptResults] = {}
         self.end = UnreadEnd(modules)
@@ -76,5 +83,6 @@ class Circumstances:
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(self._makeup.again())
             stack.enter_context(self._at_start.again())
             yield

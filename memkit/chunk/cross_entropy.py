@@ -14,6 +14,7 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
+from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
 
@@ -32,6 +33,7 @@ _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gr
         "ignore_index": "ignore_id",
     }
 )
+@runs_eagerly
 def chunked_linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

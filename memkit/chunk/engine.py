@@ -22,7 +22,14 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._gradients.captured import CapturedTensors
-from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
+from memkit._gradients.streamed import (
+    accumulator_dtype,
+    refuse_reentrant,
+    refuse_second_derivative,
+    refuse_transforms,
+    spans,
+    without_hooks,
+)
 from memkit._tape.kept import KeptResults
 from memkit._tape.references import Run
 from memkit._torch import foreach, pytree
@@ -33,8 +40,9 @@ from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.gather import Gathered
-from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
+from memkit.chunk.independence import NUM_PROBED, check_independence
 from memkit.chunk.params import used_parameters
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 from memkit.chunk.trial import CallTensors, TrialCall
 from memkit.chunk.volumes import spatial_call, without_batch
@@ -46,6 +54,8 @@ Keep: TypeAlias = Literal["nothing", "products", "graph"]
 _LEAST_TERMS = 17
 _TENSOR = object()  # stands for a tensor when only the structure is kept
 _ONE_TENSOR = pytree.tree_flatten(_TENSOR)
+# In torch's errors of torch.autograd.grad, Tensor.register_hook and Tensor.retain_grad.
+_WITHOUT_GRAPH = ("does not require grad", "doesn't require gradient", "has requires_grad=False")
 _SAME_OPERATORS = "make the function depend on its arguments alone, or pass chunk_size=4096, which keeps nothing."
 
 
@@ -106,8 +116,10 @@ class ChunkedCall:
 
         Raises:
             InputError: The arguments do not have the same number of rows.
+            StateError: See `refuse_transforms`.
         """
         inputs = self._take_arguments(args, kwargs)
+        refuse_transforms(self.name, inputs, "call the function itself there, fn(*rows), with all rows at once.")
         tensors = self._prepare(inputs, params)
         outputs: Sequence[Tensor]
         if torch.is_grad_enabled():
@@ -223,9 +235,9 @@ class ChunkedCall:
         try:
             return self.assembly.collect(self.results(tensors, replay))
         except RuntimeError as error:
-            if self._differentiates or "does not require grad" not in str(error):
+            if self._differentiates or not any(words in str(error) for words in _WITHOUT_GRAPH):
                 raise
-        # The function calls torch.autograd.grad, and a chunk had no graph.
+        # The function calls torch.autograd.grad, or registers a hook, and a chunk had no graph.
         self._differentiates = True
         replay.start_over()
         return self.assembly.collect(self.results(tensors, replay))
@@ -286,9 +298,8 @@ class ChunkedCall:
             chunk = self._run_chunk(tensors, 0, min(NUM_PROBED, self._num_rows))
             return captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
 
-        with unpacked(), undone(modules_of(self.fn)), graphs(enabled=True):
-            leaves = unknown_leaves()
-        captured.refuse_survivors(leaves)
+        with unpacked(), undone(self.fn, self._arguments), graphs(enabled=True):
+            captured.refuse_survivors(unknown_leaves())  # here: what the function keeps is gone after the block
 
     def _run_chunk(
         self,
@@ -334,11 +345,12 @@ class ChunkedCall:
             for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
         check_independence(
-            lambda *rows: self._call(rows, length),
+            lambda *rows: (self._call(rows, len(rows[0])), self._result),
             first,
             call=self.name,
             behind=self.fn,
             unbatched=without_batch(self.fn, first),
+            others=self._arguments,
         )
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
@@ -442,7 +454,7 @@ class _ChunkedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[:num_inputs]
-        replay = Circumstances(inputs, call.fn)
+        replay = Circumstances(inputs, call.fn, tensors[num_inputs:])
         counted = [tensor for tensor in inputs if not tensor.is_inference()]
         versions = versions_of(counted)
         outputs, saved = call.collect(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
@@ -473,7 +485,7 @@ class _ChunkedFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
         upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])
-        with replay.again(), without_hooks(params):
+        with replay.again(), without_hooks(params), refuse_reentrant(call.name):
             needs = ctx.needs_input_grad[2:]
             found = call.gradients(CallTensors(inputs, params, needs), upstream, replay, [None] * len(needs))
         return None, None, *found

@@ -9,7 +9,7 @@ the stride.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import TorchDispatchMode
-from memkit.chunk.independence import forward_hooks, undone
+from memkit.chunk.probes import Probes, forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.chunk.volumes import is_batched
@@ -44,8 +44,8 @@ _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDict
 def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, Reach]:
     """Find a module's reach along the given dimensions.
 
-    The module runs without gradients on small volumes with noise and NaN. Parameters, gradients and random state are
-    not changed, and buffers are copied. The reach is verified: a small volume is run whole and in tiles, in float64 and
+    The module runs without gradients on small volumes with noise and NaN. What it changes is put back, whatever holds
+    it. The reach is verified: a small volume is run whole and in tiles, in float64 and
     in evaluation mode. It is cached per module, as long as its ``repr`` and training modes stay the same.
 
     Args:
@@ -57,11 +57,11 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
         The reach along each dimension. If it covers the whole volume, its exact size is not determined.
 
     Raises:
-        InputError: The module depends on the whole input, changes its buffers, depends on absolute position, or stops
-            NaN.
+        InputError: The module depends on the whole input, changes its buffers or parameters, depends on absolute
+            position, or stops NaN.
 
-    Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of the
-    buffers, and one of the parameters in float64.
+    Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of what
+    the module writes to, and one of its state in float64.
     """
     modes = tuple(each.training for each in module.modules())
     form = (x.shape[1], x.dtype, x.device, tuple(size % (2 * _PERIODS[-1]) for size in x.shape[2:]))
@@ -69,8 +69,8 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     known = _CACHE.setdefault(module, {})
     for_this_size = (*key, tuple(x.shape))  # a reach as large as this volume may fit into a larger one
     if key not in known and for_this_size not in known:
-        with without_gradients(), undone([module]) as changed:
-            probe = _Probe(module, x, changed)
+        with without_gradients(), undone(module) as probes:
+            probe = _Probe(module, x, probes)
             found = {dim: probe.reach(dim) for dim in dims}
         known[for_this_size if any(found[dim].covers(x.shape[dim]) for dim in dims) else key] = found
     return known.get(key) or known[for_this_size]
@@ -79,8 +79,8 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
 class _Probe:
     """Traces NaN through small volumes for one module."""
 
-    def __init__(self, module: nn.Module, x: Tensor, changed: Callable[..., list[str]]) -> None:
-        self._module, self._like, self._changed = module, x, changed
+    def __init__(self, module: nn.Module, x: Tensor, probes: Probes) -> None:
+        self._module, self._like, self._probes = module, x, probes
         self._generator = torch.Generator(x.device)
         self._sizes, self._step = self._working_sizes()
 
@@ -140,13 +140,20 @@ class _Probe:
         return noise.expand(rows, *noise.shape).contiguous()
 
     def _refuse_changed(self) -> None:
-        for name in self._changed(with_counters=True):
-            owner = self._module.get_submodule(name.rpartition(".")[0])
+        for each in self._probes.changed_buffers(with_counters=True):
             raise InputError(
                 CALL,
-                got=f"a module that changes its buffer `{name}` ({type(owner).__name__}) in every forward",
+                got=f"a module that changes its buffer `{each.path}` ({type(each.owner).__name__}) in every forward",
                 expected="the same function for every tile",
                 fix="call eval() on that layer: the statistics of a tile differ from those of the volume.",
+            )
+        for each in self._probes.changed_parameters():
+            raise InputError(
+                CALL,
+                got=f"a module that changes its parameter `{each.path}` ({type(each.owner).__name__}) in its forward",
+                expected="the same function for every tile",
+                fix="if it initializes the parameter from its first input, call module(x) once before: a tile is only "
+                "a part of that input.",
             )
 
     def _settle(self, dim: int, sizes: Sequence[int]) -> Reach | None:

@@ -6,25 +6,33 @@ import contextlib
 import functools
 import inspect
 import math
+import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, warn_user
-from memkit._recovery.snapshot import Rollback, StateWatch, are_same, cloned
+from memkit._recorder.rehearsal import Span
+from memkit._recovery.attempt import Failed, unless_failed
+from memkit._recovery.snapshot import are_same, cloned
 from memkit._torch import pytree
-from memkit._torch.graph import is_transforming, saving_hooks
+from memkit._torch.graph import is_transforming
 from memkit._torch.modules import is_compiled
-from memkit._torch.tensors import version_of
+from memkit.chunk.held import modules_of
+from memkit.chunk.probes import Probes, forward_hooks, may_be_nan, modes_of, unpacked
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
-# Cache of modules that passed, by how they were called and the training modes of all their children.
-_PASSED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[bool]]] = weakref.WeakKeyDictionary()
+_TIMES_ROUNDING = 100  # a difference beyond this many times that of rounding is real
+_MOST_WAYS = 64  # that are remembered of a module: a function may hold a number that is another in each step
+_NUMBERS = (bool, int, float, str, type(None))
+# Cache of what passed, by how it was called and the training modes of all modules: by the module, or by the code of a
+# function of several or none.
+_PASSED: weakref.WeakKeyDictionary[Any, dict[Hashable, list[bool]]] = weakref.WeakKeyDictionary()
 
 
 def check_independence(
@@ -34,14 +42,17 @@ def check_independence(
     call: str,
     behind: Callable[..., Any] | None = None,
     unbatched: str | None = None,
+    others: Sequence[object] = (),
 ) -> None:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
     A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this is
     not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead. A function
     that refuses NaN runs twice without, with another row's values in that row the second time, and other rows' results
-    must stay. Buffers and random state are restored; a function that changes buffers is refused too, since each chunk
-    would see different ones.
+    must stay. Then it runs on all of the rows but the first, from the state that the first run left: their results
+    must be the same, or they depend on the number of rows, on a row's place, or on earlier calls. What the function
+    changes is restored; a function that changes float buffers is refused too, since each chunk would see different
+    ones.
 
     Args:
         fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
@@ -50,217 +61,283 @@ def check_independence(
         call: The user's call, for the message.
         behind: The user's function that ``fn`` calls, if different; its modules are named in the message.
         unbatched: The way out where rows are mixed because they are the channels of one volume; None otherwise.
+        others: What ``fn`` passes to the user's function besides rows.
 
     Raises:
-        InputError: A row's result depends on another row (the first module in which this happens is named), or a call
-            changes a buffer.
+        InputError: A row's result depends on another row (the first module in which this happens is named), on the
+            number of rows or on earlier calls; or a call changes a buffer; or gradients depend on other rows.
 
-    Time cost: one forward of at most 8 rows; for a module, once in each mode.
+    Time cost: two forwards of at most 8 rows; for a module, once in each mode.
     """
     behind = fn if behind is None else behind  # not `or`: an empty module is false, a compiled one has no truth value
-    modules, way = modules_of(behind), _way(behind)
+    modules, way, code = modules_of(behind), _way(behind), _code_of(behind)
     modes = modes_of(modules)
-    passed = _PASSED.setdefault(modules[0], {}) if len(modules) == 1 and way is not None else {}
-    if passed.get(way) == modes:
+    home = modules[0] if len(modules) == 1 else code
+    passed = _PASSED.setdefault(home, {}) if home is not None else {}
+    whole = ("whole", way, torch.is_grad_enabled()) if way is not None and len(modules) < 2 else None
+    if whole is not None and passed.get(whole) == modes:
         return
     leaves = pytree.tree_leaves(tuple(rows))
     count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
-    poisoned = min(_POISONED, count - 1)
     if count < 2:
         return
-
-    def poison(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        part = value.detach()[:count]
-        if not _may_be_nan(part):
-            return part
-        part = torch.nan_to_num(part)  # NaN in the user's data is not a sign of mixing
-        part[poisoned] = math.nan
-        return part.requires_grad_(value.requires_grad)  # the function may take a row's own gradient
-
-    arguments = pytree.tree_map(poison, tuple(rows))
-    culprits: list[str] = []
-    parameters = [(name, each, version_of(each)) for module in modules for name, each in module.named_parameters()]
-    try:
-        with unpacked(), undone(modules) as changed, _watched(modules, count, poisoned, culprits):
-            result = fn(*arguments)
-            of_calls = changed()
-        bad = set().union(*(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(result)))
-    except Exception:  # noqa: BLE001 - a function may refuse NaN: a loss of probabilities, an assertion
-        culprits.clear()
-        bad, of_calls = _rows_that_follow(fn, modules, rows, count, poisoned, call)
-    if not bad <= {poisoned}:
-        culprits.append("its own code")
-        raise InputError(
-            call,
-            got=f"a function whose result for one row depends on other rows, first in {culprits[0]}",
-            expected="a function that computes each row from that row alone",
-            fix=unbatched
-            or "put a BatchNorm into eval mode or use LayerNorm or GroupNorm; move operations that mix rows (a "
-            "softmax, a mean, a sort over them) out of the function; or pass check=False if only NaN spreads "
-            "between rows.",
-        )
-    if of_calls:
-        raise InputError(
-            call,
-            got=f"a function that changes its buffer `{of_calls[0]}` when it is called",
-            expected="a function that computes the same for each chunk, and again in the backward",
-            fix="put that module into eval mode, or pass check=False if no result depends on the buffer.",
-        )
-    written = [(name, each) for name, each, version in parameters if version_of(each) != version]
-    if written:
-        with unpacked(), undone(modules):
-            _check_stay(written, lambda: fn(*arguments), call)
-    passed[way] = modes
+    probes = Probes(behind, [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))])
+    with contextlib.closing(probes.runs):
+        check = _Check(fn, tuple(rows), call, count, probes)
+        arguments, result = check.refuse_mixed(unbatched)
+        # A function that is checked in each call, since it holds tensors, is compared once.
+        if whole is not None or passed.get(("compared", code)) != modes:
+            check.refuse_other_results(arguments, result)
+    if len(passed) >= _MOST_WAYS:
+        passed.clear()
+    passed["compared", code] = modes
+    if whole is not None:
+        passed[whole] = modes
 
 
-def _rows_that_follow(
-    fn: Callable[..., Any], modules: Sequence[nn.Module], rows: Sequence[Any], count: int, changed_row: int, call: str
-) -> tuple[set[int], list[str]]:
-    """Return the rows of a result that change if one row becomes a copy of another, and the changed buffers."""
-    given = [leaf[:count] for leaf in pytree.tree_leaves(tuple(rows)) if isinstance(leaf, Tensor) and leaf.dim()]
-    others = [row for row in range(count) if any(not are_same(each[row], each[changed_row]) for each in given)]
+@dataclass(slots=True)
+class _Check:
+    fn: Callable[..., Any]
+    rows: tuple[Any, ...]
+    call: str
+    count: int
+    probes: Probes
 
-    def run(*, is_changed: bool) -> tuple[list[Any], list[str]]:
-        def some(value: Any) -> Any:
+    @property
+    def _poisoned(self) -> int:
+        return min(_POISONED, self.count - 1)
+
+    def _run(self, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> Any:
+        with unpacked(), self.probes.runs.run(span or Span(0, self.count, self.count), **how):
+            return self.fn(*arguments)
+
+    def refuse_mixed(self, unbatched: str | None) -> tuple[tuple[Any, ...], Any]:
+        """Refuse a function that mixes rows or changes its state; return the arguments and the result of a run."""
+        arguments, culprits = self._with_nan(), list[str]()
+        try:
+            with _watched(self.probes.modules, self.count, self._poisoned, culprits):
+                result = self._run(arguments)
+            bad = set().union(*(_bad_rows(leaf, self.count) for leaf in pytree.tree_leaves(result)))
+        except Exception:  # noqa: BLE001 - a function may refuse NaN: a loss of probabilities, an assertion
+            culprits.clear()
+            self.probes.runs.close()
+            arguments, result, bad = self._rows_that_follow()
+        if not bad <= {self._poisoned}:
+            culprits.append("its own code")
+            raise InputError(
+                self.call,
+                got=f"a function whose result for one row depends on other rows, first in {culprits[0]}",
+                expected="a function that computes each row from that row alone",
+                fix=unbatched
+                or "put a BatchNorm into eval mode or use LayerNorm or GroupNorm; move operations that mix rows (a "
+                "softmax, a mean, a sort over them) out of the function; or pass check=False if only NaN spreads "
+                "between rows.",
+            )
+        self._refuse_changes(arguments)
+        return arguments, result
+
+    def _with_nan(self) -> tuple[Any, ...]:
+        def poison(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
-            part = value.detach()[:count].clone()
+            part = value.detach()[: self.count]
+            if not may_be_nan(part):
+                return part
+            part = torch.nan_to_num(part)  # NaN in the user's data is not a sign of mixing
+            part[self._poisoned] = math.nan
+            return part.requires_grad_(value.requires_grad)  # the function may take a row's own gradient
+
+        return tuple(pytree.tree_map(poison, self.rows))
+
+    def _rows_that_follow(self) -> tuple[tuple[Any, ...], Any, set[int]]:
+        """Return arguments, their result, and its rows that change if one row becomes a copy of another."""
+        leaves = pytree.tree_leaves(self.rows)
+        given = [leaf[: self.count] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        changed = self._poisoned
+        others = [row for row in range(self.count) if any(not are_same(each[row], each[changed]) for each in given)]
+
+        def some(value: Any, *, is_changed: bool = False) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            part = value.detach()[: self.count].clone()
             if is_changed:
-                part[changed_row] = part[others[0]]
+                part[changed] = part[others[0]]
             return part.requires_grad_(value.requires_grad)
 
-        with unpacked(), undone(modules) as changed:
-            return pytree.tree_leaves(fn(*pytree.tree_map(some, tuple(rows)))), changed()
-
-    before, of_calls = run(is_changed=False)  # if the function fails by itself, its error is the user's own
-    if not others:
-        warn_user(
-            f"{call}: could not check that each row is computed from that row alone: the function refuses NaN, and the "
-            f"first {count} rows are the same. Way out: call it first with rows that differ, or pass check=False."
-        )
-        return set(), of_calls
-    after, _ = run(is_changed=True)
-    found: set[int] = set()
-    for one, other in zip(before, after, strict=True):
-        if isinstance(one, Tensor) and one.dim() and len(one) == count:
-            differs = ~torch.isclose(one, other, rtol=1e-4, atol=1e-7, equal_nan=True).reshape(count, -1).all(1)
-            found |= set(differs.nonzero().flatten().tolist())
-    return found, of_calls
-
-
-def _check_stay(written: Sequence[tuple[str, nn.Parameter]], repeat: Callable[[], object], call: str) -> None:
-    """Refuse a function that changes its parameters again; an embedding with a largest norm changes its only once."""
-    before = [cloned(each) for _, each in written]
-    repeat()
-    for (name, each), copy in zip(written, before, strict=True):
-        if not are_same(each, copy):
-            raise InputError(
-                call,
-                got=f"a function that changes its parameter `{name}` each time it is called, also in this check",
-                expected="a function that computes the same for each chunk, and again in the backward",
-                fix="change the parameter after the step.",
+        arguments = tuple(pytree.tree_map(some, self.rows))
+        result = self._run(arguments)  # if the function fails by itself, its error is the user's own
+        found: set[int] = set()
+        if not others:
+            warn_user(
+                f"{self.call}: could not check that each row is computed from that row alone: the function refuses "
+                f"NaN, and the first {self.count} rows are the same. Way out: call it first with rows that differ, or "
+                "pass check=False."
             )
+            return arguments, result, found
+        other = self._run(tuple(pytree.tree_map(functools.partial(some, is_changed=True), self.rows)))
+        for one, two in zip(*map(pytree.tree_leaves, (result, other)), strict=True):
+            if isinstance(one, Tensor) and one.dim() and len(one) == self.count:
+                differs = ~torch.isclose(one, two, rtol=1e-4, atol=1e-7, equal_nan=True).reshape(self.count, -1).all(1)
+                found |= set(differs.nonzero().flatten().tolist())
+        return arguments, result, found
+
+    def _refuse_changes(self, arguments: tuple[Any, ...]) -> None:
+        """Refuse changes of buffers, and of parameters if they change again: an embedding with a largest norm does not.
+
+        Also an embedding's gradient that depends on other rows.
+        """
+        if self.probes.runs.counts_in_backward and torch.is_grad_enabled():
+            raise InputError(
+                self.call,
+                got="an embedding with scale_grad_by_freq=True, which divides a row's gradient by its count in the "
+                "batch: a chunk has other counts",
+                expected="a function whose gradients for one row do not depend on other rows",
+                fix="look the rows up before the call, and pass them: emb(words) in the place of words.",
+            )
+        if buffers := self.probes.changed_buffers():
+            raise InputError(
+                self.call,
+                got=f"a function that changes its buffer `{buffers[0].path}` when it is called",
+                expected="a function that computes the same for each chunk, and again in the backward",
+                fix="put that module into eval mode, or pass check=False if no result depends on the buffer.",
+            )
+        before = [(each, cloned(each.now)) for each in self.probes.changed_parameters() if each.now is not None]
+        if not before:
+            return
+        self._run(arguments, goes_on=True)
+        for each, copy in before:
+            if each.now is not None and not are_same(each.now, copy):
+                raise InputError(
+                    self.call,
+                    got=f"a function that changes its parameter `{each.path}` each time it is called",
+                    expected="a function that computes the same for each chunk, and again in the backward",
+                    fix="change the parameter after the step.",
+                )
+
+    def refuse_other_results(self, arguments: tuple[Any, ...], result: Any) -> None:
+        """Refuse a function that gives a row another result among fewer rows, or after an earlier call."""
+        span = Span(1, self.count, self.count) if self.count > 2 else Span(0, 1, self.count)
+
+        def part(value: Any) -> Any:
+            is_rows = isinstance(value, Tensor) and value.dim()
+            return value.detach()[span.start : span.stop].requires_grad_(value.requires_grad) if is_rows else value
+
+        fewer = tuple(pytree.tree_map(part, arguments))
+        apart = self._distance(result, fewer, span, goes_on=True)
+        # If it fails, it needs a certain number of rows: the chunks have it, or will tell.
+        if apart is None or not apart or not self.probes.runs.draws_are_rows:
+            return
+        of_rounding = self._distance(result, arguments, rounding=torch.Generator(_device_of(result)))
+        if of_rounding is not None and apart <= _TIMES_ROUNDING * of_rounding:
+            return
+        if self._distance(result, fewer, span):
+            raise InputError(
+                self.call,
+                got="a function whose result for a row depends on the number of rows that it is called with, or on "
+                "the row's place among them: a chunk has fewer",
+                expected="a function that computes each row from that row alone",
+                fix="pass the number of all rows with functools.partial(fn, n=len(x)), and places as rows of their "
+                "own, torch.arange(len(x)); or pass check=False.",
+            )
+        raise InputError(
+            self.call,
+            got="a function whose result depends on its earlier calls: it changes something that it reads",
+            expected="a function that computes the same for each chunk, and again in the backward",
+            fix="change such state after the step, outside of the function; or pass check=False.",
+        )
+
+    def _distance(self, result: Any, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> float | None:
+        """Return the largest distance of the rows in another run, relative to the largest value; None if it fails."""
+        span = span or Span(0, self.count, self.count)
+        outcome = unless_failed((Exception,), functools.partial(self._run, span=span, **how), arguments)
+        if isinstance(outcome, Failed):
+            return None
+        (ones, tree), (others, other_tree) = pytree.tree_flatten(result), pytree.tree_flatten(outcome.result)
+        if tree != other_tree:
+            return math.inf
+        compare = functools.partial(_leaf_distance, span=span, left_out=self._poisoned)
+        return max(map(compare, ones, others), default=0.0)
 
 
-def modules_of(fn: object) -> list[nn.Module]:
-    """Return the modules a function uses: itself, a method's owner, those in a partial or named by its code."""
-    found: list[nn.Module] = []
-    queue, seen = [fn], list[object]()
-    while queue:
-        each = queue.pop(0)
-        if any(each is other for other in seen):
-            continue
-        seen.append(each)
-        if isinstance(each, nn.Module):
-            found.append(each)
-        elif isinstance(each, functools.partial):
-            queue += [each.func, *pytree.tree_leaves((each.args, each.keywords))]
-        elif inspect.ismethod(each):
-            queue += [each.__self__, each.__func__]
-        elif inspect.isfunction(each):
-            queue += _named(each)
-        elif callable(each) or each is getattr(fn, "__self__", None):
-            queue += [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, nn.Module)]
-    return found
+def _leaf_distance(one: Any, other: Any, *, span: Span, left_out: int) -> float:
+    """Return the distance of one leaf of a result; 0 for rounding, and for what has no rows.
+
+    Args:
+        one: That of all rows.
+        other: That of some.
+        span: The rows of ``other``.
+        left_out: A row that is not compared.
+    """
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        is_number = type(one) in _NUMBERS or type(other) in _NUMBERS
+        return math.inf if is_number and (type(one) is not type(other) or one != other) else 0.0
+    if one.layout is not torch.strided or one.shape[:1] != (span.total,):
+        return 0.0  # refused elsewhere
+    if other.shape != (span.stop - span.start, *one.shape[1:]):
+        return math.inf
+    rows = torch.tensor([row for row in range(span.start, span.stop) if row != left_out], dtype=torch.int64)
+    a, b = _as_doubles(one)[rows], _as_doubles(other)[rows - span.start]
+    differences = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=math.inf)
+    if not bool(differences.any()):
+        return 0.0
+    found = float(differences.amax() / a.where(a.isfinite(), 0.0).abs().amax())
+    return found if not may_be_nan(one) or found > torch.finfo(one.dtype).eps ** 0.5 else 0.0
 
 
-def modes_of(modules: Sequence[nn.Module]) -> list[bool]:
-    """Return the training mode of all modules and their children."""
-    return [child.training for module in modules for child in module.modules()]
+def _as_doubles(tensor: Tensor) -> Tensor:
+    values = tensor.detach().cpu()
+    return torch.view_as_real(values.to(torch.complex128)) if values.is_complex() else values.double()
 
 
-def _named(function: Any) -> list[object]:
-    """Return the objects a function's code names that may hold modules; functions only from its own file."""
-    with contextlib.suppress(ValueError):  # a variable without a value yet
-        variables = inspect.getclosurevars(function)
-        values = [*variables.nonlocals.values(), *variables.globals.values()]
-        near = [each for each in values if getattr(each, "__globals__", None) is function.__globals__]
-        return [*near, *(each for each in values if isinstance(each, nn.Module | functools.partial))]
-    return []
+def _device_of(result: Any) -> torch.device | str:
+    return next((each.device for each in pytree.tree_leaves(result) if isinstance(each, Tensor)), "cpu")
 
 
-def _way(fn: object) -> Hashable:
-    """Return a hashable description of how a function uses its module, without a reference to it; None if unknown."""
+def _code_of(fn: Any) -> Any:
+    """Return the code of a function, of a method or in a partial; of other objects, that of their call, or None."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(getattr(fn, "__func__", fn), "__code__", None)
+
+
+def _way(fn: object, *, is_held: bool = False) -> Hashable:
+    """Return a hashable description of how a function uses its module, without a reference to it; None if unknown.
+
+    Args:
+        fn: The function, or what it holds.
+        is_held: Whether another function holds it: one that holds others is then unknown, as one that holds itself.
+    """
     if isinstance(fn, functools.partial):
-        parts = [_way(part) for part in (fn.func, *fn.args, *fn.keywords.values())]
-        return None if None in parts else (*parts, *fn.keywords)
+        return _ways((fn.func, *fn.args, *fn.keywords.values()), (*fn.keywords,), is_held=is_held)
     if inspect.ismethod(fn):
         return fn.__func__.__qualname__, fn.__func__.__code__
     if inspect.isfunction(fn):
-        return None if fn.__closure__ else fn.__code__
+        cells = fn.__closure__ or ()
+        is_known = not cells or not is_held
+        return _ways([_content_of(cell) for cell in cells], (fn.__code__,), is_held=True) if is_known else None
     if isinstance(fn, nn.Module):
         return type(fn).__qualname__
+    if fn is None:
+        return (None,)
     return fn if isinstance(fn, bool | int | float | str) else None
 
 
-def _may_be_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _ways(parts: Sequence[object], others: tuple[Hashable, ...], *, is_held: bool) -> Hashable:
+    ways = [_way(part, is_held=is_held) for part in parts]
+    return None if None in ways else (*ways, *others)
+
+
+def _content_of(cell: types.CellType) -> object:
+    return cell if cell == types.CellType() else cell.cell_contents  # a variable without a value yet is unknown
 
 
 def _bad_rows(value: Any, count: int) -> set[int]:
-    """Return the rows of a tensor that contain NaN."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count or not _may_be_nan(value):
+    """Return the rows of a tensor that contain NaN; -1 for a number, which has none."""
+    if isinstance(value, float) and math.isnan(value):
+        return {-1}
+    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count or not may_be_nan(value):
         return set()
     return set(torch.isnan(value).reshape(count, -1).any(1).nonzero().flatten().tolist()) if value.numel() else set()
-
-
-@contextlib.contextmanager
-def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[..., list[str]]]:
-    """Restore random state and the modules' buffers after the block; yield a function that lists changed buffers."""
-    watch = StateWatch(nn.ModuleList(modules))
-    watch.changes_attributes = False
-    rollback = Rollback(watch)
-    paths = {owner: path for module in modules for path, owner in module.named_modules()}
-
-    def changed(*, with_counters: bool = False) -> list[str]:
-        """Return buffers whose values changed, except caches that have grown, and integer call counters."""
-        copies = {key: entry.copy for key, entry in rollback.buffers.entries.items()}
-        return [
-            f"{paths[owner]}.{name}".lstrip(".")
-            for (owner, name), copy in copies.items()
-            if copy is not None and (with_counters or _may_be_nan(copy))
-            if (now := getattr(owner, name)).shape == copy.shape and not are_same(now, copy)
-        ]
-
-    members = [each for module in modules for each in (*module.parameters(), *module.buffers())]
-    storages = [(each, each.detach()) for each in members if type(each) in _PLAIN and each.layout is torch.strided]
-    try:
-        yield changed
-    finally:
-        for each, same in storages:  # `tensor.data = other` gives it another one
-            if each.data_ptr() != same.data_ptr():
-                each.data = same
-        rollback.restore()
-
-
-def unpacked() -> contextlib.AbstractContextManager[None]:
-    """Return a context that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
-    if saving_hooks() is None:
-        return contextlib.nullcontext()  # hooks, even those that do nothing, would forbid torch.func inside
-    # Detached, as torch's checkpoint does: a tensor that a gradient with create_graph=True saves would hold itself.
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 def _open_children(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
@@ -280,7 +357,7 @@ def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: 
         if is_transforming():  # inside torch.func the values cannot be read; the result will show the mixing
             return output
         given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        if given and not any(map(_may_be_nan, given)):
+        if given and not any(map(may_be_nan, given)):
             output = pytree.tree_map(with_nan, output)
         before, after = (
             set().union(*(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(value))) for value in (given, output)
@@ -290,19 +367,10 @@ def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: 
         return output
 
     def with_nan(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape[:1] != (count,) or not _may_be_nan(value):
+        if not isinstance(value, Tensor) or value.shape[:1] != (count,) or not may_be_nan(value):
             return value
         row = torch.arange(count, device=value.device).view(-1, *[1] * (value.dim() - 1)) == poisoned
         return value.masked_fill(row, math.nan)
 
     with forward_hooks(names, watch):
-        yield
-
-
-@contextlib.contextmanager
-def forward_hooks(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call a hook after the forward of each module in the block."""
-    with contextlib.ExitStack() as stack:
-        for each in modules:
-            stack.callback(each.register_forward_hook(hook).remove)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, SupportsIndex
 
@@ -11,16 +12,19 @@ from torch import Tensor
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.words import guided
 from memkit._gradients.loss import Loss
-from memkit._gradients.streamed import accumulator_dtype, num_rows_of, sum_of_chunks
+from memkit._gradients.streamed import accumulator_dtype, num_rows_of, refuse_transforms, sum_of_chunks
 from memkit._torch import pytree
-from memkit.chunk.independence import check_independence, modules_of, undone, unpacked
+from memkit._torch.compiler import runs_eagerly
+from memkit.chunk.independence import check_independence
 from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.params import check_function, function_name, used_parameters
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
 @guided(words=WORDS | {BOUND: ""})
+@runs_eagerly
 def chunked_loss(
     fn: Callable[..., Tensor | Loss],
     *rows: Any,
@@ -53,14 +57,16 @@ def chunked_loss(
             Skipped if it returns a `Loss`.
 
     Returns:
-        The loss, 0-dim, in the dtype that ``fn`` returns. A mean over zero rows is NaN.
+        The loss, 0-dim, in the dtype that ``fn`` returns. A mean over nothing is NaN, with zero
+        gradients.
 
     Raises:
         ConfigError: ``chunk_size`` is invalid, or not even one row fits into ``memory_budget``; ``reduction`` is
             invalid, such as ``"none"``: per-row upstream gradients cannot be applied to gradients that are already
             summed.
-        InputError: ``fn`` returns a single number, or the wrong number of rows; it uses a tensor that requires grad and
-            is neither among the rows nor in ``params``; the arguments differ in their number of rows.
+        InputError: ``fn`` returns a single number, or the wrong number of rows; its losses are complex; its
+            count requires a gradient; it uses a tensor that requires grad and is neither among the rows nor in
+            ``params``; the arguments differ in their number of rows.
         InputTypeError: ``fn`` returns neither a tensor nor a `Loss`.
         StateError: In the backward pass with ``create_graph=True``.
 
@@ -107,14 +113,15 @@ def loss_call(
 ) -> Tensor:
     """Run `chunked_loss`; ``call`` is the user's call, for messages."""
     check_row_reduction(reduction, call)
+    tensors = [each for each in pytree.tree_leaves(rows) if isinstance(each, Tensor)]
+    refuse_transforms(call, tensors, "inside the transform, call the function itself: fn(*rows).mean().")
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
     if check:
         check_independence(fn, rows, call=call)
     chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
     total, count, dtype = problem.run(problem.rows, chunk_size)
     if reduction == "mean":
-        # The gradients above belong to the sum. This division reaches them as the single factor of the backward pass.
-        total = total / count
+        total = _mean(total, count)
     return total.to(dtype)
 
 
@@ -140,6 +147,7 @@ class _Problem:
             loss_sum, chunk_count = (
                 _read_sum(output, self.name) if isinstance(output, Loss) else _read_losses(output, chunk, self.name)
             )
+            _check_real(loss_sum, self.name)
             count = count + chunk_count
             dtype = output.value.dtype if isinstance(output, Loss) else output.dtype
             return loss_sum
@@ -172,11 +180,22 @@ class _Problem:
             else each
             for each in self.rows
         ]
-        with unpacked(), undone(modules_of(self._fn)):
+        with unpacked(), undone(self._fn, self.rows):
             _, forward_peak, _ = watched(lambda: self._call(rows))
             _, peak, _ = watched(lambda: self.run(rows, max(num_rows, 1), head))
         held = _gradient_bytes([each for each in rows if isinstance(each, Tensor)], self._params)
         return Measurement(num_rows, forward_peak, peak - held)
+
+
+def _mean(total: Tensor, count: float | Tensor) -> Tensor:
+    """Divide a sum by its count; a mean over nothing is NaN, and its gradient zero, as that of torch's own losses.
+
+    The gradients that are already taken belong to the sum. The division reaches them as the single factor of backward.
+    """
+    if not isinstance(count, Tensor):
+        return total / count if count else total * 0 + math.nan
+    is_empty = (count == 0).to(total.device)  # without waiting for the device
+    return torch.where(is_empty, total.detach() / count, total / (count + is_empty.to(count.device)))
 
 
 def _gradient_bytes(rows: Sequence[Tensor], params: Sequence[Tensor]) -> int:
@@ -196,6 +215,16 @@ def check_row_reduction(reduction: object, call: str) -> None:
             fix="multiply the losses by the weights inside the function, or compute losses per row with chunked_map."
             if reduction == "none"
             else "pass reduction='mean'.",
+        )
+
+
+def _check_real(loss: Tensor, call: str) -> None:
+    if loss.is_complex():
+        raise InputError(
+            call,
+            got=f"complex losses ({loss.dtype}) from fn",
+            expected="real losses, which have a gradient",
+            fix="return losses.abs(), losses.abs().square() or losses.real.",
         )
 
 
@@ -235,6 +264,16 @@ def _read_sum(loss: Loss, call: str) -> tuple[Tensor, float | Tensor]:
             expected="a loss with its count and without outputs: chunked_loss adds up the counts, and returns a "
             "single tensor",
             fix="return mk.Loss(sum=losses.sum(), count=valid.sum()); compute other outputs with chunked_map.",
+        )
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise InputError(
+            call,
+            got="a count that requires a gradient, as a sum of learned weights does",
+            expected="a count of numbers that are not trained: the gradient of each chunk is taken before all are "
+            "counted",
+            fix="return mk.Loss(sum=loss_sum, count=count.detach()) if the weights are not to learn from the divisor; "
+            "otherwise return both per row and divide outside: weights, losses = mk.chunked_map(fn, x, y); loss = "
+            "(weights * losses).sum() / weights.sum().",
         )
     weight = count.detach().to(accumulator_dtype(count.dtype)).reshape(()) if isinstance(count, Tensor) else count
     if loss.reduction == "sum":

@@ -8,8 +8,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from memkit._core.errors import ConfigError
+from memkit._core.errors import ConfigError, InputError
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.gather import Gather, gathered
@@ -31,6 +32,7 @@ BOUND = (
 
 
 @guided(words=WORDS | {BOUND: ""})
+@runs_eagerly
 def chunked_map(
     fn: Callable[..., Any],
     *rows: Any,
@@ -91,7 +93,7 @@ def chunked_map(
     call = ChunkedCall(
         name,
         fn,
-        Rows(read_device(name, output_device)),
+        Rows(name, read_device(name, output_device)),
         as_size(name, chunk_size, memory_budget),
         check=check,
     )
@@ -118,8 +120,8 @@ def read_device(call: str, device: str | torch.device | None) -> torch.device | 
 class Rows(Assembly):
     """Writes rows into outputs allocated at the first chunk: a list of them would double the memory."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    def __init__(self, call: str, device: torch.device | None) -> None:
+        self._call, self._device = call, device
 
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         """See `Assembly`."""
@@ -130,6 +132,14 @@ class Rows(Assembly):
                     tensor.new_empty((chunks.num_rows, *tensor.shape[1:]), device=self._device or tensor.device)
                     for tensor in tensors
                 ]
+            if len(tensors) != len(outputs):
+                raise InputError(
+                    self._call,
+                    got=f"a function that returns {len(tensors)} tensors for the chunk from row {start} on, and "
+                    f"{len(outputs)} for the first",
+                    expected="the same tensors for each chunk",
+                    fix="return a tensor of zeros in place of None: torch.zeros_like(x).",
+                )
             for output, tensor in zip(outputs, tensors, strict=True):
                 output.narrow(0, start, len(tensor)).copy_(tensor)
             del tensors, tensor, output  # before the next chunk runs

@@ -12,7 +12,8 @@ from memkit._gradients.streamed import accumulator_dtype
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._torch.profiler import ActiveProfilerType, running_profiler
-from memkit.chunk.independence import modes_of, modules_of
+from memkit.chunk.held import modules_of
+from memkit.chunk.probes import modes_of
 
 _T = TypeVar("_T")
 HEAD = 2  # rows of a first chunk, after which the call has allocated everything it keeps between chunks

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.gather import Gather, gathered
 from memkit.chunk.loss import loss_call
@@ -101,6 +102,7 @@ class ChunkedProcessor:
         """Return ``fn(*rows, **gathered)``: see `map`."""
         return self.map(*rows, gather=gather)
 
+    @runs_eagerly
     def map(self, *rows: Any, output_device: str | torch.device | None = None, gather: Gather | None = None) -> Any:
         """Compute ``fn(*rows, **gathered)``: see `memkit.chunked_map`."""
         call = self._map_call(output_device)
@@ -110,12 +112,13 @@ class ChunkedProcessor:
         return ChunkedCall(
             self._name,
             self._fn,
-            Rows(read_device(self._name, output_device)),
+            Rows(self._name, read_device(self._name, output_device)),
             self._size,
             check=self._check,
         )
 
     # Full signature, as in chunked_segment_reduce: help() and completion show it to users.
+    @runs_eagerly
     def segment_reduce(
         self,
         *edge_rows: Any,
@@ -141,6 +144,7 @@ class ChunkedProcessor:
             check=self._check,
         )
 
+    @runs_eagerly
     def loss(
         self,
         *rows: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -191,12 +192,13 @@ class DynamicResolutionProcessor:
         """Upsample a result to the size of the last volume passed to `apply`, regardless of later choices.
 
         Args:
-            y: (B, C, ...), with the spatial size that `apply` returned.
+            y: (B, C, ...), with the spatial size that `apply` returned; any dtype with ``mode="nearest"``.
             mode: As in `torch.nn.functional.interpolate`.
 
         Raises:
             StateError: `apply` was not called before.
             InputError: The spatial size differs.
+            InputTypeError: Labels come with another mode than ``"nearest"``.
         """
         if self._applied is None:
             raise StateError(
@@ -214,7 +216,18 @@ class DynamicResolutionProcessor:
                 fix="pass the network's output for the last volume given to apply, from a network that keeps its "
                 "spatial size.",
             )
-        whole = y if factor == 1 else F.interpolate(y, scale_factor=factor, mode=mode)
+        is_label = not (y.is_floating_point() or y.is_complex())
+        if is_label and mode != "nearest":
+            raise InputTypeError(
+                _RESTORE,
+                got=f"{y.dtype} with mode={mode!r}",
+                expected="a floating point result, because labels cannot be averaged",
+                fix='pass mode="nearest".',
+            )
+        if is_label:  # torch interpolates numbers only
+            whole = functools.reduce(lambda part, dim: part.repeat_interleave(factor, dim), range(2, y.dim()), y)
+        else:
+            whole = y if factor == 1 else F.interpolate(y, scale_factor=factor, mode=mode)
         places: Any = (..., *(slice(size) for size in before))
         return whole[places]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from memkit._core.errors import InputError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.gather import Gather, gathered
 from memkit.chunk.map import BOUND, WORDS
@@ -22,6 +23,7 @@ from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
 
 @guided(words=WORDS | {BOUND: ""})
+@runs_eagerly
 def chunked_segment_reduce(
     fn: Callable[..., Any],
     *edge_rows: Any,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
 
 _BLOCK = 1 << 16
 
@@ -25,6 +26,7 @@ class Segments:
         tensor: ``index`` or ``ptr``.
 
     Raises:
+        ConfigError: ``num_segments`` is not a whole number.
         InputError: Both or neither are given, a shape or dtype is wrong, or values are out of range (an index is
             checked on the CPU only).
     """
@@ -38,6 +40,8 @@ class Segments:
                 fix="pass index=dst with the segment of each edge.",
             )
         self._index, self._ptr = index, ptr
+        if num_segments is not None:
+            num_segments = Checker(call).whole("num_segments", num_segments)
         if ptr is not None:
             self._check(call, "ptr", ptr)
             num_segments = self._matching(call, num_segments, len(ptr) - 1)

@@ -17,8 +17,10 @@ from memkit._core.words import guided
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
+from memkit._torch.compiler import runs_eagerly
+from memkit._torch.graph import have_tangents
 from memkit.chunk.halo import REFUSALS, find_reach
-from memkit.chunk.independence import undone
+from memkit.chunk.probes import undone
 from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
 from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -121,6 +123,7 @@ class SparsityAwareProcessor:
     def __call__(self, volume: Tensor) -> Tensor: ...
     @overload
     def __call__(self, volume: SparseVoxels) -> SparseVoxels: ...
+    @runs_eagerly
     def __call__(self, volume: Tensor | SparseVoxels) -> Tensor | SparseVoxels:
         """Run the network.
 
@@ -170,10 +173,12 @@ class SparsityAwareProcessor:
     def _choose(self, volume: Tensor | SparseVoxels, occupied: Tensor, occupancy: float) -> tuple[_Option, str]:
         if self._mode == "dense":
             return _Option("dense", 1.0), "as requested"
+        if not occupied.numel():
+            return _Option("dense", 1.0), "the volume has no voxels"
         form = _form(volume)
         kind = self._kind(form)
         try:
-            if not isinstance(volume, SparseVoxels) and volume.requires_grad and torch.is_grad_enabled():
+            if not isinstance(volume, SparseVoxels) and _is_differentiated(volume):
                 raise _refusal(
                     "a volume that requires a gradient, which covers its empty voxels too",
                     "pass SparseVoxels.from_dense(volume) if gradients of the occupied voxels are enough, or "
@@ -214,7 +219,7 @@ class SparsityAwareProcessor:
         for mode, make in cuts.items():
             if self._mode in ("auto", mode):
                 cut = make(occupied, axes, tile_out_sizes)
-                options.append(_Option(mode, cut.num_places / max(occupied.numel(), 1), cut))
+                options.append(_Option(mode, cut.num_places / occupied.numel(), cut))
         return options
 
     def _reaches(self, form: Tensor, kind: object) -> tuple[Reach, ...]:
@@ -243,7 +248,7 @@ class SparsityAwareProcessor:
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:
-        with without_gradients(), undone([self._fn]):
+        with without_gradients(), undone(self._fn):
             before = RandomNumbers(held_generators([self._fn]))
             sizes = [min(16 + size % 16, size) for size in form.shape[2:]]
             if isinstance(unless_failed(REFUSALS, self._on_empty, form, sizes), Failed):  # too small
@@ -253,7 +258,7 @@ class SparsityAwareProcessor:
     def _tile_out_sizes(self, form: Tensor, kind: object, lengths: tuple[int, ...]) -> tuple[int, ...]:
         key = kind, lengths
         if key not in self._sizes:
-            with without_gradients(), undone([self._fn]):
+            with without_gradients(), undone(self._fn):
                 outcome = unless_failed(REFUSALS, self._on_empty, form, lengths)
             if isinstance(outcome, Failed):
                 error = outcome.error
@@ -269,6 +274,10 @@ class SparsityAwareProcessor:
     def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
         y: Tensor = self._fn(form.new_zeros(1, form.shape[1], *sizes))
         return y
+
+
+def _is_differentiated(volume: Tensor) -> bool:
+    return (volume.requires_grad and torch.is_grad_enabled()) or have_tangents([volume])
 
 
 def _occupied(volume: Tensor | SparseVoxels) -> Tensor:

@@ -13,6 +13,8 @@ from memkit._core.foreign import LIMIT
 from memkit._core.printable import described
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
+from memkit._gradients.streamed import refuse_transforms
+from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.halo import find_reach
 from memkit.chunk.map import read_device
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
@@ -28,6 +30,7 @@ from memkit.chunk.tiles import ExactAxis, Reach
     },
     rewrite={"tiled_apply": lambda _: "tiled_apply(module, x, tile_size=32)"},
 )
+@runs_eagerly
 def tiled_apply(
     module: nn.Module,
     x: Tensor,
@@ -98,6 +101,8 @@ def tiled_apply(
     is_whole = all(cut[dim] >= x.shape[dim] for dim in dims)
     axes = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
     if not is_whole:
+        differentiated = [x] if torch.is_grad_enabled() else []  # otherwise tangents go through the tiles
+        refuse_transforms(CALL, differentiated, "inside the transform, call the module itself: module(x).")
         reaches = find_reach(module, x, dims)
         for dim, reach in reaches.items():
             axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)

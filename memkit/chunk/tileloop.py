@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
-from memkit._gradients.streamed import GradientTotals, refuse_second_derivative, without_hooks
+from memkit._gradients.streamed import (
+    GradientTotals,
+    refuse_reentrant,
+    refuse_second_derivative,
+    without_hooks,
+)
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.tiles import ExactAxis, TileSpan, place_of, tiles
@@ -103,7 +108,7 @@ class _Tiled(torch.autograd.Function):
             CALL, "for second derivatives call module(x), under torch.utils.checkpoint if memory runs out."
         )
         x, *params = ctx.saved_tensors
-        with ctx.replay.again(), without_hooks(params):
+        with ctx.replay.again(), without_hooks(params), refuse_reentrant(CALL):
             return None, *_gradients(ctx.job, x, params, ctx.needs_input_grad[1:], upstream[0])
 
 

@@ -8,11 +8,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memkit._gradients.streamed import accumulator_dtype, without_hooks
+from memkit._gradients.streamed import (
+    accumulator_dtype,
+    refuse_reentrant,
+    without_hooks,
+)
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances
-from memkit.chunk.independence import modules_of, undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
+from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import Measurement
 from memkit.chunk.volumes import spatial_call
 
@@ -111,7 +115,7 @@ class TrialCall:
         length = min(num_rows, self.num_rows)
         head = min(HEAD, self.num_rows - length)
         trial = self._call.first_rows(head + length, max(length, 1), head)
-        with unpacked(), undone(modules_of(trial.fn)), without_hooks(self._tensors.params):
+        with unpacked(), undone(trial.fn, trial.layout), without_hooks(self._tensors.params):
             return self._measure(trial, num_rows)
 
     def _measure(self, trial: TriedCall, num_rows: int) -> Measurement:
@@ -119,7 +123,7 @@ class TrialCall:
         for_backward = any(tensors.needs)
 
         def forward() -> tuple[Circumstances | None, list[Tensor], list[Tensor]]:
-            replay = Circumstances(tensors.inputs, trial.fn) if for_backward else None
+            replay = Circumstances(tensors.inputs, trial.fn, tensors.params) if for_backward else None
             return replay, *assembly.collect(trial.results(tensors, replay))
 
         (replay, outputs, saved), forward_peak, forward_end = watched(forward)
@@ -137,7 +141,7 @@ class TrialCall:
         ]
 
         def backward() -> None:
-            with replay.again():
+            with replay.again(), refuse_reentrant(trial.name):
                 trial.gradients(tensors, assembly.upstream(ones, saved), replay, self._totals())
 
         _, backward_peak, _ = watched(backward)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from memkit.chunk.independence import modules_of
+from memkit.chunk.held import modules_of
 
 _NUM_SPATIAL = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 

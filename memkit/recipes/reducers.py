@@ -57,9 +57,9 @@ class Mean(_Ratio):
         4.0
     """
 
-    def update(self, *values: Tensor) -> None:
-        """Add values of any shape; booleans count as 0 and 1."""
-        for each in values:
+    def update(self, *values: Tensor | float) -> None:
+        """Add values of any shape, or numbers; booleans count as 0 and 1."""
+        for each in map(torch.as_tensor, values):
             self._add(each.sum(dtype=torch.float64), each.numel())
 
 

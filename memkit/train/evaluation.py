@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
+from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError, warn_user
 from memkit._core.foreign import LOSS
 from memkit._core.words import guided
 from memkit._machine import random_state
@@ -67,6 +67,9 @@ class Evaluation:
             InputError: The batch was split, and ``fn`` does not return one output row per input row, or its rows depend
                 on one another: one or two rows of the first part are run by themselves, and compared.
             MemkitOutOfMemoryError: Even one row does not fit, the batch cannot be cut, or ``fn`` has written to it.
+
+        Warns:
+            MemkitWarning: Only one row fits at a time, so nothing could be compared.
 
         Memory cost: the results, briefly twice if the batch was split, plus the memory of one part.
 
@@ -132,6 +135,12 @@ class Evaluation:
             return
         few = min(2, size - 1)
         if not few:
+            self._checked[id(code)] = code
+            warn_user(
+                f"{_CALL}: only one row fits at a time, so it could not be checked whether fn's result for a row "
+                "depends on the others (distances, a mean or a softmax over rows): if it does, the joined result is "
+                "wrong. Way out: compute what compares rows outside of fn, from the results of all rows."
+            )
             return
         rows = copied(unmark_samples(take_rows(part, 0, few, num_rows=size)))
         before, held = random_state.capture(), Attributes([fn], content="saved")

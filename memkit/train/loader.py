@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from memkit._core.errors import InputTypeError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._core.words import ForeignWords, refuse_call
@@ -43,6 +43,7 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
 
     Raises:
         ConfigError: The device name is unknown, or this machine does not have the device.
+        InputError: A container holds itself.
 
     Memory cost: the moved tensors.
 
@@ -53,7 +54,17 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
         device(type='meta')
     """
     target = device if isinstance(device, torch.device) else devices.resolve_device(device)
-    return batch if _is_there(batch, target) else map_leaves(lambda leaf: _move(leaf, target), batch, _moves_itself)
+    if _is_there(batch, target):
+        return batch
+    try:
+        return map_leaves(lambda leaf: _move(leaf, target), batch, _moves_itself)
+    except RecursionError:
+        raise InputError(
+            "to_device(batch, device)",
+            got=f"a {type(batch).__name__} that holds itself, or is nested too deep",
+            expected="containers that end in tensors and other leaves",
+            fix="move the tensors before that: to_device(tensors, device).",
+        ) from None
 
 
 def _is_there(batch: Any, device: torch.device) -> bool:

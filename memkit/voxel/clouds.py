@@ -13,6 +13,7 @@ from memkit._core.errors import ConfigError, InputError
 from memkit._core.printable import described
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.words import guided
+from memkit._gradients.streamed import refuse_transforms
 from memkit.voxel.nearest import NearestBackend, NearestPoints, nearest_points
 
 _REDUCTIONS = {
@@ -201,6 +202,7 @@ def _refuse_columns(call: str, a: object, b: object) -> None:
 
 def mean_of_clouds(call: str, metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:
     """Return the mean of a metric over the samples; the other arguments are those of `paired`."""
+    refuse_transforms(call, [], "inside the transform, take the smallest of all distances, torch.cdist(a, b).min(1).")
     return torch.stack([metric(each) for each in paired(call, *samples)]).mean(0)
 
 

@@ -46,7 +46,7 @@ def voxel_scores(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> V
 
     Args:
         prediction: (D, H, W), (B, D, H, W) or (B, 1, D, H, W): bool, or numbers, where values above ``threshold`` count
-            as occupied; or `SparseVoxels`, whose voxels are all occupied.
+            as occupied; or `SparseVoxels`, whose voxels are all occupied. A sample with a NaN gives NaN.
         target: The same type and shape.
         threshold: Threshold for tensors that are not bool.
 
@@ -172,7 +172,7 @@ def feature_mae(
 
 
 def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
-    """Count the voxels in both, in the prediction, and in the target, per sample: (3, B) float64."""
+    """Count the voxels in both, in the prediction, and in the target: (3, B) float64, NaN for samples with NaN."""
     call = "voxel_scores(prediction, target)"
     if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
         _check_alike(prediction, target, call, features=False)
@@ -189,9 +189,12 @@ def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
         _refuse(call, f"{tuple(prediction.shape)} and {tuple(target.shape)}", "two grids of the same shape", _RESIZE)
     rows = []
     for sample in zip(*grids, strict=True):
+        has_nan = sample[0].isnan().any() | sample[1].isnan().any()  # it is above no threshold, nor below one
         a, b = (each if each.dtype == torch.bool else each > threshold for each in sample)
-        rows.append(torch.stack([each.count_nonzero() for each in (a, b, a & b)]))  # sum() would convert them to int64
-    of_prediction, of_target, both = torch.stack(rows, 1).double()
+        # sum() would convert the grids to int64.
+        counts = torch.stack([each.count_nonzero() for each in (a, b, a & b)])
+        rows.append(counts.double().masked_fill(has_nan, math.nan))
+    of_prediction, of_target, both = torch.stack(rows, 1)
     return torch.stack([both, of_prediction, of_target])
 
 

@@ -9,7 +9,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,9 +19,12 @@ from memkit._core.errors import ConfigError, InputError, MemkitWarning, StateErr
 from memkit._recovery.snapshot import RandomNumbers
 from memkit._tape import kept as kept_results, references
 from memkit._tape.kept import KeptResults, terms
+from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
 from memkit.chunk.engine import ChunkedCall
+from memkit.chunk.loss import chunked_loss
 from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
+from memkit.chunk.tiled import tiled_apply
 from tests.helpers import FunctionsEntered, assert_refused, assert_same, warm_peak_bytes
 from tests.toys import mlp
 from tests.versions import has
@@ -334,7 +339,133 @@ def test_kept_products_serve_a_retained_graph():
     assert_same(gradients(module), once, 1e-12)
 
 
+# ---- what has changed between forward and backward
+
+
+class Holder(nn.Module):
+    """Runs a module of its own through a function."""
+
+    def __init__(self, run, module):
+        super().__init__()
+        self.run, self.module = run, module
+
+    def forward(self, x):
+        return self.run(self.module, x)
+
+
+def through_a_closure(module, x):
+    return chunked_map(lambda rows: module(rows), x, chunk_size=8, params=module.parameters())
+
+
+def point_layer(num_inputs, num_outputs):
+    return nn.Conv1d(num_inputs, num_outputs, 1, bias=False)
+
+
+WAYS = {
+    "map": (lambda module, x: chunked_map(module, x, chunk_size=8), nn.Linear, (50, 3)),
+    "closure": (through_a_closure, nn.Linear, (50, 3)),
+    "segments": (
+        lambda module, x: chunked_segment_reduce(module, x, index=torch.arange(50), chunk_size=8),
+        nn.Linear,
+        (50, 3),
+    ),
+    "tiles": (lambda module, x: tiled_apply(module, x, 8), point_layer, (1, 3, 50)),
+}
+
+
+@pytest.mark.parametrize(("run", "layer", "shape"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("frozen", [[], ["module.0.weight"]])
+def test_tensors_in_place_of_parameters_get_the_gradients(run, layer, shape, frozen):
+    """`functional_call` puts the modules' own parameters and buffers back, and the backward needs the others."""
+    module = nn.Sequential(layer(3, 16), nn.Tanh(), layer(16, 4), nn.BatchNorm1d(4)).double().eval()
+    net = Holder(run, module)
+    given = {name: each.detach() * 2 + 1 for name, each in (*net.named_parameters(), *net.named_buffers())}
+    trained = [given[name].requires_grad_() for name, _ in net.named_parameters() if name not in frozen]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def result(fn):
+        out = torch.func.functional_call(Holder(fn, module), given, (x,))
+        return out.detach(), torch.autograd.grad(out.square().sum(), [x, *trained])
+
+    own = [*net.parameters(), *net.buffers()]
+    assert_close(result(run), result(lambda module, x: module(x)))
+    assert all(now is was for now, was in zip([*net.parameters(), *net.buffers()], own, strict=True))
+
+
+@pytest.mark.parametrize(("run", "layer", "shape"), WAYS.values(), ids=WAYS)
+def test_modes_and_parameters_are_those_of_the_forward(run, layer, shape):
+    """A validation, or another half of a GAN, between the two. The result is linear in the last weight."""
+    module = nn.Sequential(layer(3, 8), nn.Dropout(0.5), layer(8, 2)).double()
+    module[2].bias, weight = None, module[2].weight
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    out = run(module, x)
+    module.eval().requires_grad_(requires_grad=False)
+    module[2].weight = other = nn.Parameter(torch.ones_like(weight))
+    out.sum().backward()
+    assert not weight.requires_grad  # and then torch accumulates nothing
+    assert module[2].weight is other
+    assert not any(each.training for each in module)
+    weight.requires_grad_()
+    module.train()
+    module[2].weight = weight
+    out = run(module, x)
+    module.eval()
+    (gradient,) = torch.autograd.grad(out.sum(), weight)
+    assert_close((gradient * weight).sum(), out.sum())
+
+
 # ---- randomness of others
+
+
+class Noise:
+    """An object of the user's that draws from a generator of its own."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, x):
+        return drawn(self.generator, x)
+
+    def method(self, x):
+        return x * drawn(self.generator, x)
+
+
+def drawn(generator, x):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(len(x), 1, generator=generator, dtype=x.dtype)
+    return torch.from_numpy(generator.random((len(x), 1)))
+
+
+def with_default(generator):
+    def fn(x, generator=generator):
+        return x * drawn(generator, x)
+
+    return fn
+
+
+HOLDERS = {
+    "closure": lambda generator: lambda x: x * drawn(generator, x),
+    "default": with_default,
+    "partial": lambda generator: functools.partial(lambda generator, x: x * drawn(generator, x), generator),
+    "method": lambda generator: Noise(generator).method,
+    "object": lambda generator: (lambda noise: lambda x: x * noise(x))(Noise(generator)),
+    "list": lambda generator: lambda x, held=[generator]: x * drawn(held[0], x),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("make", [lambda: torch.Generator().manual_seed(0), lambda: np.random.default_rng(0)])
+def test_generators_that_a_function_holds_draw_again(hold, make):
+    generator = make()
+    x = torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
+    out = chunked_map(hold(generator), x, chunk_size=16)
+    after = drawn(generator, x.detach())
+    out.sum().backward()
+    assert_close(x.grad * x.detach(), out.detach())
+    alone = make()
+    assert_close(out.detach(), x.detach() * drawn(alone, x))  # neither the check nor the backward has drawn
+    assert_close(drawn(alone, x), after)
+    assert_close(drawn(alone, x), drawn(generator, x))
 
 
 def test_numpy_noise_is_drawn_again():
@@ -525,6 +656,121 @@ def test_inference_has_one_output_and_one_chunk():
     assert ours < output + 1.1 * chunk < 2 * output <= naive
     assert total < 1.1 * chunk
     assert softmax < output + 2.1 * chunk  # of the second pass: powers, and the sums picked for them
+
+
+def clamping(weight):
+    def fn(x):
+        y = torch.sin(x @ weight)
+        y.register_hook(lambda g: g.clamp(-0.5, 0.5))
+        return y * 2
+
+    return fn
+
+
+def retaining(weight):
+    def fn(x):
+        y = torch.sin(x @ weight)
+        y.retain_grad()
+        return y * 2
+
+    return fn
+
+
+@pytest.mark.parametrize("make", [clamping, retaining])
+def test_hooks_inside_the_function(make):
+    """They need a graph, also in a forward that keeps none."""
+    x, weight = torch.randn(40, 3, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    fn = make(weight)
+    out = chunked_map(fn, x, chunk_size=8, params=[weight])
+    assert_close(out, fn(x))
+    assert_close(torch.autograd.grad(out.sum(), weight), torch.autograd.grad(fn(x).sum(), weight))
+
+
+@pytest.mark.parametrize("chunk_size", [8, "auto"])
+def test_a_reentrant_checkpoint_inside_is_refused_and_the_way_out_works(chunk_size):
+    module, x = mlp(3, 16, 4).double(), torch.randn(40, 3, dtype=torch.float64, requires_grad=True)
+
+    def run(use_reentrant):
+        def fn(x):
+            return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=use_reentrant)
+
+        out = chunked_map(fn, x, chunk_size=chunk_size, params=module.parameters())
+        out.square().sum().backward()
+        loss = chunked_loss(fn, x, chunk_size=chunk_size, reduction="sum", params=module.parameters())
+        loss.backward()
+        return gradients(module, x)
+
+    assert_refused(lambda: run(use_reentrant=True), InputError, "use_reentrant=True; .*use_reentrant=False")
+    gradients(module, x)
+    out = module(x)
+    (out.square().sum() + out.sum()).backward()
+    assert_close(gradients(module, x), run(use_reentrant=False))
+
+
+def test_a_reentrant_checkpoint_in_a_loss_is_refused():
+    module, x = mlp(3, 16, 4), torch.randn(40, 3, requires_grad=True)
+
+    def fn(x):
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True)
+
+    params = list(module.parameters())
+    assert_refused(lambda: chunked_loss(fn, x, chunk_size=8, params=params), InputError, "use_reentrant=False")
+
+
+LINEAR, CONV = nn.Linear(3, 4).double(), nn.Conv1d(3, 1, 3, padding=1).double()
+CALLS = {
+    "map": lambda x: chunked_map(LINEAR, x, chunk_size=8),
+    "segments": lambda x: chunked_segment_reduce(LINEAR, x, index=torch.arange(40) % 3, chunk_size=8),
+    "loss": lambda x: chunked_loss(LINEAR, x, chunk_size=8),
+    "cross entropy": lambda x: chunked_linear_cross_entropy(x, LINEAR.weight, torch.arange(40) % 4),
+    "tiles": lambda x: tiled_apply(CONV, x.t()[None], 8),
+}
+TRANSFORMS = {
+    "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
+    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (x,)),
+    "vmap": lambda fn, x: torch.func.vmap(fn)(x[None]),
+}
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+def test_transforms_of_torch_func_are_refused(fn, transform, is_enabled):
+    x = torch.randn(40, 3, dtype=torch.float64)
+    with torch.set_grad_enabled(is_enabled):
+        assert_refused(lambda: transform(fn, x), StateError, "a transform of torch.func", "inside|there")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+def test_no_tangent_is_lost(fn, is_enabled):
+    """A tile's goes through it without gradients; the others are refused."""
+    x = torch.randn(40, 3, dtype=torch.float64)
+    with torch.set_grad_enabled(is_enabled), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        if fn is CALLS["tiles"] and not is_enabled:
+            found, right = (forward_ad.unpack_dual(each).tangent for each in (fn(dual), CONV(dual.t()[None])))
+            assert_close(found, right)
+            return
+        assert_refused(lambda: fn(dual), StateError, "a tensor with a tangent")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+def test_inside_a_compiled_function(fn):
+    """The call runs as it is written, and the rest is compiled."""
+    x = torch.randn(40, 3, dtype=torch.float64, requires_grad=True)
+    params = [*LINEAR.parameters(), *CONV.parameters(), x]
+
+    def around(x):
+        return fn(x.sin()).cos()
+
+    found, right = torch.compile(around, backend="eager")(x), around(x)
+    assert_close(found, right)
+    assert_close(
+        torch.autograd.grad(found.sum(), params, allow_unused=True),
+        torch.autograd.grad(right.sum(), params, allow_unused=True),
+    )
 
 
 def test_settings_are_checked():

@@ -1,11 +1,14 @@
 """Functions that mix rows are detected by a NaN that spreads, and named; row-wise functions pass, random ones too."""
 
 import copy
+import queue
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 import memkit as mk
 from memkit.chunk.independence import check_independence
@@ -82,12 +85,12 @@ def test_leaves_no_trace():
 
 
 def test_a_module_is_tried_once_in_each_mode():
-    calls = []
+    calls = queue.SimpleQueue()  # a list would be put back
     model = mlp(nn.BatchNorm1d(8))
-    model.register_forward_hook(lambda *_: calls.append(1))
+    model.register_forward_hook(lambda *_: calls.put(1))
     for _ in range(3):
         check(model.eval(), torch.randn(20, 4))
-    assert len(calls) == 1
+    assert calls.qsize() == 2
     assert_refused(lambda: check(model.train(), torch.randn(20, 4)), mk.errors.InputError, "BatchNorm1d")
 
 
@@ -160,3 +163,132 @@ def test_storages_that_a_check_has_replaced_are_back():
     assert model.scale.data_ptr() == before
     assert_same(list(model.parameters()), [torch.ones(4)])
     assert not model.is_ready
+
+
+def test_a_check_that_refuses_leaves_what_was_trained_as_it_was():
+    """ActNorm with a flag in Python: NaN would have stayed in the parameter, and the flag said that it is ready."""
+    model, x = mlp(Flagged(8)).double(), torch.rand(50, 4, dtype=torch.float64)
+    for call in (
+        lambda: mk.chunked_map(model, x, chunk_size=7),
+        lambda: mk.ChunkedProcessor(model, memory_budget="1MiB")(x),
+        lambda: mk.chunk.chunked_loss(lambda a: model(a).square(), x, chunk_size=7, params=model.parameters()),
+    ):
+        assert_refused(call, mk.errors.InputError, r"`1` \(Flagged\)")
+        assert_same(model[1].bias.data, torch.zeros(8, dtype=torch.float64))
+        assert not model[1].is_ready
+    assert_close(model(x), mk.chunked_map(model, x, chunk_size=7))  # the plain call has initialized it
+
+
+class Flagged(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.bias, self.is_ready = nn.Parameter(torch.zeros(width)), False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.bias.data.copy_(-x.detach().mean(0))
+            self.is_ready = True
+        return x + self.bias
+
+
+MODEL = mlp()
+OF_THE_NUMBER = {
+    "its share": lambda x: MODEL(x) / len(x),
+    "its place": lambda x: x * torch.arange(len(x))[:, None],
+    "places as integers": lambda x: (x, torch.arange(len(x))),
+    "the number itself": lambda x: (x, len(x)),
+    "another form": lambda x: {"x": x} if len(x) % 2 else x,
+    "as many columns": lambda x: torch.eye(len(x)) + x.sum(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_NUMBER)
+def test_functions_of_the_number_of_rows_are_refused(name):
+    message = r"depends on the number of rows.*functools\.partial\(fn, n=len\(x\)\).*check=False\.$"
+    for rows in (torch.randn(50, 4), torch.randn(3, 4)):
+        assert_refused(lambda: check(OF_THE_NUMBER[name], rows), mk.errors.InputError, message)  # noqa: B023
+    check(lambda x, places: x * places / 50, torch.randn(50, 4), torch.arange(50.0)[:, None])  # the way out
+
+
+def test_calls_refuse_functions_of_the_number_of_rows():
+    x, index = torch.randn(50, 4), torch.arange(50) % 3
+    for call in (
+        lambda **more: mk.chunked_map(lambda x: x / len(x), x, chunk_size=7, **more),
+        lambda **more: mk.chunked_segment_reduce(lambda x: x / len(x), x, index=index, chunk_size=7, **more),
+        lambda **more: mk.chunk.chunked_loss(lambda x: x / len(x), x, chunk_size=7, **more),
+    ):
+        assert_refused(call, mk.errors.InputError, "depends on the number of rows")
+        call(check=False)
+    count = mk.chunk.chunked_loss(lambda x: mk.Loss(sum=x.sum(), count=len(x)), x, chunk_size=7)
+    assert_close(count, x.sum() / 50)
+
+
+def test_a_function_that_a_chunk_would_change_for_the_next_is_refused():
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mean = nn.Linear(4, 4), torch.zeros(4)
+
+        def forward(self, x):
+            out = self.layer(x) - self.mean  # the rows of this call do not change it, those of earlier ones do
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return out
+
+    model = Centered()
+    assert_refused(lambda: check(model, torch.randn(20, 4)), mk.errors.InputError, "depends on its earlier calls")
+    assert_same(model.mean, torch.zeros(4))
+
+
+def of_another_order(x):
+    """Round differently for another number of rows, which a steep function makes large."""
+    return torch.sin(1e13 * (x.sum(1) if len(x) == 8 else x.flip(1).sum(1)))
+
+
+RANDOM = {
+    "dropout": mlp(nn.Dropout(0.5)),
+    "noise for each row": lambda x: x + torch.randn(len(x), 1),
+    "several for each row": lambda x: x + torch.rand(3 * len(x)).view(-1, 3).sum(1, keepdim=True),
+    "NumPy": lambda x: x + torch.from_numpy(np.random.rand(len(x), 1)),
+    "a permutation": lambda x: x + torch.randperm(len(x))[:, None],
+    "rounding": of_another_order,
+    "rows in pairs": lambda x: (x.view(-1, 2, 4) * torch.tensor([[1.0], [2.0]])).flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_noise_and_rounding_are_no_sign_of_the_number_of_rows(name):
+    rows = torch.randn(50, 100 if name == "rounding" else 4)
+    for _ in range(3):
+        check(RANDOM[name], rows)
+
+
+def test_embeddings_that_divide_gradients_by_counts_are_refused():
+    emb, words = nn.Embedding(10, 3, scale_grad_by_freq=True), torch.randint(10, (50,))
+    message = r"scale_grad_by_freq=True.*pass them: emb\(words\) in the place of words\.$"
+    assert_refused(lambda: mk.chunked_map(emb, words, chunk_size=7), mk.errors.InputError, message)
+    looked_up = lambda each: F.embedding(each, emb.weight, scale_grad_by_freq=True)  # noqa: E731
+    assert_refused(lambda: check(looked_up, words), mk.errors.InputError, message)
+    with torch.no_grad():
+        assert_same(mk.chunked_map(emb, words, chunk_size=7), emb(words))
+    expected, ours = (
+        torch.autograd.grad(fn(emb(words)).square().sum(), emb.weight)
+        for fn in (torch.tanh, lambda rows: mk.chunked_map(torch.tanh, rows, chunk_size=7))
+    )
+    assert_close(ours, expected)
+
+
+def test_closures_of_one_module_are_checked_once():
+    calls, model = queue.SimpleQueue(), mlp()
+    model.register_forward_hook(lambda *_: calls.put(1))
+
+    def made(factor, tensor=None):
+        return lambda x: model(x) * factor if tensor is None else model(x) * tensor
+
+    for factor, num_calls in ((2.0, 2), (2.0, 0), (3.0, 2)):
+        check(made(factor), torch.randn(20, 4))
+        assert calls.qsize() == num_calls
+        calls = queue.SimpleQueue()
+    for num_calls in (1, 1):  # a tensor may be any: NaN is tried each time, and the number of rows was tried above
+        check(made(2.0, torch.ones(3)), torch.randn(20, 4))
+        assert calls.qsize() == num_calls
+        calls = queue.SimpleQueue()

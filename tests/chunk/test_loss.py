@@ -110,6 +110,7 @@ def test_one_number_from_the_function_is_refused(model, rows):
     [
         (torch.ones(1), r"shape \(1,\) from fn for 8 rows"),
         (3.0, "a float from fn"),
+        (torch.ones(8) * 1j, r"complex losses \(torch.complex64\).*losses.abs\(\)"),
         ((torch.ones(()), 8), r"a tuple from fn.*mk.Loss\(sum=loss_sum, count=n\)"),
         (mk.Loss(mean=torch.ones(())), "without its count from fn"),
         (mk.Loss(sum=torch.ones(()), count=8, outputs={}), r"mk.Loss\(outputs=...\) from fn.*chunked_map"),
@@ -186,6 +187,47 @@ def test_no_rows_are_a_mean_over_nothing(model):
     total.backward()
     assert float(total.detach()) == 0
     assert x.grad.shape == x.shape
+
+
+def test_a_mean_over_nothing_has_zero_gradients(model, rows):
+    """As torch's: a batch without labels must not put NaN into the model."""
+    x, y = rows
+
+    def losses(x, y):
+        return mk.Loss(sum=F.cross_entropy(model(x), torch.full_like(y, -100), reduction="sum"), count=(y < 0).sum())
+
+    for part, fn in ((slice(None), losses), (slice(0, 0), lambda x, y: model(x)), (slice(0, 0), losses)):
+        loss = chunked_loss(fn, x[part], y[part], chunk_size=8, params=model.parameters())
+        assert loss.isnan()
+        for found in torch.autograd.grad(loss, list(model.parameters())):
+            same(found, torch.zeros_like(found))
+
+
+def test_a_learned_count_is_refused_and_the_ways_out_work(model):
+    """Its part of the gradient would be missing."""
+    gate, x = torch.nn.Linear(6, 1).double(), torch.randn(50, 6, dtype=torch.float64)
+    params = [*model.parameters(), *gate.parameters()]
+
+    def rowwise(x):
+        return gate(x).sigmoid(), model(x).square().mean(1, keepdim=True)
+
+    def loss_of(x, change):
+        weights, losses = rowwise(x)
+        return mk.Loss(sum=(weights * losses).sum(), count=change(weights.sum()))
+
+    def run(change):
+        return chunked_loss(lambda x: loss_of(x, change), x, chunk_size=16, params=params)
+
+    weights, losses = rowwise(x)
+    detached = torch.autograd.grad((weights * losses).sum() / weights.sum().detach(), params, retain_graph=True)
+    whole = (weights * losses).sum() / weights.sum()
+    assert_refused(lambda: run(lambda count: count), mk.errors.InputError, "a count that requires a gradient")
+    with torch.no_grad():
+        same(run(lambda count: count), whole)
+    same(torch.autograd.grad(run(torch.Tensor.detach), params), detached)
+    weights, losses = mk.chunked_map(rowwise, x, chunk_size=16, params=params)
+    divided = (weights * losses).sum() / weights.sum()
+    same(torch.autograd.grad(divided, params), torch.autograd.grad(whole, params))
 
 
 def test_validation_keeps_no_graph(model, rows):

@@ -224,3 +224,13 @@ def test_warns_of_random_numbers_that_belong_to_all_rows(draw):
         chunked_map(sometimes, x, chunk_size=8)  # one chunk draws once, as the plain call does
         chunked_map(lambda x: torch.dropout(x, 0.5, train=True), x, chunk_size=2)
     assert not seen
+
+
+def test_another_number_of_tensors_for_some_chunks_is_refused():
+    def shorter(x):
+        return x, None if len(x) < 7 else x
+
+    x = torch.ones(50, 3)
+    assert_refused(lambda: chunked_map(shorter, x, chunk_size=7), InputError, r"number of rows.*check=False\.$")
+    message = r"returns 1 tensors for the chunk from row 49 on, and 2 for the first.*zeros_like\(x\)\.$"
+    assert_refused(lambda: chunked_map(shorter, x, chunk_size=7, check=False), InputError, message)

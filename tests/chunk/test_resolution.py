@@ -10,7 +10,7 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError, StateEr
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.resolution import DynamicResolutionProcessor
 from tests.chunk.scenes import brain_mask, vertices
-from tests.helpers import assert_same
+from tests.helpers import assert_refused, assert_same
 
 
 def by_unique(cells, levels, batch=None):
@@ -182,3 +182,17 @@ def test_rejects_invalid_arguments():
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             DynamicResolutionProcessor(**wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool])
+@pytest.mark.parametrize("num_axes", [2, 3])
+def test_labels_come_back(dtype, num_axes):
+    labels = torch.randint(0, 2, (2, 1, *(11, 16, 13)[:num_axes]))
+    processor = DynamicResolutionProcessor(max_active_voxels=20, downsample="nearest")
+    processor.choose(labels[0, 0].nonzero())
+    restored = processor.restore(processor.apply(labels.to(dtype)))
+    assert processor.choice.level > 0
+    assert restored.dtype == dtype
+    assert_same(restored.double(), processor.restore(processor.apply(labels.double())))
+    coarse = processor.apply(labels.to(dtype))
+    assert_refused(lambda: processor.restore(coarse, mode="trilinear"), InputTypeError, r'pass mode="nearest"\.$')

@@ -284,3 +284,14 @@ def test_rejects_invalid_arguments():
         with pytest.raises(InputError, match=message):
             call(**options)
     assert_refused(lambda: call(reduce="median"), ConfigError, "'softmax'")
+
+
+def test_a_number_of_segments_is_whole():
+    rows, index = torch.ones(6, 2), torch.arange(6) % 3
+    assert_refused(
+        lambda: chunked_segment_reduce(torch.tanh, rows, index=index, num_segments=3.5),
+        ConfigError,
+        r"num_segments=3\.5.*whole number.*pass num_segments=",
+    )
+    reduced = chunked_segment_reduce(torch.tanh, rows, index=index, num_segments=index.max() + 1)
+    assert_close(reduced, 2 * torch.tanh(rows[:3]))

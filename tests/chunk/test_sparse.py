@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._core.sparse_voxels import SparseVoxels
@@ -300,6 +301,18 @@ def test_rejects_volume_requiring_gradient():
         SparsityAwareProcessor(net, mode="bbox")(volume)
 
 
+def test_volumes_with_tangents_run_whole():
+    """Those of empty voxels would be lost."""
+    net, volume = NETS["stack"], brain()
+    processor, tangent = SparsityAwareProcessor(net), torch.ones_like(volume)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(volume, tangent)
+        found, expected = (forward_ad.unpack_dual(fn(dual)).tangent for fn in (processor, net))
+        torch.testing.assert_close(found, expected)
+        with pytest.raises(InputError, match="which covers its empty voxels too"):
+            SparsityAwareProcessor(net, mode="bbox")(dual)
+
+
 def test_auto_chooses_least_computed_volume():
     net = NETS["stack"]
     processor = SparsityAwareProcessor(net)
@@ -364,3 +377,11 @@ def test_memory_and_flops_follow_computed_volume():
     step(processor)
     assert trace_allocations(lambda: step(net)).peak > 10 * trace_allocations(lambda: step(processor)).peak
     assert count_flops(lambda: step(net)) > 10 * count_flops(lambda: step(processor))
+
+
+@pytest.mark.parametrize("mode", ["auto", "pointwise", "blocks", "bbox"])
+def test_an_empty_batch_runs_whole(mode):
+    conv, volume = nn.Conv3d(1, 2, 3, padding=1), torch.zeros(0, 1, 8, 8, 8)
+    processor = SparsityAwareProcessor(conv, mode=mode)
+    assert_same(processor(volume), conv(volume))
+    assert processor.last_plan.mode == "dense"

@@ -239,6 +239,25 @@ def test_shape_mismatch_names_the_place_without_logs(call, caplog):
     assert note.endswith("which fails on the same line.")
 
 
+@pytest.mark.parametrize("make", [tuple, torch.tensor])
+def test_lengths_as_lists_are_not_the_users_fault(make):
+    """In C++ torch makes a tensor of them, which has no values here; with tensors the same loss is estimated."""
+
+    def loss_fn(model, batch):
+        lengths = make([8, 8, 5, 6]), make([3, 2, 3, 1])
+        return nn.functional.ctc_loss(model(batch[0]).log_softmax(-1), batch[1], *lengths)
+
+    model, batch = nn.Linear(4, 10), (torch.ones(8, 4, 4), torch.ones(4, 3, dtype=torch.long))
+    if make is torch.tensor:
+        assert estimate(model, batch, loss_fn, target="cpu").peak_bytes > 0
+        return
+    with pytest.raises(RuntimeError, match="not allocated yet") as caught:
+        estimate(model, batch, loss_fn, target="cpu")
+    (note,) = set(caught.value.__notes__)
+    assert "fails on the same line" not in note
+    assert "pass numbers as tensors instead of lists" in note
+
+
 def test_a_loop_that_a_guessed_number_ended_is_not_said_to_be_detached():
     """As in a solver with fixed steps: their number is read from a tensor of times."""
 

@@ -72,3 +72,9 @@ def test_empty_result_is_none_and_reset_clears(reducer):
 )
 def test_rejects_mismatched_inputs(reducer, values, text):
     assert_refused(lambda: reducer.update(*values), mk.errors.InputError, text)
+
+
+def test_a_mean_takes_numbers():
+    mean = Mean()
+    mean.update(0.5, torch.tensor([1.5, 4.0]))
+    assert mean.result() == 2.0

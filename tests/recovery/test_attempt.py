@@ -498,3 +498,13 @@ def test_uninspectable_error_counts_as_out_of_memory(monkeypatch):
     monkeypatch.setattr("memkit._recovery.errors.classify_oom", fail)
     assert is_out_of_memory(RuntimeError("CUDA out of memory"))
     assert not is_out_of_memory(KeyboardInterrupt())
+
+
+def test_a_tensor_of_one_number_is_the_first_size():
+    def step(size):
+        if size > 1:
+            raise MemoryError
+        return size
+
+    assert recover_from_oom(step, torch.tensor(4)) == 1
+    assert recover_from_oom(step, torch.tensor([4, 1])) == 1

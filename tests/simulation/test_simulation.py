@@ -411,3 +411,29 @@ def test_rows_of_a_data_set_on_the_host_count_as_these_rows_on_a_card():
 
     assert peak_bytes(data[:16], "RTX 4090") == peak_bytes(data[:16].clone(), "RTX 4090")
     assert peak_bytes(data[:16], "cpu") - peak_bytes(data[:16].clone(), "cpu") == data[16:].nbytes
+
+
+@pytest.mark.parametrize("how", ["rows", "numbers"])
+def test_results_of_unique_are_as_long_as_their_storage(how):
+    """Of known integers torch returns the head of a tensor as long as they are, and that is what stays allocated."""
+    ids = torch.repeat_interleave(torch.arange(8), 2**12)
+
+    def loss_fn(model, ids):
+        if how == "rows":
+            return model(torch.unique(ids.view(-1, 2), dim=0)).square().mean()
+        unique, counts = torch.unique_consecutive(ids, return_counts=True)
+        return (model(unique) * counts[:, None]).square().mean()
+
+    def step():
+        loss_fn(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = torch.nn.Embedding(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    estimate = mk.estimate_memory_usage(model, ids, loss_fn=loss_fn, optimizer=optimizer)
+    step()
+    with mk.Tracker(device="cpu") as tracker:
+        step()
+    assert estimate.confidence == "exact"
+    assert estimate.peak_bytes == tracker.peak_bytes > 2 * ids.nbytes

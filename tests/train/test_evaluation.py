@@ -63,6 +63,17 @@ def test_a_function_that_compares_rows_is_refused_once_the_batch_is_cut(rows, fn
         assert_refused(lambda: evaluate(rows, fn), mk.errors.InputError, "rows that do not depend on one another")
 
 
+@pytest.mark.parametrize("fn", MIXING.values(), ids=MIXING)
+def test_tells_once_that_single_rows_could_not_be_compared(rows, fn):
+    _, trainer = make(room=1)
+    told = pytest.warns(mk.MemkitWarning, match="only one row fits at a time, so it could not be checked")
+    with trainer.evaluation() as evaluate:
+        with told as found:
+            for _ in range(2):
+                evaluate(rows[:4], fn)
+        assert len(found) == 1
+
+
 def test_a_mean_for_each_row_may_be_averaged(rows):
     model, trainer = make(room=60)
     with trainer.evaluation() as evaluate:

@@ -196,3 +196,9 @@ def test_only_pinned_memory_is_copied_without_waiting():
         to_device([tensor], "meta")
         to_device([tensor], "cpu")
     assert calls == [("meta", False), ("cpu", False), ("meta", True), ("cpu", False)]
+
+
+def test_a_container_that_holds_itself_is_refused():
+    batch = [torch.ones(1)]
+    batch.append(batch)
+    assert_refused(lambda: to_device(batch, "meta"), mk.errors.InputError, r"a list that holds itself")

@@ -767,6 +767,25 @@ class TestTensorsInPlaceOfParameters:
         assert gradients(model) == [None] * 8
         assert all(now is was for now, was in zip(model.parameters(), own, strict=True))
 
+    @pytest.mark.parametrize("treatment", TREATMENTS)
+    def test_modes_and_frozen_parameters_between_forward_and_backward(self, treatment):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)) for _ in "12")).double()
+        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+
+        def gradient():
+            torch.manual_seed(0)
+            out = model.train()(x)
+            model.eval().requires_grad_(requires_grad=False)
+            try:
+                return torch.autograd.grad(out.square().mean(), x)[0]
+            finally:
+                model.requires_grad_()
+
+        right = gradient()
+        with Checkpointing(model, {"?": treatment}):
+            for _ in range(3):
+                torch.testing.assert_close(gradient(), right)
+
     def test_torch_runs_again_with_the_own_parameters(self):
         model, x = self.make(), torch.randn(4, 8, dtype=torch.float64)
         meta_loss(model, x).backward()

@@ -109,3 +109,13 @@ def test_a_mask_is_for_dense_volumes():
     voxels, mask = sparse(torch.ones(1, 1, 2, 2, 2)), torch.zeros(1, 2, 2, 2, dtype=torch.bool)
     with pytest.raises(InputError, match=r"a mask for sparse volumes.*omit mask"):
         feature_mae(voxels, voxels, mask=mask)
+
+
+def test_a_sample_with_nan_has_no_score():
+    nan, full = torch.zeros(2, 1, 4, 4, 4), torch.ones(2, 1, 4, 4, 4)
+    nan[1, 0, 0, 0, 0] = float("nan")
+    for target in (full, torch.zeros_like(full)):
+        for pair in ((nan, target), (target, nan)):
+            assert all(each.isnan() for each in voxel_scores(*pair))
+    assert voxel_iou(nan[:1], torch.zeros(1, 1, 4, 4, 4)) == 1.0
+    assert voxel_iou(full * float("inf"), full) == 1.0

@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
@@ -208,3 +209,17 @@ def test_generated_inputs_give_a_result_or_a_typed_error():
     assert counts["results"] > 100
     assert counts["typed errors"] > 50
     assert counts["results"] + counts["typed errors"] == 300
+
+
+@pytest.mark.parametrize("loss", [OccupancyAwareLoss(1.0, kind="mse"), StructurePreservingLoss()])
+def test_tangents_and_transforms_are_refused(loss):
+    """The gradient is taken in the forward, and a tangent would be lost."""
+    prediction, target = torch.randn(2, 2, 1, 4, 4, 4, dtype=torch.float64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(prediction, torch.ones_like(prediction))
+        assert_refused(lambda: loss(dual, target), StateError, "a tensor with a tangent", "without memkit")
+    assert_refused(lambda: torch.func.grad(loss)(prediction, target), StateError, "a transform of torch.func")
+    points = torch.randn(2, 5, 3, dtype=torch.float64)
+    assert_refused(
+        lambda: torch.func.grad(chamfer_distance)(*points), StateError, "a transform of torch.func", "torch.cdist"
+    )

@@ -1,0 +1,72 @@
+"""What a module's forward reads besides its arguments and values: its parameters and buffers, and its modes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from memkit._torch.modules import buffers_of, parameters_of, training_flags
+
+_Members = dict[str, Tensor | None]
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+
+
+class Makeup:
+    """The members and modes of modules at one instant, for a rerun that may come after they have changed.
+
+    Between a forward and its backward, `torch.func.functional_call` puts the modules' own tensors back, a validation
+    calls `eval`, and a GAN freezes its other half.
+
+    Args:
+        modules: The modules, without their children.
+        others: Other leaf tensors that are trained.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Tensor] = ()) -> None:
+        self._modules = list(modules)
+        self._modes = training_flags(self._modules)
+        # Some libraries replace these dicts by objects that gather parameters.
+        found: list[Any] = [own for each in self._modules for own in (parameters_of(each), buffers_of(each))]
+        found = [own for own in found if own and type(own) is dict]
+        self._members: list[tuple[_Members, _Members]] = [(own, own.copy()) for own in found]
+        held = [each for _, first in self._members for each in first.values() if each is not None]
+        self._trained = [each for each in (*held, *others) if each.requires_grad and each.is_leaf]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Run a block with all of it in place, then put back what is there now."""
+        modes = [
+            (each, each.training)
+            for each, mode in zip(self._modules, self._modes, strict=True)
+            if each.training is not mode
+        ]
+        moved = [
+            (own, name, own[name], each)
+            for own, first in self._members
+            for name, each in first.items()
+            if each is not own.get(name) and _changed_places(each, own.get(name))
+        ]
+        frozen = [each for each in self._trained if not each.requires_grad]
+        try:
+            for module, mode in modes:
+                module.training = not mode
+            for own, name, _, each in moved:
+                own[name] = each
+            for each in frozen:
+                each.requires_grad = True
+            yield
+        finally:
+            for each in frozen:
+                each.requires_grad = False
+            for own, name, now, _ in moved:
+                own[name] = now
+            for module, mode in modes:
+                module.training = mode
+
+
+def _changed_places(first: object, now: object) -> bool:
+    """Whether one tensor has taken another one's place; shards change places by themselves, and are DTensors."""
+    return type(first) in _PLAIN and type(now) in _PLAIN
