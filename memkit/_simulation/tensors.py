@@ -64,7 +64,7 @@ _POSITION = 8  # bytes of an index
 _BLOCK = 512  # bytes: the sizes of an accelerator's allocator are multiples of it
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
 # padding) are true. Those that a step makes without inputs are computed for real, up to the second, smaller limit.
-_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _MOST_VALUES, _MOST_COUNTED = 2**20, 1024
 _ATOMS = frozenset({bool, int, float, str})
 _COUNTING = frozenset(  # operators without inputs, which make tensors with known values
@@ -361,7 +361,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         given = [each for each in tree_leaves(args) if isinstance(each, FakeTensor)]
         if not all(each.constant is not None for each in given):
             self.forget_written(func, args)
-        if any(each.layout in _COMPRESSED for each in given):
+        if any(each.layout in COMPRESSED for each in given):
             self.guesses.unsized(str(func))  # its kernels convert, into tensors of their own
         if isinstance(out, FakeTensor) and out.layout is torch.sparse_coo:
             return self._sparse(func, args, out)

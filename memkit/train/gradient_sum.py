@@ -145,6 +145,7 @@ class GradientSum:
         self.num_step_ooms = 0
         self._marks: list[tuple[int, int]] | None = None  # of the gradients, after the last micro-batch
         self._watches_steps = watches_steps
+        self._first: Callable[[], torch.Tensor | None] = _no_gradient  # of the gradients, if steps are watched
         self._watches: list[Any] = []  # handles of the hooks that notice a step which is not this object's
         self.is_announced = False
         self._factor: float | None = None  # by which the gradients were normalized
@@ -189,6 +190,7 @@ class GradientSum:
         self._count = self._count + weight
         self.num_microbatches += 1
         self._marks = None if is_whole else gradient_marks(self._parameters)
+        self._note_first()
         self.is_torn = False  # only now: an interrupt before its weight is counted leaves the sum torn
 
     def expect(self, count: float) -> None:
@@ -214,6 +216,7 @@ class GradientSum:
                 widen_for_step(self._parameters, self._sum_dtype, self.ranks)
             self._multiply(factor)
             self._factor, self._marks = factor, gradient_marks(self._parameters)
+            self._note_first()
 
     def _unsettle(self, factor: float) -> None:
         """Turn normalized gradients back into the sum, for another micro-batch."""
@@ -302,6 +305,7 @@ class GradientSum:
             set_gradient(parameter, moved)
         if self.num_microbatches and self._watches_steps:
             self._watch()
+            self._note_first()
 
     def close(self) -> None:
         """Restore model and parameters: DDP synchronizes in backward again, gradients get their own dtype back."""
@@ -320,12 +324,21 @@ class GradientSum:
     def _unwatch(self) -> None:
         for each in filter(None, self._watches):
             each.remove()
-        self._watches = []
+        self._watches, self._first = [], _no_gradient
+
+    def _note_first(self) -> None:
+        """Remember the sum's first gradient by reference: once it is gone, another one may get its `id`."""
+        first = self._first_gradient() if self._watches else None
+        self._first = _no_gradient if first is None else weakref.ref(first)
+
+    def _first_gradient(self) -> torch.Tensor | None:
+        return next((each.grad for each in self._parameters if each.grad is not None), None)
 
     def check_own_step(self) -> None:
         """Refuse a step with an unfinished sum; not one with other gradients, after the group was given up."""
-        is_under_way = self.num_microbatches > 0 and not self.is_torn and have_gradients(self._parameters)
-        if is_under_way and (self._marks is None or gradient_marks(self._parameters) == self._marks):
+        first = None if self.is_torn else self._first()
+        is_same = first is not None and first is self._first_gradient()
+        if is_same and (self._marks is None or gradient_marks(self._parameters) == self._marks):
             refuse_own_step(self._caller)
 
     def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
@@ -456,6 +469,10 @@ class GradientSum:
         if self.shards is not None:  # the ranks' sums are mixed in each backward, so they must agree
             expected = self.shards.max([expected])[0]
         return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None
+
+
+def _no_gradient() -> None:
+    """Return None, as a weak reference to what is gone."""
 
 
 def _before_step(of: weakref.ref[GradientSum], *_: object) -> None:

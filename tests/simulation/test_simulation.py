@@ -276,13 +276,15 @@ def test_sparse_tensors_on_the_card_are_refused_with_a_way_out(make):
         make()
 
 
-def test_a_sparse_tensor_in_a_batch_for_the_card_is_refused_as_those_made_there_are():
-    model, batch = torch.nn.Linear(4, 4), (torch.eye(20).to_sparse(), torch.randn(20, 4))
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_tensor_in_a_batch_for_the_card_is_refused_as_those_made_there_are(layout):
+    model, batch = torch.nn.Linear(4, 4), (torch.eye(20).to_sparse(layout=layout), torch.randn(20, 4))
 
     def loss_fn(model, batch):
         return torch.sparse.mm(batch[0], model(batch[1])).square().mean()
 
-    with pytest.raises(NotSimulatedError, match=r"layout torch\.sparse_coo at .*dense tensors"):
+    with pytest.raises(NotSimulatedError, match=rf"layout {layout} at .*dense tensors"):
         mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, target="RTX 4090")
 
 

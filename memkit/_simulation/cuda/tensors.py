@@ -28,7 +28,7 @@ from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.cuda.recurrent import LAYERS, RECURRENT
 from memkit._simulation.leftovers import Patches, applied
-from memkit._simulation.tensors import Tensors, has_values
+from memkit._simulation.tensors import COMPRESSED, Tensors, has_values
 from memkit._torch import aten
 from memkit._torch.cuda import Rules
 from memkit._torch.dispatch import DispatchKey, TensorBase, no_dispatch, private_backend_name as private_name
@@ -152,9 +152,10 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         running.is_inside = True
         try:
             return super().run(func, types, args, kwargs)
-        except UnsupportedFakeTensorException:
+        except RuntimeError as error:
+            is_unsupported = isinstance(error, UnsupportedFakeTensorException)
             for each in tree_leaves((args, kwargs)):
-                if isinstance(each, Tensor) and each.layout is not torch.strided:
+                if isinstance(each, Tensor) and (each.layout in COMPRESSED or (is_unsupported and each.is_sparse)):
                     _refuse_layout(each.layout)
             raise
         finally:
