@@ -190,7 +190,8 @@ class GradientSum:
         self._count = self._count + weight
         self.num_microbatches += 1
         self._marks = None if is_whole else gradient_marks(self._parameters)
-        self._note_first()
+        if self._watches:
+            self._note_first()
         self.is_torn = False  # only now: an interrupt before its weight is counted leaves the sum torn
 
     def expect(self, count: float) -> None:
@@ -216,7 +217,8 @@ class GradientSum:
                 widen_for_step(self._parameters, self._sum_dtype, self.ranks)
             self._multiply(factor)
             self._factor, self._marks = factor, gradient_marks(self._parameters)
-            self._note_first()
+            if self._watches:
+                self._note_first()
 
     def _unsettle(self, factor: float) -> None:
         """Turn normalized gradients back into the sum, for another micro-batch."""
@@ -328,7 +330,7 @@ class GradientSum:
 
     def _note_first(self) -> None:
         """Remember the sum's first gradient by reference: once it is gone, another one may get its `id`."""
-        first = self._first_gradient() if self._watches else None
+        first = self._first_gradient()
         self._first = _no_gradient if first is None else weakref.ref(first)
 
     def _first_gradient(self) -> torch.Tensor | None:

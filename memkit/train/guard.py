@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from memkit._core.errors import MemkitOutOfMemoryError, warn_user
+from memkit._core.printable import list_some
 from memkit._core.units import format_bytes
 from memkit._machine import random_state
 from memkit._machine.devices import has_room, release_cached_memory
@@ -139,7 +140,25 @@ class StepGuard:
         if undo is not None and not isinstance(outcome, Done):
             self.ooms.num += 1
             outcome = attempt(run, undo=undo)
+        if before is not None and not isinstance(outcome, Done) and before.noted:
+            outcome = self._run_as_noted(run, before)
         return outcome, undo is not None
+
+    def _run_as_noted(self, run: Callable[[], bool], before: _Copy) -> Done[bool] | Failure:
+        """Run a step once more that has noted its failure in attributes, as one that then takes less memory may."""
+        names = list_some([name for _, name, _ in before.noted], 3)
+        for optimizer, name, value in before.noted:
+            setattr(optimizer, name, value)
+        outcome = attempt(run, undo=before.restore)
+        if isinstance(outcome, Done):
+            self.ooms.num += 1
+            warn_user(
+                f"optimizer.step(): {self._unknown} ran out of memory twice, and stepped when its attributes {names} "
+                "were left as the failed step had set them; everything else was undone. If its update depends on them, "
+                "as on a count of steps, it is not that of a step which fits. Way out: keep such counts in "
+                "optimizer.state, and free more memory, for example with a smaller batch."
+            )
+        return outcome
 
     def _counted(self, step: Callable[[], bool]) -> bool:
         """Run a step, and record how far its peak memory rises above the level at its end."""
@@ -257,6 +276,16 @@ class _Kept:
         copied = {id(each) for each in (*_parameters(self.optimizers), *_tensors(self.optimizers))}
         self.tensors = [each for each in self._others.plain_tensors() if id(each) not in copied]
 
+    def noted(self) -> list[tuple[Optimizer, str, object]]:
+        """Return the numbers and words in attributes of the optimizers that have changed."""
+        return [
+            (optimizer, name, value)
+            for optimizer, attributes in self._own
+            for name, value in vars(optimizer).items()
+            if type(value) in (bool, int, str) and value != attributes.get(name)
+            if not name.startswith("_")  # such as a schedule's mark that the step was called
+        ]
+
     def restore(self) -> None:
         """Restore all but the content of the tensors."""
         for optimizer, attributes in self._own:
@@ -266,10 +295,15 @@ class _Kept:
 
 
 class _Copy:
-    """A copy of parameters, gradients and optimizer state, and of random states."""
+    """A copy of parameters, gradients and optimizer state, and of random states.
+
+    Attributes:
+        noted: What the last step that was undone had changed of the numbers and words in the optimizers' attributes.
+    """
 
     def __init__(self, kept: _Kept) -> None:
         self._kept, self._random = kept, random_state.capture()
+        self.noted: list[tuple[Optimizer, str, object]] = []
         own = list(_tensors(kept.optimizers))
         copied = list(_copied([*own, *kept.tensors]))
         copies: dict[int, Any] = dict(zip(map(id, own), copied, strict=False))
@@ -297,6 +331,7 @@ class _Copy:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything in place."""
+        self.noted = self._kept.noted()
         self._kept.restore()
         for tensor, place, value in self._held:
             put_back(tensor, place)
