@@ -1,4 +1,4 @@
-"""What a module's forward reads besides its arguments and values: its parameters and buffers, and its modes."""
+"""Parameters, buffers and modes of modules, saved for a rerun of their forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function holds and its call may change or depend on: modules, and generators of random numbers."""
+"""Modules and random generators that a function may use."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ class Evaluation:
     def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
         self._model, self._sizes, self._can_split = model, sizes, can_split
         self._inputs = InputWatch(list_arrays)
-        self._checked: set[object] = set()  # keys of functions whose rows were found independent
+        # By key, functions whose rows were found independent, and those of which a warning said that nobody knows.
+        self._checked: dict[object, object] = {}
+        self._told: set[object] = set()
 
     def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         """Run ``fn`` over all rows of a batch.
@@ -132,11 +134,14 @@ class Evaluation:
         Nothing stays of that run: not what ``fn`` writes down, nor what it draws.
         """
         key = key_of_loss(fn)  # the same for all lambdas of one line that hold the same kinds of objects
+        key = id(fn) if key is type(fn) else key  # objects of one class may compute other things
         if key in self._checked:
             return
         few = min(2, size - 1)
         if not few:
-            self._checked.add(key)
+            if key in self._told:
+                return
+            self._told.add(key)
             warn_user(
                 f"{_CALL}: only one row fits at a time, so it could not be checked whether fn's result for a row "
                 "depends on the others (distances, a mean or a softmax over rows): if it does, the joined result is "
@@ -158,7 +163,7 @@ class Evaluation:
                 fix="compute what compares rows (distances, a mean over rows) outside of fn, from the results of all "
                 "rows.",
             )
-        self._checked.add(key)
+        self._checked[key] = fn if key == id(fn) else None  # kept, so that no other object gets its `id`
 
     def _whole(self, batch: Any, fn: Callable[[nn.Module, Any], Any], why: str) -> Any:
         """Run ``fn`` over a batch that cannot be cut."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memkit._core.attributes import attributes_of, set_attributes
 from memkit._core.errors import MemkitOutOfMemoryError, warn_user
 from memkit._core.printable import list_some
 from memkit._core.units import format_bytes
@@ -236,14 +237,14 @@ def _with_inner(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         each = todo.pop(0)
         if id(each) not in found:
             found[id(each)] = each
-            values = list(_attributes_of(each).values())
+            values = list(_others_of(each).values())
             inside = [one for value in values if isinstance(value, (list, tuple)) for one in value]
             todo += [one for one in (*values, *inside) if isinstance(one, Optimizer)]
     return list(found.values())
 
 
-def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+def _others_of(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in attributes_of(optimizer).items() if name not in ("state", "param_groups")}
 
 
 def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
@@ -261,7 +262,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 class _Kept:
-    """What optimizers keep in attributes, as they are now: a count of steps, slow weights, an inner optimizer.
+    """Saved attributes of optimizers, such as a count of steps, slow weights or an inner optimizer.
 
     Attributes:
         optimizers: The optimizers, with those that they hold.
@@ -270,8 +271,8 @@ class _Kept:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = _with_inner(optimizers)
-        self._own = [(each, dict(vars(each))) for each in self.optimizers]
-        held = [value for each in self.optimizers for value in _attributes_of(each).values()]
+        self._own = [(each, attributes_of(each)) for each in self.optimizers]
+        held = [value for each in self.optimizers for value in _others_of(each).values()]
         self._others = Attributes(held, content="arrays")
         copied = {id(each) for each in (*_parameters(self.optimizers), *_tensors(self.optimizers))}
         self.tensors = [each for each in self._others.plain_tensors() if id(each) not in copied]
@@ -281,7 +282,7 @@ class _Kept:
         return [
             (optimizer, name, value)
             for optimizer, attributes in self._own
-            for name, value in vars(optimizer).items()
+            for name, value in attributes_of(optimizer).items()
             if type(value) in (bool, int, str) and value != attributes.get(name)
             if not name.startswith("_")  # such as a schedule's mark that the step was called
         ]
@@ -289,8 +290,7 @@ class _Kept:
     def restore(self) -> None:
         """Restore all but the content of the tensors."""
         for optimizer, attributes in self._own:
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
+            set_attributes(optimizer, attributes)
         self._others.restore()
 
 

@@ -74,6 +74,39 @@ def test_tells_once_that_single_rows_could_not_be_compared(rows, fn):
         assert len(found) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*only one row fits")
+def test_what_could_not_be_compared_is_compared_once_more_rows_fit(rows):
+    def centered(model, part):
+        scores = model(part["rows"] if isinstance(part, dict) else part)
+        return scores - scores.mean(0)
+
+    model, trainer = make(room=1)
+    with trainer.evaluation() as evaluate:
+        evaluate(rows[:4], centered)
+        model.room = 40
+        batch = {"rows": rows}  # of another kind, so that the size of one row is not remembered for it
+        assert_refused(
+            lambda: evaluate(batch, centered), mk.errors.InputError, "rows that do not depend on one another"
+        )
+
+
+class Scores:
+    def __init__(self, *, is_centered):
+        self.is_centered = is_centered
+
+    def __call__(self, model, part):
+        scores = model(part)
+        return scores - scores.mean(0) if self.is_centered else scores
+
+
+def test_objects_of_one_class_are_compared_each(rows):
+    _, trainer = make(room=40)
+    with trainer.evaluation() as evaluate:
+        assert len(evaluate(rows, Scores(is_centered=False))) == 100
+        refused = Scores(is_centered=True)
+        assert_refused(lambda: evaluate(rows, refused), mk.errors.InputError, "rows that do not depend on one another")
+
+
 def test_functions_of_one_factory_are_compared_each(rows):
     """One that compares rows is refused, whatever another one from the same lines was found to do."""
 
