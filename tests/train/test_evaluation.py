@@ -77,14 +77,14 @@ def test_tells_once_that_single_rows_could_not_be_compared(rows, fn):
 @pytest.mark.filterwarnings("ignore:.*only one row fits")
 def test_what_could_not_be_compared_is_compared_once_more_rows_fit(rows):
     def centered(model, part):
-        scores = model(part["rows"] if isinstance(part, dict) else part)
+        scores = model(part[0] if isinstance(part, tuple) else part)
         return scores - scores.mean(0)
 
     model, trainer = make(room=1)
     with trainer.evaluation() as evaluate:
         evaluate(rows[:4], centered)
         model.room = 40
-        batch = {"rows": rows}  # of another kind, so that the size of one row is not remembered for it
+        batch = rows, torch.zeros(100)  # of another kind, so that the size of one row is not remembered for it
         assert_refused(
             lambda: evaluate(batch, centered), mk.errors.InputError, "rows that do not depend on one another"
         )
