@@ -24,7 +24,8 @@ TOGETHER = pytest.mark.skipif(
 """For tests of ranks of `fully_shard` that recover from out-of-memory."""
 
 # Threads of the parent do not survive in a forked child, so children are forks of a process that has only imported.
-mp.set_forkserver_preload(["torch.distributed.fsdp", "memkit.train.wrapper"])
+# torch._dynamo is what the first optimizer imports, among much else.
+mp.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "memkit.recipes.planned", "memkit.train.wrapper"])
 
 
 def spawn(worker: Callable[..., None], folder: Path, *args: object, num_ranks: int = 2) -> None:

@@ -92,6 +92,7 @@ def test_torch_free_names_import_no_torch():
     run_python(script)  # which asserts that it ends well
 
 
+@pytest.mark.slow
 def test_works_from_a_bare_source_tree(tmp_path):
     """Without installation, without the current directory being the checkout, without site-packages' memkit."""
     import shutil

@@ -38,7 +38,7 @@ from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
-from memkit._torch.dispatch import OpOverload, TorchDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload
 from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, members_of, recomputed_by_hooks
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
@@ -302,7 +302,7 @@ class Rehearsal:
         return out
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _Watch(LeanDispatchMode):
     """Dispatch mode that sees every operator of a run."""
 
     supports_higher_order_operators = True

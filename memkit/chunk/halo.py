@@ -21,7 +21,7 @@ from memkit._core.errors import InputError
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
-from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode, below_modes
 from memkit.chunk.probes import Probes, forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -315,8 +315,8 @@ class _Stairs:
     def of(cls, tensor: Tensor, dim: int) -> _Stairs:
         lines = torch.isnan(tensor).movedim(dim, 1).flatten(2).any(2)[1:].cpu()  # (2 * positions, size)
         places = torch.arange(lines.shape[1])
-        first = places.where(lines[0::2], torch.tensor(len(places))).amin(1)
-        last = places.where(lines[1::2], torch.tensor(-1)).amax(1)
+        first = torch.where(lines[0::2], places, len(places)).amin(1)
+        last = torch.where(lines[1::2], places, -1).amax(1)
         return cls(len(places), first, last)
 
     @classmethod
@@ -334,7 +334,7 @@ class _Stairs:
         return self.is_level and ends in ((0, self.size - 1), (self.size, -1))
 
 
-class _Footprints(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class _Footprints(LeanDispatchMode):
     """Records where NaN is in every operator result with the volume's number of rows and dimensions."""
 
     def __init__(self, dim: int, rows: Tensor) -> None:
@@ -354,7 +354,9 @@ class _Footprints(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
                 and len(each) == self._num_rows
                 and each.numel()
             ):
+                below = below_modes()  # a watching mode outside of this one would take longer than the forward
                 self.stairs.append(_Stairs.of(each, self._dim))
+                del below
         return result
 
 

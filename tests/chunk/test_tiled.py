@@ -46,6 +46,7 @@ def test_equal_to_the_whole(name, tile_size):
     assert both_ways(net.double(), x, tile_size) <= 1e-12
 
 
+@pytest.mark.slow
 def test_equal_to_the_whole_in_3d():
     net = UNet(nn.Conv3d, nn.ConvTranspose3d).double()
     x = torch.randn(1, 1, 24, 20, 26, dtype=torch.float64, requires_grad=True)

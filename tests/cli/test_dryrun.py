@@ -106,6 +106,7 @@ def test_names_the_line_that_runs_out(capfd):
     assert {"memory of the GPU", "parameters", "total"} < {line[:28].rstrip() for line in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_an_optimizer_that_has_not_stepped_yet_is_not_counted_as_fitting(capfd):
     code, out, _ = dryrun(capfd, "warms_up.py", "100", "--gpu", "T4")
@@ -138,6 +139,7 @@ def test_pages_match_command_output(capfd, tmp_path, monkeypatch):
     assert "\n".join(report[3 : report.index("confidence: exact")]) in shown  # all but the seconds
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_recovering_script_fits_and_resets_hide_no_peak(capfd):
     code, out, _ = dryrun(capfd, "too_large.py", "--recover", "--gpu", "T4", "--json")
@@ -164,7 +166,7 @@ def test_writes_are_visible_to_the_script_only(capfd, tmp_path_factory):
 @pytest.mark.parametrize(
     ("ending", "code", "expected"),
     [
-        ("exit", 4, ["failed (SystemExit)", "ends.py:10 in <module>: sys.exit(3)"]),
+        pytest.param("exit", 4, ["failed (SystemExit)", "ends.py:10 in <module>: sys.exit(3)"], marks=pytest.mark.slow),
         (
             "missing",
             4,
@@ -218,6 +220,7 @@ def test_script_that_only_logs_values_fits(capfd):
     assert "fits T4, assuming that 1 check of values passes" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_steps_without_a_gradient_are_not_known(capfd):
     code, out, _ = dryrun(capfd, "guesses.py", "lost", "--gpu", "T4", "--steps", "1")
@@ -252,7 +255,7 @@ def test_a_branch_on_the_float_of_a_loss_is_not_known(capfd, tmp_path_factory):
 @pytest.mark.parametrize(
     ("line", "doubt", "code"),
     [
-        ("torch.ones(3)", "the script put nothing on the card", 3),
+        pytest.param("torch.ones(3)", "the script put nothing on the card", 3, marks=pytest.mark.slow),
         ("torch.ones(3, device='cuda') * 2", "no gradient was seen", 3),
         ("torch.ones(3, device='cuda', requires_grad=True).sum().backward()", "", 0),
     ],
@@ -293,6 +296,7 @@ def test_missing_options_are_wrong_usage(capsys, arguments, text):
     assert_wrong_usage(capsys, ["dryrun", *arguments], text)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_reports_dead_process(capfd):
     code, _, err = dryrun(capfd, "dies.py", "--gpu", "T4")
@@ -346,6 +350,7 @@ def test_a_script_for_torchrun_says_so_and_runs_as_the_first_rank(capfd):
     assert found["estimate"]["peak_bytes"] > 5 * weights  # DDP's buckets are there beside the gradients
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_sharding_script_holds_its_share(capfd):
     code, out, _ = dryrun(capfd, "--nproc-per-node", "8", "ranks.py", "fsdp", "--gpu", "RTX 4090", "--json")
@@ -370,7 +375,9 @@ def test_spawning_script_runs_as_first_process(capfd):
             "install no_such_module into .* if no_such_module is the project's own",
             marks=pytest.mark.slow,
         ),
-        ("torch._six", "torch._six is not part of the installed torch: install the version"),
+        pytest.param(
+            "torch._six", "torch._six is not part of the installed torch: install the version", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.usefixtures("forked")
@@ -382,6 +389,7 @@ def test_missing_module_error_names_the_package(capfd, module, way):
     assert re.search(way, unfolded(out))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_spawned_workers_find_the_script(capfd):
     code, out, _ = dryrun(capfd, "spawned_workers.py", "--gpu", "T4", "--json")

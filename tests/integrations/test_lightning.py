@@ -156,7 +156,10 @@ def test_the_script_changes_in_few_lines():
     assert num_changed_lines(PLAIN, memkit_script())[0] == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"num_microbatches": 4}, {"num_microbatches": 5, "on_oom": "raise"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_microbatches": 4}, pytest.param({"num_microbatches": 5, "on_oom": "raise"}, marks=pytest.mark.slow)],
+)
 def test_the_script_in_parts_trains_and_logs_as_the_plain_one(plain, options):
     recorder = Recorder(split_options=options)
     trainer, model = run(memkit_script(), recorder)
@@ -170,7 +173,7 @@ def test_the_script_in_parts_trains_and_logs_as_the_plain_one(plain, options):
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in [(3,), (14,), (25, 26)]]
 
 
-@pytest.mark.parametrize("faults", [(40, 41), (160, 700), *SLOW])
+@pytest.mark.parametrize("faults", [(160, 700), pytest.param((40, 41), marks=pytest.mark.slow), *SLOW])
 def test_survives_out_of_memory_anywhere(plain, faults):
     recorder = Recorder(faults, {"num_microbatches": 2})
     trainer, model = run(memkit_script(), recorder)

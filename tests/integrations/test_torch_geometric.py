@@ -427,7 +427,9 @@ class TwoLayers(nn.Module):
         return self.head(global_mean_pool(self.second(x, data.edge_index).relu(), data.batch))
 
 
-@pytest.mark.parametrize("layer", [GCNConv, SAGEConv, GATConv])
+@pytest.mark.parametrize(
+    "layer", [SAGEConv, *(pytest.param(each, marks=pytest.mark.slow) for each in (GCNConv, GATConv))]
+)
 def test_saved_tensors_of_a_batch_are_planned(layer):
     """Some of the layers select edges by masks, whose values a dry run of a recomputation would not have."""
 

@@ -28,7 +28,7 @@ RELATIVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", one_in(2, PLANTED, slow=RELATIVES))
+@pytest.mark.parametrize("name", one_in(3, PLANTED, slow=RELATIVES))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_planted_leak_is_the_only_one_named(name, tmp_path):
     planted = PLANTED[name]
@@ -42,13 +42,14 @@ def test_planted_leak_is_the_only_one_named(name, tmp_path):
     assert expected in reports[:4], "named at the fourth check at the latest"
 
 
-@pytest.mark.parametrize("name", one_in(2, CLEAN, slow=RELATIVES))
+@pytest.mark.parametrize("name", one_in(3, CLEAN, slow=RELATIVES))
 def test_clean_script_raises_no_alarm(name, tmp_path):
     found, _ = run_script(CLEAN[name], tmp_path)
     assert len(found) >= 3
     assert not any(found)
 
 
+@pytest.mark.slow
 def test_script_run_by_its_own_python_names_the_main_module(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(HEADER + PLANTED["kept loss list"].source + "print(found[-1][0])\n")
@@ -170,6 +171,7 @@ def fill_and_clear(num_checks):
     return found
 
 
+@pytest.mark.slow
 def test_emptied_list_is_a_leak_only_after_thirty_intervals():
     found = fill_and_clear(34)
     assert found.index(True) == 30

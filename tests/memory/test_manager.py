@@ -82,6 +82,7 @@ def test_resource_limit_sets_capacity_and_remainder():
     assert out == "limited by RLIMIT_DATA\n"
 
 
+@pytest.mark.slow
 def test_ignores_parent_process():
     """ru_maxrss begins with the size of whoever started the program."""
     out = run_python_forked("""

@@ -168,6 +168,7 @@ def test_parameters_are_those_of_the_model(config, family):
         assert estimate.gradients_bytes == 4 * num_parameters
 
 
+@pytest.mark.slow
 @given(small_configs)
 def test_more_costs_more_and_savings_save(config):
     estimate = estimate_by_formula(config)

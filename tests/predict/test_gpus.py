@@ -91,6 +91,7 @@ def test_rejects_ambiguous_or_unknown_card(name, got, names):
     assert names in error.expected
 
 
+@pytest.mark.slow
 @given(st.text(max_size=12))
 def test_any_text_is_a_card_or_an_input_error(name):
     with contextlib.suppress(InputError):

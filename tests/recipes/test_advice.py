@@ -450,6 +450,7 @@ def test_sparse_gradients_are_compared_too():
     assert all(each.difference < 1e-5 for each in compared)
 
 
+@pytest.mark.slow
 def test_a_packed_batch_is_split_by_the_users_function():
     """Boxes name their image in the first column."""
     torch.manual_seed(0)

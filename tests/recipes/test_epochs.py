@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 import memkit as mk
 from memkit.recipes.order import tell_epoch
-from tests.helpers import assert_same
+from tests.helpers import assert_same, one_in
 from tests.toys import mean_square, trainer_of
 
 VOLUMES = [torch.arange(64.0).reshape(1, 4, 4, 4) + number for number in range(4)]
@@ -272,7 +272,7 @@ class TestForgottenEpochs:
         "make",
         [lambda: mk.recipes.ResumableBatchSampler(64, 4), lambda: mk.points.BudgetBatchSampler([1] * 64, max_points=4)],
     )
-    @pytest.mark.parametrize("workers", WORKERS)
+    @pytest.mark.parametrize("workers", one_in(2, WORKERS))
     def test_an_order_warns_at_its_second_pass(self, make, workers):
         batches = make()
         batches.set_epoch(5)

@@ -29,7 +29,7 @@ from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from memkit.voxel.dataset import VoxelDataset
-from tests.helpers import FunctionsEntered, assert_refused
+from tests.helpers import FunctionsEntered, assert_refused, one_in
 from tests.recipes.loop_parts import StopAfter, digits, loader_of, make, train_in_child, weights
 from tests.toys import classify, trainer_of
 
@@ -121,7 +121,9 @@ PERSISTENT = ["persistent workers", "persistent workers, own generator"]
 
 
 @pytest.mark.filterwarnings("ignore:.* has persistent workers")  # this data set draws no random numbers
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", *PERSISTENT, "distributed", "resumable"])
+@pytest.mark.parametrize(
+    "kind", one_in(2, ["shuffled", "own generator", *PERSISTENT, "resumable", "workers", "distributed"])
+)
 def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
     whole, expected = make(orders(kind), val_loader=loader_of(50), validate_every=7)
     result = whole.run(num_epochs=3)
@@ -158,7 +160,7 @@ def test_tells_that_what_persistent_workers_draw_cannot_be_resumed(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.* has persistent workers")
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", *PERSISTENT])
+@pytest.mark.parametrize("kind", one_in(2, ["shuffled", PERSISTENT[0], PERSISTENT[1], "own generator"]))
 def test_goes_on_between_two_epochs(kind, tmp_path):
     whole, expected = make(orders(kind))
     whole.run(num_epochs=2)
@@ -344,6 +346,7 @@ class Ignore:
         pass
 
 
+@pytest.mark.slow
 def test_500_steps_leave_no_tensor_more():
     assert run_steps(500)[0] == 0
 

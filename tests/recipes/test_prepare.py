@@ -57,6 +57,7 @@ def real_peak(trainer, model, optimizer, batch) -> int:
     return there + trace_allocations(lambda: trainer.train_step(batch, loss_fn)).peak
 
 
+@pytest.mark.slow
 def test_planning_needs_no_garbage_collection():
     """Nothing of a simulated step is in a cycle: a collection, and a search among all objects, take longer than it."""
     generations = []
@@ -89,10 +90,10 @@ def gradient(model, batch, **settings):
 @pytest.mark.parametrize(
     ("budget", "micro_batch_size", "treat", "treatments"),
     [
-        ("2500KiB", None, None, set()),
+        pytest.param("2500KiB", None, None, set(), marks=pytest.mark.slow),
         ("4800KiB", 6, "blocks", {"selective", "full", "offload"}),
         ("4800KiB", 6, "tensors", set()),
-        ("3800KiB", 6, None, set()),
+        pytest.param("3800KiB", 6, None, set(), marks=pytest.mark.slow),
         pytest.param("3800KiB", 6, "blocks", {"offload"}, marks=pytest.mark.slow),
         pytest.param("2200KiB", None, None, set(), marks=pytest.mark.slow),
     ],
@@ -387,6 +388,7 @@ def test_other_modes_than_the_plan_judged_are_judged(step):
             step(trainer, digits())
 
 
+@pytest.mark.slow
 def test_no_step_runs_more_rows_than_the_plan_says():
     """Checking again what planning has proven would run the whole batch, above the budget, every now and then."""
     model, batch, num_rows = make_model(), digits(), []
@@ -402,6 +404,7 @@ def test_no_step_runs_more_rows_than_the_plan_says():
     assert sum(num_rows) == 4 * len(batch[0])
 
 
+@pytest.mark.slow
 def test_another_loss_than_the_planned_one_is_checked():
     model, batch = make_model(), digits()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -575,7 +578,7 @@ class Picky(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.parametrize("measure", [False, True])
+@pytest.mark.parametrize("measure", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sizes_that_the_model_refuses_are_left_out_and_noted(measure):
     model, x = Picky(), torch.randn(8, 512, 64)
     budget = int(0.6 * plan_training(model, x, mean_square, "sgd", budget="1GiB").required_bytes)
@@ -614,6 +617,7 @@ def test_an_error_of_the_whole_batch_is_the_users_own():
         plan_training(Picky(), torch.randn(6, 16, 64), mean_square, "sgd", budget="1GiB")
 
 
+@pytest.mark.slow
 def test_the_least_budget_of_a_refusal_is_measured_too():
     """A plan for twice the budget exists; the error must not ask for more than that plan needs."""
     torch.manual_seed(0)
@@ -660,7 +664,7 @@ def trimmed_loss(model, batch):
     return model(rows).square().sum() / 64
 
 
-@pytest.mark.parametrize("treat", ["tensors", "blocks"])
+@pytest.mark.parametrize("treat", ["tensors", pytest.param("blocks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [padded, samples])
 @pytest.mark.parametrize("long_row", [0, 15])
 def test_every_micro_batch_is_tried_where_they_may_differ(make, long_row, treat):

@@ -92,11 +92,13 @@ def num_timed_calls(monkeypatch, batch):
     return len(calls)
 
 
+@pytest.mark.slow
 def test_other_kinds_of_batch_are_rehearsed_without_timing_their_operators(monkeypatch):
     one = num_timed_calls(monkeypatch, tokens((4, 40)))
     assert num_timed_calls(monkeypatch, tokens((4, 40), (2, 30), (3, 20), (1, 50))) == one > 100
 
 
+@pytest.mark.slow
 def test_saved_tensors_are_treated_in_every_batch():
     loader, model = tokens((1, 700), (1, 30)), Reader()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,6 +121,7 @@ class TwoWays(Reader):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*this forward is not the planned one")
 def test_rejects_plan_not_suiting_all_kinds():
     """The largest batch fits with its tensors treated; by its operators nothing can be said of the other one."""

@@ -341,6 +341,7 @@ print(len(made), *sorted({each.phase for each in made}))
 """
 
 
+@pytest.mark.slow
 def test_operators_in_autograds_own_threads_have_a_place():
     """There, as in every backward on a GPU, no Python frame calls the operator.
 

@@ -453,6 +453,7 @@ def test_real_out_of_memory_is_recognized(name):
     assert expected_text in text
 
 
+@pytest.mark.slow
 def test_ambiguous_message_without_pressure_is_not_recognized():
     output = run_child("""
         error = RuntimeError("could not create a primitive")

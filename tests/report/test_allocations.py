@@ -85,7 +85,7 @@ def test_generated_snapshot_matches_pickle(tmp_path):
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("size", [2**10, 2**20])
+@pytest.mark.parametrize("size", [2**10, pytest.param(2**20, marks=pytest.mark.slow)])
 def test_actions_are_read_as_pickle_reads_them(long_file, long_one, size):
     assert trace_of(long_file.read_bytes(), size) == plain(long_one[0]["device_traces"][0])
 
@@ -142,6 +142,7 @@ def test_reading_takes_a_fraction_of_object_memory(tmp_path):
     assert peak < 2 * size  # 16 MB of buffers, and 0.4 times the file
 
 
+@pytest.mark.slow
 def test_a_cut_or_damaged_snapshot_is_read_or_refused(tmp_path):
     path = tmp_path / "log"
     write_snapshot(path, 12_000)

@@ -5,7 +5,7 @@ import pytest
 from tests.search.judging import describe
 from tests.search.searching import NUM_CASES, SEED, search, summarize
 
-SAMPLE = range(0, NUM_CASES, 80)
+SAMPLE = range(0, NUM_CASES, 120)
 
 
 def told(verdicts, kinds):

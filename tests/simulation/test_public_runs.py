@@ -15,6 +15,7 @@ _BY_NAME = {run.name: run for run in RUNS}
 _ONE_EARLIER = 2  # adding up rows by index gives one of five blocks back earlier than the model does
 
 
+@pytest.mark.slow
 def test_autocast_training_step_matches_gpu_blocks():
     run = _BY_NAME["medium_512_training"]
     alike, recorded = num_alike(run, run.play(num_steps=1))

@@ -340,6 +340,7 @@ def test_restores_instance_forward():
     assert model.blocks[1].__dict__["forward"] is mine
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
 def test_compiled_model():
     torch.manual_seed(0)

@@ -266,6 +266,7 @@ attempt()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set as Linux does")
 def test_later_step_without_room_leaves_all_unchanged():
     """The state is there by then; without asking for room first, a foreach step fails between its operators."""

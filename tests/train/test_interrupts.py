@@ -154,7 +154,10 @@ def search(names, places, expected, **settings):
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize(("model_name", "optimizer_name"), [("mlp", "adamw"), ("conv", "nesterov, two groups")])
+@pytest.mark.parametrize(
+    ("model_name", "optimizer_name"),
+    [("mlp", "adamw"), pytest.param("conv", "nesterov, two groups", marks=pytest.mark.slow)],
+)
 def test_an_interrupt_at_a_line_of_a_step(model_name, optimizer_name, is_kept, expected):
     """A sample; all lines are in the slow test."""
     names = (model_name, optimizer_name)

@@ -16,6 +16,7 @@ def check(num_places, seed):
     return rows
 
 
+@pytest.mark.slow
 def test_a_few_random_places():
     check(1, seed=0)
 

@@ -179,7 +179,7 @@ def checked_worker(rank, folder):
     leave()
 
 
-@pytest.mark.parametrize("worker", [ddp_worker, static_worker])
+@pytest.mark.parametrize("worker", [ddp_worker, pytest.param(static_worker, marks=pytest.mark.slow)])
 def test_two_ddp_ranks_with_ragged_data_equal_one_process(worker, tmp_path):
     spawn(worker, tmp_path)
     first, second = load(tmp_path, "")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, assert_same, gradient_of, gradients
+from tests.helpers import assert_refused, assert_same, gradient_of, gradients, one_in
 from tests.toys import square_error
 from tests.train.faults import MODELS, FailingOperator
 
@@ -103,7 +103,7 @@ def fail_in(name, start, num_places):
 
 
 @pytest.mark.parametrize("start", [None, 0.25])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_in(3, MODELS))
 def test_fault_in_forward_or_backward_changes_only_sizes(name, start):
     """Dropout, buffers that a forward changes, gradients half added."""
     fail_in(name, start, num_places=4)

@@ -29,7 +29,7 @@ TASKS = {
 pytestmark = pytest.mark.filterwarnings("ignore:.*profil.*:UserWarning")
 
 
-@pytest.fixture(params=TASKS)
+@pytest.fixture(params=["transformer", pytest.param("unet", marks=pytest.mark.slow)])
 def build(request):
     return TASKS[request.param]
 

@@ -14,7 +14,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import memkit as mk
 from memkit._machine import random_state
-from tests.helpers import assert_refused, assert_same, gradients, is_same
+from tests.helpers import assert_refused, assert_same, gradients, is_same, one_in
 from tests.toys import out_of_memory
 from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
 
@@ -69,7 +69,7 @@ def undisturbed(model_name, optimizer_name, sizes):
     return final_state(model, optimizer)
 
 
-FEW_PAIRS = {("mlp", "sgd"), ("conv", "adamw"), ("transformer", "adamw")}
+FEW_PAIRS = {("mlp", "sgd"), ("conv", "adamw")}
 
 
 def places_to_fail(model_name, optimizer_name, num_places):
@@ -118,7 +118,7 @@ def test_a_fault_at_every_operator(model_name, optimizer_name):
     assert num_operators > 200
 
 
-@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize("model_name", one_in(3, MODELS))
 def test_two_faults_in_one_run(model_name):
     num_operators = recovered(model_name, "adamw")[2].num_operators
     places = [num_operators // 20, num_operators // 2]
@@ -291,6 +291,7 @@ class Attention(torch.nn.Module):
         return self.o((self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)).mean(1)
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_check_is_not_a_difference():
     said = []
     for place in range(1, 700, 20):

@@ -80,6 +80,7 @@ def test_hausdorff_is_the_larger_directed_quantile(quantile):
     assert quantile in {0, 1} or pooled != pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_hausdorff_of_more_values_than_torch_quantile_takes():
     values = torch.zeros(16_777_217, 1)
     values[-1] = 5

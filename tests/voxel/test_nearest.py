@@ -26,7 +26,7 @@ def test_every_back_end_finds_the_nearest(backend, sizes):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(
     clouds=st.tuples(st.integers(1, 90), st.integers(1, 90), st.sampled_from([2, 3])).flatmap(
         lambda form: st.tuples(
@@ -57,7 +57,7 @@ def test_a_small_budget_finds_the_same(backend):
 
 
 @pytest.mark.parametrize("backend", ["tiled", "pruned"])
-@pytest.mark.parametrize("budget", [2**21, 2**23])
+@pytest.mark.parametrize("budget", [2**21, pytest.param(2**23, marks=pytest.mark.slow)])
 def test_the_search_keeps_to_its_budget(backend, budget):
     a, b = two_clouds(9000, 8000, dtype=torch.float32)
     clouds = 4 * 3 * (len(a) + len(b))

@@ -32,7 +32,7 @@ from memkit._simulation.simulation import (
     simulate,
 )
 from memkit._simulation.tensors import StandIns, StorageCopies
-from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.speeds import num_flops
 from memkit.train.split import SplitFn
@@ -195,7 +195,7 @@ def _observe(
     )
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class Operations(LeanDispatchMode):
     """Counts floating point operations by torch's formulas.
 
     torch's own `FlopCounterMode` also tracks modules, which fails if one backward runs inside another (chunks).

@@ -85,7 +85,7 @@ def test_sums_match_dry_runs(name, choices_of):
     assert plan.least_bytes == min(each.required_bytes for each in plan.candidates) < 0.75 * plain.required_bytes
 
 
-@pytest.mark.parametrize("name", ["chain", "encoder"])
+@pytest.mark.parametrize("name", ["chain", pytest.param("encoder", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.5])
 def test_real_step_matches_the_plan(name, share, choices_of):
     make, shape = MODELS[name]
@@ -265,6 +265,7 @@ def test_reports_least_possible_budget():
     assert f"{plan.least_bytes} bytes" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_least_without_offload_is_the_same_each_time(choices_of):
     """Times are measured within the budget; the least budget that an error names must do in the next call."""
     torch.manual_seed(0)

@@ -165,6 +165,7 @@ def test_judges_card_class_by_smallest_card():
 # -------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 def test_the_files_have_the_sources_names(full, core, tmp_path):
     pytest.importorskip("matplotlib")
     names = [path.name for result in (full, core) for path in result.write(tmp_path / "new")]
