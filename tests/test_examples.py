@@ -38,6 +38,7 @@ OWN_PROCESS = {"resume.py"}  # it starts processes that import it as the main mo
 # A few seconds each; the slow tests run all.
 LONG = {
     *(
+        "03_chunked_loss.py",
         "04_memory_log.py",
         "05_estimate.py",
         "06_plan.py",
@@ -46,6 +47,7 @@ LONG = {
         "09_precision.py",
         "plan.py",
         "memory_log.py",
+        "virtual_gpu.py",
     ),
     *(
         "sparse_surface.py",

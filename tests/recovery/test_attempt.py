@@ -440,7 +440,7 @@ EXPECTED = {
 }
 
 
-BY_DEFAULT = {"torch", "python", "mmap", "worker"}
+BY_DEFAULT = {"torch", "worker"}
 
 
 @pytest.mark.parametrize(

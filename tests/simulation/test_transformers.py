@@ -16,7 +16,7 @@ from tests.predict.truth import assert_equals_the_real_step
 OTHER_ORDER = {"wav2vec2"}
 
 
-@pytest.mark.parametrize("name", one_in(2, STEPS))
+@pytest.mark.parametrize("name", one_in(3, STEPS))
 def test_equals_the_real_step(name):
     assert_equals_the_real_step(STEPS[name], is_other_order=name in OTHER_ORDER)
 
