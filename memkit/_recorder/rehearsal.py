@@ -537,7 +537,8 @@ class Attributes:
         content: ``"arrays"``: also save the content of NumPy arrays, of 64 MiB in all, and watch larger ones, of 1 GiB.
             ``"versions"``: the same, and watch whether tensors change in place, buffers excepted. ``"saved"``: the
             same, and save the content of tensors of up to 1 MiB, as a count, a running mean or a small teacher has; of
-            64 MiB in all, and not of parameters that are trained.
+            64 MiB in all, and not of parameters that are trained. ``"versions"`` saves that of plain tensors in the
+            attributes of modules alone, such as the targets that a criterion keeps.
         trained: Ids of the parameters that are trained; None takes all that require a gradient for such.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
@@ -594,7 +595,8 @@ class Attributes:
     def _watch_content(self, *, is_saved: bool, trained: Container[int] | None) -> None:
         """Watch tensors. A write through `.data`, as to a codebook, a teacher or a center, makes no new version."""
         buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
-        saved_bytes, checked_bytes = _MOST_SAVED_BYTES if is_saved else 0, _MOST_CHECKED_BYTES
+        of_modules = {id(each) for owner, own in self._owners if isinstance(owner, nn.Module) for each in own.values()}
+        saved_bytes, checked_bytes = _MOST_SAVED_BYTES, _MOST_CHECKED_BYTES
         for index, held in enumerate(self._tensors):
             each, same = held.tensor, held.same
             if id(each) in buffers or each.is_inference():
@@ -602,7 +604,8 @@ class Attributes:
             is_trained = isinstance(each, nn.Parameter) and each.requires_grad
             is_trained = is_trained and (trained is None or id(each) in trained)
             held = held._replace(version=version_of(same))  # noqa: PLW2901 - the same one, with more
-            if same.nbytes <= min(_SMALL_BYTES, saved_bytes) and not (same.is_meta or is_trained):
+            may_save = (is_saved or id(each) in of_modules) and not (same.is_meta or is_trained)
+            if may_save and same.nbytes <= min(_SMALL_BYTES, saved_bytes):
                 saved_bytes -= same.nbytes
                 held = held._replace(content=same.clone())  # noqa: PLW2901 - as above
             elif same.nbytes <= checked_bytes:
@@ -667,13 +670,7 @@ class Attributes:
     def restore(self) -> None:
         """Restore all attributes that have changed."""
         for container, copy in self._containers:
-            if _is_same(container, copy):
-                continue
-            if isinstance(container, _NUMBERS):
-                container[:] = copy
-            else:
-                container.clear()
-                (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
+            _refill(container, copy)
         for owner, attributes in self._owners:
             self._set_back(owner, attributes)
         for variable in self._variables:
@@ -692,10 +689,21 @@ class Attributes:
             )
 
     def restore_modules(self, modules: Container[nn.Module]) -> None:
-        """Restore the attributes of these modules alone, as far as other objects stand there now."""
+        """Restore the attributes of these modules alone, and what stands in them as far as it was saved."""
+        inside: set[int] = set()
         for owner, attributes in self._owners:
             if isinstance(owner, nn.Module) and owner in modules:
                 self._set_back(owner, attributes)
+                inside |= {id(each) for name, each in attributes.items() if name not in STATE}
+        for container, copy in self._containers:
+            if id(container) in inside:
+                _refill(container, copy)
+        for array in self._arrays:
+            if id(array.array) in inside:
+                array.restore()
+        for tensor in self._tensors:
+            if id(tensor.tensor) in inside and tensor.content is not None:
+                tensor.restore()
 
     def _set_back(self, owner: object, attributes: dict[str, Any]) -> None:
         now = self._attributes_of(owner)
@@ -918,10 +926,11 @@ class _HeldTensor(NamedTuple):
         return self._is_written()
 
     def _is_written(self) -> bool:
+        if self.content is not None:  # what was written and restored is as it was, whatever its version
+            same = torch.equal(self.same, self.content) or bit_sums([self.same]) == bit_sums([self.content])  # NaN
+            return not same
         if self.version is not None and version_of(self.same) != self.version:
             return True
-        if self.content is not None:
-            return not torch.equal(self.same, self.content)  # NaN counts as written: it is restored
         return self.sums is not None and bit_sums([self.same]) != self.sums
 
     def restore(self) -> bool:
@@ -1041,6 +1050,17 @@ def _is_equal(one: object, other: object) -> bool:
         return True
     is_shape = isinstance(one, tuple) and all(type(each) in _WORDS for each in one)
     return type(one) is type(other) and (type(one) in _WORDS or is_shape) and bool(one == other)
+
+
+def _refill(container: Any, copy: Any) -> None:
+    """Put the objects of its copy back into a container."""
+    if _is_same(container, copy):
+        return
+    if isinstance(container, _NUMBERS):
+        container[:] = copy
+    else:
+        container.clear()
+        (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
 
 
 def _is_same(container: Any, copy: Any) -> bool:

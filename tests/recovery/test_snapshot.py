@@ -1,6 +1,7 @@
 """Rolling back buffers: the same objects with the values that they had, whoever owns them and whenever they came."""
 
 import ctypes
+import itertools
 import random
 import threading
 import types
@@ -338,6 +339,46 @@ def test_what_a_failed_attempt_has_changed_in_the_loss_is_told():
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
     with pytest.warns(mk.errors.MemkitWarning, match=r"changed what loss_fn holds \(Kept\.mean\), and that stays"):
         trainer.train_step(torch.ones(8, 3), loss_fn)
+
+
+class Remembering(nn.Module):
+    """A criterion with a target for each sample, as early-learning regularization has, in plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.targets, self.seen = torch.full((16, 3), 0.5, dtype=torch.float64), []
+        self.targets[-1] = torch.nan  # of a sample that is not in the data
+        self.counts = np.zeros(16)
+
+    def forward(self, output, index):
+        self.targets[index] = 0.3 * self.targets[index] + 0.7 * output.detach().softmax(1)
+        np.add.at(self.counts, index.numpy(), 1)
+        self.seen.append(len(index))
+        return (output.softmax(1) * self.targets[index]).sum(1).log().neg().mean()
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_what_a_failed_attempt_has_changed_in_a_criterion_that_is_a_module_is_undone(num_before):
+    def trained(capacity):
+        torch.manual_seed(0)
+        model, criterion = nn.Linear(4, 3, dtype=torch.float64), Remembering()
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.5), probe=False)
+        num_calls = itertools.count()
+
+        def loss_fn(model, batch):
+            loss = criterion(model(batch[0]), batch[1])
+            if next(num_calls) >= num_before and len(batch[0]) > capacity:
+                raise MemoryError
+            return loss
+
+        for _ in range(4):
+            trainer.train_step((torch.randn(8, 4, dtype=torch.float64), torch.randperm(15)[:8]), loss_fn)
+        return [*model.parameters(), criterion.targets[:-1]], criterion
+
+    (whole, plain), (parts, criterion) = trained(8), trained(4)
+    assert_same(parts, whole, 1e-15)
+    np.testing.assert_array_equal(criterion.counts, plain.counts)
+    assert criterion.seen == [8] * num_before + [4, 4] * (4 - num_before)
 
 
 def test_an_attribute_that_a_failed_attempt_has_set_to_an_equal_value_is_not_told_of():
