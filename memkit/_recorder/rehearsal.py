@@ -698,12 +698,12 @@ class Attributes:
         for container, copy in self._containers:
             if id(container) in inside:
                 _refill(container, copy)
-        for array in self._arrays:
-            if id(array.array) in inside:
-                array.restore()
-        for tensor in self._tensors:
-            if id(tensor.tensor) in inside and tensor.content is not None:
-                tensor.restore()
+        for held in self._arrays:
+            if id(held.array) in inside:
+                held.restore()
+        for each in self._tensors:
+            if id(each.tensor) in inside and each.content is not None:
+                each.restore()
 
     def _set_back(self, owner: object, attributes: dict[str, Any]) -> None:
         now = self._attributes_of(owner)
