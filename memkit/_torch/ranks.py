@@ -17,6 +17,13 @@ def after_forward(replica: nn.parallel.DistributedDataParallel, loss: torch.Tens
     return result
 
 
+def synchronize_buffers(replica: nn.parallel.DistributedDataParallel) -> None:
+    """Send the first rank's buffers around now, if DistributedDataParallel's next forward would; that one does not."""
+    if replica._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+        replica._sync_buffers()  # type: ignore[no-untyped-call]
+    replica.require_forward_param_sync = False
+
+
 def state_of(module: Any) -> Any:
     """Return the state of a module sharded by fully_shard; several modules may share one."""
     return module._get_fsdp_state()

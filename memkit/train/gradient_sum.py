@@ -253,6 +253,8 @@ class GradientSum:
             Whether an optimizer actually stepped.
         """
         has_stepped, goes_on = False, isinstance(self.ranks, Replicas) or self.num_microbatches > 0
+        if self.ranks is not None:
+            self.ranks.before_forwards()
         while goes_on:
             stepped, all_are_done = self.end(then, is_last=True)
             has_stepped = has_stepped or stepped

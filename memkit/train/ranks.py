@@ -23,6 +23,7 @@ from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
 from memkit._core.units import MIB
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
+from memkit._torch.ranks import synchronize_buffers
 from memkit._torch.tensors import gradient_dtype
 from memkit.train.gradients import widen_gradients
 
@@ -42,6 +43,9 @@ class Ranks:
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._groups = groups
         self._device = device
+
+    def before_forwards(self) -> None:
+        """Exchange what the next forward would, so that no forward waits for other ranks; all ranks must call it."""
 
     @property
     def num_ranks(self) -> int:
@@ -134,6 +138,12 @@ class Replicas(Ranks):
     def close(self) -> None:
         """Let DDP synchronize in backward again."""
         self._no_sync.close()
+
+    def before_forwards(self) -> None:
+        """Broadcast buffers where DDP's next forward would, the first of all: it may run again on some of the ranks."""
+        for module in self._modules:
+            if module.require_forward_param_sync:
+                synchronize_buffers(module)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
         """Sum the gradients over the ranks, in buckets.

@@ -437,6 +437,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         is_grad_enabled, watch = torch.is_grad_enabled(), self._driver.state_watch
         try:
             watch.loss_fn = loss_fn
+            if self._sum.ranks is not None:
+                self._sum.ranks.before_forwards()
             num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
             run = self._open(batch, num_parts, is_predicted=num_parts > self._accumulation_steps)
             if self._part_planner.has_manager:
@@ -480,6 +482,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         """
         if self._is_closed:
             refuse_closed("trainer.microbatches")
+        if self._sum.ranks is not None:
+            self._sum.ranks.before_forwards()
         run = self._open(batch, self._accumulation_steps)
         try:
             self._batch_run, self._num_steps_before = run, self._sum.num_steps

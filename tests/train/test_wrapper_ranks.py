@@ -50,6 +50,7 @@ def ddp_worker(rank, folder):
     torch.save(plain.state_dict(), f"{folder}/{rank}.pt")
     trainer.close()
     check_uneven_batches(rank)
+    check_the_first_forwards(rank)
     check_a_loop_with_batches_on_one_rank(rank, Path(folder))
     check_a_budget_is_refused_where_ranks_exchange_statistics()
     check_a_bfloat16_model()
@@ -93,6 +94,46 @@ def check_gradients_are_seen_summed(rank, spread):
     (found,) = seen
     assert max(map(relative_error, found, want)) <= 1e-14
     trainer.close()
+
+
+class Scaled(nn.Linear):
+    """Has a buffer, which DistributedDataParallel sends around in its first forward, and in no later one of a step."""
+
+    def __init__(self, scale=1.0):
+        super().__init__(4, 2, dtype=torch.float64)
+        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def check_the_first_forwards(rank):
+    """One rank runs out of memory in its first forward, or runs a trial that the other one does not: nobody waits."""
+    data = torch.randn(2 * ROWS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(7)
+    start = Scaled().state_dict()
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        if rank == 1 and len(x) > 3:
+            out_of_memory()
+        return loss
+
+    for num_rows, settings in ((ROWS, {}), (1, {"memory": "1GiB"})):  # of the second rank
+        plain, model = Scaled(), Scaled()
+        for each in (plain, model):
+            each.load_state_dict(start)
+        spread = DistributedDataParallel(model)
+        model.scale.fill_(1.0 + rank)  # the first rank's counts
+        rows = data[:ROWS] if rank == 0 else data[ROWS : ROWS + num_rows]
+        with mk.MemoryEfficientTrainingWrapper(
+            spread, torch.optim.SGD(model.parameters(), lr=0.1), probe=False, **settings
+        ) as trainer:
+            trainer.train_step(rows, loss_fn)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        mean_square(plain, data[: ROWS + num_rows]).backward()
+        optimizer.step()
+        assert_same([*model.parameters(), model.scale], [*plain.parameters(), plain.scale], 1e-14)
 
 
 def check_a_plan_for_saved_tensors(rank):
