@@ -115,6 +115,36 @@ def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Te
     return out[0], out[1].to(weight.dtype), out[2].to(weight.dtype)
 
 
+def _batch_norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, mean, deviation = _norm(out, x, *args)
+    return torch.empty_like(y, memory_format=_suggested(x)), mean, deviation
+
+
+def _batch_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *__: Any) -> tuple[Tensor | None, ...]:
+    gradient = None if out[0] is None else torch.empty_like(out[0], memory_format=_suggested(x))
+    return gradient, *out[1:]
+
+
+def _suggested(x: Tensor) -> torch.memory_format:
+    """Return what `suggest_memory_format` does: channels last if the tensor has them so, else contiguous."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    is_last = channels_last is not None and x.is_contiguous(memory_format=channels_last)
+    return channels_last if is_last and not x.is_contiguous() else torch.contiguous_format  # type: ignore[return-value]
+
+
+def _log_sigmoid(out: tuple[Tensor, Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    return out[0].new_empty(out[0].shape), out[1]
+
+
+def _log_sigmoid_backward(_: Tensor, gradient: Tensor, *__: Any) -> Tensor:
+    return torch.empty_like(gradient)
+
+
+def _folded(out: Tensor, columns: Tensor, *_: Any) -> Tensor:
+    """Leave the storage as large as the columns, in whose size the kernel makes it."""
+    return out if out.numel() >= columns.numel() else columns.new_empty(columns.numel())[: out.numel()].view(out.shape)
+
+
 def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any) -> tuple[Tensor, ...]:
     """Make the storage of the map from rows to bags one entry larger than the tensor."""
     bag_of_row = out[1]
@@ -165,7 +195,12 @@ def _gates_and_states(x: Tensor, w_hidden: Tensor) -> int:
 
 
 RESULTS: Kernels = {
-    **dict.fromkeys(_operators("native_layer_norm", "native_batch_norm", "native_group_norm"), _norm),
+    **dict.fromkeys(_operators("native_layer_norm", "native_group_norm"), _norm),
+    **dict.fromkeys(_operators("native_batch_norm"), _batch_norm),
+    **dict.fromkeys(_operators("native_batch_norm_backward"), _batch_norm_backward),
+    **dict.fromkeys(_operators("log_sigmoid_forward"), _log_sigmoid),
+    **dict.fromkeys(_operators("log_sigmoid_backward"), _log_sigmoid_backward),
+    **dict.fromkeys(_operators("col2im"), _folded),
     **dict.fromkeys(_operators("_embedding_bag"), _embedding_bag),
     **dict.fromkeys(_operators("mkldnn_rnn_layer"), _recurrent),
     **dict.fromkeys(_operators("mkldnn_rnn_layer_backward"), _recurrent_backward),

@@ -623,6 +623,19 @@ def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *
     return (None if out[0] is None else x.new_empty(x.shape)), *typed
 
 
+def _contiguous(out: Tensor, *_: Any) -> Tensor:
+    """Make a gradient contiguous whatever the layout of the arguments."""
+    return out.new_empty(out.shape)
+
+
+def _in_layout_of_both(out: Tensor, gradient: Tensor, *args: Any) -> Tensor:
+    """Lay out an elementwise result by the incoming gradient first; the shape function begins with the other tensor."""
+    x = next(each for each in args if isinstance(each, Tensor))
+    if gradient.stride() == x.stride():
+        return out
+    return torch.empty_like(gradient + x, dtype=out.dtype)
+
+
 def _bag_gradient(out: Tensor, gradient: Tensor, indices: Tensor, *_: Any) -> Tensor:
     """Give a sparse gradient an entry for each index; the shape function's has none."""
     if out.layout is torch.strided:
@@ -663,6 +676,22 @@ _RESULTS: Kernels = {  # on all devices
             "binary_cross_entropy.default", "mse_loss.default", "smooth_l1_loss.default", "soft_margin_loss.default"
         ),
         _reduced_in_place,
+    ),
+    **dict.fromkeys(
+        aten.overloads(
+            "mse_loss_backward.default",
+            "smooth_l1_loss_backward.default",
+            "huber_loss_backward.default",
+            "_log_softmax_backward_data.default",
+        ),
+        _contiguous,
+    ),
+    **dict.fromkeys(
+        aten.overloads(
+            *("elu_backward.default", "hardsigmoid_backward.default", "hardswish_backward.default"),
+            *("hardtanh_backward.default", "softplus_backward.default"),
+        ),
+        _in_layout_of_both,
     ),
     **dict.fromkeys(aten.overloads("native_layer_norm_backward.default"), _layer_norm_backward),
     **dict.fromkeys(aten.overloads("_embedding_bag_backward.default"), _bag_gradient),
