@@ -196,7 +196,7 @@ def test_parts_with_wrong_weights_would_be_noticed(plain):
 
 def test_resumed_run_keeps_size_and_matches_plain_run(tmp_path):
     runs = []
-    for script, faults in ((PLAIN, ()), (memkit_script(), (9, 30))):
+    for script, faults in ((PLAIN, ()), (memkit_script(), (16, 45))):
         first, resumed = (Recorder(each, {"probe": False}) for each in (faults, ()))
         trainer, _ = run(script, first, max_epochs=1)
         trainer.save_checkpoint(tmp_path / "first.ckpt")
