@@ -72,7 +72,10 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
         with without_gradients(), undone(module) as probes:
             probe = _Probe(module, x, probes)
             found = {dim: probe.reach(dim) for dim in dims}
-        known[for_this_size if any(found[dim].covers(x.shape[dim]) for dim in dims) else key] = found
+        covers = any(found[dim].covers(x.shape[dim]) for dim in dims)
+        # The key has the remainders of the sizes by powers of two.
+        has_remainder = any(2 * _PERIODS[-1] % found[dim].period for dim in dims)
+        known[for_this_size if covers or has_remainder else key] = found
     return known.get(key) or known[for_this_size]
 
 
@@ -245,11 +248,18 @@ class _Probe:
         return found[0] if found and isinstance(outcome, Done) else None
 
     def _check(self, dim: int, sizes: Sequence[int], reach: Reach) -> None:
-        """Compare whole and tiled runs on a small volume; this catches modules that stop NaN or use positions."""
-        spatial = len(sizes)
-        room = sizes[dim] - reach.before - reach.after
+        """Compare whole and tiled runs on a small volume; this catches modules that stop NaN or use positions.
+
+        What a module does with the remainder of its size by its period (pooling, then resizing to the size before)
+        depends on that remainder: the small volume has that of the real one, and is cut into several tiles.
+        """
         axes = [ExactAxis.cut(size, size, Reach(0, 0)) for size in sizes]
-        axes[dim + spatial] = ExactAxis.cut(sizes[dim], max(room // 4, 1), reach)
+        size, sizes = self._like.shape[dim], list(sizes)
+        for length in (*range(sizes[dim], size, self._step), size):
+            axis = ExactAxis.cut(length, max((length - reach.before - reach.after) // 4, 1), reach)
+            if (size - length) % reach.period == 0 and axis.length < length:
+                break
+        sizes[dim], axes[dim + len(sizes)] = length, axis
         modes = [(each, each.training) for each in self._module.modules()]
         try:
             for each, _ in modes:
@@ -260,13 +270,18 @@ class _Probe:
                 each.training = mode
         # In float64, real errors are far above this limit, and layers that compute in float32 internally are below it.
         if not error <= (1e-6 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5):
+            differ = f"differ from the whole by {error:.1e}" if error < math.inf else "give a result of another size"
+            remainder = size % reach.period
             raise InputError(
                 CALL,
-                got=f"a module whose tiles differ from the whole by {error:.1e} in dimension {dim}, with the halo "
-                f"({reach.before}, {reach.after}) that propagating NaN shows",
+                got=f"a module whose tiles {differ} in dimension {dim}, with the halo ({reach.before}, {reach.after}) "
+                "that propagating NaN shows",
                 expected="a module whose result does not depend on the position, and that propagates NaN (no "
                 "coordinates, no align_corners=True, no nan_to_num)",
-                fix="move that part out of the module.",
+                fix=f"pad the volume from {size} to {size - remainder + reach.period} if the module resizes to the "
+                "size before a pooling, or move that part out of the module."
+                if remainder
+                else "move that part out of the module.",
             )
 
     def _difference(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int]) -> tuple[float, torch.dtype]:
@@ -290,6 +305,8 @@ class _Probe:
         x = self._noise(1, sizes, dtype)
         whole = run(x.clone())
         tiled = run_tiles(TileJob(self._module, axes), x, run)
+        if whole.shape != tiled.shape:
+            return math.inf
         return float((whole - tiled).abs().max() / whole.abs().max().clamp(min=torch.finfo(dtype).tiny))
 
     def _alive(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -161,6 +161,41 @@ class FarSeeing(nn.Module):
         return x
 
 
+class Resizing(nn.Module):
+    """Pools, and resizes to the size before: by another factor than the pooling's if that leaves a remainder."""
+
+    def __init__(self, pooling, mode):
+        super().__init__()
+        self.pooling, self.mode = pooling, mode
+        self.first, self.inner, self.last = (nn.Conv1d(*each, padding=1) for each in ((1, 3, 3), (3, 3, 3), (6, 2, 3)))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        small = torch.tanh(self.inner(nn.functional.max_pool1d(x, self.pooling)))
+        return self.last(torch.cat([x, nn.functional.interpolate(small, size=x.shape[2:], mode=self.mode)], 1))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "area", "linear"])
+def test_resizing_to_a_size_with_a_remainder_is_equal_or_refused(mode):
+    """A pooling by 3 and a remainder of 2; one of 1 shifts what is nearest alike in the whole and in each tile."""
+    net = Resizing(3, mode).double()
+    refused = set()
+    for size in (51, 50, 52, 115, 117, 122):  # 115 is 51 and 64
+        x = torch.randn(1, 1, size, dtype=torch.float64)
+        try:
+            torch.testing.assert_close(mk.tiled_apply(net, x, 24), net(x), rtol=0, atol=1e-12)
+        except InputError as error:
+            refused.add(size)
+            assert "tiles differ from the whole" in str(error)
+            assert f"pad the volume from {size} to {size + -size % 3}" in str(error)
+    assert refused == ({50, 52, 115, 122} if mode == "linear" else {50, 122})
+
+
+def test_tiles_with_a_result_of_another_size_are_refused():
+    with pytest.raises(InputError, match=r"tiles give a result of another size|no halo up to"):
+        mk.tiled_apply(Resizing(4, "linear"), torch.randn(1, 1, 163), 32)
+
+
 def test_search_stops_early_at_whole_volume(monkeypatch):
     net, seen = FarSeeing(), queue.SimpleQueue()  # a list would be put back after each search
     net.register_forward_hook(lambda module, inputs, output: seen.put(inputs[0].numel()))
