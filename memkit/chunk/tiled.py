@@ -103,7 +103,7 @@ def tiled_apply(
     if not is_whole:
         differentiated = [x] if torch.is_grad_enabled() else []  # otherwise tangents go through the tiles
         refuse_transforms(CALL, differentiated, "inside the transform, call the module itself: module(x).")
-        reaches = find_reach(module, x, dims)
+        reaches = find_reach(module, x, [dim for dim in dims if cut[dim] < x.shape[dim]])
         for dim, reach in reaches.items():
             axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)
         _warn_of_no_effect(x, axes, reaches)

@@ -23,6 +23,7 @@ from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_line
+from memkit.recipes.unsaved import UnsavedState
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
 from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS
 from memkit.train.loader import to_device
@@ -186,6 +187,8 @@ class MemoryEfficientTrainLoop:
         self._position = Position(train_loader)
         self._timeline = Timeline()
         self._stop = StopSignal()
+        self._looks_for_unsaved = True  # once: what changes does so in the first steps, or never
+        self._unsaved: UnsavedState | None = None
         self._saved_at: int | None = 0  # the step that was saved last; before the first one nothing needs saving
         self._validated_at: int | None = 0
         self._num_skipped = 0
@@ -206,6 +209,8 @@ class MemoryEfficientTrainLoop:
         self._num_skipped, self._figures = 0, None
         if self._state is not None:
             self._state.restore(**self.objects())
+            if self._looks_for_unsaved:
+                self._unsaved = UnsavedState(self._loss_fn, self._parts.values())
         self._timeline.restart()
         self._began = time.monotonic(), self.num_steps
         with self._stop, self._make_bar(num_epochs) as bar:
@@ -356,6 +361,9 @@ class MemoryEfficientTrainLoop:
         metric = {}
         if self._monitor and self._figures and self._validated_at == self.num_steps:
             metric = {"metric": metric_of(self._figures, self._monitor)}
+        if self._unsaved is not None:
+            self._unsaved.tell(f"{_CALL}(state=...)")
+            self._looks_for_unsaved, self._unsaved = False, None
         self._timeline.start()
         self._state.save(self.num_steps, **metric, **self.objects())
         self._timeline.lap("save")

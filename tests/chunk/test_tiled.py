@@ -206,6 +206,19 @@ def test_inference_with_online_reduction_on_another_device():
         tiled_apply(net, x, 32, online_reduce=lambda y: y.mean((2, 3)))
 
 
+class Centered(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+def test_a_dimension_that_no_tile_cuts_may_count_as_a_whole():
+    net = Centered(1, 2, 3, padding=1).double()
+    x = torch.rand(1, 1, 60, 8, dtype=torch.float64, requires_grad=True)
+    assert both_ways(net, x, (16, 64)) <= 1e-12
+    with pytest.raises(InputError, match="depends on the whole of dimension -1"):
+        tiled_apply(net, x, (16, 4))
+
+
 def test_a_tile_as_large_as_the_volume_is_one_call():
     net, _ = refused_nets()["group norm"]
     x = torch.randn(1, 1, 20, 20)

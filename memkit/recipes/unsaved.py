@@ -1,0 +1,61 @@
+"""State that a loss function keeps beside the objects that a loop saves: a resumed run would begin with it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from memkit._core.attributes import attributes_of
+from memkit._core.errors import warn_user
+from memkit._core.printable import list_some
+from memkit._recorder.rehearsal import Attributes
+from memkit._torch.tensors import bit_sums
+
+
+class UnsavedState:
+    """Tensors of modules and objects that a loss function holds, as they are now.
+
+    Cost: a sum over their bits, now and when they are compared.
+
+    Args:
+        loss_fn: The loss function.
+        saved: Objects whose state is saved; the modules among them are left out, with their children.
+    """
+
+    def __init__(self, loss_fn: object, saved: Iterable[object]) -> None:
+        known = {id(each) for module in saved if isinstance(module, nn.Module) for each in module.modules()}
+        known |= {id(each) for each in saved}
+        self._holders = [each for each in Attributes([loss_fn]).holders() if id(each) not in known]
+        self._before = dict(self._sums())
+
+    def _sums(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
+        for number, holder in enumerate(self._holders):
+            for name, each in _tensors_of(holder).items():
+                yield (number, name), bit_sums([each])
+
+    def tell(self, call: str) -> None:
+        """Warn if any of it has changed since.
+
+        Args:
+            call: The user's call, for the message.
+        """
+        now = dict(self._sums())
+        changed = [
+            f"{type(self._holders[number]).__name__}.{name}"
+            for number, name in now
+            if self._before.get((number, name)) != now[number, name]
+        ]
+        if changed:
+            warn_user(
+                f"{call}: training has changed what loss_fn holds ({list_some(list(dict.fromkeys(changed)), 3)}), and "
+                "that is not saved: a resumed run begins with it anew, and differs. Way out: write model.criterion = "
+                "criterion before the trainer is made: its buffers and parameters are then saved as the model's."
+            )
+
+
+def _tensors_of(holder: object) -> dict[str, Tensor]:
+    found = {name: each for name, each in attributes_of(holder).items() if isinstance(each, Tensor)}
+    if isinstance(holder, nn.Module):
+        found |= dict(holder.named_parameters(recurse=False)) | dict(holder.named_buffers(recurse=False))
+    return found

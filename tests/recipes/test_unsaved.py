@@ -1,0 +1,80 @@
+"""A loop tells of what its loss function holds and no state has; as a part of the model it is saved."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import memkit as mk
+
+
+class Regularized(nn.Module):
+    """Early-learning regularization: a target for each sample, a running average of the predictions."""
+
+    def __init__(self, is_buffer=True):
+        super().__init__()
+        targets = torch.zeros(24, 3, dtype=torch.float64)
+        if is_buffer:
+            self.register_buffer("targets", targets)
+        else:
+            self.targets = targets
+
+    def forward(self, index, output, labels):
+        p = output.softmax(1).clamp(1e-4, 1 - 1e-4)
+        self.targets[index] = 0.3 * self.targets[index] + 0.7 * p.detach()
+        return F.cross_entropy(output, labels) + 3 * (1 - (self.targets[index] * p).sum(1)).log().mean()
+
+
+class Teaching(nn.Module):
+    """Compares with a teacher, which follows the model through ``.data`` or stays as it is."""
+
+    def __init__(self, follows):
+        super().__init__()
+        self.teacher, self.follows = nn.Linear(5, 3, dtype=torch.float64).requires_grad_(requires_grad=False), follows
+
+    def forward(self, index, output, labels):
+        if self.follows:
+            self.teacher.bias.data.add_(0.1)
+        return F.cross_entropy(output + self.teacher.bias, labels)
+
+
+def trained(folder, num_epochs, criterion, *, in_model=False):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 5, dtype=torch.float64), torch.randint(3, (24,)), torch.arange(24))
+    model = nn.Linear(5, 3, dtype=torch.float64)
+    if in_model:
+        model.criterion = criterion
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD([model.weight, model.bias], 0.1))
+
+    def loss_fn(model, batch):
+        return criterion(batch[2], model(batch[0]), batch[1])
+
+    with mk.TrainingStateManager(folder) as state:
+        loop = mk.MemoryEfficientTrainLoop(trainer, DataLoader(data, 8), loss_fn, state=state, progress=False)
+        loop.run(num_epochs=num_epochs)
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "name"),
+    [
+        (Regularized(), "Regularized.targets"),
+        (Regularized(is_buffer=False), "Regularized.targets"),
+        (Teaching(follows=True), "Linear.bias"),
+    ],
+)
+def test_what_a_loss_holds_and_changes_is_told(criterion, name, tmp_path):
+    with pytest.warns(mk.MemkitWarning, match=rf"training has changed what loss_fn holds \({name}\), and that is not"):
+        trained(tmp_path, 2, criterion)
+
+
+def test_as_a_part_of_the_model_it_is_saved(tmp_path):
+    """The way out of the warning: bit for bit as without the interruption."""
+    whole = trained(tmp_path / "whole", 4, Regularized(), in_model=True)
+    trained(tmp_path / "parts", 2, Regularized(), in_model=True)
+    torch.testing.assert_close(trained(tmp_path / "parts", 4, Regularized(), in_model=True), whole, rtol=0, atol=0)
+
+
+def test_a_teacher_that_stays_as_it_is_is_not_told_of(tmp_path):
+    trained(tmp_path, 2, Teaching(follows=False))  # a warning would be an error here
