@@ -19,11 +19,11 @@ from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine.devices import allocator_counters
 from memkit.memory.summary import memory_figures
+from memkit.recipes.loss_state import UnsavedState, undone_in_loss
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_line
-from memkit.recipes.unsaved import UnsavedState
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
 from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS
 from memkit.train.loader import to_device
@@ -178,6 +178,7 @@ class MemoryEfficientTrainLoop:
         self._device = device_of(trainer.model)
         self._parts = trainer.parts()
         self._loss_fn, self._val_fn = loss_fn, val_fn or rows_of_loss(loss_fn)
+        self._validates_by_loss = val_fn is None
         self._val_loader, self._reducers, self._validate_every = val_loader, reducers, validate_every
         self._monitor = monitor
         self._state, self._save_every = state, save_every
@@ -247,7 +248,10 @@ class MemoryEfficientTrainLoop:
     ) -> dict[str, Any] | None:
         """Run a validation now and return its figures; None if a SIGTERM interrupted it."""
         self._timeline.start()
-        with self.trainer.evaluation() as evaluate:
+        # A function of the user's may collect what it likes; the loss is that of the training.
+        is_of_loss = fn is None and self._validates_by_loss
+        undone = undone_in_loss(self._loss_fn, self.trainer.model) if is_of_loss else nullcontext()
+        with self.trainer.evaluation() as evaluate, undone:
             figures = validate(
                 evaluate,
                 loader,

@@ -1,4 +1,4 @@
-"""A loop tells of what its loss function holds and no state has; as a part of the model it is saved."""
+"""What a loss function holds: a loop tells of what no state has, and its validation leaves it as it was."""
 
 import pytest
 import torch
@@ -78,3 +78,45 @@ def test_as_a_part_of_the_model_it_is_saved(tmp_path):
 
 def test_a_teacher_that_stays_as_it_is_is_not_told_of(tmp_path):
     trained(tmp_path, 2, Teaching(follows=False))  # a warning would be an error here
+
+
+class Balanced(nn.Module):
+    """A loss divided by its running mean, of normalized outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+        self.norm, self.calls, self.seen = nn.BatchNorm1d(3, affine=False, dtype=torch.float64), 0, []
+        self.last = torch.zeros(3, dtype=torch.float64)
+
+    def forward(self, output, labels):
+        loss = F.cross_entropy(self.norm(output), labels)
+        self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        self.last.copy_(output.detach()[0])
+        self.calls += 1
+        self.seen.append(len(output))
+        return loss / self.mean
+
+
+@pytest.mark.filterwarnings("ignore:.*evaluat.*:memkit.MemkitWarning")  # batch statistics in the loss
+def test_a_validation_by_the_loss_changes_nothing_in_it():
+    def run(*, validates):
+        torch.manual_seed(0)
+        train, val = (
+            TensorDataset(scale * torch.randn(24, 5, dtype=torch.float64), torch.randint(3, (24,))) for scale in (1, 3)
+        )
+        model, criterion = nn.Linear(5, 3, dtype=torch.float64), Balanced()
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1))
+        loop = mk.MemoryEfficientTrainLoop(
+            trainer,
+            DataLoader(train, 8),
+            lambda model, batch: criterion(model(batch[0]), batch[1]),
+            progress=False,
+            val_loader=DataLoader(val, 8) if validates else None,
+        )
+        loop.run(num_epochs=3)
+        return [*model.parameters(), *criterion.buffers(), criterion.last], criterion
+
+    (expected, plain), (found, validated) = run(validates=False), run(validates=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert (validated.calls, validated.seen) == (plain.calls, plain.seen) == (9, [8] * 9)

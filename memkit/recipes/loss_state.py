@@ -1,7 +1,8 @@
-"""State that a loss function keeps beside the objects that a loop saves: a resumed run would begin with it anew."""
+"""State that a loss function keeps: no saved state has it, and a validation must not change it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
 from memkit._core.printable import list_some
 from memkit._recorder.rehearsal import Attributes
+from memkit._recovery.snapshot import BufferSnapshot
 from memkit._torch.tensors import bit_sums
 
 
@@ -24,9 +26,7 @@ class UnsavedState:
     """
 
     def __init__(self, loss_fn: object, saved: Iterable[object]) -> None:
-        known = {id(each) for module in saved if isinstance(module, nn.Module) for each in module.modules()}
-        known |= {id(each) for each in saved}
-        self._holders = [each for each in Attributes([loss_fn]).holders() if id(each) not in known]
+        self._holders = _holders(Attributes([loss_fn]), saved)
         self._before = dict(self._sums())
 
     def _sums(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
@@ -52,6 +52,28 @@ class UnsavedState:
                 "that is not saved: a resumed run begins with it anew, and differs. Way out: write model.criterion = "
                 "criterion before the trainer is made: its buffers and parameters are then saved as the model's."
             )
+
+
+@contextlib.contextmanager
+def undone_in_loss(loss_fn: object, model: nn.Module) -> Iterator[None]:
+    """Put back what the block changes in anything that a loss function holds, the buffers of the model excepted."""
+    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    held = Attributes([loss_fn], content="saved", trained=trained)
+    modules = [each for each in _holders(held, [model]) if isinstance(each, nn.Module)]
+    buffers = BufferSnapshot(modules, {})
+    try:
+        yield
+    finally:
+        held.restore()
+        buffers.restore()
+
+
+def _holders(held: Attributes, known: Iterable[object]) -> list[object]:
+    """Return what holds tensors, without objects that are known, or children of known modules."""
+    known = list(known)
+    ids = {id(each) for module in known if isinstance(module, nn.Module) for each in module.modules()}
+    ids |= set(map(id, known))
+    return [each for each in held.holders() if id(each) not in ids]
 
 
 def _tensors_of(holder: object) -> dict[str, Tensor]:
