@@ -1,4 +1,4 @@
-"""State that a loss function keeps: no saved state has it, and a validation must not change it."""
+"""State that a loss function or a data set keeps: no saved state has it, and a validation must not change it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from memkit._torch.tensors import bit_sums
 
 
 class UnsavedState:
-    """Tensors of modules and objects that a loss function holds, as they are now.
+    """Tensors of modules and objects that a loss function holds, and a data set's own generators, as they are now.
 
-    Cost: a sum over their bits, now and when they are compared.
+    Cost: a sum over the bits of the tensors, now and when they are compared.
 
     Args:
         loss_fn: The loss function.
+        data: The data set; None if there is none.
         saved: Objects whose state is saved; the modules among them are left out, with their children.
     """
 
-    def __init__(self, loss_fn: object, saved: Iterable[object]) -> None:
+    def __init__(self, loss_fn: object, data: object, saved: Iterable[object]) -> None:
+        self._data = Attributes([data])
         self._holders = _holders(Attributes([loss_fn]), saved)
         self._before = dict(self._sums())
 
@@ -35,7 +37,7 @@ class UnsavedState:
                 yield (number, name), bit_sums([each])
 
     def tell(self, call: str) -> None:
-        """Warn if any of it has changed since.
+        """Warn of what has changed since.
 
         Args:
             call: The user's call, for the message.
@@ -51,6 +53,12 @@ class UnsavedState:
                 f"{call}: training has changed what loss_fn holds ({list_some(list(dict.fromkeys(changed)), 3)}), and "
                 "that is not saved: a resumed run begins with it anew, and differs. Way out: write model.criterion = "
                 "criterion before the trainer is made: its buffers and parameters are then saved as the model's."
+            )
+        if self._data.have_drawn():
+            warn_user(
+                f"{call}: the data set has drawn from a random generator of its own, and that is not saved: a resumed "
+                "run begins with it anew, and its samples differ. Way out: draw by torch.rand, np.random or random, "
+                "whose state is saved."
             )
 
 

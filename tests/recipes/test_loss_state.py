@@ -1,10 +1,11 @@
 """What a loss function holds: a loop tells of what no state has, and its validation leaves it as it was."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import memkit as mk
 
@@ -96,6 +97,45 @@ class Balanced(nn.Module):
         self.calls += 1
         self.seen.append(len(output))
         return loss / self.mean
+
+
+class Noisy(Dataset):
+    """Draws noise, from a generator of its own or from NumPy's."""
+
+    def __init__(self, random):
+        self.random = random
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor([index + self.random.normal()], dtype=torch.float64)
+
+
+def weight_after(folder, num_epochs, random):
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 1e-3))
+    with mk.TrainingStateManager(folder) as state:
+        mk.MemoryEfficientTrainLoop(
+            trainer, DataLoader(Noisy(random), 4), lambda model, x: model(x).mean(), state=state, progress=False
+        ).run(num_epochs=num_epochs)
+    return model.weight.detach().clone()
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_told_of(tmp_path):
+    with pytest.warns(mk.MemkitWarning, match="the data set has drawn from a random generator of its own"):
+        weight_after(tmp_path, 1, np.random.RandomState(0))
+
+
+def test_a_data_set_that_draws_from_numpy_goes_on(tmp_path):
+    """The way out of the warning."""
+    np.random.seed(0)
+    whole = weight_after(tmp_path / "whole", 4, np.random)
+    np.random.seed(0)
+    weight_after(tmp_path / "parts", 2, np.random)
+    np.random.seed(7)
+    torch.testing.assert_close(weight_after(tmp_path / "parts", 4, np.random), whole, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluat.*:memkit.MemkitWarning")  # batch statistics in the loss
