@@ -368,7 +368,7 @@ class AttributeStates:
         if lost:
             raise StateError(
                 "rolling back a failed attempt, or running a block again",
-                got=f"a large tensor or array of shape {lost[0]} that forward changes in place",
+                got=f"a large tensor or array of shape {lost[0]} that forward changes in place, and that stays changed",
                 expected="a registered buffer for each tensor that forward changes in place",
                 fix="register the tensor with register_buffer, or update it after the step.",
             )
