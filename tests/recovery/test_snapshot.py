@@ -437,7 +437,9 @@ def test_a_large_codebook_written_through_data_does_not_run_again_in_silence(tre
     model = nn.Sequential(nn.Sequential(Codebook(2**21)))
     with Checkpointing(model, {"0": treatment}):
         loss = mean_square(model, torch.randn(16, 8, dtype=torch.float64))
-        with pytest.raises(mk.errors.StateError, match=r"large tensor .*of shape .* that forward .*, and that stays changed"):
+        with pytest.raises(
+            mk.errors.StateError, match=r"large tensor .*of shape .* that forward .*, and that stays changed"
+        ):
             loss.backward()
 
 
