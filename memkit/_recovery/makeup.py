@@ -14,6 +14,25 @@ _Members = dict[str, Tensor | None]
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
+class Flags:
+    """Which leaf tensors require a gradient at one instant, for a rerun that may come after that has changed."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._flags = [(each, each.requires_grad) for each in tensors if each.is_leaf]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Run a block with the flags of that instant."""
+        changed = [(each, flag) for each, flag in self._flags if each.requires_grad is not flag and each.is_leaf]
+        try:
+            for each, flag in changed:
+                each.requires_grad = flag
+            yield
+        finally:
+            for each, flag in changed:
+                each.requires_grad = not flag
+
+
 class Makeup:
     """The members and modes of modules at one instant, for a rerun that may come after they have changed.
 
@@ -33,7 +52,7 @@ class Makeup:
         found = [own for own in found if own and type(own) is dict]
         self._members: list[tuple[_Members, _Members]] = [(own, own.copy()) for own in found]
         held = [each for _, first in self._members for each in first.values() if each is not None]
-        self._trained = [each for each in (*held, *others) if each.requires_grad and each.is_leaf]
+        self._flags = Flags((*held, *others))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -49,18 +68,14 @@ class Makeup:
             for name, each in first.items()
             if each is not own.get(name) and _changed_places(each, own.get(name))
         ]
-        frozen = [each for each in self._trained if not each.requires_grad]
         try:
             for module, mode in modes:
                 module.training = not mode
             for own, name, _, each in moved:
                 own[name] = each
-            for each in frozen:
-                each.requires_grad = True
-            yield
+            with self._flags.again():
+                yield
         finally:
-            for each in frozen:
-                each.requires_grad = False
             for own, name, now, _ in moved:
                 own[name] = now
             for module, mode in modes:

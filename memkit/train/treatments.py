@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memkit._core.errors import StateError
 from memkit._machine import devices
 from memkit._recorder.rehearsal import Attributes
+from memkit._recovery.makeup import Flags
 from memkit._recovery.replay import Replay, ReusableRerun
 from memkit._recovery.snapshot import StateWatch
 from memkit._tape.kept import KeptResults, is_kept
@@ -97,6 +98,7 @@ class _AsPassed:
         forward: The block's forward.
         arguments: Its arguments.
         held: The state of the objects among them.
+        flags: Which of its tensors require a gradient.
     """
 
     def __init__(
@@ -104,8 +106,9 @@ class _AsPassed:
         forward: Callable[..., Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         held: Attributes | None,
+        flags: Flags,
     ) -> None:
-        self._forward, self._held = forward, held
+        self._forward, self._held, self._flags = forward, held, flags
         self._arguments, self._is_rerun = _copied_containers(arguments, {}), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,7 @@ class _AsPassed:
             self._is_rerun = True
             return self._forward(*args, **kwargs)
         args, kwargs = _copied_containers(self._arguments, {})
-        with self._held.in_effect() if self._held is not None else contextlib.nullcontext():
+        with self._flags.again(), self._held.in_effect() if self._held is not None else contextlib.nullcontext():
             return self._forward(*args, **kwargs)
 
 
@@ -168,7 +171,7 @@ class TreatedForward:
         if self._num_compared < _NUM_COMPARED and not (is_transforming() or devices.is_capturing()):
             self._num_compared += 1
             forward = _SameInputs(forward, self._refuse_unseen_write)
-        forward = _AsPassed(forward, (args, kwargs), passed.held)
+        forward = _AsPassed(forward, (args, kwargs), passed.held, Flags(passed.tensors))
         if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
             forward, kwargs = functools.partial(forward, **kwargs), {}
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)

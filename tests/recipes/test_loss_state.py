@@ -157,6 +157,6 @@ def test_a_validation_by_the_loss_changes_nothing_in_it():
         loop.run(num_epochs=3)
         return [*model.parameters(), *criterion.buffers(), criterion.last], criterion
 
-    (expected, plain), (found, validated) = run(validates=False), run(validates=True)
+    (expected, plain), (found, beside_it) = run(validates=False), run(validates=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert (validated.calls, validated.seen) == (plain.calls, plain.seen) == (9, [8] * 9)
+    assert (beside_it.calls, beside_it.seen) == (plain.calls, plain.seen) == (9, [8] * 9)
