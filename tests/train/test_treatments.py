@@ -796,3 +796,29 @@ class TestTensorsInPlaceOfParameters:
             block.forward = lambda x, run=run: torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
         meta_loss(model, x).backward()
         assert max((a - b).abs().max() for a, b in zip(gradients(model), right, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("treatment", ["full", "selective", "offload"])
+@pytest.mark.parametrize("place", ["input", "parameters"])
+def test_a_gradient_that_is_required_later_does_not_change_the_rerun(place, treatment):
+    """NeuS calls requires_grad_() on the points between two forwards; a GAN unfreezes a network before backward."""
+
+    def gradient(**settings):
+        torch.manual_seed(0)
+        block = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in "12")).double()
+        model = nn.ModuleDict({"first": nn.Linear(8, 8).double(), "block": block})
+        x = torch.randn(8, 8, dtype=torch.float64)
+        with mk.Checkpointing(model, settings) if settings else contextlib.nullcontext():
+            if place == "input":
+                y = model["block"](x)
+                x.requires_grad_()
+                (slope,) = torch.autograd.grad(model["block"](x)[:, 0].sum(), x, create_graph=True)
+                loss = y.square().mean() + slope.square().mean()
+            else:
+                block.requires_grad_(requires_grad=False)
+                loss = model["block"](model["first"](x)).square().mean()
+                block.requires_grad_(requires_grad=True)
+            loss.backward()
+        return [each.grad for each in model.parameters()]
+
+    assert_same(gradient(block=treatment), gradient(), 1e-14)
