@@ -8,6 +8,10 @@ from types import MemberDescriptorType
 from typing import Any
 
 
+class UserState:
+    """A base of those classes of memkit's whose objects hold figures of the user's, as objects of their own would."""
+
+
 def has_attributes(value: object) -> bool:
     """Whether an object has attributes of its own, whatever its class's ``__getattr__`` raises."""
     return _dict_of(value) is not None or any(True for _ in slots_of(type(value)))

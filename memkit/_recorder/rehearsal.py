@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from memkit._core.attributes import attributes_of, has_attributes, set_attributes
+from memkit._core.attributes import UserState, attributes_of, has_attributes, set_attributes
 from memkit._core.errors import warn_user
 from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
@@ -48,6 +48,7 @@ _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
 _SMALL_BYTES, _MOST_SAVED_BYTES = 2**20, 2**26  # of a tensor whose content is saved, and of all of them
 _MOST_CHECKED_BYTES = 2**30  # of larger arrays that are watched: half a second to read them
 _MAX_COPIED = 100_000  # items of a list or dict that is restored
+_MAX_COUNTS = 32  # tensors of a list that are counts; more of them are results
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 # Arguments that native_batch_norm writes to, although its schema does not declare it.
 _WRITTEN_UNDECLARED = ("running_mean", "running_var")
@@ -71,7 +72,7 @@ _GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"
 _CONTAINERS = (list, dict, set, collections.deque)
 _NUMBERS = (bytearray, array.array)
 # Of the standard library, with what is the user's.
-_WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace)
+_WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, UserState)
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
@@ -538,7 +539,9 @@ class Attributes:
             ``"versions"``: the same, and watch whether tensors change in place, buffers excepted. ``"saved"``: the
             same, and save the content of tensors of up to 1 MiB, as a count, a running mean or a small teacher has; of
             64 MiB in all, and not of parameters that are trained. ``"versions"`` saves that of plain tensors in the
-            attributes of modules alone, such as the targets that a criterion keeps.
+            attributes of modules alone, such as the targets that a criterion keeps. ``"counts"``, for each part of an
+            evaluation: as ``"saved"``, but what is not saved has only its version watched, and that includes
+            the networks' own parameters and what stands in long lists, such as results.
         trained: Ids of the parameters that are trained; None takes all that require a gradient for such.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
@@ -553,7 +556,7 @@ class Attributes:
         self,
         roots: Sequence[object],
         *,
-        content: Literal["arrays", "versions", "saved"] | None = None,
+        content: Literal["arrays", "versions", "saved", "counts"] | None = None,
         trained: Container[int] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
         except_for: tuple[type, ...] = (),
@@ -577,7 +580,9 @@ class Attributes:
                 todo.extend(self._note(value))
         if content is not None:
             self._save_arrays()
-        if content in ("versions", "saved"):
+        if content == "counts":
+            self._watch_counts()
+        elif content in ("versions", "saved"):
             self._watch_content(is_saved=content == "saved", trained=trained)
 
     def _save_arrays(self) -> None:
@@ -612,6 +617,19 @@ class Attributes:
                 checked_bytes -= same.nbytes
                 held = held._replace(sums=bit_sums([same]))  # noqa: PLW2901 - as above
             self._tensors[index] = held
+
+    def _watch_counts(self) -> None:
+        buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
+        results = (each for each, _ in self._containers if isinstance(each, list) and len(each) > _MAX_COUNTS)
+        unsaved, saved_bytes = {id(each) for one in results for each in one}, _MOST_SAVED_BYTES
+        for index, held in enumerate(self._tensors):
+            each, same = held.tensor, held.same
+            if id(each) in buffers or same.is_inference() or same.is_meta:
+                continue
+            may_save = id(each) not in unsaved and not isinstance(each, nn.Parameter)
+            is_saved = may_save and same.nbytes <= min(_SMALL_BYTES, saved_bytes)
+            saved_bytes -= same.nbytes if is_saved else 0
+            self._tensors[index] = held._replace(version=version_of(same), content=same.clone() if is_saved else None)
 
     def _note_function(self, value: Any) -> Sequence[object]:
         held = list(_held_by_function(value))

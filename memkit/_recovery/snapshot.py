@@ -6,11 +6,11 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CellType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -218,6 +218,16 @@ class BufferSnapshot:
                 entry.gradient_copy = cloned(entry.gradient)
             entry.mark = _mark(buffer) if value.nbytes > _SMALL_BYTES else None
 
+    def differ(self) -> bool:
+        """Return whether a buffer that was copied has changed."""
+        for (owner, name), entry in self.entries.items():
+            now, copy = buffers_of(owner).get(name), entry.copy
+            if now is not entry.buffer:
+                return True
+            if not (now is None or copy is None or (now.shape == copy.shape and are_same(copy, now))):
+                return True
+        return False
+
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers: the same objects with their original values.
@@ -248,6 +258,38 @@ class BufferSnapshot:
                     entry.gradient.data.copy_(entry.gradient_copy)
             if name in buffers_of(owner):
                 buffers_of(owner)[name] = entry.buffer
+
+
+class HeldState:
+    """Saved state of a function or a module, and of all that it holds: attributes, variables, buffers, generators.
+
+    Args:
+        root: The function or module.
+        content: See `Attributes`.
+        trained: See `Attributes`.
+        except_for: Modules whose buffers are left out.
+    """
+
+    def __init__(
+        self,
+        root: object,
+        *,
+        content: Literal["counts", "saved"],
+        trained: Container[int] | None = None,
+        except_for: Container[nn.Module] = (),
+    ) -> None:
+        self._attributes = Attributes([root], content=content, trained=trained)
+        modules = [each for each in self._attributes.holders() if isinstance(each, nn.Module)]
+        self._buffers = BufferSnapshot([each for each in modules if each not in except_for], {})
+
+    def differ(self) -> bool:
+        """Return whether anything of it has changed."""
+        return self._attributes.differ() or self._buffers.differ()
+
+    def restore(self) -> None:
+        """Restore all of it."""
+        self._attributes.restore()  # before the buffers: what stands in a tensor's place leaves it again
+        self._buffers.restore()
 
 
 class RandomNumbers:

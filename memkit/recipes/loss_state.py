@@ -11,7 +11,7 @@ from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
 from memkit._core.printable import list_some
 from memkit._recorder.rehearsal import Attributes
-from memkit._recovery.snapshot import BufferSnapshot
+from memkit._recovery.snapshot import HeldState
 from memkit._torch.tensors import bit_sums
 
 
@@ -66,14 +66,11 @@ class UnsavedState:
 def undone_in_loss(loss_fn: object, model: nn.Module) -> Iterator[None]:
     """Put back what the block changes in anything that a loss function holds, the buffers of the model excepted."""
     trained = {id(each) for each in model.parameters() if each.requires_grad}
-    held = Attributes([loss_fn], content="saved", trained=trained)
-    modules = [each for each in _holders(held, [model]) if isinstance(each, nn.Module)]
-    buffers = BufferSnapshot(modules, {})
+    held = HeldState(loss_fn, content="saved", trained=trained, except_for=set(model.modules()))
     try:
         yield
     finally:
         held.restore()
-        buffers.restore()
 
 
 def _holders(held: Attributes, known: Iterable[object]) -> list[object]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from memkit._core.attributes import UserState
 from memkit._core.errors import InputError
 
 
@@ -23,7 +24,7 @@ class Reducer(Protocol):
         """Reset to the initial state."""
 
 
-class _Ratio:
+class _Ratio(UserState):
     """Two running sums, on the host; the figure is the one over the other."""
 
     def __init__(self) -> None:

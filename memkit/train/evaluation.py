@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,11 +16,10 @@ from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryErr
 from memkit._core.foreign import LOSS
 from memkit._core.words import guided
 from memkit._machine import random_state
-from memkit._recorder.rehearsal import Attributes
-from memkit._recovery.attempt import Done, Failure, attempt
+from memkit._recovery.attempt import Done, Failure, attempt, insist
 from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.sizes import SizeMemory
-from memkit._recovery.snapshot import key_of_loss
+from memkit._recovery.snapshot import HeldState, key_of_loss
 from memkit._torch import pytree
 from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples
@@ -53,6 +53,7 @@ class Evaluation:
         # By key, functions whose rows were found independent, and those of which a warning said that nobody knows.
         self._checked: dict[object, object] = {}
         self._told: set[object] = set()
+        self._quiet: set[object] = set()  # keys of functions, and None for the model, that were seen to change nothing
 
     def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         """Run ``fn`` over all rows of a batch.
@@ -101,7 +102,7 @@ class Evaluation:
         was_clean = True
         while todo:
             part, size = todo.popleft()
-            outcome = attempt(fn, self._model, part if marked is batch else unmark_samples(part))
+            outcome = self._attempt(fn, part if marked is batch else unmark_samples(part))
             if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
                 results.append((outcome.result, size))
@@ -133,8 +134,7 @@ class Evaluation:
 
         Nothing stays of that run: not what ``fn`` writes down, nor what it draws.
         """
-        key = key_of_loss(fn)  # the same for all lambdas of one line that hold the same kinds of objects
-        key = id(fn) if key is type(fn) else key  # objects of one class may compute other things
+        key = _key_of(fn)
         if key in self._checked:
             return
         few = min(2, size - 1)
@@ -149,11 +149,12 @@ class Evaluation:
             )
             return
         rows = copied(unmark_samples(take_rows(part, 0, few, num_rows=size)))
-        before, held = random_state.capture(), Attributes([fn], content="saved")
+        before, held = random_state.capture(), [HeldState(each, content="counts") for each in (self._model, fn)]
         outcome = attempt(fn, self._model, rows)
         is_random = not random_state.is_same_state(before, random_state.capture())
         random_state.restore(before)
-        held.restore()
+        for each in held:
+            insist(each.restore, "undoing a comparison of rows")
         if isinstance(outcome, Done) and not is_random and not _are_equal_rows(result, outcome.result, few):
             raise InputError(
                 _CALL,
@@ -165,12 +166,37 @@ class Evaluation:
             )
         self._checked[key] = fn if key == id(fn) else None  # kept, so that no other object gets its `id`
 
+    def _attempt(self, fn: Callable[[nn.Module, Any], Any], part: Any) -> Done[Any] | Failure:
+        """Run ``fn``; undo what a failed attempt has changed: rows that a metric counted are counted again."""
+        before, roots = random_state.capture(), {None: self._model, _key_of(fn): fn}
+        held = {
+            key: insist(functools.partial(HeldState, root, content="counts"), "saving what fn and the model hold")
+            for key, root in roots.items()
+            if key not in self._quiet
+        }
+
+        def undo() -> None:
+            for each in held.values():
+                each.restore()
+            random_state.restore(before)
+
+        outcome = attempt(fn, self._model, part, undo=undo)
+        if isinstance(outcome, Done):
+            self._quiet.update(key for key, each in held.items() if not each.differ())
+        return outcome
+
     def _whole(self, batch: Any, fn: Callable[[nn.Module, Any], Any], why: str) -> Any:
         """Run ``fn`` over a batch that cannot be cut."""
         outcome = attempt(fn, self._model, batch)
         if isinstance(outcome, Done):
             return outcome.result
         raise _not_cut(outcome, why) from outcome.error
+
+
+def _key_of(fn: Callable[[nn.Module, Any], Any]) -> object:
+    """Return what all lambdas of one line have in common that hold the same kinds of objects."""
+    key = key_of_loss(fn)
+    return id(fn) if key is type(fn) else key  # objects of one class may compute other things
 
 
 def _are_equal_rows(result: Any, few: Any, num_rows: int) -> bool:

@@ -1,10 +1,14 @@
 """Evaluation of a batch that does not fit: the whole batch's results, and only what failed is run again."""
 
+from queue import SimpleQueue
+
 import pytest
 import torch
 from torch import nn
 
 import memkit as mk
+from memkit._recovery.snapshot import HeldState
+from memkit.train import evaluation
 from tests.helpers import assert_refused, assert_same
 from tests.toys import SmallRoom, mean_square, trainer_of
 
@@ -25,12 +29,15 @@ def forward(model, part):
 
 def test_results_equal_whole_batch_and_only_failed_parts_rerun(rows):
     model, trainer = make(room=40)
+    sizes = SimpleQueue()  # neither copied nor restored
+    model.register_forward_pre_hook(lambda _, inputs: sizes.put(len(inputs[0])))
     with trainer.evaluation() as evaluate:
         found = evaluate(rows, forward)
         expected = model.whole(rows)
+    ran = [sizes.get() for _ in range(sizes.qsize())]
     torch.testing.assert_close(found, {"scores": expected, "is_high": expected[:, 0] > 0})
     assert not found["scores"].requires_grad
-    assert model.seen == [100, 50, 25, 2, 25, 50, 25, 25]  # two rows by themselves, to see that rows are independent
+    assert ran == [100, 50, 25, 2, 25, 50, 25, 25]  # two rows by themselves, to see that rows are independent
 
 
 def test_remembers_fitting_size_separately_from_training(rows):
@@ -155,6 +162,77 @@ def test_the_comparison_leaves_nothing(rows):
         evaluate(rows, fn)
     assert counts == {"rows": 100}
     assert len(losses) == 4
+
+
+class Confusion(nn.Module):
+    """A metric whose counts are a buffer, a plain attribute, and an attribute that is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(4))
+        self.seen = torch.zeros(4)
+        self.num_rows = 0
+
+    def update(self, part):
+        counts = torch.bincount((2 * part[:, 0]).long().clamp(-2, 1) + 2, minlength=4)
+        self.counts += counts
+        self.seen = self.seen + counts
+        self.num_rows += len(part)
+
+
+@pytest.mark.parametrize("sooner", [True, False])
+def test_what_fn_counts_in_a_failed_attempt_or_in_the_comparison_does_not_count(rows, sooner):
+    def counted(room):
+        model, trainer = make(room=1000)
+        confusion, mean, total, sums, outputs = Confusion(), mk.recipes.Mean(), torch.zeros(()), {"rows": 0}, []
+        sums["ones"] = torch.zeros(())
+
+        def fn(model, part):
+            confusion.update(part)
+            mean.update(part[:, 0])
+            total.add_(len(part))
+            sums["rows"] += len(part)
+            sums["ones"] += len(part)
+            outputs.append(part[:, 0].clone())
+            outputs[0] += 1  # a tensor in a list
+            return model(part)
+
+        with trainer.evaluation() as evaluate:
+            if not sooner:  # what is known of fn from a call that fits
+                evaluate(rows[:4], fn)
+            model.room = room
+            evaluate(rows.clone(), fn)
+        order = [len(each) for each in outputs]
+        return [confusion.counts, confusion.num_rows, mean.result(), total, sums, sum(order)], order
+
+    wanted, order = counted(1000)
+    found, cut = counted(40)
+    assert len(cut) > len(order)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_fn_changes_and_memkit_cannot_restore_is_told(rows):
+    model, trainer = make(room=1000)
+    large = torch.zeros(2**19)
+
+    def fn(model, part):
+        large[: len(part)] += 1
+        return model(part)
+
+    with trainer.evaluation() as evaluate:
+        evaluate(rows[:4], fn)
+        model.room = 40
+        with pytest.warns(mk.MemkitWarning, match="524288"):
+            evaluate(rows, fn)
+
+
+def test_a_function_that_was_seen_to_change_nothing_is_searched_no_more(rows, monkeypatch):
+    trainer, looks = trainer_of(nn.Linear(3, 2, dtype=torch.float64)), []
+    monkeypatch.setattr(evaluation, "HeldState", lambda root, **_: looks.append(root) or HeldState(root, **_))
+    with trainer.evaluation() as evaluate:
+        for _ in range(3):
+            evaluate(rows, lambda model, part: model(part))
+    assert len(looks) == 2  # the model and the function, in the first call
 
 
 def test_a_part_that_fn_has_written_to_is_not_compared(rows):
