@@ -339,6 +339,39 @@ def test_sparse_gradients_in_a_group_name_their_way_out(tmp_path):
     manager.save(1, model=model, optimizer=optimizer, accumulator=accumulator)
 
 
+class Kept:
+    """Somebody's own class, whose state has parameters."""
+
+    def __init__(self, *parameters):
+        self.parameters = parameters
+
+    def state_dict(self):
+        return {"parameters": list(self.parameters)}
+
+    def load_state_dict(self, state):
+        for own, saved in zip(self.parameters, state["parameters"], strict=True):
+            own.data.copy_(saved)
+
+
+def test_trained_parameters_that_nobody_saves_are_told_of_once(tmp_path):
+    model, weights, frozen = nn.Linear(3, 1), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1), False)
+    optimizer = torch.optim.Adam([*model.parameters(), weights, frozen])
+    state = TrainingStateManager(tmp_path)
+    with pytest.warns(MemkitWarning, match=r"optimizer trains parameters .* of the shapes \(2,\)"):
+        state.save(1, model=model, optimizer=optimizer)
+    state.save(2, model=model, optimizer=optimizer)
+
+
+def test_trained_parameters_that_another_object_saves_are_not_told_of(tmp_path):
+    model, weights, flat = nn.Linear(3, 1), nn.Parameter(torch.ones(2)), torch.zeros(6)
+    view = nn.Parameter(flat[2:4])
+    optimizer = torch.optim.Adam([*model.parameters(), weights, view])
+    state = TrainingStateManager(tmp_path)
+    state.save(1, model=model, optimizer=optimizer, kept=Kept(weights), all=Kept(flat))  # a warning would be an error
+    state.save(2, model=model, optimizer=optimizer, criterion=nn.ParameterList([weights, view]))
+    TrainingStateManager(tmp_path / "other").save(1, optimizer=optimizer)  # the values are kept elsewhere
+
+
 def test_objects_without_a_state_are_refused(tmp_path):
     manager = TrainingStateManager(tmp_path)
     assert_refused(lambda: manager.save(0, history=[1]), InputTypeError, r"save\(history=\.\.\.\): got list")

@@ -39,6 +39,7 @@ from memkit.recipes.state.objects import (
     name_parameters,
     own_part,
     saved_state_of,
+    tell_of_unsaved,
 )
 from memkit.recipes.state.plain import Flattener, has_placeholders
 from memkit.recipes.state.ranks import RankGroup
@@ -112,6 +113,7 @@ class TrainingStateManager(Uncopied, Closing):
         self.directory = Path(directory)
         self.mode = mode
         self._keep, self._background = check.whole("keep", keep, 1), check.flag("background", background)
+        self._has_told = False  # of trained parameters that no object saves
         self._busy = threading.Lock()
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -221,6 +223,8 @@ class TrainingStateManager(Uncopied, Closing):
             states = {
                 name: own_part(each) if name in replicated else saved_state_of(each) for name, each in targets.items()
             }
+            if ranks.rank == 0 and not self._has_told:
+                self._has_told = tell_of_unsaved("TrainingStateManager.save()", targets, states)
             plain = {name: flattener.plain(each, name) for name, each in states.items() if each is not None}
             about = {name: describe_object(each, names) for name, each in targets.items() if name not in replicated}
             state.update(objects=plain, about=about)

@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from memkit._core.errors import FileFormatError, InputTypeError
+from memkit._core.errors import FileFormatError, InputTypeError, warn_user
 from memkit._core.printable import list_some
 from memkit._core.protocols import Stateful
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch.modules import loads_as_torch_does
+from memkit._torch.pytree import tree_leaves
+from memkit._torch.tensors import storage_key
 from memkit.recipes.state.plain import Flattener
 from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
@@ -87,6 +89,37 @@ def saved_state_of(target: Stateful) -> Mapping[str, Any]:
         if any(gradient is not None for gradient in gradients):
             return {**state, _GRADIENTS: gradients}
     return state
+
+
+def tell_of_unsaved(call: str, targets: Mapping[str, Stateful], states: Mapping[str, Any]) -> bool:
+    """Warn of parameters that an optimizer trains and no other object saves, such as a criterion's; whether it did.
+
+    Where no model is saved here, they are known to be saved elsewhere.
+    """
+    known = {id(each) for target in targets.values() if isinstance(target, nn.Module) for each in target.parameters()}
+    if not known:
+        return False
+    others = {name: state for name, state in states.items() if not isinstance(targets[name], Optimizer)}
+    storages = {storage_key(leaf.untyped_storage()) for leaf in tree_leaves(others) if _has_storage(leaf)}
+    for name, target in targets.items():
+        unsaved = [
+            str(tuple(each.shape))
+            for each in (_list(target) if isinstance(target, Optimizer) else ())
+            if each.requires_grad and id(each) not in known
+            if not (_has_storage(each) and storage_key(each.untyped_storage()) in storages)
+        ]
+        if unsaved:
+            warn_user(
+                f"{call}: {name} trains parameters that no saved object has, of the shapes "
+                f"{list_some(unsaved, 3)}: a resumed run begins with them anew. Way out: save and restore the module "
+                "that has them too, state.save(step, model=model, criterion=criterion, optimizer=optimizer)."
+            )
+            return True
+    return False
+
+
+def _has_storage(value: object) -> bool:
+    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]  # a tensor
 
 
 def own_part(target: Stateful) -> dict[str, Any] | None:
