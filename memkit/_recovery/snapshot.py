@@ -47,6 +47,8 @@ class StateWatch:
     Attributes:
         module: The module.
         owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
+        restless: Those that it found and whose forwards may change their attributes: until one is seen to leave them
+            unchanged.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
         loss_fn: The loss function of the current step, which may hold a batch; None if there is none.
         quiet_losses: Keys of loss functions that were seen to change nothing of what they hold.
@@ -57,6 +59,7 @@ class StateWatch:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.owners = dict.fromkeys(module.modules())
+        self.restless: dict[nn.Module, None] = {}
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
         self.changes_attributes = self._watches_attributes = not self._is_compiled
@@ -83,12 +86,21 @@ class StateWatch:
             return None
         return Attributes([self.loss_fn], content="versions", is_for_rerun=True)
 
-    def learn_of_held(self, held: Attributes) -> None:
-        """Compare with what was saved before a completed forward."""
-        if self.loss_fn is not None and not held.differ():
-            self.quiet_losses.add(key_of_loss(self.loss_fn))
-            with contextlib.suppress(TypeError):  # an object with slots
-                self.last_quiet = weakref.ref(self.loss_fn)
+    def held_by_others(self, found: nn.Module | None = None) -> list[tuple[nn.Module, Attributes]]:
+        """Save the attributes of networks outside of the model; where the loss function is known, `held` has them."""
+        if self.loss_fn is not None or not self._watches_attributes:
+            return []
+        roots = self.restless if found is None else (found,)
+        return [(each, Attributes([each], content="versions", is_for_rerun=True)) for each in roots]
+
+    def learn_of_held(self, held: Attributes) -> bool:
+        """Compare with what was saved before a completed forward; whether all of it is as it was."""
+        if self.loss_fn is None or held.differ():
+            return False
+        self.quiet_losses.add(key_of_loss(self.loss_fn))
+        with contextlib.suppress(TypeError):  # an object with slots
+            self.last_quiet = weakref.ref(self.loss_fn)
+        return True
 
     def tell_of_held(self, differences: Sequence[str]) -> None:
         """Warn, once, of what a failed attempt has changed and nobody restores."""
@@ -152,7 +164,7 @@ class StateWatch:
                 entry.copy = None
 
     @contextlib.contextmanager
-    def discover(self, snapshot: BufferSnapshot) -> Iterator[None]:
+    def discover(self, rollback: Rollback) -> Iterator[None]:
         """Detect, in the block, modules outside the watched one (a GAN's other network) before they first run."""
         thread = threading.get_ident()  # other threads train models of their own
 
@@ -160,7 +172,9 @@ class StateWatch:
             if module not in self.owners and threading.get_ident() == thread:
                 found = [each for each in module.modules() if each not in self.owners]
                 self.owners.update(dict.fromkeys(found))
-                snapshot.add(found, self._still)
+                self.restless[module] = None
+                rollback.buffers.add(found, self._still)
+                rollback.others += self.held_by_others(module)
 
         if self._is_compiled:
             yield
@@ -434,6 +448,7 @@ class Rollback:
         attributes: The attributes; None if forwards leave them unchanged.
         held: What the loss function holds. Only a trial restores all of it; a failed attempt's changes are undone in
             the attributes of networks that have run, and else are told. None like the attributes.
+        others: Networks outside of the model with what they hold, where no loss function is known.
     """
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True, is_trial: bool = False) -> None:
@@ -450,19 +465,24 @@ class Rollback:
         if loss_fn is not None:
             is_quiet = watch.last_quiet() is loss_fn or key_of_loss(loss_fn) in watch.quiet_losses
             self.held = watch.held(is_trial=is_trial) if is_trial or not is_quiet else None
+        self.others = watch.held_by_others() if watch.restless else []
 
     def discover(self) -> AbstractContextManager[None]:
         """Return a context for a forward: other modules that run in it are also rolled back from then on."""
-        return self._watch.discover(self.buffers)
+        return self._watch.discover(self)
 
     def learn(self) -> None:
         """Drop copies of buffers that the forward since then has left unchanged."""
         insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
         if self.attributes is not None and not insist(self.attributes.differ, "comparing attributes"):
             self._watch.changes_attributes, self.attributes = False, None
-        if self.held is not None:
-            self._watch.learn_of_held(self.held)
+        if self.held is not None and self._watch.learn_of_held(self.held):
             self.held = None
+        for other in self.others.copy():
+            module, held = other
+            if not insist(held.differ, "comparing attributes"):
+                self._watch.restless.pop(module, None)
+                self.others.remove(other)
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -491,6 +511,8 @@ class Rollback:
         self.random.restore()
         if self.held is not None:
             self._restore_held(self.held, is_rerun=is_rerun)
+        for _, held in self.others:
+            held.restore_modules(self._watch.owners)
         if (self._is_trial or is_rerun) and any(_content_mark(each) != mark for each, mark in self._trained):
             self._watch.tell_of_trained(is_trial=self._is_trial)
 

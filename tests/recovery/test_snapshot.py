@@ -381,6 +381,41 @@ def test_what_a_failed_attempt_has_changed_in_a_criterion_that_is_a_module_is_un
     assert criterion.seen == [8] * num_before + [4, 4] * (4 - num_before)
 
 
+@pytest.mark.parametrize("is_own_loop", [False, True])
+@pytest.mark.parametrize("fails", range(5))
+def test_a_criterion_that_is_a_module_is_as_before_the_attempt_or_the_batch_that_runs_again(is_own_loop, fails):
+    """A backward that fails in the second micro-batch leaves torn sums: the whole batch runs again."""
+
+    def trained(fails):
+        torch.manual_seed(0)
+        model, criterion = nn.Linear(4, 3, dtype=torch.float64), Remembering()
+        optimizer, num_calls = torch.optim.SGD(model.parameters(), lr=0.5), itertools.count()
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)
+
+        def count(_):
+            if next(num_calls) == fails:
+                raise MemoryError
+
+        def loss_fn(model, batch):
+            output = model(batch[0])
+            if output.requires_grad:
+                output.register_hook(count)
+            return criterion(output, batch[1])
+
+        for _ in range(3):
+            batch = torch.randn(8, 4, dtype=torch.float64), torch.randperm(15)[:8]
+            if not is_own_loop:
+                trainer.train_step(batch, loss_fn)
+                continue
+            for attempt in trainer.microbatches(batch):
+                with attempt as part:
+                    trainer.backward(loss_fn(model, part))
+            trainer.step()
+        return [*model.parameters(), criterion.targets[:-1], torch.from_numpy(criterion.counts)]
+
+    assert_same(trained(fails), trained(None), 1e-15)
+
+
 def test_an_attribute_that_a_failed_attempt_has_set_to_an_equal_value_is_not_told_of():
     class Decoder(nn.Linear):
         last_shape = None
