@@ -21,6 +21,7 @@ import dis
 import functools
 import inspect
 import sys
+import threading
 import types
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from memkit._core.attributes import UserState, attributes_of, has_attributes, set_attributes
 from memkit._core.errors import warn_user
@@ -145,9 +147,10 @@ class Rehearsal:
         as_called: bool = False,
         except_for: tuple[type, ...] = (),
     ) -> None:
-        self._room_bytes, self.as_called = room_bytes, as_called
+        self._room_bytes, self.as_called, self._except_for = room_bytes, as_called, except_for
         self.left_bytes: int | None = None
         self._attributes = Attributes(roots, content="arrays", except_for=except_for)
+        self._found: list[Attributes] = []  # of modules that the roots do not hold: a criterion, in a loop by hand
         self._random = random_state.capture()
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, original bytes
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
@@ -202,8 +205,25 @@ class Rehearsal:
                 stack.enter_context(torch.enable_grad())
             if compiler.is_loaded():  # a compiled module runs eagerly: nothing is compiled for an inspection
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._finding_modules())
             stack.enter_context(_Watch(self, span, rounding))
             yield
+
+    @contextlib.contextmanager
+    def _finding_modules(self) -> Iterator[None]:
+        """Save, in the block, the attributes of modules that the roots do not hold, before they first run."""
+        thread = threading.get_ident()  # other threads train models of their own
+
+        def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
+            known = any(each.hold(module) for each in (self._attributes, *self._found))
+            if not known and threading.get_ident() == thread:
+                self._found.append(Attributes([module], content="arrays", except_for=self._except_for))
+
+        hook = register_module_forward_pre_hook(notice)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def end_forward(self) -> None:
         """Mark the start of a run's backward, which allocates less than its forward."""
@@ -219,7 +239,8 @@ class Rehearsal:
                     storage.resize_(len(copy))
                 if storage.nbytes():  # else it was freed since, by FSDP
                     _as_bytes(storage).copy_(copy)
-        self._attributes.restore()
+        for held in (*self._found, self._attributes):
+            held.restore()
         for generator, state in self._generators.values():
             generator.set_state(state)
         random_state.restore(self._random)
@@ -230,6 +251,7 @@ class Rehearsal:
         self.undo()
         self._before.clear()
         self._draws.clear()
+        self._found.clear()
 
     def original(self, tensor: Tensor) -> Tensor:
         """Return a tensor's content from before the runs: the tensor itself if none has written to its storage."""
@@ -245,7 +267,8 @@ class Rehearsal:
         """Whether all random numbers of the runs were matched to rows: parts then drew those of the whole."""
         is_matched = not (self.has_unmatched_draws or self.has_several_per_row or self.has_permutations)
         host = random_state.capture_host()
-        return is_matched and random_state.is_same_state(self._random.host, host) and not self._attributes.have_drawn()
+        have_drawn = any(each.have_drawn() for each in (self._attributes, *self._found))
+        return is_matched and random_state.is_same_state(self._random.host, host) and not have_drawn
 
     def changed(self) -> list[str]:
         """Return the names of module attributes that the runs since the last `undo` have changed."""
@@ -789,6 +812,10 @@ class Attributes:
                 names[f"a {type(generator).__name__}"] = None
         others = [f"{num_others} of its lists, dicts, arrays and tensors"] if num_others else []
         return [*sorted(names), *others]
+
+    def hold(self, value: object) -> bool:
+        """Whether an object is among the roots or what they hold."""
+        return id(value) in self._seen
 
     def holders(self) -> list[object]:
         """Return the modules, and the other objects that have tensors among their attributes."""
