@@ -49,7 +49,7 @@ from memkit._torch.modules import buffers_of, parameters_of
 from memkit._torch.operators import kernel_of
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.storage import is_dense, storage_use_count
-from memkit._torch.tensors import is_zero_tensor, storage_key, strided_parts, use_count
+from memkit._torch.tensors import is_zero_tensor, leaf_gradient, storage_key, strided_parts, use_count
 
 _aten = torch.ops.aten
 ADD = _aten.add.Tensor
@@ -484,7 +484,10 @@ class Recorder(LeanDispatchMode):
         block = self._blocks.get(id(storage))
         if block is not None:
             return self._book_again(block, storage, operator)
-        return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator, place)
+        number = None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator, place)
+        if place is None and number is not None and type(tensor) is Parameter:  # such as an average of the weights
+            self._categories[number] = "parameter"
+        return number
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         if not self._is_active():
@@ -656,7 +659,9 @@ class Recorder(LeanDispatchMode):
         ]
         if not self._are_labeled([each for each in members if each is not None], with_module=True):
             for child, owner in owners:
-                self.label(list(parameters_of(child).values()), "parameter", owner)
+                own = list(parameters_of(child).values())
+                self.label(own, "parameter", owner)
+                self.label([leaf_gradient(each) for each in own if each is not None], "gradient", owner)
                 self.label(list(buffers_of(child).values()), "buffer", owner)
         self.label(inputs, "input")
 

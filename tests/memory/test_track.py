@@ -272,3 +272,47 @@ def test_costs_at_most_half_of_a_real_step(monkeypatch):
     monkeypatch.setattr(track_cost, "ROUNDS", 5)
     figures = track_cost.measure(*track_cost.SIZES["medium: 4 blocks of 192"])
     assert figures["track()"]["whole_ratio"] <= 1.5
+
+
+def peaks_of_steps(step):
+    peaks = []
+    for num_steps in (1, 2):
+        with Tracker(device="cpu") as tracker:
+            for _ in range(num_steps):
+                step()
+        peaks.append(tracker.peak_bytes)
+    return peaks
+
+
+def test_one_step_counts_weights_that_are_averaged_after_it():
+    model = nn.Linear(300, 300)
+    average, optimizer = torch.optim.swa_utils.AveragedModel(model), torch.optim.Adam(model.parameters())
+
+    def step():
+        model(torch.ones(4, 300)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+
+    step()
+    one, two = peaks_of_steps(step)
+    assert 0 <= two - one <= 64  # a number or two more
+    parameters = 4 * 300 * 301
+    assert one > 5 * parameters  # weights, average, gradients, two moments
+
+
+def test_one_step_counts_the_gradients_of_the_step_before():
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        loss = model(torch.ones(4, 300)).square().mean()
+        torch.ones(300, 300, 3).mean()  # the peak: while the old gradients are there
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()
+    one, two = peaks_of_steps(step)
+    assert one == two
+    assert one > 4 * (2 * 300 * 301 + 3 * 300 * 300)
