@@ -50,6 +50,7 @@ class StateWatch:
         restless: Those that it found and whose forwards may change their attributes: until one is seen to leave them
             unchanged.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
+        moves_trained: The same for the parameters that are trained.
         loss_fn: The loss function of the current step, which may hold a batch; None if there is none.
         quiet_losses: Keys of loss functions that were seen to change nothing of what they hold.
         last_quiet: Returns the last of them, if it is still there: most loops call the same one in each step.
@@ -62,11 +63,11 @@ class StateWatch:
         self.restless: dict[nn.Module, None] = {}
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
-        self.changes_attributes = self._watches_attributes = not self._is_compiled
+        self.changes_attributes = self.moves_trained = self._watches_attributes = not self._is_compiled
         self.loss_fn: object = None
         self.quiet_losses: set[object] = set()
         self.last_quiet: Callable[[], object] = _nothing
-        self._has_told = False
+        self._has_told_of_held = self._has_told_of_trained = False
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
@@ -75,7 +76,7 @@ class StateWatch:
 
     def leave_attributes(self) -> None:
         """Restore no attributes."""
-        self.changes_attributes = self._watches_attributes = False
+        self.changes_attributes = self.moves_trained = self._watches_attributes = False
 
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
@@ -104,8 +105,8 @@ class StateWatch:
 
     def tell_of_held(self, differences: Sequence[str]) -> None:
         """Warn, once, of what a failed attempt has changed and nobody restores."""
-        if differences and not self._has_told:
-            self._has_told = True
+        if differences and not self._has_told_of_held:
+            self._has_told_of_held = True
             warn_user(
                 "Recovery from out-of-memory: the attempt that failed had changed what loss_fn holds "
                 f"({list_some(differences, 3)}), and that stays changed: if the loss depends on it, the result differs "
@@ -115,9 +116,9 @@ class StateWatch:
 
     def tell_of_trained(self, *, is_trial: bool) -> None:
         """Warn, once, that a trial or a failed attempt has moved parameters, which nobody restores."""
-        if self._has_told:
+        if self._has_told_of_trained:
             return
-        self._has_told = True
+        self._has_told_of_trained = True
         if is_trial:
             warn_user(
                 "A run of memkit's own, of which nothing should stay, has moved parameters that the model's forward "
@@ -456,7 +457,7 @@ class Rollback:
         self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
-        is_watched = is_trial or watch.changes_attributes
+        is_watched = is_trial or watch.moves_trained
         self._trained = [(each, _content_mark(each)) for each in watch.trained()] if is_watched else []
         self.attributes = None
         if watch.changes_attributes or is_trial:
@@ -476,6 +477,8 @@ class Rollback:
         insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
         if self.attributes is not None and not insist(self.attributes.differ, "comparing attributes"):
             self._watch.changes_attributes, self.attributes = False, None
+        if self._trained and not insist(self._has_moved_trained, "comparing parameters"):
+            self._watch.moves_trained, self._trained = False, []
         if self.held is not None and self._watch.learn_of_held(self.held):
             self.held = None
         for other in self.others.copy():
@@ -513,8 +516,11 @@ class Rollback:
             self._restore_held(self.held, is_rerun=is_rerun)
         for _, held in self.others:
             held.restore_modules(self._watch.owners)
-        if (self._is_trial or is_rerun) and any(_content_mark(each) != mark for each, mark in self._trained):
+        if (self._is_trial or is_rerun) and self._has_moved_trained():
             self._watch.tell_of_trained(is_trial=self._is_trial)
+
+    def _has_moved_trained(self) -> bool:
+        return any(_content_mark(each) != mark for each, mark in self._trained)
 
     def _restore_held(self, held: Attributes, *, is_rerun: bool) -> None:
         if self._is_trial:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memkit._core.attributes import attributes_of
 from memkit._core.errors import ConfigError, InputTypeError, StateError, warn_user
 from memkit._core.settings import nearest_word
 from memkit._gradients.closures import refuse_closure
@@ -202,6 +203,7 @@ def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     known = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type) and name != "Optimizer"}
     schedule = ", scheduler=scheduler" if caller is WRAPPER else ""
     made, got = "torch.optim.AdamW(model.parameters())", f"a {type(value).__name__}"
+    inner = None if isinstance(value, (type, nn.Module, torch.optim.lr_scheduler.LRScheduler)) else _optimizer_in(value)
     if isinstance(value, type):
         made, got = f"torch.optim.{value.__name__}(model.parameters())", f"the class {value.__name__}"
         made = made if value.__name__ in known else f"{value.__name__}(model.parameters())"
@@ -218,15 +220,21 @@ def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
         got = "parameters"
     elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         made, got = f"scheduler.optimizer{schedule}", f"a schedule ({type(value).__name__})"
-    elif isinstance(getattr(value, "optimizer", None), Optimizer):  # such as Lightning's and Fabric's
-        made = f"optimizer.optimizer{schedule}"  # the outer object may set the learning rate, and would not run
+    elif inner:
+        made = f"optimizer.{inner}{schedule}"
         got = f"a {type(value).__name__} around an optimizer, whose own step() would not run"
-    return InputTypeError(
-        _built(caller),
-        got=got,
-        expected=_EXPECTED_OPTIMIZER,
-        fix=f"write {_built(caller, made)}.",
-    )
+    fix = f"write {_built(caller, made)}."
+    if inner and inner != "optimizer":
+        fix = f"write {_built(caller, f'optimizer.{inner}')}, and set the learning rates that it sets before each step."
+    return InputTypeError(_built(caller), got=got, expected=_EXPECTED_OPTIMIZER, fix=fix)
+
+
+def _optimizer_in(value: object) -> str | None:
+    """Return the attribute in which an object wraps an optimizer: Lightning's, Fabric's, somebody's own schedule."""
+    names = [name for name, each in attributes_of(value).items() if isinstance(each, Optimizer)]
+    if not names and isinstance(getattr(value, "optimizer", None), Optimizer):
+        return "optimizer"
+    return names[0] if len(names) == 1 else None
 
 
 def _check_prepared(optimizer: Optimizer) -> None:

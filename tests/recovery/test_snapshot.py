@@ -592,6 +592,55 @@ def test_a_trial_tells_of_parameters_that_a_forward_trains():
         trainer.train_step(torch.ones(8, 4), loss_fn)
 
 
+class TrainsItself(nn.Module):
+    """Trains its codebook in each forward, as vector quantization with an optimizer in place does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.codebook = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+        self.inner = torch.optim.SGD([self.codebook], lr=0.1)
+
+    def forward(self, x):
+        z = self.linear(x)
+        (z.detach() - self.codebook[z.argmax(1)]).square().mean().backward()
+        self.inner.step()
+        self.inner.zero_grad()
+        return z + self.codebook.detach()[z.argmax(1)]
+
+
+@pytest.mark.parametrize("fails", [0, 1, 4])
+@pytest.mark.parametrize("counts", [False, True])
+def test_parameters_that_a_failed_attempt_has_moved_are_told_of_in_any_step(fails, counts):
+    model, num_calls, counter = TrainsItself(), itertools.count(), {"calls": 0}
+    optimizer = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False)
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        counter["calls"] += counts  # told of by a warning of its own
+        if next(num_calls) == fails:
+            raise MemoryError
+        return loss
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for x in torch.randn(6, 8, 4):
+            trainer.train_step(x, loss_fn)
+    texts = [str(each.message) for each in told]
+    assert sum("had moved parameters that the model's forward trains itself" in each for each in texts) == 1
+    assert sum("had changed what loss_fn holds" in each for each in texts) == counts
+
+
+def test_parameters_are_compared_until_a_forward_has_left_them():
+    model = nn.Linear(4, 2)
+    watch = StateWatch(model)
+    for num_watched in (2, 0):
+        rollback = Rollback(watch)
+        assert len(rollback._trained) == num_watched
+        model(torch.ones(3, 4))
+        rollback.learn()
+
+
 class Normalized(nn.Module):
     """Writes to a buffer in place what has a graph, once, and reads its number, as CRD's memory does."""
 

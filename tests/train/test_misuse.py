@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import types
 
 import pytest
 import torch
@@ -130,6 +131,11 @@ CONSTRUCTED = [
         lambda: WRAPPER(m := net(), torch.optim.lr_scheduler.StepLR(sgd(m), 1)),
         InputTypeError,
         f"write {W}(model, scheduler.optimizer, scheduler=scheduler).",
+    ),
+    (
+        lambda: WRAPPER(m := net(), types.SimpleNamespace(_optimizer=sgd(m), lr=1)),
+        InputTypeError,
+        f"write {W}(model, optimizer._optimizer), and set the learning rates that it sets before each step.",
     ),
     # settings
     (lambda: wrapped(precision=16), ConfigError, "pass precision='fp16-mixed'."),

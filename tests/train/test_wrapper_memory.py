@@ -224,7 +224,7 @@ def test_a_snapshot_of_many_batch_norms_takes_no_more_operators():
     found = []
     for num_layers in (1, 20):
         watch = StateWatch(nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(num_layers)]))
-        watch.changes_attributes = False
+        watch.changes_attributes = watch.moves_trained = False
         with Operators() as operators:
             Rollback(watch)
         found.append(operators.names)
