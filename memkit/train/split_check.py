@@ -58,8 +58,9 @@ _ONLY_IN_ORDER = (
     "or the gradients are equal by accident"
 )
 _PERMUTED = (
-    "the step permutes the rows at random (mixup, SMOTE), which parts of the batch cannot repeat: do that before the "
-    "split"
+    "the step permutes the rows at random (mixup, SMOTE, a codebook that begins with rows of the batch), which parts "
+    "of the batch cannot repeat: do that before the split; where only the first forward does it, run one before "
+    "training"
 )
 _UNEVEN = (
     "the losses of the parts were divided by numbers that are not in proportion to their sizes (valid tokens, class "
@@ -68,7 +69,7 @@ _UNEVEN = (
 
 _ADVICE = {
     "modules": "In training mode {names} would see the statistics of each micro-batch: use GroupNorm or LayerNorm, or "
-    "freeze the statistics with .eval().",
+    "freeze the statistics with .eval(); where its forward trains parameters of its own, keep the batch whole.",
     "rows": "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
     "memkit.train.cached_backward gives its exact gradient; where it adds up means over different things (tokens and "
     "rows, or several tasks), divide each by the whole batch's count, passed along in the batch, or keep the batch "

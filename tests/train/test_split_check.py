@@ -316,7 +316,7 @@ def test_names_permutation_of_rows():
 
     verdict = check_split(net(), torch.randn(12, 6), mixup)
     assert verdict.exact is None
-    assert "permutes the rows at random (mixup, SMOTE)" in verdict.reason
+    assert "permutes the rows at random (mixup, SMOTE, a codebook" in verdict.reason
 
 
 def test_a_sum_has_a_way_out_of_its_own():
