@@ -568,6 +568,7 @@ class Attributes:
         trained: Ids of the parameters that are trained; None takes all that require a gradient for such.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
+        apart: Ids of tensors whose content is neither saved nor watched: somebody else restores it.
         is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
             `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
 
@@ -583,6 +584,7 @@ class Attributes:
         trained: Container[int] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
         except_for: tuple[type, ...] = (),
+        apart: Container[int] = (),
         is_for_rerun: bool = False,
     ) -> None:
         self._roots, self._except_for, self._is_for_rerun = roots, except_for, is_for_rerun
@@ -606,7 +608,7 @@ class Attributes:
         if content == "counts":
             self._watch_counts()
         elif content in ("versions", "saved"):
-            self._watch_content(is_saved=content == "saved", trained=trained)
+            self._watch_content(is_saved=content == "saved", trained=trained, apart=apart)
 
     def _save_arrays(self) -> None:
         saved_bytes, checked_bytes = _MOST_SAVED_BYTES, _MOST_CHECKED_BYTES
@@ -620,14 +622,14 @@ class Attributes:
                 checked_bytes -= each.nbytes
                 self._arrays[index] = _HeldArray(each, checksum=_checksum(each))
 
-    def _watch_content(self, *, is_saved: bool, trained: Container[int] | None) -> None:
+    def _watch_content(self, *, is_saved: bool, trained: Container[int] | None, apart: Container[int]) -> None:
         """Watch tensors. A write through `.data`, as to a codebook, a teacher or a center, makes no new version."""
         buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
         of_modules = {id(each) for owner, own in self._owners if isinstance(owner, nn.Module) for each in own.values()}
         saved_bytes, checked_bytes = _MOST_SAVED_BYTES, _MOST_CHECKED_BYTES
         for index, held in enumerate(self._tensors):
             each, same = held.tensor, held.same
-            if id(each) in buffers or each.is_inference():
+            if id(each) in buffers or id(each) in apart or each.is_inference():
                 continue
             is_trained = isinstance(each, nn.Parameter) and each.requires_grad
             is_trained = is_trained and (trained is None or id(each) in trained)

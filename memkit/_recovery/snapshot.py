@@ -32,6 +32,7 @@ _NUM_SEARCHES = 3  # for generators: a forward may create its own
 _DIGESTED_BYTES = 2**22  # at a time
 _COMPARED_BYTES = 2**18  # at a time: three times a quarter of it for the results
 _LARGEST_BYTES = 2**26  # of a plain attribute that a trial saves: a codebook, but no replay buffer
+_MOST_FROZEN_BYTES = 2**28  # of larger frozen parameters that a trial saves: a momentum encoder, but no language model
 _SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
 
 
@@ -80,12 +81,14 @@ class StateWatch:
 
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
+        # A rollback looks after the model's own parameters, also where the loss function reaches them in its closure.
+        is_done = is_trial or self.changes_attributes
+        apart = {id(each) for each in self.module.parameters()} if is_done else ()
         if is_trial:
-            trained = {id(each) for each in self.module.parameters() if each.requires_grad}
-            return Attributes([self.loss_fn], content="saved", trained=trained)
+            return Attributes([self.loss_fn], content="saved", trained=(), apart=apart)
         if not self._watches_attributes:
             return None
-        return Attributes([self.loss_fn], content="versions", is_for_rerun=True)
+        return Attributes([self.loss_fn], content="versions", is_for_rerun=True, apart=apart)
 
     def held_by_others(self, found: nn.Module | None = None) -> list[tuple[nn.Module, Attributes]]:
         """Save the attributes of networks outside of the model; where the loss function is known, `held` has them."""
@@ -122,8 +125,9 @@ class StateWatch:
         if is_trial:
             warn_user(
                 "A run of memkit's own, of which nothing should stay, has moved parameters that the model's forward "
-                "trains itself, and they stay moved. Way out: train them after the step, or omit memory=... and set "
-                "accumulation_steps."
+                "trains itself, and they stay moved: unless the forward sets them anew whenever it runs, the result "
+                "differs from that of a training without the run. Way out: train them after the step, or omit "
+                "memory=... and set accumulation_steps."
             )
         else:
             warn_user(
@@ -372,7 +376,8 @@ class AttributeStates:
     Args:
         watch: The watch of the modules.
         is_trial: Whether nothing may stay, and no forward follows: weights that hooks compute anew before each are
-            saved, too. Larger tensors are copied than otherwise; changes of still larger ones are refused.
+            saved, too. Larger tensors are copied than otherwise, and frozen parameters of 256 MiB in all; changes of
+            still larger ones are refused.
     """
 
     def __init__(self, watch: StateWatch, *, is_trial: bool = False) -> None:
@@ -380,19 +385,21 @@ class AttributeStates:
         largest_bytes = _LARGEST_BYTES if is_trial else _SMALL_BYTES
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
+        saved = _worth_saving(frozen, _MOST_FROZEN_BYTES if is_trial else 0)
         self._tensors = [
-            (each, version_of(each), cloned(each) if each.nbytes <= limit else None)
-            for each, limit in (
-                *((each, largest_bytes) for each in self._attributes.plain_tensors()),
-                *((each, _SMALL_BYTES) for each in frozen),
+            (each, version_of(each), cloned(each) if is_saved else None)
+            for each, is_saved in (
+                *((each, each.nbytes <= largest_bytes) for each in self._attributes.plain_tensors()),
+                *zip(frozen, saved, strict=True),
             )
             if each.layout is torch.strided and not each.is_inference() and id(each) not in buffers
         ]
-        # Writes through `.data`, as to a codebook, make no new version.
+        # Writes through `.data`, as to a codebook, make no new version. Only trials read all of the frozen parameters.
+        digested = (torch.Tensor, nn.Parameter) if is_trial else (torch.Tensor,)
         self._digests = [
             (each, _digest(each))
             for each, _, kept in self._tensors
-            if kept is None and type(each) is torch.Tensor and not each.is_meta
+            if kept is None and type(each) in digested and not each.is_meta
         ]
 
     def differ(self) -> bool:
@@ -555,6 +562,16 @@ def _type_in(cell: CellType) -> object:
     except ValueError:  # it is empty
         return None
     return getattr(content, "__code__", type(content))
+
+
+def _worth_saving(frozen: Sequence[torch.Tensor], room_bytes: int) -> list[bool]:
+    """Return which parameters to save: all that are small, and larger ones as long as there is room for them."""
+    are_saved = []
+    for each in frozen:
+        is_large = each.nbytes > _SMALL_BYTES
+        are_saved.append(not is_large or each.nbytes <= room_bytes)
+        room_bytes -= each.nbytes if is_large and are_saved[-1] else 0
+    return are_saved
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:

@@ -316,6 +316,11 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if mask is not None and known_values(mask) is not None:
             self.guesses.num_true += 1
             return tensor.new_empty(num_selected(mask, selected_shape(tensor, mask)))
+        if func is _aten.nonzero.default and (known := known_values(tensor)) is not None:
+            self.guesses.num_true += 1
+            with no_dispatch():
+                places = known.nonzero()
+            return self.known(tensor.new_empty(places.shape, dtype=places.dtype), places)
         self.guesses.note(str(func))
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
             raise NotSimulatedError(
@@ -771,6 +776,8 @@ class _Converter(FakeTensorConverter):
         if t.layout is torch.strided and not (t.is_cpu or t.is_meta):
             storage = t.untyped_storage()
             self.storages[storage_key(storage)] = t.device, storage.nbytes()
+        if t.dtype is torch.bool and has_values(t):  # a mask on the host beside tensors of the card
+            kwargs["make_constant"] = True
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
     def invalidate_constant_aliases(self, tensor: Tensor) -> None:

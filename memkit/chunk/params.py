@@ -62,7 +62,9 @@ def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] 
                 call,
                 got=f"a parameter of shape {tuple(tensor.shape)} that was computed from other tensors",
                 expected="leaf tensors, as module.parameters() returns",
-                fix="compute this tensor inside the function, from leaf tensors in params.",
+                fix="compute this tensor inside the function, from leaf tensors in params; if it is expensive, such as "
+                "an encoder's grid that all rows read, pass leaf = tensor.detach().requires_grad_() instead, and call "
+                "tensor.backward(leaf.grad) after the loss's backward().",
             )
     return list(found.values())
 

@@ -759,6 +759,8 @@ def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | 
     verdict = check_split(unwrap_model(model), batch, loss_fn)
     if verdict.exact is False or verdict.modules:
         return False, f"the parts have a different gradient. {verdict.advice}"
+    if verdict.is_permuted:
+        return False, f"{verdict.reason}."
     if verdict.buffers:
         return False, f"the parts leave other values in {list_some(verdict.buffers, 3)} than the whole batch."
     return verdict.exact, verdict.reason

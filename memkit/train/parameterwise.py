@@ -151,16 +151,31 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
         40
     """
     for each in as_list(optimizer):
-        if not steps_parameterwise(each) or not makes_state(each):
-            raise ConfigError(
-                f"materialize_state({type(each).__name__})",
-                got=f"a {type(each).__name__}",
-                expected=f"one of {known_names(with_state=True)}",
-                fix="let the optimizer's first step create the state.",
-            )
+        require_own_state(
+            each,
+            call=f"materialize_state({type(each).__name__})",
+            fix="omit this call: the optimizer's first step creates the state.",
+        )
         for group in each.param_groups:
             trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
             insist(lambda: create_state(each, group, trainable), "materialize_state(optimizer)")  # noqa: B023
+
+
+def require_own_state(optimizer: Optimizer, *, call: str, fix: str) -> None:
+    """Refuse an optimizer that is not known to create its state before it steps.
+
+    Args:
+        optimizer: The optimizer.
+        call: The user's call, for the message.
+        fix: The way out of that call.
+
+    Raises:
+        ConfigError: It is not known.
+    """
+    if not steps_parameterwise(optimizer) or not makes_state(optimizer):
+        raise ConfigError(
+            call, got=f"a {type(optimizer).__name__}", expected=f"one of {known_names(with_state=True)}", fix=fix
+        )
 
 
 def writes_gradients(optimizer: Optimizer, group: Group) -> bool:

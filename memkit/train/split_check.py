@@ -106,6 +106,7 @@ class SplitVerdict:
             the whole.
         reason: Why it was not checked.
         is_out_of_memory: Whether it was not checked because memory ran out.
+        is_permuted: Whether it was not checked because the step permutes the rows at random: parts mix other rows.
         is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
         has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
         kind: The operators from the loss down to its reductions; they distinguish one loss from another.
@@ -120,6 +121,7 @@ class SplitVerdict:
     loss: Literal["rows", "weights", "sum", "state", "hooks"] | None = None
     reason: str = ""
     is_out_of_memory: bool = False
+    is_permuted: bool = False
     is_uninformative: bool = False
     has_branches: bool = False
     kind: tuple[tuple[str, ...], ...] = ()
@@ -832,11 +834,16 @@ class Examination:
         return max(_FIT, _TIMES_ROUNDING * float(np.linalg.norm(self._rounding * scales)))
 
     def _not_checked(self, reason: str = "") -> SplitVerdict:
-        if not reason and self._rehearsal.has_permutations and not self._attempt.is_out_of_memory:
-            reason = f"{_PERMUTED} ({self._attempt.error})"
         is_out_of_memory = not reason and self._attempt.is_out_of_memory
-        reason = reason or self._attempt.error
-        return SplitVerdict(None, modules=self._suspects, reason=reason, is_out_of_memory=is_out_of_memory)
+        is_permuted = not reason and self._rehearsal.has_permutations and not is_out_of_memory
+        reason = f"{_PERMUTED} ({self._attempt.error})" if is_permuted else reason or self._attempt.error
+        return SplitVerdict(
+            None,
+            modules=self._suspects,
+            reason=reason,
+            is_out_of_memory=is_out_of_memory,
+            is_permuted=is_permuted,
+        )
 
     def _uninformative(self, reason: str) -> SplitVerdict:
         return SplitVerdict(None, modules=self._suspects, reason=reason, is_uninformative=True)

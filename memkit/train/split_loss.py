@@ -466,5 +466,5 @@ def _check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dic
                 got=f"{leaves[id(leaf)]}, of shape {tuple(leaf.shape)}, that requires a gradient",
                 expected="only the model's parameters to require gradients: this tensor would silently get no gradient",
                 fix="if it is trained, make it an nn.Parameter of a module that you pass; if not, detach() it; if "
-                "loss_fn itself computes its gradient, call requires_grad_() inside loss_fn.",
+                "loss_fn itself computes its gradient, write x = x.detach().requires_grad_() inside loss_fn.",
             )

@@ -14,7 +14,7 @@ from memkit._core.errors import ConfigError
 from memkit.train.chunked_steps import atomic_steps
 from memkit.train.gradients import as_list
 from memkit.train.offload_files import map_file
-from memkit.train.parameterwise import materialize_state
+from memkit.train.parameterwise import materialize_state, require_own_state
 
 
 @contextlib.contextmanager
@@ -61,6 +61,13 @@ def moved_state(optimizers: Sequence[Optimizer], folder: str | Path | None = Non
                 expected="unsharded parameters on this device",
                 fix="leave out offload_state: sharding has already divided the state.",
             )
+    for each in optimizers:
+        require_own_state(
+            each,
+            call="offload_state(optimizer)",
+            fix="use one of these, or keep this optimizer's state where it is: omit offload_state, or leave "
+            "'optimizer' out of offload=(...).",
+        )
     materialize_state(optimizers)
     with contextlib.ExitStack() as stack:
         for each in optimizers:

@@ -127,6 +127,22 @@ def test_captured_intermediate_is_refused():
         chunked_map(lambda rows: rows + 1 if rows is None else scale.expand(len(rows), 3), x, chunk_size=4)
 
 
+def test_the_way_out_for_a_computed_tensor_that_all_rows_read():
+    torch.manual_seed(0)
+    encoder, x = torch.nn.Linear(4, 6).double(), torch.randn(10, 6, dtype=torch.float64)
+    source = torch.randn(3, 4, dtype=torch.float64)
+    (x @ encoder(source).T).square().mean().backward()
+    expected = [each.grad.clone() for each in encoder.parameters()]
+    encoder.zero_grad()
+    tensor = encoder(source)
+    with pytest.raises(InputError, match=r"leaf = tensor.detach\(\).requires_grad_\(\).*tensor.backward\(leaf.grad\)"):
+        chunked_map(lambda rows: rows @ tensor.T, x, chunk_size=4, params=[tensor])
+    leaf = tensor.detach().requires_grad_()
+    chunked_map(lambda rows: rows @ leaf.T, x, chunk_size=4, params=[leaf]).square().mean().backward()
+    tensor.backward(leaf.grad)
+    torch.testing.assert_close([each.grad for each in encoder.parameters()], expected)
+
+
 def test_methods_and_partials_bring_their_parameters():
     class Net(nn.Module):
         def __init__(self):

@@ -187,6 +187,24 @@ def test_an_object_with_tensors_is_planned_as_a_whole():
     assert plan.notes == ("The batch is kept whole, because it cannot be cut: a Holder in it.",)
 
 
+def test_a_batch_whose_rows_the_step_mixes_at_random_is_kept_whole():
+    """A part could not repeat the permutation: mixup of single rows would be none."""
+
+    def mixup(model, batch):
+        images, labels = batch
+        index = torch.randperm(len(images))
+        out = model(0.7 * images + 0.3 * images[index])
+        return 0.7 * F.cross_entropy(out, labels) + 0.3 * F.cross_entropy(out, labels[index])
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    batch = torch.randn(512, 64), torch.randint(10, (512,))
+    plan = plan_training(model, batch, mixup, "sgd", budget="100MiB")
+    assert (plan.accumulation_steps, plan.is_split_exact) == (1, False)
+    assert "kept whole: the step permutes the rows at random" in plan.notes[0]
+    with pytest.raises(ConfigError, match="with micro-batches of 512 rows"):
+        plan_training(model, batch, mixup, "sgd", budget="1MiB")
+
+
 def test_a_large_budget_leaves_the_step_alone():
     plan = plan_training(make_model(), digits(), loss_fn, "sgd", budget="1GiB")
     assert plan.wrapper_settings()["checkpoint"] is None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from memkit._recovery import snapshot
 from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit.train.checkpointing import Checkpointing
 from tests.allocations import trace_allocations
@@ -464,6 +465,93 @@ def test_a_trial_leaves_no_trace_in_a_codebook_written_through_data(num_bytes):
         return [*model.parameters(), model.codes]
 
     assert_same(train(memory="100MiB"), train())
+
+
+class Bank(nn.Module):
+    """A frozen parameter that keeps a value per sample, which each forward updates."""
+
+    def __init__(self, num_rows, *, through_data=False):
+        super().__init__()
+        self.body, self.through_data = nn.Linear(8, 4).double(), through_data
+        self.bank = nn.Parameter(torch.zeros(num_rows, 4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        p = self.body(x).softmax(1)
+        bank = self.bank.data if self.through_data else self.bank
+        bank[: len(x)] = 0.5 * bank[: len(x)] + 0.5 * p.detach()
+        return self.bank[: len(x)] * p
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("num_rows", [100, 100_000])
+def test_a_trial_leaves_no_trace_in_a_frozen_parameter_of_any_size(num_rows, through_data):
+    def train(**settings):
+        torch.manual_seed(0)
+        model = Bank(num_rows, through_data=through_data)
+        with trainer_of(model, **settings) as trainer:
+            for x in torch.randn(3, 16, 8, dtype=torch.float64):
+                trainer.train_step(x, mean_square)
+        return list(model.parameters())
+
+    assert_same(train(memory="1GiB"), train())
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_trial_tells_of_a_frozen_parameter_that_is_too_large_to_be_saved(monkeypatch, through_data):
+    monkeypatch.setattr(snapshot, "_MOST_FROZEN_BYTES", 2**20)
+    told = r"memory=.* is ignored, .*\(100000, 4\) that forward changes in place, and that stays changed"
+    with trainer_of(Bank(100_000, through_data=through_data), memory="1GiB") as trainer:
+        trainer.train_step(torch.randn(16, 8, dtype=torch.float64), mean_square)
+        with pytest.warns(mk.errors.MemkitWarning, match=told):
+            trainer.train_step(torch.randn(16, 8, dtype=torch.float64), mean_square)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_restored_parameters_of_a_model_in_the_closure_of_the_loss_are_not_told_of(through_data):
+    def train(*failures):
+        torch.manual_seed(0)
+        model, calls = Bank(40, through_data=through_data), itertools.count()
+
+        def loss_fn(_, x):
+            loss = model(x).square().mean()
+            if next(calls) in failures:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return loss
+
+        with trainer_of(model) as trainer:
+            for x in torch.randn(3, 16, 8, dtype=torch.float64):
+                trainer.train_step(x, loss_fn)
+        return list(model.parameters())
+
+    assert_same(train(0), train())  # without a warning
+
+
+def test_a_trial_tells_once_of_a_model_in_the_closure_of_the_loss_that_sets_its_own_parameters():
+    class ActNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+            self.register_buffer("is_set", torch.tensor(False))
+
+        def forward(self, x):
+            if not self.is_set:
+                self.scale.data.copy_(1 / x.std(0))
+                self.is_set.fill_(True)
+            return x * self.scale
+
+    def train(**settings):
+        torch.manual_seed(0)
+        model = ActNorm()
+        with trainer_of(model, **settings) as trainer:
+            for x in torch.randn(3, 16, 8, dtype=torch.float64):
+                trainer.train_step(x, lambda _, x: model(x).square().mean())
+        return list(model.parameters())
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert_same(train(memory="1GiB"), train())
+    (told,) = [str(each.message) for each in seen if "stay" in str(each.message)]
+    assert "unless the forward sets them anew" in told
 
 
 @pytest.mark.parametrize("treatment", ["full", "selective"])

@@ -351,6 +351,21 @@ def test_kernels_look_up_the_positions_of_a_mask(card, select, num_bytes):
     assert card.peak_bytes - before == out.nbytes + num_bytes
 
 
+def test_a_mask_on_the_host_selects_what_it_does_with_data(card):
+    """Beside a tensor of the card, and in the backward, which looks the positions up again."""
+    mask = torch.zeros(16, dtype=torch.bool)
+    mask[::2] = True
+    weight = torch.randn(8, 16, device="cuda", requires_grad=True)
+    padded = weight.new_zeros((16, 16))
+    padded[mask] = weight
+    assert padded[mask].shape == (8, 16)
+    padded.square().mean().backward()
+    assert weight.grad.shape == weight.shape
+    mask[1] = True  # read anew, not kept
+    assert padded[mask].shape == (9, 16)
+    assert mask.cuda().nonzero().shape == (9, 1)
+
+
 def test_fused_layers_of_inference_are_back_afterwards():
     assert torch.backends.mha.get_fastpath_enabled()
     with VirtualGPU("RTX 4090"):

@@ -316,6 +316,7 @@ def test_names_permutation_of_rows():
 
     verdict = check_split(net(), torch.randn(12, 6), mixup)
     assert verdict.exact is None
+    assert verdict.is_permuted
     assert "permutes the rows at random (mixup, SMOTE, a codebook" in verdict.reason
 
 

@@ -112,6 +112,23 @@ def test_rejects_mean_among_additive_losses(model):
     split((X, Y), lambda m, b: mk.Loss(mean=square_error(m, b), count=len(b[0]))).backward()
 
 
+def test_the_way_out_for_a_gradient_of_the_batch_works_again_and_again(model):
+    def loss_fn(m, batch, detached):
+        x = batch[0].detach().requires_grad_() if detached else batch[0].requires_grad_()
+        (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        return square_error(m, (x, batch[1])) + slope.square().sum(1).mean()
+
+    split, batch = mk.SplitLoss(model, num_microbatches=1), (X.clone(), Y)
+    for _ in range(2):
+        plain = torch.autograd.grad(loss_fn(model, batch, True), list(model.parameters()), allow_unused=True)
+        model.zero_grad()
+        split(batch, lambda m, b: loss_fn(m, b, True)).backward()
+        torch.testing.assert_close([each.grad for each in model.parameters()], list(plain))
+    batch[0].requires_grad_()
+    with pytest.raises(mk.errors.InputError, match=r"write x = x.detach\(\).requires_grad_\(\) inside loss_fn"):
+        mk.SplitLoss(model, num_microbatches=1)(batch, lambda m, b: loss_fn(m, b, False))
+
+
 def test_trainable_set_may_change_but_not_be_empty(model):
     split = mk.SplitLoss(nn.Sequential(model, nn.Linear(1, 1).double()), num_microbatches=2, probe=False)
     model.requires_grad_(False)

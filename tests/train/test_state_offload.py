@@ -91,6 +91,29 @@ def test_wrapper_offloads_state_on_request():
     assert_same(results[0], results[1])
 
 
+def test_the_way_out_for_an_unknown_optimizer_works_before_and_after_its_first_step():
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                momentum = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.sub_(0.1 * torch.sign(0.9 * momentum + 0.1 * p.grad))
+                momentum.mul_(0.99).add_(p.grad, alpha=0.01)
+
+    parameters = [nn.Parameter(torch.ones(2))]
+    optimizer = Lion(parameters)
+    for _ in range(2):
+        with pytest.raises(mk.errors.ConfigError, match="leave 'optimizer' out of offload="), offload_state(optimizer):
+            pass
+        with pytest.raises(mk.errors.ConfigError, match="omit this call"):
+            parameterwise.materialize_state(optimizer)
+        parameters[0].square().sum().backward()
+        optimizer.step()
+
+
 def test_unknown_optimizers_are_refused_by_name():
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(mk.errors.ConfigError, match="LBFGS"), offload_state(torch.optim.LBFGS(parameters)):
