@@ -327,6 +327,23 @@ def _check_fields(call: str, value: object) -> None:
             raise _refusal(call, f"fields[{name!r}]", origin, "an Origin")
 
 
+def with_text_for_nan(note: Any, levels: int = _DEEPEST_NOTE) -> Any:
+    """Return a note whose numbers that JSON does not have are texts: NaN, and infinity, such as a loss that diverged.
+
+    Example:
+        >>> from memkit._events.log import with_text_for_nan
+        >>> with_text_for_nan({"losses": [0.5, float("nan")]})
+        {'losses': [0.5, 'nan']}
+    """
+    if isinstance(note, float):
+        return note if type(note) is not float or math.isfinite(note) else str(note)
+    if not levels or not isinstance(note, (dict, list, tuple)):
+        return note  # what is too deep is refused later
+    if isinstance(note, dict):
+        return {key: with_text_for_nan(each, levels - 1) for key, each in note.items()}
+    return [with_text_for_nan(each, levels - 1) for each in note]
+
+
 def _plain_object(call: str, name: str, value: object) -> dict[str, Any]:
     copy = _plain_copy(call, name, value, _DEEPEST_NOTE)
     if not isinstance(copy, dict):

@@ -65,6 +65,11 @@ def _kept(script: Script) -> Iterator[tuple[ast.stmt | ast.expr, str, ast.expr]]
             yield node, owner(node), node.args[0]
 
 
+def _is_sum(node: ast.stmt | ast.expr, value: ast.expr) -> bool:
+    """Whether an accumulation computes a new tensor; a list keeps the tensors themselves, with their graphs."""
+    return isinstance(node, ast.stmt) and not isinstance(value, (ast.List, ast.Tuple, ast.ListComp))
+
+
 def _added(value: ast.expr) -> set[str]:
     """The names in an added value, also as an item: ``out["features"]``."""
     stack, names = [value], set[str]()
@@ -93,6 +98,7 @@ def _find_kept_graphs(script: Script) -> Iterator[SourceSpan]:
                 name
                 and name not in in_loss
                 and script.inside(node, loop)
+                and not (_is_sum(node, value) and script.under_no_grad(node))
                 and not _is_reset(script, loop, name)
                 and any(_holds_graph(script, loop, part, node) for part in added)
             ):

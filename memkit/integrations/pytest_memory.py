@@ -134,4 +134,6 @@ def watch_for_leaks(step: Callable[[], object], *, repeat: int = 5, warmup: int 
 
 def _describe_growth(repeat: int, added: list[int]) -> str:
     calls = ", ".join(map(format_bytes, added))
+    if sum(added) <= 0:
+        return f"memory grows over {repeat} calls, by tensors that this thread's operators did not create:"
     return f"memory grows: {format_bytes(sum(added))} more in live tensors after {repeat} calls ({calls})"

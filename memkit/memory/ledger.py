@@ -21,7 +21,7 @@ import torch
 
 from memkit._core.errors import StateError
 from memkit._core.records import DeviceMemory
-from memkit._events.log import Event
+from memkit._events.log import Event, with_text_for_nan
 from memkit._events.phase_names import is_evaluation
 from memkit._events.writer import text_of_first
 from memkit._machine import devices
@@ -509,7 +509,8 @@ class Ledger:
             InputError: The name is empty, or the note is not plain JSON (also as InputTypeError).
         """
         counters, tracker = self.read(), self.here.tracker
-        values: dict[str, Any] = {"event": name, "phase": path, "component": component, "note": note}
+        plain = with_text_for_nan(note)  # the step that diverged must not end the training that writes it down
+        values: dict[str, Any] = {"event": name, "phase": path, "component": component, "note": plain}
         Event(**values)  # rejects an invalid event here
         live_bytes = None if tracker is None else tracker.live_bytes
         resident_bytes = devices.resident_bytes()

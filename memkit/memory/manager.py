@@ -305,7 +305,7 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         Args:
             name: The event's name.
             component: The part of the model that the event is about.
-            note: Anything else, as plain JSON values.
+            note: Anything else, as plain JSON values; NaN and infinity are written as texts.
 
         Raises:
             InputError: The name is empty, or the note is not plain JSON (also as InputTypeError).

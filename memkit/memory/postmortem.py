@@ -109,8 +109,9 @@ def _describe(
     counted = sum(census.by_category.values())
     lines.append(f"tensors on {where} reachable from Python: {format_bytes(counted)}")
     lines += [f"  {format_bytes(nbytes):>12}  {name}" for name, nbytes in census.by_category.items()]
-    if snapshot.allocated_bytes is not None:
-        lines.append(f"  {format_bytes(snapshot.allocated_bytes - counted):>12}  unreachable, or rounding")
+    unreachable = (snapshot.allocated_bytes or 0) - counted
+    if unreachable >= 0:  # a tracker's total lacks what no operator of its block has touched
+        lines.append(f"  {format_bytes(unreachable):>12}  unreachable, or rounding")
     lines.append("largest:")
     for each in census.largest[:10]:
         shape = "" if each.shape is None else f" {each.dtype}{list(each.shape)}"

@@ -44,8 +44,8 @@ def highlights(
     steps = figures.steps
     growth = None
     if steps is not None and steps.course is not None:
-        level = words("growth_level")
-        growth = Size.of(round(steps.growth.rate), is_change=True) if steps.growth is not None else level
+        found = steps.growth or steps.slow
+        growth = words("growth_level") if found is None else Size.of(round(found.rate), is_change=True)
     tiles: tuple[tuple[str, Cell], ...] = (
         (words("fact_peak"), figures.peak.size if figures.peak else None),
         (words("tile_growth"), growth),

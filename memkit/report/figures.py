@@ -293,8 +293,10 @@ def _without_preloaded(steps: LoggedSteps | None, events: Iterable[Event]) -> Lo
     """Drop a growth that is not real: a tracker counts data loaded before it started only from their first use."""
     rates = (_noted(event, "preloaded_bytes") / max(1, _noted(event, "num_steps")) for event in events)
     rate = max(rates, default=0.0)
-    is_it = steps is not None and steps.growth is not None and rate > 0 and steps.growth.rate < _PRELOADED * rate
-    return replace(steps, growth=None) if steps is not None and is_it else steps
+    if steps is None or rate <= 0:
+        return steps
+    growth, slow = (None if each and each.rate < _PRELOADED * rate else each for each in (steps.growth, steps.slow))
+    return replace(steps, growth=growth, slow=slow)
 
 
 def _with_cycle(steps: LoggedSteps | None, cycle: Cycle | None) -> LoggedSteps | None:

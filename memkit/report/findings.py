@@ -50,6 +50,8 @@ def _nothing_wrong(figures: ReportFigures) -> ReportFinding:
         "event": clean(peak.event),
         "count": f"{len(steps.steps):,}" if steps else "0",
     }
+    if steps is not None and steps.slow is not None:
+        return ReportFinding(kind="slow", severity="note", values=values | {"rate": round(steps.slow.rate)})
     if is_known:
         return ReportFinding(kind="level", severity="good", values=values)
     return ReportFinding(kind="nothing", severity="note", values=values)
@@ -65,7 +67,7 @@ def headline(finding: ReportFinding, words: Words) -> str:
 
 def next_step(finding: ReportFinding, words: Words) -> str | None:
     """Say what to do about it; None if there is nothing to do."""
-    if finding.kind in {"level", "nothing"}:
+    if finding.kind in {"level", "slow", "nothing"}:
         return None
     values = {name: _text(value, words) for name, value in finding.values.items()}
     if finding.kind in _NAMED and finding.suspect is None:

@@ -65,7 +65,8 @@ class LoggedSteps:
             there is no measure.
         trend: Slope of held memory, or of the sum of the bytes that the steps added; None for too few steps, and if a
             running peak shows that these bytes were freed, or may have been.
-        growth: The same as a verdict: None unless it grows for certain.
+        growth: The same as a verdict: None unless it grows for certain, and so fast that it matters.
+        slow: Certain growth that is slower.
         has_larger_inputs: Whether held memory grows only because the steps take more and more, and free it again.
         rise: The sum of the bytes that the steps added, and the rise of the running peak over them, if that is less;
             else None.
@@ -76,6 +77,7 @@ class LoggedSteps:
     measure: Measure | None
     trend: Trend | None
     growth: HeldGrowth | None
+    slow: HeldGrowth | None
     has_larger_inputs: bool
     rise: tuple[int, int] | None
 
@@ -88,19 +90,22 @@ class LoggedSteps:
         return (max(peaks) - min(peaks)) / max(peaks)
 
     @property
-    def course(self) -> Literal["growth", "flat", "growth_added", "flat_added"] | None:
-        """Whether memory grows, and whether that is the sum of the bytes that steps added; None if unknown."""
+    def course(self) -> str | None:
+        """How memory grows: ``"growth"``, ``"slow"`` or ``"flat"``; None if unknown.
+
+        ``"growth_added"``, ... if that is the sum of the bytes that steps added.
+        """
         if self.trend is None and self.growth is None:
             return None
-        if self.measure == "incremental":
-            return "growth_added" if self.growth else "flat_added"
-        return "growth" if self.growth else "flat"
+        course = "growth" if self.growth else "slow" if self.slow else "flat"
+        return f"{course}_added" if self.measure == "incremental" else course
 
     @property
     def growth_bytes(self) -> float | None:
         """Growth over all steps: by the trend, or else by the rise of a running peak that the steps themselves set."""
-        if self.growth is not None:
-            return self.growth.rate * (self.steps[-1].number - self.steps[0].number)
+        growth = self.growth or self.slow
+        if growth is not None:
+            return growth.rate * (self.steps[-1].number - self.steps[0].number)
         if self.trend is not None:
             return 0.0
         return self.rise[1] if self.rise is not None and self.rise[1] > 0 else None
@@ -142,6 +147,7 @@ class _OneStep:
 
 
 _NOTHING = (None,) * 4
+_LEVEL = 0.001  # of the peak: growth by less over all of the steps is none
 
 
 def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
@@ -189,14 +195,19 @@ def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
     series = held if len(held) > 1 else _summed(added) if rise is None else []
     growth = _growth_per_step(series)
     peaks = [step.peak.low for step in steps if step.peak.is_known and step.peak.low is not None]
-    is_enough = growth is not None and 2 * len(peaks) > len(steps)
-    has_larger_inputs = is_enough and growth is not None and is_of_inputs(growth, peaks)
+    slow = None
+    if growth is not None and growth.rate < LEAST_RATE:
+        is_seen = growth.rate * (numbers[-1] - numbers[0]) > _LEVEL * max(peaks, default=0)
+        slow = growth if growth.is_certain and is_seen else None
+        growth = None
+    has_larger_inputs = growth is not None and 2 * len(peaks) > len(steps) and is_of_inputs(growth, peaks)
     return LoggedSteps(
         tuple(steps),
         num_missing=numbers[-1] - numbers[0] + 1 - len(numbers),
         measure=measure,
         trend=find_trend(series),
         growth=None if has_larger_inputs else growth,
+        slow=slow,
         has_larger_inputs=has_larger_inputs,
         rise=rise,
     )
@@ -205,7 +216,7 @@ def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
 def _growth_per_step(series: Sequence[tuple[int, int]]) -> HeldGrowth | None:
     """Return the growth per step, also if only every tenth step is in the log."""
     gap = max(1, (series[-1][0] - series[0][0]) // (len(series) - 1)) if len(series) > 1 else 1
-    growth = growth_of([num_bytes for _, num_bytes in series], least_rate=gap * LEAST_RATE)
+    growth = growth_of([num_bytes for _, num_bytes in series], least_rate=0)
     return None if growth is None else replace(growth, rate=growth.rate / gap, every=growth.every * gap)
 
 

@@ -52,6 +52,14 @@ def test_values_that_change_between_steps_count(guard):
     assert rules_in_step(f"if {guard}: print(loss)") == []
 
 
+@pytest.mark.parametrize("context", ["torch.no_grad()", "torch.inference_mode()"])
+def test_a_sum_without_gradients_has_no_graph_but_a_list_keeps_that_of_its_items(context):
+    assert rules_in_step(f"with {context}: total += loss") == []
+    assert rules_in_step(f"with {context}: total = total + loss") == []
+    assert rules_in_step(f"with {context}: losses.append(loss)") == ["graph-kept"]
+    assert rules_in_step(f"with {context}: losses += [loss]") == ["graph-kept"]
+
+
 @pytest.mark.parametrize(
     "line",
     [

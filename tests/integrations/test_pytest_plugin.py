@@ -343,6 +343,15 @@ def test_without_a_holder(assert_no_leak):
         rows = torch.cat([rows, torch.ones(64, 256)])
     assert_no_leak(grow, repeat=3)
 
+def test_thread(assert_no_leak):
+    kept = []
+    def in_thread():
+        import threading
+        thread = threading.Thread(target=lambda: kept.append(torch.zeros(10000)))
+        thread.start()
+        thread.join()
+    assert_no_leak(in_thread, repeat=3)
+
 def test_clean(assert_no_leak, model):
     log = []
     optimizer = torch.optim.AdamW(model.parameters())
@@ -356,7 +365,7 @@ def test_clean(assert_no_leak, model):
 def test_too_few(assert_no_leak): assert_no_leak(lambda: None, repeat=2)
 """
     )
-    result.assert_outcomes(passed=1, failed=3)
+    result.assert_outcomes(passed=1, failed=4)
     result.stdout.fnmatch_lines(
         [
             ">       assert_no_leak(keep, repeat=3)",
@@ -366,6 +375,8 @@ def test_too_few(assert_no_leak): assert_no_leak(lambda: None, repeat=2)
             "E       Failed: memory grows: 192.00 KiB more in live tensors after 3 calls (64.00 KiB, *)",
             "E       No holder was found. Live bytes after the last call, by the line that created them:",
             "E           256.00 KiB  *.py:* in grow",
+            "E       Failed: memory grows over 3 calls, by tensors that this thread's operators did not create:",
+            "E       local `kept` of function test_thread keeps 4 tensors, *",
             "E   memkit.errors.ConfigError: assert_no_leak(step, repeat=2, warmup=1): got 2 calls *",
         ]
     )

@@ -91,6 +91,14 @@ def test_lines_of_the_manager_are_the_encoders_own(tmp_path):
     assert "\\u2028" in lines[0]  # an end of line to others
 
 
+def test_a_note_of_a_loss_that_diverged_does_not_end_the_training(tmp_path):
+    path = tmp_path / "memory_events.jsonl"
+    with mk.MemoryManager("cpu", log=path) as memory:
+        memory.mark("step", note={"loss": float("nan"), "norms": (float("inf"), -float("inf"), 1.5)})
+    (event,) = mk.report.read_memory_events(path).events
+    assert event.note == {"loss": "nan", "norms": ["inf", "-inf", 1.5]}
+
+
 def test_every_number_of_an_accelerator_has_an_origin():
     from memkit._events.log import BYTE_FIELDS
     from memkit.memory.journal import header_of

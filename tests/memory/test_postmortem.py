@@ -178,3 +178,19 @@ def test_first_error_passes_when_warnings_are_errors(tmp_path):
     (tmp_path / "file").write_text("")  # the test run's own filter makes errors of warnings
     with pytest.raises(MemoryError), mk.MemoryManager("cpu").post_mortem(tmp_path / "file"):
         fail()
+
+
+def test_no_size_is_negative_where_the_tracker_has_not_seen_all_tensors(tmp_path):
+    untouched, model = torch.zeros(2**18), torch.nn.Linear(8, 8)
+    memory = mk.MemoryManager("cpu")
+
+    def train():
+        with memory.track(), memory.post_mortem(tmp_path):
+            model(torch.ones(2, 8))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train()
+    text = "\n".join(read(tmp_path)["text"])
+    assert f"{untouched.nbytes // MIB}.00 MiB  other" in text
+    assert " -" not in text

@@ -6,6 +6,7 @@ import pytest
 
 from memkit._events.log import Event
 from memkit._events.reader import EventLog
+from memkit.recipes.report import write_report
 from memkit.report.comparing import compare_figures
 from memkit.report.figures import read_figures
 from memkit.report.finding import ReportFinding
@@ -167,3 +168,18 @@ def test_changes_are_matched_by_name():
     assert changes["component", "t5"].change_bytes == -10
     assert (changes["stage", "new"].presence, changes["stage", "new"].change_bytes) == ("new", None)
     assert changes["stage", "gone"].presence == "gone"
+
+
+@pytest.mark.parametrize(("rate", "course"), [(9_000, "slow"), (10, "flat"), (0, "flat"), (20_000, "growth")])
+def test_growth_that_is_too_slow_to_matter_is_told_as_it_is(rate, course, tmp_path):
+    held = [3 * 2**20 + rate * n for n in range(300)]
+    log = log_of(*(Event("step", step=n, allocated_bytes=each, peak_bytes=each + 2**20) for n, each in enumerate(held)))
+    write_report(log, tmp_path / "report.txt")
+    page = " ".join((tmp_path / "report.txt").read_text().split())
+    assert ("memory stays level over 300 steps" in page) == (course == "flat")
+    assert ("Memory in tensors does not grow over the steps." in page) == (course == "flat")
+    assert ("memory grows slowly, 8.79 KiB per step over 300 steps" in page) == (course == "slow")
+    assert ("Memory grows 19.53 KiB per step" in page) == (course == "growth")
+    share = rate * 299 / (held[-1] + 2**20)
+    growth = next(line for line in page.split(" - ") if "growth over all steps" in line)
+    assert f"{share if course != 'flat' else 0:.1%}" in growth
