@@ -340,6 +340,7 @@ class BatchRun:
         self._contents: Contents | None = None
         if means.remedies is not None:
             self._marks, self.rollback = marks_of(tensors), self.take_rollback()
+            self._trained = {id(each) for each in tensors if each.requires_grad}
             self._contents = None if means.inputs.is_quiet else means.inputs.note(batch)
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:
@@ -486,8 +487,15 @@ class BatchRun:
         return remedies is not None and remedies.improve(failure, what, is_last=is_last)
 
     def check_intact(self, failed: Attempt, failure: Failure) -> None:
-        """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place."""
+        """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place.
+
+        Where it has called `requires_grad_`, that is taken back: smaller parts would be no leaves.
+        """
         if are_unwritten(self._marks) and (self._contents is None or self._contents.are_same()):
+            tensors = [each for each in self.means.inputs.leaves_of(failed.part) if isinstance(each, torch.Tensor)]
+            for each in tensors:
+                if each.requires_grad and each.is_leaf and id(each) not in self._trained:
+                    each.requires_grad_(False)  # noqa: FBT003 - torch's signature
             return
         raise MemkitOutOfMemoryError(
             self.means.call,

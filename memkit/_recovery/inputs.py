@@ -39,15 +39,16 @@ class InputWatch:
         leaves_of: Lists the tensors and arrays of a batch.
 
     Attributes:
+        leaves_of: See the argument.
         is_quiet: Whether a forward has left its batch as it was.
     """
 
     def __init__(self, leaves_of: Callable[[Any], Sequence[Array]]) -> None:
-        self._leaves_of, self.is_quiet = leaves_of, False
+        self.leaves_of, self.is_quiet = leaves_of, False
 
     def note(self, batch: Any) -> Contents:
         """Note the contents of a batch."""
-        return Contents(self._leaves_of(batch))
+        return Contents(self.leaves_of(batch))
 
 
 def _content_of(leaf: Array) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from memkit._core.errors import ConfigError, InputTypeError, warn_user
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._core.protocols import SimulatedGpu
 from memkit._gradients.closures import refuse_closure
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
@@ -629,6 +630,20 @@ _NAMES = {
 }
 
 
+def _made(kind: MakeOptimizer, parameters: Iterable[Any]) -> Optimizer:
+    """Make an optimizer, or refuse a model that has nothing for it."""
+    parameters = list(parameters)
+    if not parameters:
+        raise InputError(
+            "a step on tensors without data",
+            got="a model without parameters: its optimizer has nothing to train",
+            expected="a model that has all trained parameters as its own",
+            fix="pass them as one module, torch.nn.ModuleList([model, other]), with a loss_fn that calls both; weights "
+            "in buffers or plain attributes are not trained.",
+        )
+    return kind(parameters)
+
+
 def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer:
     """Return a function of the parameters that makes the optimizer; for an instance it returns that instance.
 
@@ -650,7 +665,7 @@ def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer
                 fix=(f"did you mean {near[0]!r}? " if near else "")
                 + "For any other optimizer pass its class, a function of the parameters, or the optimizer itself.",
             )
-        return maker
+        return partial(_made, maker)
     if not callable(optimizer):
         raise InputTypeError(
             f"optimizer={optimizer!r}",

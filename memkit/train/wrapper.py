@@ -54,6 +54,7 @@ from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.words import RESULT_ABSENT, WRAPPER_ABSENT, WRAPPER_REWRITE, WRAPPER_WORDS
 
 _VERSION = 1
+_NEEDS_GRAPH = "create_graph"  # in the errors of AdaHessian and others of its kind
 _CALL = WRAPPER.kind
 _STATE = ("accumulator", "scaler", "sizes")
 _STEP = "trainer.train_step(batch, loss_fn)"
@@ -669,10 +670,15 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         run = self._batch_run
         if run is not None and not run.is_complete:
             run.refuse_incomplete()
-        if self._part_planner.has_manager:
-            stepped, _ = self._part_planner.in_phase("optimizer", self._sum.end, self._after_step)
-        else:
-            stepped, _ = self._sum.end(self._after_step)
+        try:
+            if self._part_planner.has_manager:
+                stepped, _ = self._part_planner.in_phase("optimizer", self._sum.end, self._after_step)
+            else:
+                stepped, _ = self._sum.end(self._after_step)
+        except RuntimeError as error:
+            if _NEEDS_GRAPH not in str(error):
+                raise
+            _refuse_second_order(self._optimizers, error)
         if stepped and run is not None:
             run.num_ooms += self._sum.num_step_ooms
         if run is not None and run.num_ooms:
@@ -768,6 +774,17 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             is_whole=attempt.size == attempt.batch_size,
         )
         attempt.loss = loss.detached(count)
+
+
+def _refuse_second_order(optimizers: Sequence[torch.optim.Optimizer], error: RuntimeError) -> NoReturn:
+    raise ConfigError(
+        _STEP,
+        got=f"{', '.join(type(each).__name__ for each in optimizers)}, whose step() differentiates the gradients",
+        expected="an optimizer that steps with gradients without a graph, which are all that parts of a batch can add "
+        "up to",
+        fix="in a loop of your own write loss.backward(create_graph=True) and optimizer.step(), where "
+        "mk.Checkpointing works as well. With this trainer use another optimizer.",
+    ) from error
 
 
 def _refuse_unweighted(call: str) -> NoReturn:

@@ -346,6 +346,12 @@ def test_numpy_of_gpu_tensor_suggests_cpu():
     )
 
 
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "sgd"}])
+def test_a_model_without_parameters_is_refused(optimizer):
+    with pytest.raises(mk.errors.InputError, match=r"model without parameters.*ModuleList"):
+        mk.estimate_memory_usage(nn.Flatten(), torch.randn(4, 3, 2), loss_fn=lambda m, x: m(x).mean(), **optimizer)
+
+
 def test_a_dataclass_is_a_batch():
     @dataclasses.dataclass
     class Graph:

@@ -127,3 +127,43 @@ class TestAfterClose:
 def test_float16_on_a_cpu_is_warned_of():
     with pytest.warns(mk.MemkitWarning, match=r"precision='fp16-mixed' on a CPU.*Use precision=None"):
         make(precision="fp16-mixed")
+
+
+def test_an_optimizer_that_differentiates_the_gradients_is_refused_with_a_way_out_that_works():
+    class AdaHessian(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure=None):
+            params = self.param_groups[0]["params"]
+            grads = [each.grad for each in params]
+            if any(each.grad_fn is None for each in grads):
+                raise RuntimeError("Gradient tensor has no grad_fn: make sure that create_graph is set to True")
+            traces = torch.autograd.grad(grads, params, [torch.ones_like(each) for each in params])
+            for each, trace in zip(params, traces, strict=True):
+                each.data -= 0.1 * each.grad.detach() / (trace.abs() + 1)
+
+    def make():
+        torch.manual_seed(0)
+        blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(4, 1)).double()
+        return model, AdaHessian(model.parameters())
+
+    def step_by_hand(model, optimizer):
+        grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), create_graph=True)
+        for each, grad in zip(model.parameters(), grads, strict=True):  # as backward(create_graph=True), which warns
+            each.grad = grad
+        optimizer.step()
+        return [each.detach().clone() for each in model.parameters()]
+
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = step_by_hand(*make())
+    model, optimizer = make()
+    with (
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, on_oom="raise") as trainer,
+        pytest.raises(mk.errors.ConfigError, match=r"AdaHessian.*backward\(create_graph=True\).*mk.Checkpointing"),
+    ):
+        trainer.train_step(x, lambda model, x: model(x).square().mean())
+    optimizer.zero_grad()
+    with mk.Checkpointing(model, {"0": "full", "1": "full"}):
+        torch.testing.assert_close(step_by_hand(model, optimizer), expected)

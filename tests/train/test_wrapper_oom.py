@@ -400,3 +400,29 @@ def test_a_failure_after_the_step_says_that_the_step_is_done(kind, error, told):
         assert told in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         assert trainer.num_steps == 2
         assert trainer.train_step(batches[2], loss_fn).stepped
+
+
+@pytest.mark.parametrize("most_rows", [2, 4])
+def test_the_batch_of_a_failed_attempt_requires_no_gradient_again(most_rows):
+    """Forces of molecules, residuals of equations: `loss_fn` differentiates by the batch, which must be a leaf."""
+
+    def train(most_rows):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+        def loss_fn(model, batch):
+            x, forces = batch
+            x.requires_grad_()
+            assert x.is_leaf
+            if len(x) > most_rows:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            energy = model(x)
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            return energy.square().mean() + (slope - forces).square().sum(1).mean()
+
+        batch = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+        with mk.MemoryEfficientTrainingWrapper(net, torch.optim.SGD(net.parameters(), lr=0.1)) as trainer:
+            trainer.train_step(batch, loss_fn)
+        return list(net.parameters())
+
+    torch.testing.assert_close(train(most_rows), train(8))
