@@ -41,7 +41,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload
-from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, members_of, recomputed_by_hooks
+from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, is_compiled, members_of, recomputed_by_hooks
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
 
@@ -213,6 +213,9 @@ class Rehearsal:
     def _finding_modules(self) -> Iterator[None]:
         """Save, in the block, the attributes of modules that the roots do not hold, before they first run."""
         thread = threading.get_ident()  # other threads train models of their own
+        if any(is_compiled(each) for each in self._attributes.holders() if isinstance(each, nn.Module)):
+            yield  # it would be compiled again, for the hook
+            return
 
         def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
             known = any(each.hold(module) for each in (self._attributes, *self._found))

@@ -30,6 +30,7 @@ from memkit._torch.tensors import are_unwritten, marks_of
 
 CutPart = Callable[[Part, int], list[Part]]
 _MOST_UNDONE = 4  # cuts of a batch: a remedy that a cut has made unnecessary comes again each time
+_REQUIRES_GRAD = attrgetter("requires_grad")  # in no step of Python
 _SIZE = attrgetter("size")
 _TENSORS = frozenset({torch.Tensor})
 
@@ -340,7 +341,7 @@ class BatchRun:
         self._contents: Contents | None = None
         if means.remedies is not None:
             self._marks, self.rollback = marks_of(tensors), self.take_rollback()
-            self._trained = {id(each) for each in tensors if each.requires_grad}
+            self._trained = set(map(id, filter(_REQUIRES_GRAD, tensors)))
             self._contents = None if means.inputs.is_quiet else means.inputs.note(batch)
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:
