@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._torch.modules import BUFFERS
+from memkit._torch.modules import BUFFERS, PARAMETERS
 from memkit._torch.pytree import keystr, tree_leaves_with_path
 from memkit.memory.graphs import GraphWalk, grad_of, graph_of, storages_of
 from memkit.memory.holders import References, attributes, instances_of, is_a
 
 _Owners = dict[int, tuple[str, Any]]  # by id of a tensor: its category, and the parameter that it belongs to
+_Places = dict[int, tuple[str, Any]]  # by id of a parameter: its name in its layer, and the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +121,20 @@ def _find_holders(
     try:
         references = References(objects, layers)
         references.prepare([each for each in largest.values() if each is not None])
-        return {key: _holder_of(tensor, owners, references) for key, tensor in largest.items()}
+        own = ((attributes(layer).get(PARAMETERS) or {}, layer) for layer in layers)
+        places = {id(each): (name, layer) for members, layer in own for name, each in members.items()}
+        return {key: _holder_of(tensor, owners, places, references) for key, tensor in largest.items()}
     except MemoryError:
         return {}
 
 
-def _holder_of(tensor: Tensor | None, owners: _Owners, references: References) -> str:
+def _holder_of(tensor: Tensor | None, owners: _Owners, places: _Places, references: References) -> str:
     if tensor is not None and id(tensor) in owners:
         name, parameter = owners[id(tensor)]
-        return f"{name} for {_holder_of(parameter, {}, references)}" if is_a(parameter, Tensor) else name
+        return f"{name} for {_holder_of(parameter, {}, places, references)}" if is_a(parameter, Tensor) else name
+    if id(tensor) in places:  # an optimizer, which holds all parameters alike, may be as near
+        name, layer = places[id(tensor)]
+        return f"attribute `_parameters[{name!r}]` of {type(layer).__name__} ({references.end(layer)})"
     holder = None if tensor is None else references.holder_of(tensor)
     return "no variable: the autograd graph, or other C++ code" if holder is None or not holder.place else holder.text
 

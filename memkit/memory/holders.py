@@ -236,9 +236,9 @@ class References:
             text = name.text(suffix if first is None else "")
             if is_a(parent, nn.Module) and name.place.name.endswith("_hooks"):
                 hooks = name.place.name.strip("_").replace("_", " ")
-                text = f"{hooks} on {self._end(parent)}"
+                text = f"{hooks} on {self.end(parent)}"
                 if child is not value:
-                    text = f"{hooks[:-1]} on {self._end(parent)}: function {_function_name(below)}"
+                    text = f"{hooks[:-1]} on {self.end(parent)}: function {_function_name(below)}"
                 context = text
             texts.append(text)
             if first is None:
@@ -246,7 +246,7 @@ class References:
         end = self.name_of(nodes[-1])
         if first is None and end is not None:
             return Referrer(end.text(suffix), (*texts, end.text()), end.place)
-        end_text = self._end(nodes[-1])
+        end_text = self.end(nodes[-1])
         context = context or end_text
         if first is None:
             return Referrer(f"a {type(value).__name__} that no readable variable refers to", tuple(texts), None)
@@ -274,7 +274,7 @@ class References:
     def _is_end(self, value: object) -> bool:
         return self.name_of(value) is not None or is_a(value, nn.Module)
 
-    def _end(self, value: Any) -> str:
+    def end(self, value: Any) -> str:
         """Describe the upper end of a chain: a variable, or a layer by its path."""
         keys: list[str] = []
         while is_a(value, nn.Module) and id(value) in self._layers and len(keys) < _DEEPEST:

@@ -194,3 +194,20 @@ def test_no_size_is_negative_where_the_tracker_has_not_seen_all_tensors(tmp_path
     text = "\n".join(read(tmp_path)["text"])
     assert f"{untouched.nbytes // MIB}.00 MiB  other" in text
     assert " -" not in text
+
+
+def test_parameters_and_what_belongs_to_them_are_named_by_their_layers(tmp_path):
+    def train():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64, bias=False))
+        optimizer = torch.optim.Adam(model.parameters())
+        with mk.MemoryManager("cpu").post_mortem(tmp_path):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train()
+    own = [each for each in read(tmp_path)["largest"] if each["shape"] == [64, 32]]
+    assert sorted(each["category"] for each in own) == ["gradient", "optimizer", "optimizer", "parameter"]
+    for each in own:
+        assert each["holder"].endswith("attribute `_parameters['weight']` of Linear (layer `model.1`)")
