@@ -76,6 +76,7 @@ _NUMBERS = (bytearray, array.array)
 # Of the standard library, with what is the user's.
 _WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, UserState)
 _WORDS = frozenset({bool, int, float, str, type(None)})
+_RESULTS = frozenset({Tensor, np.ndarray, tuple, list, dict, *_WORDS})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
 _MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # an instance-level override
@@ -566,8 +567,8 @@ class Attributes:
             same, and save the content of tensors of up to 1 MiB, as a count, a running mean or a small teacher has; of
             64 MiB in all, and not of parameters that are trained. ``"versions"`` saves that of plain tensors in the
             attributes of modules alone, such as the targets that a criterion keeps. ``"counts"``, for each part of an
-            evaluation: as ``"saved"``, but what is not saved has only its version watched, and that includes
-            the networks' own parameters and what stands in long lists, such as results.
+            evaluation: as ``"saved"``, but what is not saved, such as a network's parameters, has only its version
+            watched, and the tensors in long lists, which are results, not even that.
         trained: Ids of the parameters that are trained; None takes all that require a gradient for such.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
@@ -591,6 +592,7 @@ class Attributes:
         is_for_rerun: bool = False,
     ) -> None:
         self._roots, self._except_for, self._is_for_rerun = roots, except_for, is_for_rerun
+        self._is_of_counts = content == "counts"
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
@@ -648,14 +650,12 @@ class Attributes:
 
     def _watch_counts(self) -> None:
         buffers = {id(each) for owner, own in self._owners for each in _buffers(owner, own)}
-        results = (each for each, _ in self._containers if isinstance(each, list) and len(each) > _MAX_COUNTS)
-        unsaved, saved_bytes = {id(each) for one in results for each in one}, _MOST_SAVED_BYTES
+        saved_bytes = _MOST_SAVED_BYTES
         for index, held in enumerate(self._tensors):
             each, same = held.tensor, held.same
             if id(each) in buffers or same.is_inference() or same.is_meta:
                 continue
-            may_save = id(each) not in unsaved and not isinstance(each, nn.Parameter)
-            is_saved = may_save and same.nbytes <= min(_SMALL_BYTES, saved_bytes)
+            is_saved = not isinstance(each, nn.Parameter) and same.nbytes <= min(_SMALL_BYTES, saved_bytes)
             saved_bytes -= same.nbytes if is_saved else 0
             self._tensors[index] = held._replace(version=version_of(same), content=same.clone() if is_saved else None)
 
@@ -696,6 +696,8 @@ class Attributes:
         is_of_numbers = isinstance(value, _NUMBERS)
         if len(value) <= _MAX_COPIED:
             self._containers.append((value, value[:] if is_of_numbers else value.copy()))
+        if self._is_of_counts and isinstance(value, list) and len(value) > _MAX_COUNTS:
+            return [each for each in value if type(each) not in _RESULTS]
         inside = value.values() if isinstance(value, dict) else value
         return () if is_of_numbers or len(value) > _MAX_ITEMS else list(inside)
 

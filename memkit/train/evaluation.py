@@ -53,6 +53,7 @@ class Evaluation:
         # By key, functions whose rows were found independent, and those of which a warning said that nobody knows.
         self._checked: dict[object, object] = {}
         self._told: set[object] = set()
+        self._host = random_state.HostState()
         self._quiet: set[object] = set()  # keys of functions, and None for the model, that were seen to change nothing
 
     def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
@@ -168,7 +169,7 @@ class Evaluation:
 
     def _attempt(self, fn: Callable[[nn.Module, Any], Any], part: Any) -> Done[Any] | Failure:
         """Run ``fn``; undo what a failed attempt has changed: rows that a metric counted are counted again."""
-        before, roots = random_state.capture(), {None: self._model, _key_of(fn): fn}
+        before, roots = random_state.capture(self._host), {None: self._model, _key_of(fn): fn}
         held = {
             key: insist(functools.partial(HeldState, root, content="counts"), "saving what fn and the model hold")
             for key, root in roots.items()
@@ -178,7 +179,7 @@ class Evaluation:
         def undo() -> None:
             for each in held.values():
                 each.restore()
-            random_state.restore(before)
+            random_state.restore(before, self._host)
 
         outcome = attempt(fn, self._model, part, undo=undo)
         if isinstance(outcome, Done):
