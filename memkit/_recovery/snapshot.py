@@ -28,6 +28,7 @@ from memkit._torch.modules import buffers_of, is_compiled, parameters_of, traini
 from memkit._torch.tensors import bit_sums, is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
+_MOST_KEYS = 64  # of loss functions
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
 _DIGESTED_BYTES = 2**22  # at a time
 _COMPARED_BYTES = 2**18  # at a time: three times a quarter of it for the results
@@ -101,6 +102,8 @@ class StateWatch:
         """Compare with what was saved before a completed forward; whether all of it is as it was."""
         if self.loss_fn is None or held.differ():
             return False
+        if len(self.quiet_losses) >= _MOST_KEYS:  # each step makes a loss object of its own
+            self.quiet_losses.clear()
         self.quiet_losses.add(key_of_loss(self.loss_fn))
         with contextlib.suppress(TypeError):  # an object with slots
             self.last_quiet = weakref.ref(self.loss_fn)
@@ -168,6 +171,12 @@ class StateWatch:
                 self._still[key] = entry.digest = _digest(entry.copy)
                 entry.copy = None
 
+    def adopt(self, modules: Iterable[nn.Module], snapshot: BufferSnapshot) -> None:
+        """Track more modules, with their buffers as they are now."""
+        found = [each for each in modules if each not in self.owners]
+        self.owners.update(dict.fromkeys(found))
+        snapshot.add(found, self._still)
+
     @contextlib.contextmanager
     def discover(self, rollback: Rollback) -> Iterator[None]:
         """Detect, in the block, modules outside the watched one (a GAN's other network) before they first run."""
@@ -175,10 +184,8 @@ class StateWatch:
 
         def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
             if module not in self.owners and threading.get_ident() == thread:
-                found = [each for each in module.modules() if each not in self.owners]
-                self.owners.update(dict.fromkeys(found))
+                self.adopt(module.modules(), rollback.buffers)
                 self.restless[module] = None
-                rollback.buffers.add(found, self._still)
                 rollback.others += self.held_by_others(module)
 
         if self._is_compiled:
@@ -473,6 +480,8 @@ class Rollback:
         if loss_fn is not None:
             is_quiet = watch.last_quiet() is loss_fn or key_of_loss(loss_fn) in watch.quiet_losses
             self.held = watch.held(is_trial=is_trial) if is_trial or not is_quiet else None
+        if self.held is not None:  # a criterion that comes later, where forwards of a size that fits are not watched
+            watch.adopt([each for each in self.held.holders() if isinstance(each, nn.Module)], self.buffers)
         self.others = watch.held_by_others() if watch.restless else []
 
     def discover(self) -> AbstractContextManager[None]:
@@ -545,23 +554,36 @@ def _nothing() -> None:
 def key_of_loss(loss_fn: Any) -> object:
     """Return what a loss function has in common with those of other steps that are made by the same lines.
 
-    Those lines may be given another criterion, so the types of what it is made from count, too.
+    Those lines may be given another criterion. So the modules that it is made from count, and the types of all else.
     """
     if isinstance(loss_fn, functools.partial):
-        return key_of_loss(loss_fn.func), *map(type, (*loss_fn.args, *loss_fn.keywords.values()))
+        return key_of_loss(loss_fn.func), *map(_kind_of, (*loss_fn.args, *loss_fn.keywords.values()))
     code = getattr(loss_fn, "__code__", None)
     if code is None:
-        return type(loss_fn)
-    owner = type(getattr(loss_fn, "__self__", None))
-    return code, owner, *[_type_in(cell) for cell in loss_fn.__closure__ or ()]
+        return _itself(loss_fn)
+    owner = getattr(loss_fn, "__self__", None)
+    return code, None if owner is None else _itself(owner), *[_kind_in(cell) for cell in loss_fn.__closure__ or ()]
 
 
-def _type_in(cell: CellType) -> object:
+def _itself(value: Any) -> object:
+    """Return what is equal for the same object alone, and keeps nothing alive; else its type."""
     try:
-        content = cell.cell_contents
+        reference = weakref.ref(value)
+        hash(reference)
+    except TypeError:  # an object with slots, or without a hash
+        return type(value)
+    return reference
+
+
+def _kind_of(value: Any) -> object:
+    return _itself(value) if isinstance(value, nn.Module) else getattr(value, "__code__", type(value))
+
+
+def _kind_in(cell: CellType) -> object:
+    try:
+        return _kind_of(cell.cell_contents)
     except ValueError:  # it is empty
         return None
-    return getattr(content, "__code__", type(content))
 
 
 def _worth_saving(frozen: Sequence[torch.Tensor], room_bytes: int) -> list[bool]:

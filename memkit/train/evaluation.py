@@ -50,8 +50,8 @@ class Evaluation:
     def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
         self._model, self._sizes, self._can_split = model, sizes, can_split
         self._inputs = InputWatch(list_arrays)
-        # By key, functions whose rows were found independent, and those of which a warning said that nobody knows.
-        self._checked: dict[object, object] = {}
+        # Keys of functions whose rows were found independent, and of those of which a warning said that nobody knows.
+        self._checked: set[object] = set()
         self._told: set[object] = set()
         self._host = random_state.HostState()
         self._quiet: set[object] = set()  # keys of functions, and None for the model, that were seen to change nothing
@@ -135,7 +135,7 @@ class Evaluation:
 
         Nothing stays of that run: not what ``fn`` writes down, nor what it draws.
         """
-        key = _key_of(fn)
+        key = key_of_loss(fn)
         if key in self._checked:
             return
         few = min(2, size - 1)
@@ -165,11 +165,11 @@ class Evaluation:
                 fix="compute what compares rows (distances, a mean over rows) outside of fn, from the results of all "
                 "rows.",
             )
-        self._checked[key] = fn if key == id(fn) else None  # kept, so that no other object gets its `id`
+        self._checked.add(key)
 
     def _attempt(self, fn: Callable[[nn.Module, Any], Any], part: Any) -> Done[Any] | Failure:
         """Run ``fn``; undo what a failed attempt has changed: rows that a metric counted are counted again."""
-        before, roots = random_state.capture(self._host), {None: self._model, _key_of(fn): fn}
+        before, roots = random_state.capture(self._host), {None: self._model, key_of_loss(fn): fn}
         held = {
             key: insist(functools.partial(HeldState, root, content="counts"), "saving what fn and the model hold")
             for key, root in roots.items()
@@ -192,12 +192,6 @@ class Evaluation:
         if isinstance(outcome, Done):
             return outcome.result
         raise _not_cut(outcome, why) from outcome.error
-
-
-def _key_of(fn: Callable[[nn.Module, Any], Any]) -> object:
-    """Return what all lambdas of one line have in common that hold the same kinds of objects."""
-    key = key_of_loss(fn)
-    return id(fn) if key is type(fn) else key  # objects of one class may compute other things
 
 
 def _are_equal_rows(result: Any, few: Any, num_rows: int) -> bool:

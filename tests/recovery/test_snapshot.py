@@ -1,6 +1,7 @@
 """Rolling back buffers: the same objects with the values that they had, whoever owns them and whenever they came."""
 
 import ctypes
+import functools
 import itertools
 import random
 import threading
@@ -380,6 +381,58 @@ def test_what_a_failed_attempt_has_changed_in_a_criterion_that_is_a_module_is_un
     assert_same(parts, whole, 1e-15)
     np.testing.assert_array_equal(criterion.counts, plain.counts)
     assert criterion.seen == [8] * num_before + [4, 4] * (4 - num_before)
+
+
+class Following(Remembering):
+    """The same, with a total in a buffer, if it follows; else it keeps nothing."""
+
+    def __init__(self, follows):
+        super().__init__()
+        self.follows = follows
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output, index):
+        if not self.follows:
+            return output.softmax(1).square().mean()
+        self.total += output.detach().square().sum()
+        return super().forward(output, index)
+
+    def loss(self, model, batch):
+        return self(model(batch[0]), batch[1])
+
+    def __call__(self, *args):
+        return self.loss(*args) if isinstance(args[0], nn.Linear) else super().__call__(*args)
+
+
+@pytest.mark.parametrize("how", ["closure", "partial", "method", "object"])
+def test_a_criterion_is_looked_at_though_another_one_of_its_class_changed_nothing(how):
+    def called(criterion, model, batch):
+        return criterion(model(batch[0]), batch[1])
+
+    make = {
+        "closure": lambda criterion: lambda model, batch: criterion(model(batch[0]), batch[1]),
+        "partial": lambda criterion: functools.partial(called, criterion),
+        "method": lambda criterion: criterion.loss,
+        "object": lambda criterion: criterion,
+    }[how]
+
+    def trained(fails):
+        torch.manual_seed(0)
+        model, criteria = nn.Linear(4, 3, dtype=torch.float64), (Following(follows=False), Following(follows=True))
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.5), probe=False)
+
+        def count(_):
+            if fails and next(num_failures) == 4:
+                raise MemoryError
+
+        num_failures = itertools.count()
+        model.register_forward_hook(lambda _, __, output: output.register_hook(count) and None)
+        for step in range(6):
+            batch = torch.randn(8, 4, dtype=torch.float64), torch.randperm(15)[:8]
+            trainer.train_step(batch, make(criteria[step > 2]))
+        return [*model.parameters(), criteria[1].targets[:-1], criteria[1].total]
+
+    assert_same(trained(fails=True), trained(fails=False), 1e-15)
 
 
 @pytest.mark.parametrize("is_own_loop", [False, True])
