@@ -507,9 +507,9 @@ def _do_all(actions: deque[Callable[[], object]]) -> None:
         MemkitOutOfMemoryError: An action ran out of memory. It may be half done, so it is not called again.
     """
     while actions:
-        action = actions.popleft()
+        action = actions[0]
         try:
-            action()
+            actions.popleft()()  # in one line: an interrupt between two would lose it
         except Exception as error:
             name = getattr(getattr(action, "func", action), "__qualname__", "an action after the step")
             caught = Caught()
