@@ -63,6 +63,7 @@ class StateWatch:
         self.module = module
         self.owners = dict.fromkeys(module.modules())
         self.restless: dict[nn.Module, None] = {}
+        self._watches_loss = True
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
         self.changes_attributes = self.moves_trained = self._watches_attributes = not self._is_compiled
@@ -78,7 +79,7 @@ class StateWatch:
 
     def leave_attributes(self) -> None:
         """Restore no attributes."""
-        self.changes_attributes = self.moves_trained = self._watches_attributes = False
+        self.changes_attributes = self.moves_trained = self._watches_attributes = self._watches_loss = False
 
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
@@ -87,9 +88,11 @@ class StateWatch:
         apart = {id(each) for each in self.module.parameters()} if is_done else ()
         if is_trial:
             return Attributes([self.loss_fn], content="saved", trained=(), apart=apart)
-        if not self._watches_attributes:
+        if not self._watches_loss:
             return None
-        return Attributes([self.loss_fn], content="versions", is_for_rerun=True, apart=apart)
+        # What a compiler keeps in the model's own modules is none of the user's state.
+        own = tuple({type(each) for each in self.module.modules()}) if self._is_compiled else ()
+        return Attributes([self.loss_fn], content="versions", is_for_rerun=True, apart=apart, except_for=own)
 
     def held_by_others(self, found: nn.Module | None = None) -> list[tuple[nn.Module, Attributes]]:
         """Save the attributes of networks outside of the model; where the loss function is known, `held` has them."""

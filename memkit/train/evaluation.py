@@ -74,9 +74,12 @@ class Evaluation:
             MemkitOutOfMemoryError: Even one row does not fit, the batch cannot be cut, or ``fn`` has written to it.
 
         Warns:
-            MemkitWarning: Only one row fits at a time, so nothing could be compared.
+            MemkitWarning: Only one row fits at a time, so nothing could be compared; or a failed attempt has changed a
+                tensor over 1 MiB that ``fn`` holds, is no module's buffer, and stays changed.
 
-        Memory cost: the results, briefly twice if the batch was split, plus the memory of one part.
+        Memory cost: the results, briefly twice if the batch was split, plus the memory of one part. Until ``fn`` and
+        the model are seen to change nothing, also copies of the buffers of modules that they hold, and of other tensors
+        of up to 1 MiB, of 64 MiB in all.
 
         Example:
             >>> import torch

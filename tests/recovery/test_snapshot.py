@@ -359,11 +359,13 @@ class Remembering(nn.Module):
         return (output.softmax(1) * self.targets[index]).sum(1).log().neg().mean()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_what_a_failed_attempt_has_changed_in_a_criterion_that_is_a_module_is_undone(num_before):
+def test_what_a_failed_attempt_has_changed_in_a_criterion_that_is_a_module_is_undone(num_before, is_compiled):
     def trained(capacity):
         torch.manual_seed(0)
         model, criterion = nn.Linear(4, 3, dtype=torch.float64), Remembering()
+        model = torch.compile(model, backend="eager") if is_compiled else model
         trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.5), probe=False)
         num_calls = itertools.count()
 
