@@ -73,6 +73,7 @@ class EventFile:
         self.allocations: list[Allocations] = []
         self._num_runs_before = num_runs_before
         self._unknown: Counter[str] = Counter()
+        self._second = -math.inf  # the latest so far
         self._seen: set[int] = set()
         self._num_repeats = self._crc = 0
         with self.path.open("rb") as file:
@@ -169,7 +170,7 @@ class EventFile:
         headers = self.headers
         if not headers or not isinstance(record, dict):
             self._fail(f"line {number}: {short(record)}", "a header line first, then one JSON object for each event")
-        values = _known(record, _EVENT_KEYS, self._unknown)
+        values = record if _EVENT_KEYS.issuperset(record) else _known(record, _EVENT_KEYS, self._unknown)
         header = headers[-1]
         if values.get("rank") is None:
             values["rank"] = header.rank
@@ -187,8 +188,9 @@ class EventFile:
 
     def _note_second(self, wall_s: float | None) -> None:
         """Record a wall time; a clock that is set back must not reverse the file's own order."""
-        before = self.seconds[-1] if self.seconds else -math.inf
-        self.seconds.append(before if wall_s is None or wall_s < before else wall_s)
+        if wall_s is not None and wall_s > self._second:
+            self._second = wall_s
+        self.seconds.append(self._second)
 
     def _chunks(self, file: BinaryIO, expected: str) -> Iterator[bytes]:
         num_bytes = 0
@@ -305,15 +307,16 @@ def _parse_events(lines: list[bytes]) -> list[dict[str, Any]] | None:
     """Parse lines that all are events, in two thirds of the time; None if any line needs a closer look."""
     # No value can go on in the next line: a bracket between them closes, and a text has no line break.
     text = b"],\n[".join(lines)
-    if len(text) > 2 * _BLOCK_BYTES or b"\\u" in text or b'"schema"' in text:
+    if len(text) > 2 * _BLOCK_BYTES or (b"\\" in text and b"\\u" in text):
         return None
     try:
         found: list[list[Any]] = _decoder.decode(f"[[{text.decode()}]]")
+        records: list[dict[str, Any]] = [record for (record,) in found]
     except (ValueError, RecursionError):
         return None
-    if len(found) != len(lines) or not all(len(each) == 1 and isinstance(each[0], dict) for each in found):
+    if len(records) != len(lines) or set(map(type, records)) != {dict}:
         return None
-    return [record for (record,) in found]
+    return None if any("schema" in record for record in records) else records
 
 
 def _parse(data: bytes) -> Any:
@@ -366,8 +369,6 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 def _known(record: dict[str, Any], names: frozenset[str], unknown: Counter[str]) -> dict[str, Any]:
     """Return the values under known names and count the others."""
-    if names.issuperset(record):
-        return record
     unknown.update(record.keys() - names)
     return {name: value for name, value in record.items() if name in names}
 

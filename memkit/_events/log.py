@@ -117,17 +117,22 @@ class Event:
                     _refuse_counts(self)
             elif value is not None and name in _COUNTS:
                 _refuse_counts(self)
-        _check_name("Event()", "event", self.event)
-        if self.phase is not None:
+        if type(self.event) is not str or not self.event:
+            _check_name("Event()", "event", self.event)
+        if self.phase is not None and (type(self.phase) is not str or not self.phase):
             _check_name("Event()", "phase", self.phase)
-        if self.component is not None:
-            _check_name("Event()", "component", self.component)
-        if self.source is not None or self.kind is not None:
-            _check_origin("Event()", self.source, self.kind)
-        if self.wall_s is not None:
-            _check_seconds("Event()", self.wall_s)
-        if self.note is not None:
-            object.__setattr__(self, "note", _plain_object("Event()", "note", self.note))
+        if self.component is not None or self.source is not None or self.kind is not None or self.note is not None:
+            _check_rare(self)
+        wall_s = self.wall_s
+        if wall_s is not None and not (type(wall_s) is float and 0 <= wall_s <= _LAST_SECOND):
+            _check_seconds("Event()", wall_s)
+
+
+def _check_rare(event: Event) -> None:
+    _check_text("Event()", "component", event.component)
+    _check_origin("Event()", event.source, event.kind)
+    if event.note is not None:
+        object.__setattr__(event, "note", _plain_object("Event()", "note", event.note))
 
 
 def event_of(values: dict[str, Any]) -> Event:

@@ -65,7 +65,10 @@ def find_components(observed: Sequence[Observed], *, missing: Sequence[str] = ()
         observed: The events, with the ones before them.
         missing: Names of load events that are known to be missing: the report lists them without a size.
     """
-    marks = [each for each in observed if _component(each.event) or each.event.event in _WHOLE]
+    names = {each.event.event for each in observed}
+    names = {name for name in names if name.endswith("loaded")}
+    marks = [each for each in observed if each.event.event in names or each.event.incremental_bytes is not None]
+    marks = [each for each in marks if _component(each.event) or each.event.event in _WHOLE]
     if not marks:
         return Components()
     marks = [each for each in marks if each.track == marks[0].track]

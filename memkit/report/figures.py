@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from memkit._events.log import Event, LogHeader, Origin
+from memkit._events.phase_names import is_evaluation
 from memkit._events.reader import EventLog
 from memkit.report.components import Components, find_components
 from memkit.report.cycles import Cycle, find_begins, find_cycle
@@ -17,6 +19,7 @@ from memkit.report.stages import EventStage, LoggedSteps, find_stages, find_step
 
 _SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_line", "peak_by_phase")
 
+_OUT_OF_MEMORY = re.compile(r"OutOfMemory")
 _LEAST_RANKS = 2  # a table with one row is pointless
 _KINDS = ("small", "large")
 _PRELOADED = 1.5  # times the bytes per step that a tracker merely saw for the first time: faster growth is real
@@ -188,6 +191,8 @@ class ReportFigures:
         tracking_rate: Bytes of host memory that tracking itself took for each step.
         observed: The events from which the figures come.
         begins: For each of these, the index of the last one before its block began; see `find_begins`.
+        evaluations: Indices of those that end an evaluation.
+        failures: Indices of those that report an out-of-memory error that left its block.
     """
 
     num_events: int
@@ -212,6 +217,8 @@ class ReportFigures:
     tracking_rate: float
     observed: Sequence[Observed] = field(repr=False)
     begins: Sequence[int | None] = field(repr=False)
+    evaluations: Sequence[int] = field(repr=False)
+    failures: Sequence[int] = field(repr=False)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -286,7 +293,21 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
         ),
         observed=observed,
         begins=begins,
+        evaluations=_find_evaluations(events),
+        failures=[index for index, event in enumerate(events) if _ran_out(event)],
     )
+
+
+def _find_evaluations(events: Sequence[Event]) -> list[int]:
+    paths = {path for path in {event.phase for event in events} if path is not None and is_evaluation(path)}
+    return [index for index, event in enumerate(events) if event.phase in paths and event.duration_ns is not None]
+
+
+def _ran_out(event: Event) -> bool:
+    if event.event == "out_of_memory":
+        return True
+    error = event.note.get("error") if event.note else None
+    return isinstance(error, str) and bool(_OUT_OF_MEMORY.search(error))
 
 
 def _without_preloaded(steps: LoggedSteps | None, events: Iterable[Event]) -> LoggedSteps | None:
@@ -335,12 +356,10 @@ def _earlier_run(log: EventLog, run: int, events: Sequence[Event]) -> EarlierRun
 
 
 def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) -> LogPeak | None:
-    best, winner, name = -1, None, ""
-    for event in events:
-        for each in PEAK_FIELDS:
-            value = getattr(event, each)
-            if value is not None and value > best:
-                best, winner, name = value, event, each
+    best = max((size for name in PEAK_FIELDS if (size := _largest(events, name)) is not None), default=-1)
+    winner, name = next(
+        ((event, name) for event in events for name in PEAK_FIELDS if getattr(event, name) == best), (None, "")
+    )
     origin = Origin() if winner is None else log.origin(winner, name)
     is_exact = origin.kind == "predicted" or (name == "peak_total_bytes" and origin.kind != "sampled")
     for split in splits if not is_exact else ():
@@ -360,8 +379,10 @@ def _is_cumulative(events: Sequence[Event]) -> bool:
 
 
 def _largest(events: Sequence[Event], *names: str) -> int | None:
-    values = {value for name in names for value in map(operator.attrgetter(name), events)}
-    return max(values - {None}, default=None)
+    # None and 0 are told apart only where nothing is larger: filter(None, ...) makes no call for an event.
+    columns = [list(map(operator.attrgetter(name), events)) for name in names]
+    largest = max((max(filter(None, column), default=0) for column in columns), default=0)
+    return largest if largest or any(0 in column for column in columns) else None
 
 
 def _ranks(events: Sequence[Event]) -> dict[int, int]:

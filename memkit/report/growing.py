@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from memkit._core.units import MIB
 from memkit.report.figures import KeptTensors, ReportFigures
 from memkit.report.finding import ReportFinding
 from memkit.report.growth import HeldGrowth, growth_of
 from memkit.report.nodes import clean
-from memkit.report.observed import Observed
 
 HORIZON = 1_000  # steps over which growth is counted, to compare it with memory that is spent once
 LEAKS = frozenset({"leak", "leak_every", "leak_cycle", "graph"})
@@ -33,12 +33,12 @@ def find_growing(figures: ReportFigures) -> Iterator[ReportFinding]:
         return
     if steps.has_larger_inputs:
         yield ReportFinding(kind="inputs", severity="note")
-    host = _find_host_growth(figures, lambda each: each.event.host_peak_bytes)
+    host = _find_host_growth(figures, "host_peak_bytes")
     of_tensors = steps.growth.rate if steps.growth is not None and figures.is_on_cpu else 0.0
     if host is not None and host.rate > 2 * of_tensors:
         is_counted = any(step.held_bytes is not None for step in steps.steps)
         yield _of_growth("host" if is_counted or not figures.is_on_cpu else "process", host, figures)
-    children = _find_host_growth(figures, lambda each: each.event.children_bytes)
+    children = _find_host_growth(figures, "children_bytes")
     if children is not None:
         yield _of_growth("workers", children, figures)
 
@@ -89,12 +89,11 @@ def _certainty(growth: HeldGrowth) -> dict[str, str]:
     return {"certainty": "probably" if growth.is_certain else "perhaps"}
 
 
-def _find_host_growth(figures: ReportFigures, read: Callable[[Observed], int | None]) -> HeldGrowth | None:
+def _find_host_growth(figures: ReportFigures, name: str) -> HeldGrowth | None:
     """Find growth of the processes' host memory, per step, without the memory of the tracking itself."""
     points: dict[int, int] = {}  # the last reading at or before the end of each step
     number = 0
-    for each in figures.observed:
-        value = read(each)
+    for each, value in zip(figures.observed, map(attrgetter(f"event.{name}"), figures.observed), strict=True):
         number += each.step is not None
         if value is not None:
             points[number] = value

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from memkit._core.units import GIB, MIB
 from memkit._events.log import Event
-from memkit._events.phase_names import is_evaluation
 from memkit.report.cycles import change_in
 from memkit.report.figures import ReportFigures
 from memkit.report.finding import ReportFinding
@@ -17,7 +15,6 @@ from memkit.report.nodes import clean
 from memkit.report.observed import Observed
 from memkit.report.stages import OWN_MARKS, LoggedStep
 
-_OUT_OF_MEMORY = re.compile(r"OutOfMemory")
 _END_OF_RUN = 10**15  # more than any device has: a run that fails matters most
 _LARGER = 1.2  # times all others: smaller ratios are the spread of batches
 _LEAST_BYTES = MIB  # smaller differences come from the allocators' rounding
@@ -32,9 +29,7 @@ def find_shortages(figures: ReportFigures) -> Iterator[ReportFinding]:
     """Find where memory ran out, and whether training continued."""
     events = [each.event for each in figures.observed]
     last_step = max((index for index, each in enumerate(figures.observed) if each.step is not None), default=-1)
-    failed = [
-        (index > last_step, clean(event.phase or event.event)) for index, event in enumerate(events) if ran_out(event)
-    ]
+    failed = [(index > last_step, clean(events[index].phase or events[index].event)) for index in figures.failures]
     lost = [where for is_last, where in failed if is_last]
     for each in figures.shortages[:1]:
         values = {"where": clean(each.event), "asked": each.asked_bytes, "free": each.free_bytes}
@@ -67,22 +62,10 @@ def _parts(note: Mapping[str, Any] | None) -> int:
     return len(sizes) if isinstance(sizes, list) and all(type(each) is int for each in sizes) else 0
 
 
-def ran_out(event: Event) -> bool:
-    """Whether an event reports an out-of-memory error that left its block."""
-    if event.note is None:
-        return event.event == "out_of_memory"
-    error = event.note.get("error")
-    return event.event == "out_of_memory" or (isinstance(error, str) and bool(_OUT_OF_MEMORY.search(error)))
-
-
 def find_evaluation(figures: ReportFigures) -> Iterator[ReportFinding]:
     """Find an evaluation that builds graphs, or whose batches take more than training does."""
     observed, begins = figures.observed, figures.begins
-    calls = [
-        (index, each)
-        for index, each in enumerate(observed)
-        if _is_call(each) and _is_plain(observed, index, begins[index])
-    ]
+    calls = [(index, observed[index]) for index in figures.evaluations if _is_plain(observed, index, begins[index])]
     outer = [
         (index, each)
         for index, each in calls
@@ -121,20 +104,17 @@ def find_evaluation(figures: ReportFigures) -> Iterator[ReportFinding]:
 
 def _trainings(figures: ReportFigures) -> list[LoggedStep]:
     """Return the steps without an evaluation: one between two steps belongs to the second."""
-    mixed = set()
-    is_in_it = dict.fromkeys((each.track for each in figures.observed), False)
-    for each in figures.observed:
+    if figures.steps is None:
+        return []
+    mixed, in_it, evaluations = set(), set[int](), set(figures.evaluations)
+    for index, each in enumerate(figures.observed) if evaluations else ():
         if each.step is not None:
-            mixed |= {each.step} if is_in_it[each.track] else set()
-            is_in_it[each.track] = False
-        elif _is_call(each):
-            is_in_it[each.track] = True
-    return [step for step in figures.steps.steps if step.number not in mixed] if figures.steps else []
-
-
-def _is_call(each: Observed) -> bool:
-    event = each.event
-    return event.duration_ns is not None and event.phase is not None and is_evaluation(event.phase)
+            if each.track in in_it:
+                mixed.add(each.step)
+                in_it.discard(each.track)
+        elif index in evaluations:
+            in_it.add(each.track)
+    return [step for step in figures.steps.steps if step.number not in mixed]
 
 
 def _is_plain(observed: Sequence[Observed], index: int, begin: int | None) -> bool:
@@ -180,7 +160,7 @@ def _rest_of_peak(figures: ReportFigures) -> int:
     last = max((index for index, each in enumerate(figures.observed) if each.step is not None), default=-1)
     later = [each.low or 0 for each in figures.observed[last + 1 :] if each.event.event not in OWN_MARKS]
     peak = figures.peak.num_bytes if figures.peak else 0
-    evaluations = [each.low or 0 for each in figures.observed if _is_call(each)]
+    evaluations = [figures.observed[index].low or 0 for index in figures.evaluations]
     return 0 if max([*later, *evaluations], default=0) >= peak else peak
 
 

@@ -11,7 +11,6 @@ from memkit._events.phase_names import is_evaluation
 from memkit.report.components import Components, Load
 from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Bars, Bullets, Cell, Curve, Lines, Node, Paragraph, Section, Share, Size, clean
-from memkit.report.peaking import ran_out
 from memkit.report.stages import EventStage, LoggedStep, LoggedSteps
 from memkit.report.thin import thin
 from memkit.report.words import Words
@@ -238,22 +237,22 @@ def _curves(
 
 
 def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
-    events = figures.observed
-    walls = [each.event.wall_s for each in events]
+    events = [each.event for each in figures.observed]
+    walls = [event.wall_s for event in events]
     has_clock = bool(walls) and None not in walls
     start = min((wall for wall in walls if wall is not None), default=0.0)
     places = [(wall or 0.0) - start if has_clock else float(index) for index, wall in enumerate(walls)]
-    has_peaks = any(each.event.peak_bytes is not None for each in events)
+    has_peaks = any(event.peak_bytes is not None for event in events)
     values = {
-        "line_held": [each.event.allocated_bytes for each in events],
-        "line_peak": [each.event.peak_bytes for each in events],
-        "line_record": [None if has_peaks else each.event.peak_total_bytes for each in events],
-        "line_reserved": [each.event.reserved_bytes for each in events],
+        "line_held": [event.allocated_bytes for event in events],
+        "line_peak": [event.peak_bytes for event in events],
+        "line_record": [None if has_peaks else event.peak_total_bytes for event in events],
+        "line_reserved": [event.reserved_bytes for event in events],
     }
-    labels = [each.event.event for each in events]
+    labels = [event.event for event in events]
     lines = list(_curves(values, places, labels, words))
     if not lines and figures.is_on_cpu:  # tensors were not counted: show the process's memory instead
-        lines = list(_curves({"layer_host": [each.event.host_peak_bytes for each in events]}, places, labels, words))
+        lines = list(_curves({"layer_host": [event.host_peak_bytes for event in events]}, places, labels, words))
     if not lines:
         return
     lines += _slope(figures, places, words)
@@ -283,15 +282,13 @@ def _slope(figures: ReportFigures, places: Sequence[float], words: Words) -> Ite
 def _failures(figures: ReportFigures, places: Sequence[float], line: Curve, words: Words) -> Iterator[Curve]:
     """Mark where memory ran out, at the height of the first curve."""
     names = {"oom", *(each.event for each in figures.shortages)}
-    marked = [
-        (place, each.event.allocated_bytes, each.event.event)
-        for place, each in zip(places, figures.observed, strict=True)
-        if ran_out(each.event) or each.event.event in names
-    ]
+    events = [each.event for each in figures.observed]
+    marked = sorted({*figures.failures, *(index for index, event in enumerate(events) if event.event in names)})
     if marked:
-        heights = [max(line.y) if size is None else size for _, size, _ in marked]
-        labels = tuple(clean(label) for *_, label in marked)
-        yield Curve(words("line_oom"), tuple(place for place, *_ in marked), heights, labels, "crosses")
+        sizes = (events[index].allocated_bytes for index in marked)
+        heights = [max(line.y) if size is None else size for size in sizes]
+        labels = tuple(clean(events[index].event) for index in marked)
+        yield Curve(words("line_oom"), tuple(places[index] for index in marked), heights, labels, "crosses")
 
 
 def _strips(figures: ReportFigures, start: float) -> Iterator[Strip]:

@@ -1,11 +1,14 @@
 """The `memkit report` and `memkit compare` commands, as typed in a shell."""
 
 import json
+import sys
 
 import pytest
 
 from benchmarks.cases import report_pages
+from memkit._events.reader import read_memory_events
 from memkit.cli import main
+from memkit.recipes.report import write_report
 from memkit.report.words import texts
 from tests.cli.commands import assert_error, assert_wrong_usage
 from tests.report.foreign import save, snapshot
@@ -110,3 +113,27 @@ def test_damaged_logs_give_a_report_or_one_line():
     counts = report_pages.fuzz(300, seed=1)
     assert counts["anything else"] == 0
     assert min(counts["reports"], counts["one line"]) > 50
+
+
+def num_calls(log, target):
+    """Count the calls of Python functions that read a log and report it."""
+    count = 0
+
+    def watch(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(watch)
+    try:
+        write_report(read_memory_events(log), target)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_an_event_costs_few_calls(tmp_path):
+    counts = []
+    for num_events in (50, 2_000, 4_000):  # the first report imports what all need
+        report_pages.save_log(tmp_path / "log.jsonl", num_events)
+        counts.append(num_calls(tmp_path / "log.jsonl", tmp_path / "report.html"))
+    assert (counts[2] - counts[1]) / 2_000 < 24  # 32 before checks of single events became one pass over all
