@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memkit._core.epochs import EpochOrder, refuse_to_go_on
 from memkit._core.errors import ConfigError, InputTypeError, warn_user
+from memkit._core.printable import list_some
 from memkit._core.protocols import ResumableOrder
 from memkit._core.settings import Checker
 
@@ -114,6 +115,7 @@ class ResumableBatchSampler(EpochOrder):
         return bits.random_raw(self._num_samples).argsort(kind="stable")
 
 
+_PLAIN = (bool, int, float, str)
 _NAMES = ("dataset", "sampler", "batch_sampler", "loader", "dataloader")
 
 
@@ -191,6 +193,18 @@ def _parts(node: Any) -> Iterator[Any]:
             yield value
 
 
+def _plain_attributes(dataset: Any) -> dict[str, Any]:
+    """Return numbers and text that a dataset, or one that it wraps, holds without saving them, by name."""
+    found, seen = dict[str, Any](), set[int]()
+    while dataset is not None and id(dataset) not in seen:
+        seen.add(id(dataset))
+        if not hasattr(dataset, "state_dict"):
+            of_it = {name: value for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _PLAIN}
+            found |= {f"{type(dataset).__name__}.{name}": value for name, value in of_it.items()}
+        dataset = getattr(dataset, "dataset", None)
+    return found
+
+
 def _is_part(value: Any) -> bool:
     is_known = isinstance(value, DataLoader | Dataset | Sampler) or callable(getattr(value, "set_epoch", None))
     return is_known and not isinstance(value, type)
@@ -248,6 +262,7 @@ class ResumableLoader:
         self._order: ResumableOrder = order
         self._start = self._num_done = self._num_loads = 0
         self._told = 0  # the epoch that the datasets were told last; they keep it until another one is chosen
+        self._counts: dict[str, Any] | None = None  # of the datasets, when the present epoch began
 
     @property
     def epoch(self) -> int:
@@ -266,6 +281,7 @@ class ResumableLoader:
             self._told = self._order.epoch
             tell_epoch(self.loader, self._told)
         self._num_done, self._start, num_loads = self._start, 0, self._num_loads
+        self._counts = _plain_attributes(self.loader.dataset)
         for batch in self.loader:
             if num_loads != self._num_loads:
                 refuse_to_go_on("ResumableLoader")
@@ -277,7 +293,18 @@ class ResumableLoader:
         return len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and how many of its batches the loop has taken."""
+        """Return the epoch and how many of its batches the loop has taken.
+
+        Warns if reading samples has changed numbers or text that a dataset holds: a state does not have them.
+        """
+        counts = _plain_attributes(self.loader.dataset) if self._counts else {}
+        if changed := [name for name, value in counts.items() if value != (self._counts or {}).get(name, value)]:
+            self._counts = None  # once
+            warn_user(
+                f"ResumableLoader: reading samples changes {list_some(changed)}, which no saved state has: a resumed "
+                "run begins with another value, and may read other samples. Way out: compute it from seed, epoch and "
+                "index; or give the dataset state_dict() and load_state_dict(), and pass it to save and restore too."
+            )
         return self._order.state_dict(num_done=self._num_done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

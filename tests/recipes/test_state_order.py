@@ -35,6 +35,50 @@ def make(dataset=None, **settings):
     return ResumableLoader(loader)
 
 
+class Shifting(Counting):
+    """Returns numbers that depend on how many it has returned before."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_read, self.dataset = 0, self  # some refer to themselves
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        return index + self.num_read
+
+
+class Saving(Shifting):
+    def state_dict(self):
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state):
+        self.num_read = state["num_read"]
+
+
+def test_what_a_data_set_counts_itself_is_told_of(tmp_path):
+    loader, manager = make(torch.utils.data.Subset(Shifting(), range(103))), TrainingStateManager(tmp_path)
+    manager.save(0, loader=loader)  # nothing is read yet
+    batches = iter(loader)
+    next(batches)
+    with pytest.warns(MemkitWarning, match=r"changes Shifting\.num_read, which no saved state has"):
+        manager.save(1, loader=loader)
+    next(batches)
+    manager.save(2, loader=loader)  # once
+
+
+def test_what_a_data_set_saves_itself_goes_on(tmp_path):
+    dataset = Saving()
+    loader, manager = make(dataset), TrainingStateManager(tmp_path)
+    batches = iter(loader)
+    next(batches)
+    manager.save(1, loader=loader, dataset=dataset)
+    rest = [batch.tolist() for batch in batches]
+    again = Saving()
+    loader = make(again)
+    manager.restore(loader=loader, dataset=again)
+    assert [batch.tolist() for batch in loader] == rest
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stopped_epoch_goes_on(tmp_path, num_workers):
     """Workers have fetched ten batches when three are trained on: the rest begins at the fourth."""
