@@ -19,12 +19,12 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
     """Average values over the points of each cell: coordinates, colors, features.
 
     Args:
-        values: (N, ...) floats, one row per point of the index; on any device. Gradients flow through.
+        values: (N, ...) numbers, one row per point of the index; on any device. Gradients flow through.
         index: Index of these points.
 
     Returns:
         (C, ...), in the order of ``index.cells``. ``voxel_mean(x, index)[index.cell_of_point()]`` broadcasts the means
-        back to the points. Half precision is accumulated in float32.
+        back to the points. Half precision is accumulated in float32; integers, in int64, with float means.
 
     Raises:
         InputError: There is not exactly one row per point.
@@ -53,11 +53,12 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
             fix="pass values in the order of the points that the index was built from.",
         )
     cell = index.cell_of_point().to(values.device)
-    dtype = accumulator_dtype(values.dtype)
+    is_inexact = values.is_floating_point() or values.is_complex()
+    dtype = accumulator_dtype(values.dtype) if is_inexact else torch.int64  # uint8 would wrap at 256
     sums = values.new_zeros(index.num_cells, *values.shape[1:], dtype=dtype).index_add(0, cell, values.to(dtype))
     counts = torch.tensor(index.counts, dtype=dtype, device=values.device)
     means = sums / counts.reshape(-1, *[1] * (values.dim() - 1))
-    return means if dtype == values.dtype else means.to(values.dtype)
+    return means.to(values.dtype) if is_inexact else means
 
 
 def first_points(index: GridIndex) -> Tensor:

@@ -36,6 +36,16 @@ def test_half_precision_adds_up(dtype):
     assert means.tolist() == [1.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_integers_do_not_wrap(dtype):
+    """Colours are bytes, and a cell may have more points than a byte can count."""
+    limit = 1 if dtype == torch.bool else min(torch.iinfo(dtype).max // 2, 2**40)
+    values = torch.full((300, 3), limit).to(dtype)
+    values[-1] = 0
+    means = voxel_mean(values, GridIndex.from_cells(torch.tensor([0] * 299 + [5])))
+    torch.testing.assert_close(means, torch.tensor([[limit] * 3, [0] * 3], dtype=torch.float32))
+
+
 def test_first_points_are_in_their_cells():
     rows, cell = first_points(INDEX), INDEX.cell_of_point()
     assert cell[rows].tolist() == list(range(INDEX.num_cells))
