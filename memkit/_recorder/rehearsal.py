@@ -33,6 +33,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit._core.attributes import UserState, attributes_of, has_attributes, set_attributes
 from memkit._core.errors import warn_user
@@ -75,6 +76,7 @@ _CONTAINERS = (list, dict, set, collections.deque)
 _NUMBERS = (bytearray, array.array)
 # Of the standard library, with what is the user's.
 _WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, UserState)
+_OPTIMIZING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _RESULTS = frozenset({Tensor, np.ndarray, tuple, list, dict, *_WORDS})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
@@ -150,8 +152,9 @@ class Rehearsal:
     ) -> None:
         self._room_bytes, self.as_called, self._except_for = room_bytes, as_called, except_for
         self.left_bytes: int | None = None
-        self._attributes = Attributes(roots, content="arrays", except_for=except_for)
-        self._found: list[Attributes] = []  # of modules that the roots do not hold: a criterion, in a loop by hand
+        self._attributes = Attributes(roots, content="arrays", except_for=except_for, with_optimizers=True)
+        # Of modules and optimizers that the roots do not hold: a criterion, in a loop by hand.
+        self._found: list[Attributes] = []
         self._random = random_state.capture()
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, original bytes
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
@@ -206,28 +209,30 @@ class Rehearsal:
                 stack.enter_context(torch.enable_grad())
             if compiler.is_loaded():  # a compiled module runs eagerly: nothing is compiled for an inspection
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(self._finding_modules())
+            stack.enter_context(self._finding_others())
             stack.enter_context(_Watch(self, span, rounding))
             yield
 
     @contextlib.contextmanager
-    def _finding_modules(self) -> Iterator[None]:
-        """Save, in the block, the attributes of modules that the roots do not hold, before they first run."""
+    def _finding_others(self) -> Iterator[None]:
+        """Save, in the block, what modules and optimizers hold that the roots do not, before they first run or step."""
         thread = threading.get_ident()  # other threads train models of their own
-        if any(is_compiled(each) for each in self._attributes.holders() if isinstance(each, nn.Module)):
-            yield  # it would be compiled again, for the hook
-            return
 
-        def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
-            known = any(each.hold(module) for each in (self._attributes, *self._found))
+        def notice(found: object, *_: Any) -> None:
+            known = any(each.hold(found) for each in (self._attributes, *self._found))
             if not known and threading.get_ident() == thread:
-                self._found.append(Attributes([module], content="arrays", except_for=self._except_for))
+                how: dict[str, Any] = {"content": "arrays", "with_optimizers": True}
+                self._found.append(Attributes([found], except_for=self._except_for, **how))
 
-        hook = register_module_forward_pre_hook(notice)
+        hooks = [register_optimizer_step_pre_hook(notice)]
+        # A compiled module would be compiled again, for the hook.
+        if not any(is_compiled(each) for each in self._attributes.holders() if isinstance(each, nn.Module)):
+            hooks.append(register_module_forward_pre_hook(notice))
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def end_forward(self) -> None:
         """Mark the start of a run's backward, which allocates less than its forward."""
@@ -575,6 +580,9 @@ class Attributes:
         apart: Ids of tensors whose content is neither saved nor watched: somebody else restores it.
         is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
             `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
+        with_optimizers: Whether optimizers, their schedules and scalers are among the objects, and the gradients of
+            their parameters: a loss function may train an online probe, or a temperature. Those whose parameters are
+            all ``apart`` are left out.
 
     Warns:
         MemkitWarning: When it is restored: a larger tensor or array was changed in place.
@@ -590,8 +598,11 @@ class Attributes:
         except_for: tuple[type, ...] = (),
         apart: Container[int] = (),
         is_for_rerun: bool = False,
+        with_optimizers: bool = False,
     ) -> None:
         self._roots, self._except_for, self._is_for_rerun = roots, except_for, is_for_rerun
+        self._with_optimizers = with_optimizers
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters that these optimizers train
         self._is_of_counts = content == "counts"
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
@@ -605,9 +616,14 @@ class Attributes:
         todo: list[object] = list(roots)
         while todo and len(self._seen) < _MAX_OBJECTS:
             value = todo.pop()
-            if id(value) not in self._seen and _may_hold_state(value) and not isinstance(value, except_for):
+            if id(value) in self._seen or isinstance(value, except_for):
+                continue
+            if _may_hold_state(value):
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
+            elif with_optimizers and isinstance(value, _OPTIMIZING):
+                self._seen.add(id(value))
+                todo.extend(self._note_optimizer(value, apart))
         if content is not None:
             self._save_arrays()
         if content == "counts":
@@ -692,6 +708,16 @@ class Attributes:
         hooks = _hooks_of(value) if isinstance(value, nn.Module) else ()
         return [*own.values(), *hooks, type(value)]
 
+    def _note_optimizer(self, value: Any, apart: Container[int]) -> Sequence[object]:
+        if isinstance(value, torch.optim.Optimizer):
+            parameters = [each for group in value.param_groups for each in group["params"]]
+            if all(id(each) in apart for each in parameters):
+                return ()
+            self._gradients += [(each, each.grad) for each in parameters]
+        own = attributes_of(value)
+        self._owners.append((value, own))
+        return [*own.values(), *(gradient for _, gradient in self._gradients)]
+
     def _note_container(self, value: Any) -> Sequence[object]:
         is_of_numbers = isinstance(value, _NUMBERS)
         if len(value) <= _MAX_COPIED:
@@ -723,6 +749,8 @@ class Attributes:
             self._set_back(owner, attributes)
         for variable in self._variables:
             variable.restore()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
         lost = [tuple(held.array.shape) for held in self._arrays if not held.restore()]
@@ -762,7 +790,8 @@ class Attributes:
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:
         """Run the block with everything as it was saved; afterwards it is as it was before the block."""
-        now = Attributes(self._roots, except_for=self._except_for, is_for_rerun=self._is_for_rerun)
+        how: dict[str, Any] = {"is_for_rerun": self._is_for_rerun, "with_optimizers": self._with_optimizers}
+        now = Attributes(self._roots, except_for=self._except_for, **how)
         self.restore()
         try:
             yield
@@ -825,11 +854,12 @@ class Attributes:
         return id(value) in self._seen
 
     def holders(self) -> list[object]:
-        """Return the modules, and the other objects that have tensors among their attributes."""
+        """Return the modules and optimizers, and the other objects that have tensors among their attributes."""
         return [
             owner
             for owner, own in self._owners
-            if isinstance(owner, nn.Module) or any(isinstance(each, Tensor) for each in own.values())
+            if isinstance(owner, (nn.Module, torch.optim.Optimizer))
+            or any(isinstance(each, Tensor) for each in own.values())
         ]
 
     def plain_tensors(self) -> list[Tensor]:

@@ -87,7 +87,7 @@ class StateWatch:
         is_done = is_trial or self.changes_attributes
         apart = {id(each) for each in self.module.parameters()} if is_done else ()
         if is_trial:
-            return Attributes([self.loss_fn], content="saved", trained=(), apart=apart)
+            return Attributes([self.loss_fn], content="saved", trained=(), apart=apart, with_optimizers=True)
         if not self._watches_loss:
             return None
         # What a compiler keeps in the model's own modules is none of the user's state.
@@ -483,6 +483,9 @@ class Rollback:
         if loss_fn is not None:
             is_quiet = watch.last_quiet() is loss_fn or key_of_loss(loss_fn) in watch.quiet_losses
             self.held = watch.held(is_trial=is_trial) if is_trial or not is_quiet else None
+        if is_trial and self.held is not None:  # which restores the parameters of others, found by an earlier trial
+            own = {id(each) for each in watch.module.parameters()}
+            self._trained = [pair for pair in self._trained if id(pair[0]) in own or not self.held.hold(pair[0])]
         if self.held is not None:  # a criterion that comes later, where forwards of a size that fits are not watched
             watch.adopt([each for each in self.held.holders() if isinstance(each, nn.Module)], self.buffers)
         self.others = watch.held_by_others() if watch.restless else []

@@ -429,8 +429,8 @@ def simulate(
         StateError: Some object holds a tensor without data and cannot be made to release it.
     """
     roots = values if roots is None else roots
-    before = Attributes(list(roots), content="saved")
-    # Networks and tensors in objects that the loss function holds, which are not among the values.
+    before = Attributes(list(roots), content="saved", with_optimizers=True)
+    # Networks, optimizers and tensors in objects that the loss function holds, which are not among the values.
     holders = before.holders()
 
     def simulated() -> T:

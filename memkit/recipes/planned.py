@@ -830,7 +830,7 @@ def _leaving_others(loss_fn: LossFn) -> Iterator[None]:
     """Undo what the block's steps change in the networks and objects that a loss function holds."""
     networks = nn.ModuleList(each for each in Attributes([loss_fn]).holders() if isinstance(each, nn.Module))
     gradients = [(each, each.grad) for each in networks.parameters()]
-    watch = StateWatch(networks)
+    watch = StateWatch(nn.ModuleList())  # what the loss function holds is restored, its networks' parameters too
     watch.loss_fn = loss_fn
     before = Rollback(watch, is_trial=True)
     try:

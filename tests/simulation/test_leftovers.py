@@ -1,5 +1,6 @@
 """A simulated step leaves no trace: values that the user's code keeps are restored, or their holder is named."""
 
+import copy
 import functools
 import gc
 import queue
@@ -517,3 +518,64 @@ def test_a_network_in_an_object_counts_as_one_in_a_closure(target):
     ways.append(lambda model, x: network(model(x)).square().mean())
     found = {mk.estimate_memory_usage(model, X, loss_fn=each, target=target).peak_bytes for each in ways}
     assert len(found) == 1
+
+
+class Probe:
+    """A loss that trains a network of its own on detached features, with a schedule, as an online probe does."""
+
+    def __init__(self):
+        self.network = nn.Linear(4, 64)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.network.bias.grad = torch.ones(64)
+
+    def __call__(self, model, x):
+        features = model(x)
+        self.optimizer.zero_grad()
+        self.network(features.detach()).square().mean().backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return features.square().mean()
+
+    def state(self):
+        """Return all that the next call depends on."""
+        gradients = [each.grad for each in self.network.parameters()]
+        parts = (self.network, self.optimizer, self.schedule)
+        return copy.deepcopy([*(each.state_dict() for each in parts), gradients])
+
+
+PROBE = Probe()
+OF_PROBES = {
+    "an object": lambda: ((probe := Probe()), probe),
+    "a closure": lambda: ((probe := Probe()), lambda model, x: probe(model, x)),
+    "a list": lambda: ((held := [Probe()])[0], lambda model, x: held[0](model, x)),
+    "the module": lambda: (PROBE, lambda model, x: PROBE(model, x)),
+}
+
+
+@pytest.mark.parametrize("name", [*CALLS, "a check"])
+@pytest.mark.parametrize("way", OF_PROBES)
+def test_an_optimizer_that_the_loss_function_steps_is_as_before(name, way):
+    calls = CALLS | {"a check": lambda model, loss_fn: mk.train.check_split(model, X, loss_fn)}
+    probe, loss_fn = OF_PROBES[way]()
+    before = probe.state()
+    calls[name](nn.Linear(4, 4), loss_fn)
+    torch.testing.assert_close(probe.state(), before, rtol=0, atol=0)
+    loss_fn(nn.Linear(4, 4), X)
+    assert probe.state()[1] != before[1]
+
+
+@pytest.mark.parametrize("way", OF_PROBES)
+def test_an_optimizer_that_the_loss_function_steps_counts(way):
+    """Its moments are 1.25 KiB each."""
+    model = nn.Linear(4, 4)
+    probe, loss_fn = OF_PROBES[way]()
+    predicted = mk.estimate_memory_usage(model, X, loss_fn=loss_fn, optimizer="sgd").peak_bytes
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe.optimizer.state.clear()
+    with mk.Tracker() as tracker:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_fn(model, X).backward()
+            optimizer.step()
+    assert predicted == tracker.peak_bytes
