@@ -85,6 +85,7 @@ class Guesses(Counter[str]):
         self.assumptions: dict[str, None] = {}
         self.num_true = 0
         self.place: str | None = None
+        self._drawn: set[str] = set()  # lines whose numbers are random
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -118,6 +119,24 @@ class Guesses(Counter[str]):
         if _frame().f_code.co_filename == _FILLING:
             return False  # `trunc_normal_` asks whether a number is out of bounds and has to be drawn again
         return self._branched(_site(), self.note(READ), natural=False, contrary=self.answers.truth)
+
+    def drawn(self, name: str, value: Any) -> Any:
+        """Follow a random number; what else was chosen at random may be of any size."""
+        line = self.note(name)
+        self._drawn.add(line)
+        if type(value) not in _KINDS:
+            self._note_branch(line)
+            return value
+        if type(value) is int:
+            self.is_whole(line)
+        elif _site().is_lost:
+            self.converted(line, None)
+        return _KINDS[type(value)](value).of(self, line)
+
+    def unseen(self, source: str) -> None:
+        """Note a source of random numbers that cannot be followed."""
+        self[f"draws from {source}"] = 1
+        self.numbers[f"the step draws from {source}, whose numbers memkit cannot follow"] = None
 
     def plain(self, dtype: torch.dtype, kind: type) -> Any:
         """Answer ``int(tensor)`` or ``float(tensor)``: Python turns it into a number that cannot be followed."""
@@ -211,22 +230,24 @@ class Guesses(Counter[str]):
         return contrary
 
     def _note_branch(self, line: str) -> None:
-        self.branches[f"{_now(line)} branches on {_named(line)}"] = None
+        self.branches[f"{_now(line)} branches on {self._named(line)}"] = None
 
     def _note_number(self, line: str) -> None:
-        self.numbers[f"{_now(line)} uses {_named(line)} where memkit cannot follow it"] = None
+        self.numbers[f"{_now(line)} uses {self._named(line)} where memkit cannot follow it"] = None
 
     def _note_assumption(self, line: str) -> None:
         self.assumptions[f"{_now(line)} raises no error"] = None
+
+    def _named(self, line: str) -> str:
+        is_here = _now(line) == line
+        if line in self._drawn:
+            return "a random number" if is_here else f"a random number that was drawn at {line}"
+        return "a guessed value" if is_here else f"a value that was guessed at {line}"
 
 
 def _now(line: str) -> str:
     """Return the user's line that is running, or else the line that read the number."""
     return str(StepPosition().place().line or line)
-
-
-def _named(line: str) -> str:
-    return "a guessed value" if _now(line) == line else f"a value that was guessed at {line}"
 
 
 def _frame(between: tuple[str, ...] = _BETWEEN) -> FrameType:

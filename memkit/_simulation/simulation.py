@@ -38,6 +38,7 @@ from memkit._simulation.cuda.answers import answer_patches
 from memkit._simulation.cuda.history import History
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CudaTensors, on_cuda
+from memkit._simulation.draws import Draws
 from memkit._simulation.failures import note_failure
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
@@ -257,11 +258,13 @@ class Simulation:
     Attributes:
         place: The place to run in.
         tensors: Stand-ins for the user's tensors.
+        note_draws: Notes random numbers that could not be followed.
     """
 
     def __init__(self, place: Place, *, selected_fraction: float | None = None) -> None:
         self.place = place
         self.tensors = place.make_tensors(selected_fraction)
+        self.note_draws: Callable[[], None] = lambda: None
 
     @contextmanager
     def running(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
@@ -332,6 +335,7 @@ class Watch:
     def record(self) -> Record:
         """Return the record of the block."""
         guesses = self._simulation.tensors.guesses
+        self._simulation.note_draws()
         recording = self.recorder.recording()
         return Record(
             recording=recording,
@@ -431,10 +435,11 @@ def simulate(
     roots = values if roots is None else roots
     before = Attributes(list(roots), content="saved", with_optimizers=True)
     # Networks, optimizers and tensors in objects that the loss function holds, which are not among the values.
-    holders = before.holders()
+    holders, draws = before.holders(), Draws(simulation.tensors.guesses)
+    simulation.note_draws = lambda: draws.note_unseen(have_others_drawn=before.have_drawn())
 
     def simulated() -> T:
-        with default_modes(), simulation.running(*values, holders=holders) as stand_ins:
+        with default_modes(), draws.followed(), simulation.running(*values, holders=holders) as stand_ins:
             return run(*stand_ins)
 
     try:
