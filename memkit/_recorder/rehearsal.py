@@ -26,7 +26,7 @@ import types
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -152,7 +152,7 @@ class Rehearsal:
     ) -> None:
         self._room_bytes, self.as_called, self._except_for = room_bytes, as_called, except_for
         self.left_bytes: int | None = None
-        self._attributes = Attributes(roots, content="arrays", except_for=except_for, with_optimizers=True)
+        self._attributes = self._attributes_of(roots)
         # Of modules and optimizers that the roots do not hold: a criterion, in a loop by hand.
         self._found: list[Attributes] = []
         self._random = random_state.capture()
@@ -221,8 +221,7 @@ class Rehearsal:
         def notice(found: object, *_: Any) -> None:
             known = any(each.hold(found) for each in (self._attributes, *self._found))
             if not known and threading.get_ident() == thread:
-                how: dict[str, Any] = {"content": "arrays", "with_optimizers": True}
-                self._found.append(Attributes([found], except_for=self._except_for, **how))
+                self._found.append(self._attributes_of([found]))
 
         hooks = [register_optimizer_step_pre_hook(notice)]
         # A compiled module would be compiled again, for the hook.
@@ -233,6 +232,10 @@ class Rehearsal:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _attributes_of(self, roots: Sequence[object]) -> Attributes:
+        how: dict[str, Any] = {"gradients_but_of": (), "with_optimizers": True}
+        return Attributes(roots, content="arrays", except_for=self._except_for, **how)
 
     def end_forward(self) -> None:
         """Mark the start of a run's backward, which allocates less than its forward."""
@@ -580,9 +583,10 @@ class Attributes:
         apart: Ids of tensors whose content is neither saved nor watched: somebody else restores it.
         is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
             `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
-        with_optimizers: Whether optimizers, their schedules and scalers are among the objects, and the gradients of
-            their parameters: a loss function may train an online probe, or a temperature. Those whose parameters are
-            all ``apart`` are left out.
+        gradients_but_of: Ids of parameters; the gradients of all others are restored: a loss function may run the
+            backward of an online probe. None leaves all gradients alone.
+        with_optimizers: Whether optimizers, their schedules and scalers are among the objects; those whose parameters
+            are all ``apart`` are left out.
 
     Warns:
         MemkitWarning: When it is restored: a larger tensor or array was changed in place.
@@ -598,11 +602,12 @@ class Attributes:
         except_for: tuple[type, ...] = (),
         apart: Container[int] = (),
         is_for_rerun: bool = False,
+        gradients_but_of: Container[int] | None = None,
         with_optimizers: bool = False,
     ) -> None:
         self._roots, self._except_for, self._is_for_rerun = roots, except_for, is_for_rerun
-        self._with_optimizers = with_optimizers
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters that these optimizers train
+        self._of_training: dict[str, Any] = {"gradients_but_of": gradients_but_of, "with_optimizers": with_optimizers}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters
         self._is_of_counts = content == "counts"
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
@@ -621,6 +626,9 @@ class Attributes:
             if _may_hold_state(value):
                 self._seen.add(id(value))
                 todo.extend(self._note(value))
+                if gradients_but_of is not None and _is_trained(value) and id(value) not in gradients_but_of:
+                    self._gradients.append((value, value.grad))
+                    todo.append(value.grad)  # something may be added to it in place
             elif with_optimizers and isinstance(value, _OPTIMIZING):
                 self._seen.add(id(value))
                 todo.extend(self._note_optimizer(value, apart))
@@ -709,14 +717,13 @@ class Attributes:
         return [*own.values(), *hooks, type(value)]
 
     def _note_optimizer(self, value: Any, apart: Container[int]) -> Sequence[object]:
-        if isinstance(value, torch.optim.Optimizer):
-            parameters = [each for group in value.param_groups for each in group["params"]]
-            if all(id(each) in apart for each in parameters):
-                return ()
-            self._gradients += [(each, each.grad) for each in parameters]
+        if isinstance(value, torch.optim.Optimizer) and all(
+            id(each) in apart for group in value.param_groups for each in group["params"]
+        ):
+            return ()
         own = attributes_of(value)
         self._owners.append((value, own))
-        return [*own.values(), *(gradient for _, gradient in self._gradients)]
+        return list(own.values())
 
     def _note_container(self, value: Any) -> Sequence[object]:
         is_of_numbers = isinstance(value, _NUMBERS)
@@ -749,8 +756,7 @@ class Attributes:
             self._set_back(owner, attributes)
         for variable in self._variables:
             variable.restore()
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+        self._restore_gradients()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
         lost = [tuple(held.array.shape) for held in self._arrays if not held.restore()]
@@ -780,6 +786,12 @@ class Attributes:
         for each in self._tensors:
             if id(each.tensor) in inside and each.content is not None:
                 each.restore()
+        self._restore_gradients()
+
+    def _restore_gradients(self) -> None:
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
     def _set_back(self, owner: object, attributes: dict[str, Any]) -> None:
         now = self._attributes_of(owner)
@@ -790,7 +802,7 @@ class Attributes:
     @contextlib.contextmanager
     def in_effect(self) -> Iterator[None]:
         """Run the block with everything as it was saved; afterwards it is as it was before the block."""
-        how: dict[str, Any] = {"is_for_rerun": self._is_for_rerun, "with_optimizers": self._with_optimizers}
+        how = {"is_for_rerun": self._is_for_rerun, **self._of_training}
         now = Attributes(self._roots, except_for=self._except_for, **how)
         self.restore()
         try:
@@ -812,6 +824,7 @@ class Attributes:
             any(not _is_same(container, copy) for container, copy in self._containers)
             or any(not _is_same(self._attributes_of(owner), attributes) for owner, attributes in self._owners)
             or any(held.has_changed() for held in self._tensors)
+            or any(parameter.grad is not gradient for parameter, gradient in self._gradients)
             or any(held.has_changed() for held in self._arrays)
             or any(variable.has_changed() for variable in self._variables)
             or self.have_drawn()
@@ -1104,6 +1117,10 @@ def _may_hold_state(value: object) -> bool:
         return False
     is_own = isinstance(value, _WRAPPERS) or kind.__module__.partition(".")[0] not in _FOREIGN
     return (is_own and has_attributes(value)) or isinstance(value, random_state.GENERATORS)
+
+
+def _is_trained(value: object) -> TypeGuard[nn.Parameter]:
+    return isinstance(value, nn.Parameter) and value.requires_grad
 
 
 def _held_by_function(fn: Any) -> Iterator[object]:

@@ -84,15 +84,16 @@ class StateWatch:
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
         # A rollback looks after the model's own parameters, also where the loss function reaches them in its closure.
-        is_done = is_trial or self.changes_attributes
-        apart = {id(each) for each in self.module.parameters()} if is_done else ()
+        mine = {id(each) for each in self.module.parameters()}
+        apart = mine if is_trial or self.changes_attributes else set()
+        how: dict[str, Any] = {"apart": apart, "gradients_but_of": mine}
         if is_trial:
-            return Attributes([self.loss_fn], content="saved", trained=(), apart=apart, with_optimizers=True)
+            return Attributes([self.loss_fn], content="saved", trained=(), with_optimizers=True, **how)
         if not self._watches_loss:
             return None
         # What a compiler keeps in the model's own modules is none of the user's state.
         own = tuple({type(each) for each in self.module.modules()}) if self._is_compiled else ()
-        return Attributes([self.loss_fn], content="versions", is_for_rerun=True, apart=apart, except_for=own)
+        return Attributes([self.loss_fn], content="versions", is_for_rerun=True, except_for=own, **how)
 
     def held_by_others(self, found: nn.Module | None = None) -> list[tuple[nn.Module, Attributes]]:
         """Save the attributes of networks outside of the model; where the loss function is known, `held` has them."""

@@ -433,7 +433,7 @@ def simulate(
         StateError: Some object holds a tensor without data and cannot be made to release it.
     """
     roots = values if roots is None else roots
-    before = Attributes(list(roots), content="saved", with_optimizers=True)
+    before = Attributes(list(roots), content="saved", gradients_but_of=(), with_optimizers=True)
     # Networks, optimizers and tensors in objects that the loss function holds, which are not among the values.
     holders, draws = before.holders(), Draws(simulation.tensors.guesses)
     simulation.note_draws = lambda: draws.note_unseen(have_others_drawn=before.have_drawn())

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from memkit._core.attributes import UserState
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import MIB, parse_bytes
@@ -52,7 +53,7 @@ _IN_INDEX = "the cells are those of an index: sampler.index(coords, grid_size=0.
     methods=("sample_half_density", "sample_single_per_grid", "sample_scenarios", "draw_ahead", "index"),
 )
 @final
-class GridAwareSampler:
+class GridAwareSampler(UserState):
     """Thins out every grid cell without leaving one empty, for training that does not depend on density.
 
     Each cell draws its own ratio and keeps that fraction of its points, at least one; every subset of that size is

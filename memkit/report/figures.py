@@ -193,6 +193,7 @@ class ReportFigures:
         begins: For each of these, the index of the last one before its block began; see `find_begins`.
         evaluations: Indices of those that end an evaluation.
         failures: Indices of those that report an out-of-memory error that left its block.
+        by_rank: The figures of each process of a distributed run; empty for a single process.
     """
 
     num_events: int
@@ -219,6 +220,7 @@ class ReportFigures:
     begins: Sequence[int | None] = field(repr=False)
     evaluations: Sequence[int] = field(repr=False)
     failures: Sequence[int] = field(repr=False)
+    by_rank: Mapping[int, ReportFigures] = field(repr=False)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -260,13 +262,17 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
     splits = tuple(_find_splits(noted))
     header = next((log.headers[run] for run in reversed(range(len(log.headers))) if run not in is_over), None)
     own_total = header.device.total_bytes if header and header.device and header.device.backend != "cpu" else None
-    begins = find_begins(observed)
-    cycle = find_cycle(observed, begins)
+    begins, ranks = find_begins(observed), _ranks(events)
+    by_rank = {rank: read_figures(_of_rank(log, rank), total_bytes) for rank in ranks}
+    # The largest figure of all processes hides what one of them does.
+    worst = max(by_rank.values(), key=_growth_rate, default=None)
+    cycle = find_cycle(observed, begins) if worst is None else worst.cycle
+    steps = _with_cycle(_without_preloaded(find_steps(observed), noted), cycle)
     return ReportFigures(
         num_events=len(log.events),
         earlier=earlier,
         num_predicted=num_predicted,
-        ranks=_ranks(events),
+        ranks=ranks,
         seconds=_seconds(events),
         header=header,
         peak=_find_peak(log, events, splits),
@@ -280,7 +286,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
         ),
         components=find_components(observed, missing=log.missing_loads),
         stages=find_stages(observed),
-        steps=_with_cycle(_without_preloaded(find_steps(observed), noted), cycle),
+        steps=steps if worst is None else _as_in(steps, worst.steps),
         cycle=cycle,
         splits=splits,
         segments=tuple(_find_segments(noted)),
@@ -295,7 +301,25 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
         begins=begins,
         evaluations=_find_evaluations(events),
         failures=[index for index, event in enumerate(events) if _ran_out(event)],
+        by_rank=by_rank,
     )
+
+
+def _of_rank(log: EventLog, rank: int) -> EventLog:
+    return replace(log, events=tuple(event for event in log.events if event.rank == rank))
+
+
+def _growth_rate(figures: ReportFigures) -> float:
+    growth = figures.steps and (figures.steps.growth or figures.steps.slow)
+    return growth.rate if growth else -1.0 if figures.steps is None else 0.0
+
+
+def _as_in(steps: LoggedSteps | None, worst: LoggedSteps | None) -> LoggedSteps | None:
+    """Give the steps of all processes the growth of the process that grows most."""
+    if steps is None or worst is None:
+        return steps
+    names = ("trend", "growth", "slow", "has_larger_inputs")
+    return replace(steps, **{name: getattr(worst, name) for name in names})
 
 
 def _find_evaluations(events: Sequence[Event]) -> list[int]:

@@ -20,6 +20,7 @@ class ReportFinding:
         at_stake: Bytes that it costs; growth counts over 1,000 steps.
         values: Values for the placeholders of the texts: bytes are ints, all others are text.
         suspect: The line of code, variable, module or phase that it comes from; None if the log does not show it.
+        rank: The process that it is about, of several; None for all of them, or the only one.
     """
 
     kind: str
@@ -27,3 +28,4 @@ class ReportFinding:
     at_stake: int = 0
     values: Mapping[str, object] = field(default_factory=dict)
     suspect: str | None = None
+    rank: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from memkit.report.figures import ReportFigures
 from memkit.report.finding import ReportFinding, Severity
@@ -29,9 +30,17 @@ _ORDER: tuple[Severity, ...] = ("fault", "warning", "note", "good")
 
 
 def find_findings(figures: ReportFigures) -> tuple[ReportFinding, ...]:
-    """Return the findings, the worst first; if nothing is wrong, one finding that says so."""
-    found = itertools.chain.from_iterable(detect(figures) for detect in _DETECTORS)
-    ordered = sorted(found, key=lambda each: (_ORDER.index(each.severity), -each.at_stake))
+    """Return the findings, the worst first; if nothing is wrong, one finding that says so.
+
+    Of several processes, each kind is found once, where it is worst.
+    """
+    worst: dict[str, ReportFinding] = {}
+    parts: list[tuple[int | None, ReportFigures]] = [*figures.by_rank.items()] or [(None, figures)]
+    for rank, of_rank in parts:
+        for found in itertools.chain.from_iterable(detect(of_rank) for detect in _DETECTORS):
+            if found.kind not in worst or found.at_stake > worst[found.kind].at_stake:
+                worst[found.kind] = replace(found, rank=rank)
+    ordered = sorted(worst.values(), key=lambda each: (_ORDER.index(each.severity), -each.at_stake))
     return tuple(ordered) or (_nothing_wrong(figures),)
 
 
@@ -62,7 +71,8 @@ def headline(finding: ReportFinding, words: Words) -> str:
     values = {name: _text(value, words) for name, value in finding.values.items()}
     if "certainty" in values:
         values["certainty"] = words(f"certainty_{values['certainty']}")
-    return words(f"find_{finding.kind}", **values)
+    text = words(f"find_{finding.kind}", **values)
+    return text if finding.rank is None else f"{text} ({words('place_rank', rank=finding.rank)})"
 
 
 def next_step(finding: ReportFinding, words: Words) -> str | None:

@@ -142,26 +142,29 @@ def find_lone_peak(figures: ReportFigures) -> Iterator[ReportFinding]:
     if len(steps) < _LEAST_STEPS:
         return
     if highs[0] is None:
-        lows[0] = max(lows[0], _rest_of_peak(figures))
+        lows[0] = max(lows[0], _rest_of_peak(figures, lows))
     top = max(lows)
     index = lows.index(top)
     others = [high for number, high in enumerate(highs) if number != index and high is not None]
-    if len(others) < len(steps) - 1:
+    num_unknown = len(steps) - 1 - len(others)
+    is_first_unknown = highs[0] is None
+    if num_unknown > (index > 0 and is_first_unknown):
         return
     rest = max(others)
-    if top > _LARGER * rest and top - rest >= _LEAST_BYTES:
-        values = {"number": f"{steps[index].number:,}", "peak": top, "rest": rest}
-        kind = "lone_peak" if index else "first_peak" if highs[0] is not None else "start_peak"
+    if top > _LARGER * max(rest, lows[0] if index else 0) and top - rest >= _LEAST_BYTES:
+        values = {"number": f"{steps[index].number:,}", "peak": top, "rest": rest, "first": lows[0]}
+        kind = "lone_peak" if index else "start_peak" if is_first_unknown else "first_peak"
+        kind = "lone_peak_later" if index and is_first_unknown else kind
         yield ReportFinding(kind=kind, severity="note", at_stake=top - rest, values=values)
 
 
-def _rest_of_peak(figures: ReportFigures) -> int:
+def _rest_of_peak(figures: ReportFigures, lows: Sequence[int]) -> int:
     """Return the run's peak if only a first step that was not recorded from its beginning can have set it; else 0."""
     last = max((index for index, each in enumerate(figures.observed) if each.step is not None), default=-1)
     later = [each.low or 0 for each in figures.observed[last + 1 :] if each.event.event not in OWN_MARKS]
     peak = figures.peak.num_bytes if figures.peak else 0
     evaluations = [figures.observed[index].low or 0 for index in figures.evaluations]
-    return 0 if max([*later, *evaluations], default=0) >= peak else peak
+    return 0 if max([*later, *evaluations, *lows], default=0) >= peak else peak
 
 
 def find_optimizer_twice(figures: ReportFigures) -> Iterator[ReportFinding]:

@@ -416,3 +416,68 @@ def test_a_target_network_that_a_failed_forward_has_moved_is_told_of():
     trainer = wrapper(model, torch.optim.SGD(model.online.parameters(), lr=0.1), None, None)
     with pytest.warns(mk.errors.MemkitWarning, match=r"had moved parameters .* requires_grad_\(False\)"):
         trainer.train_step(torch.randn(8, 4), lambda model, x: model(x).square().mean())
+
+
+def with_probe(how, *, begins_with=None):
+    """A loss that runs the backward of an online probe, as those of DINO and MAE do; the loop steps the probe."""
+    torch.manual_seed(0)
+    model, probe = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+    calls = itertools.count()
+    optimizer, own = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, probe))
+
+    def fail(where):
+        if how == where and next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+
+    def loss_fn(model, x):
+        features = model(x)
+        fail("out of memory before")
+        (probe(features.detach()).flatten() - x.sum(1)).square().mean().backward()
+        fail("out of memory after")
+        return features.std(0).sum()  # compares rows: it is never cut
+
+    batches = torch.randn(3, 8, 4, dtype=torch.float64)
+    if how == "prepare":
+        trainer = mk.prepare(model, optimizer, batches[0], loss_fn, budget="64MiB")
+    else:
+        trainer = wrapper(model, optimizer, None, None, **({"memory": "64MiB"} if how == "memory" else {}))
+    with trainer:
+        for x in batches:
+            probe.weight.grad = None if begins_with is None else begins_with.clone()
+            if how == "a plain loop":
+                optimizer.zero_grad()
+                loss_fn(model, x).backward()
+                optimizer.step()
+            else:
+                trainer.train_step(x, loss_fn)
+            own.step()
+            own.zero_grad()
+    return [*model.parameters(), *probe.parameters()]
+
+
+@pytest.mark.parametrize("how", ["memory", "prepare", "out of memory before", "out of memory after"])
+@pytest.mark.filterwarnings("ignore:.*(out of memory|splitting|could not be checked)")
+def test_gradients_of_a_probe_are_those_of_the_plain_loop(how):
+    assert_same(with_probe(how), with_probe("a plain loop"))
+
+
+@pytest.mark.filterwarnings("ignore:.*(out of memory with|splitting|could not be checked)")
+def test_a_gradient_to_which_a_failed_attempt_has_added_is_told_of():
+    begins_with = torch.ones(1, 3, dtype=torch.float64)
+    assert_same(with_probe("memory", begins_with=begins_with), with_probe("a plain loop", begins_with=begins_with))
+    with pytest.warns(mk.errors.MemkitWarning, match=r"changed what loss_fn holds \(.*\), and that stays changed"):
+        with_probe("out of memory after", begins_with=begins_with)
+
+
+def test_a_sampler_that_the_loss_holds_draws_as_in_the_plain_loop():
+    coords = torch.rand(500, 3, generator=torch.Generator().manual_seed(0))
+    index, sampler = mk.GridIndex.from_coords(coords, 0.25), mk.GridAwareSampler(seed=0)
+
+    def loss_fn(model, x):
+        return model(x[sampler.sample_half_density(index).indices]).square().mean()
+
+    model = nn.Linear(3, 2)
+    mk.train.check_split(model, coords, loss_fn)
+    mk.estimate_memory_usage(model, coords, loss_fn=loss_fn)
+    mk.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), coords, loss_fn, budget="64MiB").close()
+    assert sampler.state_dict()["num_draws"] == 0

@@ -10,10 +10,12 @@ from memkit.recipes.report import write_report
 from memkit.report.comparing import compare_figures
 from memkit.report.figures import read_figures
 from memkit.report.finding import ReportFinding
+from memkit.report.findings import find_findings, headline
 from memkit.report.rating import CAPS, RULES, rate
+from memkit.report.words import Words
 from tests.report.pages import log_of
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def old(*pairs):
@@ -183,3 +185,46 @@ def test_growth_that_is_too_slow_to_matter_is_told_as_it_is(rate, course, tmp_pa
     share = rate * 299 / (held[-1] + 2**20)
     growth = next(line for line in page.split(" - ") if "growth over all steps" in line)
     assert f"{share if course != 'flat' else 0:.1%}" in growth
+
+
+def ranks_log(held, peak=lambda _, number: 0):
+    """Two ranks, 40 steps: what a rank holds after a step, and its peak beyond that."""
+    events = [
+        Event(f"step_{n}", step=n, rank=rank, allocated_bytes=held(rank, n), peak_bytes=held(rank, n) + peak(rank, n))
+        for n in range(1, 41)
+        for rank in (0, 1)
+    ]
+    return log_of(*events)
+
+
+def test_growth_of_a_rank_that_holds_less_than_another_is_found():
+    figures = read_figures(ranks_log(lambda rank, n: [8 * GIB, 2 * GIB + n * 50 * MIB][rank]), None)
+    assert figures.steps.growth.rate == 50 * MIB
+    (finding,) = find_findings(figures)
+    assert (finding.kind, finding.rank) == ("leak", 1)
+    assert headline(finding, Words("en")).endswith("(rank 1)")
+
+
+def test_a_kind_is_found_once_where_it_is_worst():
+    figures = read_figures(ranks_log(lambda rank, n: GIB + n * [90, 50][rank] * MIB), None)
+    assert [(each.kind, each.rank) for each in find_findings(figures)] == [("leak", 0)]
+
+
+def test_ranks_that_take_turns_do_not_grow():
+    """The largest of both would rise and fall."""
+    figures = read_figures(ranks_log(lambda rank, n: GIB, lambda rank, n: 100 * MIB * (1 + (n + rank) % 2)), None)
+    assert [(each.kind, each.rank) for each in find_findings(figures)] == [("level", None)]
+
+
+@pytest.mark.parametrize("first_is_known", [False, True])
+def test_one_step_that_peaks_is_found_whatever_is_known_of_the_first(first_is_known):
+    events = [
+        Event(f"step_{n}", step=n, allocated_bytes=MIB, peak_bytes=(64 if n == 8 else 6) * MIB) for n in range(1, 35)
+    ]
+    if not first_is_known:
+        events[0] = Event("step_1", step=1, allocated_bytes=MIB)
+    (finding,) = find_findings(read_figures(log_of(*events), None))
+    assert finding.kind == ("lone_peak" if first_is_known else "lone_peak_later")
+    text = headline(finding, Words("en"))
+    assert text.startswith("Only step 8 peaks at 64.00 MiB; the others take at most 6.00 MiB")
+    assert ("the first one at least 1.00 MiB" in text) is not first_is_known
