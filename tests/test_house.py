@@ -151,3 +151,13 @@ def test_ten_changes_need_three_existing_files_at_most():
         assert 1 <= len(files) <= 3, change
         for file in files:
             assert (PACKAGE.parent / file).exists(), file
+
+
+def test_nobody_is_told_to_install_a_stranger():
+    """On the package index the name is another project's: extras are installed from a clone, or by their own names."""
+    root = PACKAGE.parent
+    texts = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.json"), *(root / "docs").rglob("*.md"), root / "README.md"]
+    told = re.compile(r"pip install[^\n`]*[ \"']memkit\b")
+    assert [str(path) for path in texts if told.search(path.read_text("utf-8"))] == []
+    assert told.search('run `pip install "memkit[numba]"`')
+    assert told.search("pip install -U memkit")

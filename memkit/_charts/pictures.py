@@ -102,8 +102,7 @@ def save_picture(figure: Figure, path: str | os.PathLike[str] | None, call: str)
                 f"{call}({str(path)!r})",
                 got=f"the suffix {suffix!r}" + (", but matplotlib is not installed" if suffix == ".png" else ""),
                 expected=".svg, or .png if matplotlib is installed",
-                fix=f"write {call}({str(Path(path).with_suffix('.svg'))!r}), "
-                "or run `pip install memkit[plots]` for .png.",
+                fix=f"write {call}({str(Path(path).with_suffix('.svg'))!r}), or run `pip install matplotlib` for .png.",
             )
     return Picture(to_svg(figure))
 

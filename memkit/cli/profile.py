@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
         say_all("\n\n".join(result.explain() for result in results))
     say(f"written: {', '.join(map(str, paths))}", is_error=True)
     if not any(path.suffix == ".png" for path in paths):
-        say('no PNG: it needs matplotlib, `pip install "memkit[plots]"`; the SVG shows the same', is_error=True)
+        say("no PNG: it needs matplotlib, `pip install matplotlib`; the SVG shows the same", is_error=True)
     return max(_code(result, arguments.gpu) for result in results)
 
 

@@ -63,7 +63,7 @@ def _check_installed(backend: GridBackend, call: str) -> None:
             call,
             got=f"backend={backend!r}, but {backend} is not installed",
             expected=f"{backend}",
-            fix=f"run `pip install {'memkit[numba]' if backend == 'numba' else 'triton'}`, or omit backend.",
+            fix=f"run `pip install {backend}`, or omit backend.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The passes over all points of a scene, compiled by numba (extra ``memkit[numba]``).
+"""The passes over all points of a scene, compiled by numba (the extra ``numba``).
 
 Each one is compiled at its first call, which takes a few seconds in total; numba caches the code on disk.
 """

@@ -367,7 +367,7 @@ class MemoryEfficientTrainLoop:
         if self._monitor and self._figures and self._validated_at == self.num_steps:
             metric = {"metric": metric_of(self._figures, self._monitor)}
         if self._unsaved is not None:
-            self._unsaved.tell(f"{_CALL}(state=...)")
+            self._unsaved.tell(f"{_CALL}(state=...)", self._position.counted())
             self._looks_for_unsaved, self._unsaved = False, None
         self._timeline.start()
         self._state.save(self.num_steps, **metric, **self.objects())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from memkit._core.printable import list_some
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.snapshot import HeldState
 from memkit._torch.tensors import bit_sums
+from memkit.recipes.order import reading_changes
 
 
 class UnsavedState:
@@ -36,11 +37,12 @@ class UnsavedState:
             for name, each in _tensors_of(holder).items():
                 yield (number, name), bit_sums([each])
 
-    def tell(self, call: str) -> None:
+    def tell(self, call: str, of_data: Sequence[str] = ()) -> None:
         """Warn of what has changed since.
 
         Args:
             call: The user's call, for the message.
+            of_data: Names of the data set's attributes that reading samples has changed.
         """
         now = dict(self._sums())
         changed = [
@@ -54,6 +56,8 @@ class UnsavedState:
                 "that is not saved: a resumed run begins with it anew, and differs. Way out: write model.criterion = "
                 "criterion before the trainer is made: its buffers and parameters are then saved as the model's."
             )
+        if of_data:
+            warn_user(f"{call}: {reading_changes(of_data)} Way out: compute it from seed, epoch and index.")
         if self._data.have_drawn():
             warn_user(
                 f"{call}: the data set has drawn from a random generator of its own, and that is not saved: a resumed "

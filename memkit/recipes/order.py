@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, final
 
 import numpy as np
@@ -193,12 +193,25 @@ def _parts(node: Any) -> Iterator[Any]:
             yield value
 
 
-def _plain_attributes(dataset: Any) -> dict[str, Any]:
-    """Return numbers and text that a dataset, or one that it wraps, holds without saving them, by name."""
+def reading_changes(changed: Sequence[str]) -> str:
+    """Say that reading samples changes attributes of datasets."""
+    return (
+        f"reading samples changes {list_some(changed)}, which no saved state has: a resumed run begins with another "
+        "value, and may read other samples."
+    )
+
+
+def plain_attributes(dataset: Any, *, with_saving: bool = False) -> dict[str, Any]:
+    """Return numbers and text that a dataset, or one that it wraps, holds, by name.
+
+    Args:
+        dataset: The dataset.
+        with_saving: Whether those of a dataset with a ``state_dict`` count.
+    """
     found, seen = dict[str, Any](), set[int]()
     while dataset is not None and id(dataset) not in seen:
         seen.add(id(dataset))
-        if not hasattr(dataset, "state_dict"):
+        if with_saving or not hasattr(dataset, "state_dict"):
             of_it = {name: value for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _PLAIN}
             found |= {f"{type(dataset).__name__}.{name}": value for name, value in of_it.items()}
         dataset = getattr(dataset, "dataset", None)
@@ -281,7 +294,7 @@ class ResumableLoader:
             self._told = self._order.epoch
             tell_epoch(self.loader, self._told)
         self._num_done, self._start, num_loads = self._start, 0, self._num_loads
-        self._counts = _plain_attributes(self.loader.dataset)
+        self._counts = plain_attributes(self.loader.dataset)
         for batch in self.loader:
             if num_loads != self._num_loads:
                 refuse_to_go_on("ResumableLoader")
@@ -297,13 +310,12 @@ class ResumableLoader:
 
         Warns if reading samples has changed numbers or text that a dataset holds: a state does not have them.
         """
-        counts = _plain_attributes(self.loader.dataset) if self._counts else {}
+        counts = plain_attributes(self.loader.dataset) if self._counts else {}
         if changed := [name for name, value in counts.items() if value != (self._counts or {}).get(name, value)]:
             self._counts = None  # once
             warn_user(
-                f"ResumableLoader: reading samples changes {list_some(changed)}, which no saved state has: a resumed "
-                "run begins with another value, and may read other samples. Way out: compute it from seed, epoch and "
-                "index; or give the dataset state_dict() and load_state_dict(), and pass it to save and restore too."
+                f"ResumableLoader: {reading_changes(changed)} Way out: compute it from seed, epoch and index; or give the "
+                "dataset state_dict() and load_state_dict(), and pass it to save and restore too."
             )
         return self._order.state_dict(num_done=self._num_done)
 

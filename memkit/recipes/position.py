@@ -14,7 +14,7 @@ from memkit._core.protocols import ResumableOrder
 from memkit._core.settings import check_version
 from memkit._machine import random_state
 from memkit._torch.loaders import starts_persistent_workers
-from memkit.recipes.order import ResumableLoader, check_samples, draws_by_epoch, tell_epoch
+from memkit.recipes.order import ResumableLoader, check_samples, draws_by_epoch, plain_attributes, tell_epoch
 
 _VERSION = 2
 
@@ -43,6 +43,7 @@ class Position:
         self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
         self._start: dict[str, Any] | None = None  # random state at the start of the epoch, as plain types
         self.epoch = self.num_batches = self._num_loads = 0
+        self._counts: dict[str, Any] = {}  # of the dataset, when the epoch began
 
     def batches(self) -> Iterator[Any]:
         """Return the rest of the epoch; loading a state meanwhile ends it with a `StateError`."""
@@ -59,6 +60,7 @@ class Position:
 
     def _begin(self) -> Iterator[Any]:
         tell_epoch(self._loader, self.epoch)
+        self._counts = self._plain_attributes()
         if self.num_batches == 0 or self._start is None:
             self._start = {
                 "random": random_state.capture().state_dict(),
@@ -93,6 +95,13 @@ class Position:
             return iter(self._loader)
         finally:
             self._loader.generator = own  # type: ignore[attr-defined]  # as above
+
+    def _plain_attributes(self) -> dict[str, Any]:
+        return plain_attributes(getattr(self._loader, "dataset", None), with_saving=True)
+
+    def counted(self) -> list[str]:
+        """Return the numbers and texts in attributes of the dataset that have changed since the epoch began."""
+        return [name for name, value in self._plain_attributes().items() if value != self._counts.get(name, value)]
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""

@@ -72,7 +72,7 @@ def nearest_points(
             cm.
         b: (M, D), on the same device. Gradients flow into both through the distances of the result.
         backend: ``"tiled"``: all pairs, tile by tile, for any D. ``"pruned"``: only tiles of points that may be near,
-            for D = 2 or 3. ``"kdtree"``: SciPy's k-d tree, on the CPU (``pip install "memkit[metrics]"``). ``"auto"``:
+            for D = 2 or 3. ``"kdtree"``: SciPy's k-d tree, on the CPU (``pip install scipy``). ``"auto"``:
             the k-d tree if SciPy is installed, the clouds are on the CPU and D is 2 or 3; otherwise pruned for large
             clouds, otherwise tiled.
         memory_budget: Bytes, or text, for the search; the k-d tree ignores it and takes about 100 bytes per point.
@@ -155,7 +155,7 @@ def _resolved(backend: NearestBackend, a: Tensor, b: Tensor) -> NearestBackend:
         _refuse(backend, "", ", ".join(map(repr, get_args(NearestBackend))))
     has_scipy = importlib.util.find_spec("scipy") is not None
     if backend == "kdtree" and not has_scipy:
-        _refuse(backend, ", but scipy is not installed", 'scipy: pip install "memkit[metrics]"')
+        _refuse(backend, ", but scipy is not installed", "scipy: pip install scipy")
     if backend == "pruned" and a.shape[1] not in _NUM_SPATIAL:
         _refuse(backend, f", for {a.shape[1]} coordinates", "2 or 3 coordinates")
     if backend != "auto":

@@ -160,7 +160,7 @@ def in_a_step(loss_fn, **settings):
 
 
 def in_lightning(loss_fn):
-    pytest.importorskip("lightning", reason="an extra: pip install memkit[lightning]")
+    pytest.importorskip("lightning", reason="an extra: pip install lightning")
     from lightning.fabric import Fabric
 
     from memkit.integrations.lightning import MemoryEfficientModule

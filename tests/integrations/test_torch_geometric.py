@@ -15,7 +15,7 @@ from tests.integrations.scripts import num_changed_lines
 from tests.points.patches import patches
 from tests.train.faults import FailingOperator
 
-pytest.importorskip("torch_geometric", reason="an extra: pip install memkit[pyg]")
+pytest.importorskip("torch_geometric", reason="an extra: pip install torch_geometric")
 
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData

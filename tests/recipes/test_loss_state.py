@@ -112,30 +112,50 @@ class Noisy(Dataset):
         return torch.tensor([index + self.random.normal()], dtype=torch.float64)
 
 
-def weight_after(folder, num_epochs, random):
+def weight_after(folder, num_epochs, data):
     torch.manual_seed(0)
     model = nn.Linear(1, 1, dtype=torch.float64)
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 1e-3))
     with mk.TrainingStateManager(folder) as state:
         mk.MemoryEfficientTrainLoop(
-            trainer, DataLoader(Noisy(random), 4), lambda model, x: model(x).mean(), state=state, progress=False
+            trainer, DataLoader(data, 4), lambda model, x: model(x).mean(), state=state, progress=False
         ).run(num_epochs=num_epochs)
     return model.weight.detach().clone()
 
 
 def test_a_data_set_with_a_generator_of_its_own_is_told_of(tmp_path):
     with pytest.warns(mk.MemkitWarning, match="the data set has drawn from a random generator of its own"):
-        weight_after(tmp_path, 1, np.random.RandomState(0))
+        weight_after(tmp_path, 1, Noisy(np.random.RandomState(0)))
+
+
+class Counting(Noisy):
+    """Counts what it has given, if asked to; told the epoch, as a data set may be."""
+
+    def __init__(self, counts):
+        self.counts, self.num_given, self.epoch = counts, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        self.num_given += self.counts
+        return torch.tensor([index + self.num_given], dtype=torch.float64)
+
+
+def test_a_data_set_that_counts_is_told_of(tmp_path):
+    weight_after(tmp_path / "plain", 3, Counting(counts=False))  # a warning of its epoch would be an error here
+    with pytest.warns(mk.MemkitWarning, match=r"reading samples changes Counting\.num_given, which no saved state has"):
+        weight_after(tmp_path / "counts", 3, Counting(counts=True))
 
 
 def test_a_data_set_that_draws_from_numpy_goes_on(tmp_path):
     """The way out of the warning."""
     np.random.seed(0)
-    whole = weight_after(tmp_path / "whole", 4, np.random)
+    whole = weight_after(tmp_path / "whole", 4, Noisy(np.random))
     np.random.seed(0)
-    weight_after(tmp_path / "parts", 2, np.random)
+    weight_after(tmp_path / "parts", 2, Noisy(np.random))
     np.random.seed(7)
-    torch.testing.assert_close(weight_after(tmp_path / "parts", 4, np.random), whole, rtol=0, atol=0)
+    torch.testing.assert_close(weight_after(tmp_path / "parts", 4, Noisy(np.random)), whole, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluat.*:memkit.MemkitWarning")  # batch statistics in the loss

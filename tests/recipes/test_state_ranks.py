@@ -17,6 +17,7 @@ from memkit.recipes.order import ResumableBatchSampler
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.helpers import assert_refused, assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.recipes.stateforge import forge, gadgets
@@ -227,3 +228,45 @@ def test_shards_of_two_ranks_go_on_in_one(tmp_path):
     spawn(one_rank, tmp_path, num_ranks=1)
     one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
     assert_same(one, two)
+
+
+def with_accumulator(model, optimizer):
+    trainer = GradientAccumulator(optimizer, 2, model=model)
+
+    def part():
+        trainer.backward(model(torch.ones(3, 8)).square().mean())
+        trainer.step()
+
+    return trainer, (part, part)
+
+
+def with_wrapper(model, optimizer):
+    trainer = MemoryEfficientTrainingWrapper(model, optimizer)
+
+    def forward():
+        for attempt in trainer.microbatches(torch.ones(4, 8)):
+            with attempt as micro:
+                trainer.backward(model(micro).square().mean())
+
+    return trainer, (forward, trainer.step)
+
+
+@pytest.mark.parametrize("begin", [with_accumulator, with_wrapper])
+def test_an_unfinished_group_does_not_go_on_with_other_ranks(tmp_path, begin):
+    """Each rank's gradients are a part of the group's: those of ranks that are gone would be lost in silence."""
+    model, manager = make(), TrainingStateManager(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer, parts = begin(model, optimizer)
+    objects = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    for number, part in enumerate(parts):
+        part()
+        manager.save(number, **objects)
+    for state in list_states(manager.directory):  # as if two ranks had written it
+        (state.path / "rank-1.pt").write_bytes((state.path / "rank-0.pt").read_bytes())
+        forge(state.path, num_ranks=2)
+    with pytest.warns(MemkitWarning, match="was saved on 2 ranks, and now there are 1"):
+        assert manager.restore(**objects) == 1
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(FileFormatError, match=r"part of an unfinished accumulation group, on 1 ranks"):
+        manager.restore(0, **objects)
+    assert_same(list(model.parameters()), before)

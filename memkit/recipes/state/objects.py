@@ -302,6 +302,18 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], 
         _refuse(name, "gradients of different shapes", "the shapes of its parameters")
 
 
+def is_unfinished(state: object) -> bool:
+    """Whether a state is that of an accumulator, or a wrapper, in the middle of an accumulation group."""
+    own = state.get("accumulator", state) if isinstance(state, Mapping) else {}
+    return isinstance(own, Mapping) and "num_microbatches" in own and own.get("gradients") is not None
+
+
+def has_gradients(state: object) -> bool:
+    """Whether a state is that of an optimizer with gradients."""
+    gradients = state.get(_GRADIENTS) if isinstance(state, Mapping) else None
+    return bool(gradients) and any(each is not None for each in gradients or ())
+
+
 def _check_entries(name: str, target: Stateful, saved: object, live: object, place: str) -> None:
     """Compare the entries of a scaler or a schedule, including nested schedules."""
     if not isinstance(live, Mapping):

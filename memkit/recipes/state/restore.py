@@ -19,7 +19,9 @@ from memkit.recipes.state.objects import (
     Parameters,
     check_fits,
     check_objects,
+    has_gradients,
     is_checked,
+    is_unfinished,
     keep_copy,
     load_into,
     name_parameters,
@@ -171,11 +173,23 @@ class Restoration:
             )
 
     def _note_ranks(self, num_ranks: int) -> None:
-        if num_ranks != self._ranks.size:
-            self.remarks.append(
-                f"{self._saved.path} was saved on {num_ranks} ranks, and now there are {self._ranks.size}: new ranks "
-                "take rank 0's values, and random states differ"
+        if num_ranks == self._ranks.size:
+            return
+        unfinished = [name for name, state in self._states.items() if is_unfinished(state)]
+        if unfinished:
+            raise FileFormatError(
+                f"TrainingStateManager.restore({unfinished[0]}=...)",
+                got=f"{self._saved.path}, which each of {num_ranks} ranks saved with its part of an unfinished "
+                f"accumulation group, on {self._ranks.size} ranks",
+                expected=f"{num_ranks} ranks, or a state that was saved after a step",
+                fix=f"resume on {num_ranks} ranks until the next step is done; or restore an older state by its step.",
             )
+        with_gradients = [name for name, state in self._states.items() if has_gradients(state)]
+        of_gradients = f"; the gradients in {with_gradients[0]} are those of rank 0" if with_gradients else ""
+        self.remarks.append(
+            f"{self._saved.path} was saved on {num_ranks} ranks, and now there are {self._ranks.size}: new ranks "
+            f"take rank 0's values, and random states differ{of_gradients}"
+        )
 
     def _place_shards(self, names: set[str]) -> None:
         """Replace each placeholder by a sharded tensor, and read this rank's part of its values."""
