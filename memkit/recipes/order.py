@@ -314,8 +314,8 @@ class ResumableLoader:
         if changed := [name for name, value in counts.items() if value != (self._counts or {}).get(name, value)]:
             self._counts = None  # once
             warn_user(
-                f"ResumableLoader: {reading_changes(changed)} Way out: compute it from seed, epoch and index; or give the "
-                "dataset state_dict() and load_state_dict(), and pass it to save and restore too."
+                f"ResumableLoader: {reading_changes(changed)} Way out: compute it from seed, epoch and index; or give "
+                "the dataset state_dict() and load_state_dict(), and pass it to save and restore too."
             )
         return self._order.state_dict(num_done=self._num_done)
 
