@@ -62,6 +62,10 @@ _PERMUTED = (
     "of the batch cannot repeat: do that before the split; where only the first forward does it, run one before "
     "training"
 )
+_UNREPEATABLE = (
+    "the same rows, run twice from the same state, have different gradients: the loss depends on something that memkit "
+    "does not restore (an iterator or a loader that it draws from, a variable of another program part, the time)"
+)
 _UNEVEN = (
     "the losses of the parts were divided by numbers that are not in proportion to their sizes (valid tokens, class "
     "weights), and the rows that were checked do not show why"
@@ -481,6 +485,8 @@ class Examination:
             return self._not_checked()
         together, separate = found
         self._left = self._left or self._differing(after_whole)
+        if not self._is_close(*_errors(whole, together)) and (yield from self._is_unrepeatable(whole)):
+            return self._not_checked(_UNREPEATABLE)
         error, is_equal = yield from self._weigh(whole, together)
         if self._around_whole is not None:
             return SplitVerdict(exact=is_equal, error=error)
@@ -656,13 +662,11 @@ class Examination:
         """Return the largest relative error of a parameter, and whether rounding explains all of them."""
         errors, norms = _errors(whole, parts)
         error = float(np.max(errors / np.where(norms > 0, norms, 1.0), initial=0.0)) if len(errors) else 0.0
-        # A sum of many terms is rounded at each of them, and the parts add in a different order.
-        of_sums = math.sqrt(self._rehearsal.most_elements) * torch.finfo(torch.float32).eps
-        limits = np.array([_QUICK_TOLERANCE.get(each.dtype, max(_TOLERANCE, of_sums)) for each in self._trained()])
         if not np.isfinite(errors).all():
             return math.inf, False
-        if (errors <= limits * norms).all():
+        if self._is_close(errors, norms):
             return error, True
+        limits = self._limits()
         generator = torch.Generator(device_of(self._model)).manual_seed(0)
         self._rounding = np.zeros(len(errors))
         for _ in range(_MOST_ROUNDED):
@@ -676,6 +680,22 @@ class Examination:
             if ((errors > most) & (errors > _CLEAR * norms)).any():
                 break  # otherwise a gradient of few elements may have rounded alike by chance
         return error, False
+
+    def _limits(self) -> Vector:
+        """Return the relative errors of the parameters that pass without further runs."""
+        # A sum of many terms is rounded at each of them, and the parts add in a different order.
+        of_sums = math.sqrt(self._rehearsal.most_elements) * torch.finfo(torch.float32).eps
+        return np.array([_QUICK_TOLERANCE.get(each.dtype, max(_TOLERANCE, of_sums)) for each in self._trained()])
+
+    def _is_close(self, errors: Vector, norms: Vector, *, times: float = 1.0) -> bool:
+        return bool((errors <= times * self._limits() * norms).all())
+
+    def _is_unrepeatable(self, whole: _Gradient) -> Attempts:
+        """Return whether the same rows, run again, have another gradient: its difference is not rounding's."""
+        again = yield from self._run_whole()
+        if again is None or not _is_finite(again.vectors):
+            return False
+        return not self._is_close(*_errors(whole, again), times=_TIMES_ROUNDING)
 
     def _is_noise(self, whole: _Gradient) -> Attempts:
         """Return whether random draws that could not be repeated per row affect the gradient."""
