@@ -294,10 +294,15 @@ def _depthwise_sums(x: Tensor, weight: Tensor) -> int:
 def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Bound copies of half-precision and complex matrices; of others only if neither rows nor columns are dense."""
     if inputs[0].dtype not in (torch.float32, torch.float64):
-        widened = sum(tensor.numel() * max(4, tensor.dtype.itemsize) for tensor in (*inputs, *outputs))
-        return _helpers_bytes() + widened
+        return _helpers_bytes() + sum(map(_tiled_bytes, (*inputs, *outputs)))
     dense = [tensor for tensor in inputs if tensor.layout is torch.strided and tensor.dim() > 1]
     return sum(_nbytes(tensor) for tensor in dense if not is_matrix(tensor))
+
+
+def _tiled_bytes(tensor: Tensor) -> int:
+    """Return the bytes in float32 with rows and columns in tiles of 16, as matrix units take them."""
+    itemsize = max(4, tensor.dtype.itemsize)
+    return itemsize * math.prod(math.ceil(size / 16) * 16 for size in tensor.shape[-2:]) * math.prod(tensor.shape[:-2])
 
 
 def _attention(query: Tensor, key: Tensor) -> int:

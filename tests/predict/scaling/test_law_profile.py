@@ -250,7 +250,7 @@ def test_plots(result, tmp_path, monkeypatch):
     assert svg.count("<circle") >= 4  # a dot per point
     assert "structural law" in svg
     monkeypatch.setattr(pictures, "to_png", lambda figure: None)  # as where matplotlib is not installed
-    with pytest.raises(mk.errors.ConfigError, match=r"matplotlib is not installed.*pip install memkit\[plots\]"):
+    with pytest.raises(mk.errors.ConfigError, match=r"matplotlib is not installed.*pip install matplotlib"):
         result.plot(tmp_path / "law.png")
     assert_refused(lambda: result.plot(tmp_path / "law.jpeg"), mk.errors.ConfigError, r"got the suffix '.jpeg'")
 
