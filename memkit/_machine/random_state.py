@@ -298,7 +298,9 @@ def is_same_state(state: Any, other: Any) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of one of `GENERATORS`, as a copy."""
+    """Return the state of one of `GENERATORS`, as a copy; None for one without: the system's entropy."""
+    if isinstance(generator, random.SystemRandom):
+        return None
     if isinstance(generator, np.random.Generator):
         return copy.deepcopy(generator.bit_generator.state)
     if isinstance(generator, random.Random):
@@ -307,7 +309,9 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set the state of one of `GENERATORS`."""
+    """Set the state of one of `GENERATORS`, as `generator_state` returned it."""
+    if state is None:
+        return
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

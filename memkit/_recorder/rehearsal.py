@@ -19,7 +19,6 @@ import collections
 import contextlib
 import dis
 import functools
-import inspect
 import sys
 import threading
 import types
@@ -615,6 +614,7 @@ class Attributes:
         self._tensors: list[_HeldTensor] = []
         self._arrays: list[_HeldArray] = []
         self._containers = list(containers)
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # of modules, beside what they were
         self._seen: set[int] = set()
         modules = [each for each in roots if isinstance(each, nn.Module)]
         self._names = {id(each): name for root in modules for name, each in root.named_modules()}
@@ -697,7 +697,7 @@ class Attributes:
             return self._note_function(value)
         if isinstance(value, type):
             self._variables += _assigned_in(value)
-            return ()
+            return list(_held_by_class(value))
         if isinstance(value, (*_CONTAINERS, *_NUMBERS)):
             return self._note_container(value)
         if isinstance(value, (tuple, frozenset, types.MappingProxyType)):
@@ -705,7 +705,9 @@ class Attributes:
             return list(held) if len(value) <= _MAX_ITEMS else ()
         if isinstance(value, Tensor):
             self._tensors.append(_HeldTensor(value, value.detach(), _gradient_of(value), value.requires_grad))
-            return ()
+            own = dict(vars(value))  # p.num_steps, as some optimizers and averages keep it
+            self._owners += [(value, own)] if own else []
+            return list(own.values())
         if isinstance(value, np.ndarray):
             return self._note_array(value)
         if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
@@ -713,7 +715,11 @@ class Attributes:
             return ()
         own = self._attributes_of(value)
         self._owners.append((value, own))
-        hooks = _hooks_of(value) if isinstance(value, nn.Module) else ()
+        hooks: Sequence[object] = ()
+        if isinstance(value, nn.Module):
+            registered = [each for name in HOOKS if (each := vars(value).get(name)) is not None]
+            self._hooks += [(each, dict(each)) for each in registered]
+            hooks = _hooks_of(value)
         return [*own.values(), *hooks, type(value)]
 
     def _note_optimizer(self, value: Any, apart: Container[int]) -> Sequence[object]:
@@ -756,6 +762,8 @@ class Attributes:
             self._set_back(owner, attributes)
         for variable in self._variables:
             variable.restore()
+        for hooks, before in self._hooks:
+            _set_back_hooks(hooks, before)
         self._restore_gradients()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
@@ -825,6 +833,7 @@ class Attributes:
             or any(not _is_same(self._attributes_of(owner), attributes) for owner, attributes in self._owners)
             or any(held.has_changed() for held in self._tensors)
             or any(parameter.grad is not gradient for parameter, gradient in self._gradients)
+            or any(hooks.keys() != before.keys() for hooks, before in self._hooks)
             or any(held.has_changed() for held in self._arrays)
             or any(variable.has_changed() for variable in self._variables)
             or self.have_drawn()
@@ -1089,6 +1098,21 @@ def _stored_globals(code: types.CodeType) -> set[str]:
     return names.union(*(_stored_globals(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
+def _set_back_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """Remove the hooks that were added, and put back those that removed themselves; PyTorch's own are left alone."""
+    if hooks.keys() == before.keys():
+        return
+    added = {key: hook for key, hook in hooks.items() if key not in before}
+    theirs = {key: hook for key, hook in added.items() if _package_of(hook) in _FOREIGN}
+    hooks.clear()
+    hooks.update(before | theirs)
+
+
+def _package_of(hook: object) -> str:
+    home = _home_of(hook)
+    return "" if home is None else home.__name__.partition(".")[0]
+
+
 def _hooks_of(module: nn.Module) -> list[object]:
     """Return the user's hooks on a module, which may keep statistics; not those of installed packages."""
     hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
@@ -1106,7 +1130,7 @@ def _may_hold_state(value: object) -> bool:
     if kind in _WORDS:
         return False
     if isinstance(value, Tensor):
-        return kind in _WITH_STORAGE and value.layout is torch.strided
+        return kind in _WITH_STORAGE and value.layout is torch.strided and not value.is_nested
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
         return True
     if isinstance(value, _NUMBERS) or kind in (np.ndarray, types.MappingProxyType):
@@ -1130,10 +1154,31 @@ def _held_by_function(fn: Any) -> Iterator[object]:
         yield from (fn.__self__, fn.__func__)
     else:
         yield from (fn.__defaults__ or (), fn.__kwdefaults__ or {})
-        with contextlib.suppress(ValueError, TypeError):  # a variable without a value yet
-            variables = inspect.getclosurevars(fn)
-            yield from variables.nonlocals.values()
-            yield from variables.globals.values()
+        for cell in getattr(fn, "__closure__", None) or ():
+            yield _content_of(cell)
+        code, variables = getattr(fn, "__code__", None), getattr(fn, "__globals__", {})
+        for name in _names_in(code) if code is not None else ():
+            if name in variables:
+                yield variables[name]
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names that code looks up outside, and those of functions inside it."""
+    inside = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inside)
+
+
+def _held_by_class(kind: type) -> Iterator[object]:
+    """Yield the functions of a user's class, which may count in variables outside, and its lists and dicts.
+
+    Classes of installed packages are left out: they have hundreds of functions, and registries that they all reach.
+    """
+    for base in kind.__mro__:
+        if _is_users(base) and is_users_module(sys.modules.get(base.__module__)):
+            for value in vars(base).values():
+                function = getattr(value, "__func__", value)  # a static method's
+                if isinstance(function, (types.FunctionType, *_CONTAINERS)):
+                    yield function
 
 
 def _is_written_down(container: Any, copy: Any) -> bool:

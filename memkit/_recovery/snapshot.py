@@ -403,7 +403,7 @@ class AttributeStates:
                 *((each, each.nbytes <= largest_bytes) for each in self._attributes.plain_tensors()),
                 *zip(frozen, saved, strict=True),
             )
-            if each.layout is torch.strided and not each.is_inference() and id(each) not in buffers
+            if each.layout is torch.strided and not (each.is_nested or each.is_inference() or id(each) in buffers)
         ]
         # Writes through `.data`, as to a codebook, make no new version. Only trials read all of the frozen parameters.
         digested = (torch.Tensor, nn.Parameter) if is_trial else (torch.Tensor,)

@@ -70,6 +70,10 @@ class Draws:
             self._guesses.unseen(name)
         return value
 
+    def unseeded(self, source: str) -> None:
+        """Note a generator that the step makes, whose numbers cannot be followed."""
+        self._guesses.unseen(source)
+
     def note_unseen(self, *, have_others_drawn: bool) -> None:
         """Note that something has drawn past the functions that are followed.
 
@@ -92,7 +96,19 @@ def _patches() -> list[Patches]:
     purpose = "random numbers that a step draws are guesses"
     of_python = {name: _following(random, name, operator.attrgetter(f"python.{name}")) for name in _OF_PYTHON}
     of_numpy = {name: _following(np.random, name, operator.attrgetter(f"numpy.{name}")) for name in _OF_NUMPY}
+    of_numpy["default_rng"] = _seeding(np.random.default_rng)
     return [Patches(random, purpose, of_python), Patches(np.random, purpose, of_numpy)]
+
+
+def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def make(seed: Any = None) -> Any:
+        draws = _draws.get()
+        if draws is not None and seed is None:  # from the system's entropy: its numbers are other ones each time
+            draws.unseeded(f"np.random.{original.__name__}()")
+        return original(seed)
+
+    return make
 
 
 def _following(module: Any, name: str, own: Callable[[Draws], Callable[..., Any]]) -> Callable[..., Any]:

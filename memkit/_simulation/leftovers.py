@@ -207,7 +207,7 @@ class _Surroundings:
             if names.get(name):
                 self._save(names[name], dict(names[name]), "items")
         own = {name: child for name, child in names.items() if name not in _OF_EVERY_MODULE}
-        yield from ((child, f".{name}") for name, child in (own | names.get(CHILDREN, {})).items())
+        yield from ((child, f".{name}") for name, child in {**own, **dict(names.get(CHILDREN, {}).items())}.items())
 
     def _named(self, owner: Any, names: Mapping[str, Any], kind: ContainerKind) -> Iterator[tuple[Any, str]]:
         self._save(owner, dict(names), kind)

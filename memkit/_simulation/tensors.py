@@ -205,6 +205,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             fake.requires_grad_(tensor.requires_grad)
         self._note(fake)
         self._stand_ins[id(tensor)] = tensor, fake
+        if type(tensor) in (Tensor, nn.Parameter):  # p.decay = 0.1, which the step reads
+            vars(fake).update({name: each for name, each in vars(tensor).items() if name not in vars(fake)})
         return fake
 
     def block_bytes(self, device: torch.device) -> int:
@@ -925,7 +927,7 @@ class StandIns:
         if value is None or type(value) in _ATOMS:
             return value
         if isinstance(value, Tensor):  # tensors that are not strided are faked when an operator meets them
-            return self._make(value) if value.layout is torch.strided else value
+            return self._make(value) if value.layout is torch.strided and not value.is_nested else value
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             self._replaced(vars(value))
         elif isinstance(value, (dict, list)) and id(value) not in self._saved:

@@ -4,6 +4,7 @@ import array
 import collections
 import copy
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -481,3 +482,119 @@ def test_a_sampler_that_the_loss_holds_draws_as_in_the_plain_loop():
     mk.estimate_memory_usage(model, coords, loss_fn=loss_fn)
     mk.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), coords, loss_fn, budget="64MiB").close()
     assert sampler.state_dict()["num_draws"] == 0
+
+
+NUM_SEEN = 0
+
+
+class Schedule:
+    step = 0
+
+
+class Counts(nn.Module):
+    """Counts its calls outside of itself, and scales its output by them."""
+
+    shared = [0]  # noqa: RUF012 - a list of the class is what is tested
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.layer = place, nn.Linear(4, 3).double()
+        self.layer.weight.num_calls = 0
+
+    def count(self):
+        global NUM_SEEN
+        if self.place == "a global":
+            NUM_SEEN += 1
+        elif self.place == "another class":
+            Schedule.step += 1
+        elif self.place == "a list of the class":
+            self.shared[0] += 1
+        else:
+            self.layer.weight.num_calls += 1
+
+    def counted(self):
+        return NUM_SEEN + Schedule.step + self.shared[0] + self.layer.weight.num_calls
+
+    def forward(self, x):
+        self.count()
+        return self.layer(x) * (1 + 0.1 * self.counted())
+
+
+def compares_rows(model, x):
+    return model(x).std(0).sum()
+
+
+RUNS = {
+    "check": lambda model, optimizer, x: mk.train.check_split(model, x, compares_rows),
+    "estimate": lambda model, optimizer, x: mk.estimate_memory_usage(model, x, loss_fn=compares_rows),
+    "prepare": lambda model, optimizer, x: mk.prepare(model, optimizer, x, compares_rows, budget="64MiB").close(),
+    "memory": lambda model, optimizer, x: wrapper(model, optimizer, None, None, memory="64MiB").train_step(
+        x, compares_rows
+    ),
+    "out of memory": lambda model, optimizer, x: out_of_memory_first(model, optimizer).train_step(x, compares_rows),
+}
+
+
+def out_of_memory_first(model, optimizer):
+    calls = itertools.count()
+
+    def fail(module, args, output):
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+
+    model.register_forward_hook(fail)  # when the forward has counted
+    return wrapper(model, optimizer, None, None)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("place", ["a global", "another class", "a list of the class", "a parameter's attribute"])
+@pytest.mark.filterwarnings("ignore:.*(out of memory with|splitting|could not be checked)")
+def test_what_a_forward_counts_elsewhere_is_undone(run, place):
+    model, x = Counts(place), torch.randn(8, 4, dtype=torch.float64)
+    before = model.counted()
+    RUNS[run](model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+    assert model.counted() - before == (run in {"memory", "out of memory"})
+
+
+class Registering(nn.Module):
+    """Registers a hook in its first forward, as extractors of hidden layers do; one removes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.has_hook = nn.Linear(4, 3).double(), False
+        self.once = self.layer.register_forward_hook(lambda *_: self.once.remove())
+
+    def forward(self, x):
+        if not self.has_hook:
+            self.layer.register_forward_hook(lambda module, args, output: 2 * output)
+            self.has_hook = True
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.filterwarnings("ignore:.*(out of memory with|splitting|could not be checked)")
+def test_hooks_that_a_forward_registers_are_undone_with_its_flag(run):
+    model, x = Registering(), torch.randn(8, 4, dtype=torch.float64)
+    RUNS[run](model, torch.optim.SGD(model.parameters(), lr=0.0), x)
+    is_step = run in {"memory", "out of memory"}
+    assert model.has_hook is is_step
+    assert len(model.layer._forward_hooks) == 1  # its own hook after a step, before one that which removes itself
+    assert_same([model(x)], [2 * nn.functional.linear(x, model.layer.weight, model.layer.bias)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        random.SystemRandom,
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 3))),
+    ],
+    ids=["no state", "nested", "scripted"],
+)
+@pytest.mark.parametrize("run", ["estimate", "prepare", "memory", "check"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(splitting|could not be checked)")
+def test_what_has_no_state_that_can_be_read_is_left_alone(run, make):
+    model = nn.Linear(4, 3).double()
+    model.held = [make()]
+    RUNS[run](model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4, dtype=torch.float64))

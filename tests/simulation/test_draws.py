@@ -49,6 +49,7 @@ DECIDING = {
     "an array of one": (lambda: np.random.rand(1)[0] < 0.5, whole),
     "imported before": (lambda: bare() < 0.5, whole),
     "its own generator": (lambda: OWN.random() < 0.5, whole),
+    "made in the step": (lambda: np.random.default_rng().random() < 0.5, whole),
     "a size": (never, lambda x: x[: random.randint(1, 8)]),
 }
 ORDINARY = {
@@ -56,6 +57,7 @@ ORDINARY = {
     "a mix": (never, lambda x: (share := np.random.beta(1, 1)) * x + (1 - share) * x.flip(0)),
     "noise": (never, lambda x: x + torch.from_numpy(np.random.randn(64).astype(np.float32))),
     "an order": (never, lambda x: x[np.random.permutation(len(x))]),
+    "a seed of its own": (never, lambda x: x * np.random.default_rng(0).random()),
     "a sample": (never, lambda x: x[random.sample(range(8), 4)]),
 }
 
@@ -73,7 +75,7 @@ def test_a_draw_that_may_decide_is_not_known(how, seed):
     assert estimate.confidence == "guessed"
     verdict = estimate.verdict("1TiB")
     assert verdict == "not known"
-    is_followed = how not in {"an array of one", "imported before", "its own generator"}
+    is_followed = how not in {"an array of one", "imported before", "its own generator", "made in the step"}
     assert ("test_draws.py:" in verdict.reason and "a random number" in verdict.reason) is is_followed
     assert ("the step draws from " in verdict.reason) is not is_followed
 
