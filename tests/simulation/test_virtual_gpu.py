@@ -67,6 +67,18 @@ def test_cuda_is_there_inside_and_gone_outside():
     assert not torch.cuda.is_available() or torch.version.cuda
 
 
+def test_the_accelerator_is_the_card(card):
+    accelerator = torch.accelerator
+    assert accelerator.current_accelerator() == torch.device("cuda")  # without an index, as on a GPU
+    assert (accelerator.device_count(), accelerator.current_device_index()) == (1, 0)
+    x = torch.ones(1000, device=accelerator.current_accelerator())
+    assert x.device == torch.device("cuda:0")
+    if hasattr(accelerator, "memory"):  # 2.8 lacks it
+        with accelerator.device_index(0):
+            held = accelerator.memory_allocated(), accelerator.memory.memory_allocated()
+        assert held == (card.allocated_bytes, card.allocated_bytes) == (4096, 4096)
+
+
 @pytest.mark.usefixtures("card")
 def test_the_host_holds_data_and_the_card_does_not():
     x = torch.arange(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import reduce, wraps
 from types import SimpleNamespace
 from typing import Any, Self
@@ -51,6 +51,7 @@ _FACTORIES = (
     "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
 _NEW = ("new_empty", "new_full", "new_ones", "new_zeros")
+_ACCELERATOR = torch.device("cuda")  # as torch names it: scripts append an index
 _NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
@@ -64,12 +65,15 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
     return [
         Patches(cuda, "`torch.cuda` describes the virtual GPU", answers),
         Patches(cuda.memory, "the same functions under their other names", of_memory),
-        Patches(
-            torch.accelerator,
-            "`torch.accelerator` describes the virtual GPU",
-            {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
+        *(
+            Patches(
+                owner,
+                "`torch.accelerator` describes the virtual GPU",
+                {name: value for name, value in accelerator.items() if hasattr(owner, name)},
+            )
+            for owner in (torch.accelerator, getattr(torch.accelerator, "memory", None))  # 2.8 has no memory
         ),
-        Patches(accelerator_owner, "FSDP2 finds the virtual GPU", {GET_ACCELERATOR: lambda *_: CARD}),
+        Patches(accelerator_owner, "FSDP2 finds the virtual GPU", {GET_ACCELERATOR: lambda *_: _ACCELERATOR}),
         Patches(
             memory_format_owner,
             "convolutions use the order of dimensions that cuDNN would get",
@@ -270,18 +274,20 @@ def _streams(memory: CudaMemory) -> dict[str, Any]:
 
 
 def _accelerator(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
+    """Make the patches that describe the card; whether it is there, and how many, torch itself asks `torch.cuda`."""
     of_cuda = _memory(card, memory)
-    shared = ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    shared = (
+        "empty_cache", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved",
+        "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+    )  # fmt: skip
     return {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_accelerator": lambda check_available=False: CARD,  # noqa: ARG005
-        "current_device_index": lambda: 0,
-        "set_device_index": _nothing,
+        "current_accelerator": lambda check_available=False: _ACCELERATOR,  # noqa: ARG005
+        **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: 0),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), _nothing),
+        "device_index": nullcontext,
         "synchronize": _nothing,
+        "empty_host_cache": _nothing,
         "get_memory_info": of_cuda["mem_get_info"],
-        "memory_stats": of_cuda["memory_stats"],
-        "reset_peak_memory_stats": of_cuda["reset_peak_memory_stats"],
         **{name: of_cuda[name] for name in shared},
     }
 
