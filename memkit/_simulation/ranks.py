@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,10 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.shard import REPLICATED, Shard
 from memkit._simulation.simulation import MakeOptimizer, RankPart, optimizer_maker
-from memkit._torch.dispatch import without_modes
-from memkit._torch.fake_ranks import FakeStore, composable_states
+from memkit._torch.dispatch import fake_mode, without_modes
+from memkit._torch.fake_ranks import (
+    INFER_SHAPES,
+    RUN_RANDOM,
+    FakeStore,
+    ShardingPropagator,
+    composable_states,
+    shards_dispatch,
+)
 
 
 @contextmanager
@@ -42,7 +50,7 @@ def as_first_rank(
                 make_optimizer = _sharing(make_optimizer)
             yield RankPart(replica, make_optimizer(model.parameters()), buckets)
         else:
-            with _sharded(model, shard, mesh):
+            with applied(shard_patches()), _sharded(model, shard, mesh):
                 yield RankPart(model, make_optimizer(model.parameters()), ())
 
 
@@ -102,6 +110,27 @@ def _sharded(model: nn.Module, shard: Shard, mesh: DeviceMesh) -> Iterator[None]
             with _with_data(mesh.device_type):  # a divisor makes another mesh
                 fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         yield
+
+
+def shard_patches() -> list[Patches]:
+    """Make the patches with which operators on shards take the memory that they take on a GPU."""
+    infer = getattr(ShardingPropagator, INFER_SHAPES)
+
+    @wraps(infer)
+    def inferred(*args: Any) -> Any:
+        # torch finds out the result's shape with fake tensors of the whole size, which a recorder would count.
+        simulation = fake_mode()
+        with without_modes(), nullcontext() if simulation is None else simulation:
+            return infer(*args)
+
+    patches = [Patches(ShardingPropagator, "tensors of the whole size are not counted", {INFER_SHAPES: inferred})]
+    if RUN_RANDOM is not None:
+        patches.append(Patches(shards_dispatch, "a virtual GPU has no random state", {RUN_RANDOM: _drawn}))
+    return patches
+
+
+def _drawn(start: int, end: int, func: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001 - torch's own signature
+    return func(*args, **kwargs)
 
 
 def _units(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:

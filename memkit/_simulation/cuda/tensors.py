@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from memkit._core.attributes import attributes_of, set_attributes
 from memkit._core.errors import NotSimulatedError, StateError
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.cuda.attention import attend
@@ -594,8 +595,10 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 
     On a real GPU a parameter moves through `Tensor.data`, which does not check for other holders either.
     """
+    own, others = attributes_of(tensor), attributes_of(other)  # a DTensor keeps its shard in a slot
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
-    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    set_attributes(tensor, others)
+    set_attributes(other, own)
     swap_tensors(tensor, other)
 
 

@@ -20,7 +20,7 @@ from torch import cuda  # noqa: TID251 - patched here, never queried
 from torch.nn.parallel import DistributedDataParallel
 
 from memkit._simulation.leftovers import Patches, applied
-from memkit._simulation.ranks import keep_first_buckets
+from memkit._simulation.ranks import keep_first_buckets, shard_patches
 from memkit._torch.fake_ranks import FakeStore
 
 _PORT = "29500"  # nothing listens on it
@@ -80,6 +80,7 @@ def _patches(num_ranks: int | None) -> list[Patches]:
             "gradients in buckets that are not exchanged",
             {"__init__": _replicating(DistributedDataParallel.__init__)},
         ),
+        *shard_patches(),
         Patches(torch.multiprocessing, "the first of the processes that a script starts", {"spawn": _spawned}),
     ]
 
@@ -98,11 +99,12 @@ def _init(init: Callable[..., None], num_ranks: int | None, asked: list[str]) ->
 
 
 def _replicating(initialize: Callable[..., None]) -> Callable[..., None]:
+    made = signature(initialize)
+
     @wraps(initialize)
-    def replicate(self: DistributedDataParallel, module: Any, *args: Any, **options: Any) -> None:
-        for name in ("device_ids", "output_device", "init_sync", "static_graph"):
-            options.pop(name, None)
-        initialize(self, module, None, None, *args[2:], init_sync=False, **options)
+    def replicate(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        given = made.bind(self, *args, **options).arguments
+        initialize(**{**given, "init_sync": False, "static_graph": False})
         keep_first_buckets(self, [])
 
     return replicate
