@@ -17,6 +17,7 @@ from memkit.cli._codes import MEANINGS, YES
 from memkit.cli._terminal import WIDTH, folded
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
+# One with RUNS_SCRIPT = True gets the words after the first -- unread, as arguments.after: argparse would drop the --.
 _COMMANDS = ("check", "compare", "demo", "dryrun", "estimate", "gpus", "presets", "profile", "report")
 
 
@@ -45,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             + (f"write `{' '.join(['memkit', meant, *given[1:]])}`" if meant else f"one of {', '.join(_COMMANDS)}")
         )
     # Only the requested command is loaded; without one, all are, for the help and the errors.
-    for name in given[:1] if given and given[0] in _COMMANDS else _COMMANDS:
-        importlib.import_module(f"memkit.cli.{name}").add_parser(commands)
-    arguments = parser.parse_args(given)
+    names = given[:1] if given and given[0] in _COMMANDS else _COMMANDS
+    modules = [importlib.import_module(f"memkit.cli.{name}") for name in names]
+    for module in modules:
+        module.add_parser(commands)
+    runs_script = len(modules) == 1 and getattr(modules[0], "RUNS_SCRIPT", False)
+    end = given.index("--") if runs_script and "--" in given else len(given)
+    arguments = parser.parse_args(given[:end], argparse.Namespace(after=list(given[end + 1 :])))
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # a closed pipe raises its error here, and not at the end of the program

@@ -24,6 +24,7 @@ from memkit.cli._terminal import ProgressLine, Tone, is_watched, say, say_all, s
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, capability_of, find_gpu
 
+RUNS_SCRIPT = True
 _STEPS = 3
 _LEAST_SECONDS, _SLOWER = 60, 5  # time limit for a script when it runs again
 _MORE = 1.01  # the cycle collector may run a moment later
@@ -39,15 +40,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "dryrun",
         help="run a training script, unchanged, on a simulated GPU",
-        usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N]\n"
+        usage="memkit dryrun [-m] SCRIPT [ARGUMENT ...] --gpu NAME [--steps N]\n"
         "                     [--nproc-per-node N] [--selected-fraction F]\n"
         "                     [--calibrated FILE] [--json]",
         description="Options may be before or after the script's arguments; all after -- belongs to the script.",
         allow_abbrev=False,
     )
     _add_options(parser)
-    parser.add_argument("script", metavar="SCRIPT.py", help="the script, as for python SCRIPT.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module or package, as for python -m SCRIPT"
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments, as for python SCRIPT"
+    )
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -67,28 +72,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     options = argparse.ArgumentParser(prog="memkit dryrun", add_help=False, allow_abbrev=False)
     _add_options(options)
-    given = arguments.arguments
-    end = given.index("--") if "--" in given else len(given)
-    _, own = options.parse_known_args(given[:end], arguments)
-    if arguments.gpu is None:
-        arguments.parser.error("the following arguments are required: --gpu")
-    if arguments.steps < 1:
-        arguments.parser.error("--steps: expected at least 1")
-    if arguments.selected_fraction is not None and not 0 < arguments.selected_fraction <= 1:
-        arguments.parser.error("--selected-fraction: expected a fraction above 0 and at most 1")
-    if arguments.nproc_per_node is not None and arguments.nproc_per_node < 1:
-        arguments.parser.error("--nproc-per-node: expected at least 1")
-    if not Path(arguments.script).is_file():
-        raise InputError(
-            f"memkit dryrun {arguments.script}",
-            got="no such file",
-            expected="the path of a Python script",
-            fix="pass the script as for `python SCRIPT.py`.",
-        )
+    _, own = options.parse_known_args(arguments.script, arguments)
+    words = [*own, *arguments.after]
+    _refuse_wrong(arguments, words)
+    arguments.script, *own = words
     gpu = find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capability_of(gpu)
     try:
-        report = _report(arguments, [*own, *given[end + 1 :]], gpu)
+        report = _report(arguments, own, gpu)
     except _NoReportError as error:
         say_error(f"memkit: {'not known' if error.is_killed else 'error'}", error)
         return NOT_KNOWN if error.is_killed else FAILED
@@ -99,6 +90,38 @@ def _run(arguments: argparse.Namespace) -> int:
         say(verdict, tone=_TONES[report["verdict"]])
         say_all(rest)
     return {"fits": YES, "does not fit": NO, "not known": NOT_KNOWN, "failed": FAILED}[report["verdict"]]
+
+
+def _refuse_wrong(arguments: argparse.Namespace, words: list[str]) -> None:
+    """Refuse options and scripts that cannot be run."""
+    if not words:
+        arguments.parser.error("the following arguments are required: SCRIPT")
+    if arguments.gpu is None:
+        arguments.parser.error("the following arguments are required: --gpu")
+    if arguments.steps < 1:
+        arguments.parser.error("--steps: expected at least 1")
+    if arguments.selected_fraction is not None and not 0 < arguments.selected_fraction <= 1:
+        arguments.parser.error("--selected-fraction: expected a fraction above 0 and at most 1")
+    if arguments.nproc_per_node is not None and arguments.nproc_per_node < 1:
+        arguments.parser.error("--nproc-per-node: expected at least 1")
+    if not arguments.is_module:
+        _refuse_no_script(words[0], arguments.gpu)
+
+
+def _refuse_no_script(script: str, gpu: str) -> None:
+    """Refuse a path that is not a Python script."""
+    is_file, is_notebook = Path(script).is_file(), Path(script).suffix == ".ipynb"
+    if is_file and not is_notebook:
+        return
+    way = f"jupyter nbconvert --to script {script} && memkit dryrun {Path(script).with_suffix('.py')} --gpu '{gpu}'"
+    raise InputError(
+        f"memkit dryrun {script}",
+        got="a notebook" if is_file else "no such file",
+        expected="the path of a Python script, or -m and the name of a module",
+        fix=f"run `{way}`."
+        if is_file
+        else "write the script as for `python`, such as `train.py` or `-m package.train`.",
+    )
 
 
 def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str, Any]:
@@ -162,6 +185,7 @@ class _Script:
         self._order = {
             "cwd": str(Path.cwd()),
             "script": arguments.script,
+            "is_module": arguments.is_module,
             "arguments": own,
             "gpu": arguments.gpu,
             "calibrated": arguments.calibrated,

@@ -71,6 +71,56 @@ def dryrun(capfd, *arguments):
     return code, out, err
 
 
+_ECHO = """
+import sys, torch
+weight = torch.ones(3, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight])
+for _ in range(9):
+    weight.sum().backward()
+    optimizer.step()
+print(__name__, __package__, sys.argv, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "num_steps"),
+    [
+        ("--gpu T4 {} -- --steps 7 --gpu 0", ["--steps", "7", "--gpu", "0"], 3),
+        ("--gpu T4 --steps 2 -- {} --steps 7 -- -x", ["--steps", "7", "--", "-x"], 2),
+        ("{} -m --gpu T4 one --steps 2 -- --help", ["-m", "one", "--help"], 2),
+    ],
+)
+@pytest.mark.usefixtures("forked")
+def test_words_after_dashes_are_the_scripts(capfd, tmp_path_factory, words, own, num_steps):
+    script = tmp_path_factory.mktemp("echo") / "echo.py"
+    script.write_text(_ECHO)
+    code, out, _ = dryrun(capfd, "--json", *words.format(script).split())
+    report = json.loads(out)
+    assert (code, report["gpu"], report["arguments"], report["num_steps"]) == (0, "T4", own, num_steps)
+
+
+@pytest.mark.parametrize(("name", "file"), [("package.train", "train.py"), ("package", "__main__.py")])
+@pytest.mark.usefixtures("forked")
+def test_a_module_runs_as_python_runs_it(capfd, monkeypatch, tmp_path_factory, name, file):
+    package = tmp_path_factory.mktemp("project") / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sizes.py").write_text("NUM = 7")
+    (package / file).write_text(f"from .sizes import NUM\nassert NUM == 7{_ECHO.replace('range(9)', 'range(2)')}")
+    monkeypatch.chdir(package.parent)
+    code, out, err = dryrun(capfd, "--gpu", "T4", "-m", name, "--lr", "3", "--json")
+    assert code == 0, err
+    assert json.loads(out)["num_steps"] == 2
+    assert f"__main__ package ['{package / file}', '--lr', '3']" in err
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_module_that_is_not_there_says_so(capfd):
+    code, out, _ = dryrun(capfd, "--gpu", "T4", "-m", "json.none", "--lr", "3")
+    assert code == 4
+    assert "No module named 'json.none'" in unfolded(out)
+
+
 @pytest.mark.usefixtures("folder")
 def test_a_training_script(capfd):
     code, out, err = dryrun(
@@ -273,12 +323,16 @@ def test_a_script_without_training_is_not_known(capfd, tmp_path_factory, line, d
     ("arguments", "text"),
     [
         (["none.py", "--gpu", "T4"], "got no such file"),
+        (["cells.ipynb", "--gpu", "T4"], "nbconvert --to script cells.ipynb && memkit dryrun cells.py --gpu 'T4'"),
         (["ends.py", "--gpu", "A100"], "matches several GPUs"),
         (["ends.py", "--gpu", "Apple 16GB"], "an NVIDIA GPU"),
     ],
 )
 @pytest.mark.usefixtures("forked")
-def test_wrong_use_prints_no_traceback(capfd, arguments, text):
+def test_wrong_use_prints_no_traceback(capfd, monkeypatch, tmp_path_factory, arguments, text):
+    if arguments[0] == "cells.ipynb":
+        monkeypatch.chdir(tmp_path_factory.mktemp("notebook"))
+        Path("cells.ipynb").write_text("{}")
     assert_error(capfd, ["dryrun", *arguments], text)
 
 

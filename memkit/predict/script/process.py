@@ -1,10 +1,11 @@
 """The process in which `memkit dryrun` runs a script: on a virtual GPU, with its writes redirected.
 
 `memkit.cli.dryrun` starts it as ``python -m memkit.predict.script.process ORDER``, where ORDER is a JSON object:
-folder (used by this run only), cwd, script, arguments, gpu, calibrated, steps, num_ranks (null: no torchrun),
-selected_fraction, answers (how the GPU answers reads of unknown values), sizes (a file: if it exists, it holds the
-allocator requests of another run, and this run ends at the first different request; otherwise it is written into the
-folder). The findings go to ``folder/report.json``; the script's own output goes to this process's output.
+folder (used by this run only), cwd, script, is_module (script is a name, as for ``python -m``), arguments, gpu,
+calibrated, steps, num_ranks (null: no torchrun), selected_fraction, answers (how the GPU answers reads of unknown
+values), sizes (a file: if it exists, it holds the allocator requests of another run, and this run ends at the first
+different request; otherwise it is written into the folder). The findings go to ``folder/report.json``; the script's own
+output goes to this process's output.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from importlib.abc import InspectLoader
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from sysconfig import get_paths
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 from urllib.error import URLError
 
@@ -174,7 +176,7 @@ def run_child() -> None:
     os.chdir(order["cwd"])
     multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]  # workers look here
     sys.argv = [script, *order["arguments"]]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path[0] = order["cwd"] if order["is_module"] else str(Path(script).resolve().parent)
     redirection = Redirection(mirror)
     redirection.install()
     sys.meta_path.insert(0, AtImport(redirection.to_read))
@@ -189,7 +191,7 @@ def run_child() -> None:
     _seed_draws()
     steps = StepCounter(order["steps"])
     start = time.perf_counter()
-    ended, problem, is_compiled = _run(script, gpu, steps, order["num_ranks"])
+    ended, problem, is_compiled = _run(order, gpu, steps)
     allocator = gpu.memory.allocator
     report = {
         "ended": ended,
@@ -264,18 +266,16 @@ def _seed_draws() -> None:
     torch.manual_seed(0)  # noqa: TID251 - this process is the script's
 
 
-def _run(
-    script: str, gpu: VirtualGPU, steps: StepCounter, num_ranks: int | None
-) -> tuple[str, dict[str, str] | None, bool]:
+def _run(order: dict[str, Any], gpu: VirtualGPU, steps: StepCounter) -> tuple[str, dict[str, str] | None, bool]:
     """Run a script as Python would; return how it ended, its problem, and whether it uses `torch.compile`."""
     module = ModuleType("__main__")
-    module.__file__ = str(Path(script).resolve())  # as Python sets it
     sys.modules["__main__"] = module
+    load = _load_module if order["is_module"] else _load_script
     compiled: list[bool] = []
     try:
-        code = compile(Path(script).read_bytes(), script, "exec")
         gpu.__enter__()  # never exited: the script's tensors live as long as the process
-        with _noting_compile(compiled), steps.counted(), launched_as_first_rank(num_ranks):
+        with _noting_compile(compiled), steps.counted(), launched_as_first_rank(order["num_ranks"]):
+            code = load(order["script"], module)
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
         return _AFTER_STEPS, None, bool(compiled)
@@ -290,6 +290,25 @@ def _run(
         traceback.print_exception(error.with_traceback(_own(error)))
         return "error", _problem(error, _way_out(error)), bool(compiled)
     return _BY_ITSELF, None, bool(compiled)
+
+
+def _load_script(script: str, module: ModuleType) -> CodeType:
+    """Return the code of a file, and set in its module what `python SCRIPT.py` sets."""
+    module.__file__ = str(Path(script).resolve())
+    return compile(Path(script).read_bytes(), script, "exec")
+
+
+def _load_module(name: str, module: ModuleType) -> CodeType:
+    """Return the code of a module or a package's ``__main__``, and set in its module what `python -m NAME` sets."""
+    spec = find_spec(name)  # imports the packages that it is in
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise ModuleNotFoundError(f"No module named {name!r} that can be run as python -m {name}", name=name)
+    module.__spec__, module.__package__, module.__loader__ = spec, spec.parent, spec.loader
+    module.__file__ = sys.argv[0] = spec.origin or name
+    return code
 
 
 @contextmanager
