@@ -486,6 +486,15 @@ def _other_channels(call: str, num_channels: int, layout: VoxelLayout) -> InputE
     )
 
 
+def each_sample(x: Tensor, *, batched: bool) -> Iterator[Tensor]:
+    """Yield views of a batch's samples that may be written one after the other.
+
+    Autograd refuses writes into the views that iterating over a tensor returns, and into a view that was made before
+    the batch began to need a gradient.
+    """
+    yield from (x[number] for number in range(len(x))) if batched else (x,)
+
+
 def blocks_of(shape: Triple) -> Iterator[tuple[slice, slice]]:
     """Yield blocks along D and H of a 64th of the grid or a few thousand voxels, contiguous in row-major order."""
     rows = max(1, min(max(BLOCK, math.prod(shape) // 64), 8 * BLOCK) // shape[2])

@@ -16,6 +16,7 @@ from memkit.voxel.augment_base import (
     Augmentation,
     X,
     box_of,
+    each_sample,
     filled,
     generators,
     in_box,
@@ -96,7 +97,7 @@ class CutoutAugmentation(Augmentation[CutoutParams]):
         if isinstance(x, Tensor):
             out = x if inplace else x.clone(memory_format=torch.contiguous_format)
             if x.is_floating_point():
-                for sample, boxes in zip(out if params.batched else [out], params.holes, strict=True):
+                for sample, boxes in zip(each_sample(out, batched=params.batched), params.holes, strict=True):
                     _cut_volume(sample, boxes, known)
             return cast("X", out)
         if isinstance(x, SparseVoxels):

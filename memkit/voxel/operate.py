@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.sparse_voxels import SparseVoxels, Triple
-from memkit.voxel.augment_base import BLOCK, blocks_of, filled, numbers_of, with_rows
+from memkit.voxel.augment_base import BLOCK, blocks_of, each_sample, filled, numbers_of, with_rows
 from memkit.voxel.augment_moves import Move
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import VoxelDraw, VoxelParams
@@ -37,8 +37,8 @@ def run_on_volume(
 ) -> Tensor:
     """Return the changed and moved volume: (C, D, H, W) or (B, C, D, H, W)."""
     out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
-    samples = zip(x, out, strict=True) if params.batched else [(x, out)]
-    for (source, target), draw in zip(samples, params.draws, strict=True):
+    samples = (each_sample(each, batched=params.batched) for each in (x, out))
+    for source, target, draw in zip(*samples, params.draws, strict=True):
         own = source.clone() if inplace and Move.of(draw) else source
         _run_on_sample(own, target, draw, params.shape, layout, operations)
     return out

@@ -264,6 +264,33 @@ def test_gradients_flow_through_all_forms():
     assert (volume.grad[0] == 1).all()
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_of_a_batch_are_those_of_torch(inplace):
+    x = torch.rand(3, 2, 4, 4, 3, dtype=torch.float64, requires_grad=True)
+    draws = (VoxelDraw(flips="XZ", turns=1, intensity_gain=0.5, seed=1), VoxelDraw(), VoxelDraw(flips="Y", seed=2))
+    layout = VoxelLayout(("intensity", "intensity"), value_range=(None, None))
+    aug = VoxelAugmentation(layout=layout)
+    found = aug.apply(x * 2, VoxelParams((4, 4, 3), True, draws), inplace=inplace)
+    gains = (0.5, 1, 1)
+    right = torch.stack(
+        [as_torch_does(2 * gain * each, draw) for each, draw, gain in zip(x, draws, gains, strict=True)]
+    )
+    torch.testing.assert_close(found, right)
+    upstream = torch.rand_like(right)
+    torch.testing.assert_close(*(torch.autograd.grad(each, x, upstream) for each in (found, right)))
+
+
+def test_gradients_of_a_batch_with_every_change_are_those_of_its_samples():
+    x = torch.rand(2, 2, 20, 20, 20, dtype=torch.float64, requires_grad=True)  # of two blocks or more
+    aug = VoxelAugmentation(layout=CORTEX, **EVERYTHING)
+    params = aug.sample(x.shape, seed=3)
+    found = aug.apply(x * 1, params)
+    each = [aug.apply(x[n] * 1, VoxelParams(params.shape, False, params.draws[n : n + 1])) for n in range(2)]
+    torch.testing.assert_close(found, torch.stack(each))
+    upstream = torch.rand_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, upstream) for y in (found, torch.stack(each))))
+
+
 @pytest.mark.parametrize("shape", [(1, 4, 64, 64, 64), (1, 64, 64, 64), (1, 256, 256, 6), (2, 6, 256, 256)])
 def test_the_peak_is_the_result_and_little_beside_it(shape):
     volume = torch.rand(shape)  # every voxel is occupied: the most that noise can need

@@ -255,3 +255,17 @@ def test_loop_ends_if_source_raises_no_index_error():
     dataset = VoxelDataset(Endless(), use_augmentation=False)
     assert [float(each.mean()) for each in dataset] == [0, 1, 2]
     assert float(dataset[-1].mean()) == -1  # the source says what it is
+
+
+def test_gradients_of_a_cut_batch_are_zero_in_its_holes():
+    x = torch.rand(2, 1, 6, 6, 6, dtype=torch.float64, requires_grad=True)
+    aug = CutoutAugmentation(prob=1.0, size=0.5)
+    params = aug.sample(x.shape, seed=0)
+    kept = torch.ones_like(x)
+    for sample, boxes in zip(kept.detach(), params.holes, strict=True):
+        for (d0, h0, w0), (d1, h1, w1) in boxes:
+            sample[:, d0:d1, h0:h1, w0:w1] = 0
+    upstream = torch.rand_like(x)
+    found = aug.apply(x * 2, params)
+    torch.testing.assert_close(found, x * 2 * kept)
+    torch.testing.assert_close(torch.autograd.grad(found, x, upstream), torch.autograd.grad(x * 2 * kept, x, upstream))
