@@ -147,3 +147,16 @@ def _run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
 def assert_not_imported(modules: set[str], code: str, *arguments: object, **environment: str) -> None:
     """Check that code runs in a Python of its own and that it imports none of the modules."""
     run_python(f"{code}\nimport sys; assert not {modules} & set(sys.modules)", *arguments, **environment)
+
+
+def assert_same_compiled(fn: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """A function that is compiled around memkit's calls has the same results and gradients, also in a second call."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda values: fn(values.sin()).cos(), backend="eager")
+    for values in (x, x.flip(0)):
+        leaves = [values.detach().clone().requires_grad_() for _ in range(2)]
+        found, right = compiled(leaves[0]), fn(leaves[1].sin()).cos()
+        torch.testing.assert_close(found, right)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(y.sum(), leaf) for y, leaf in zip((found, right), leaves, strict=True))
+        )

@@ -161,6 +161,7 @@ class ChunkedProcessor:
             check=self._check,
         )
 
+    @runs_eagerly
     def plan(self, *rows: Any, gather: Gather | None = None) -> ChunkPlan:
         """Return how `map` would cut a call with these arguments and its memory cost, measuring if necessary.
 

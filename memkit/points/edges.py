@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 from memkit.points.cells import Points
 from memkit.points.grid import GridIndex
 from memkit.points.passes import Rounding
@@ -47,6 +48,7 @@ def sample_edges(
         "sample first, then aggregate: multiply a sum by the weights of return_weight=True": "aggr",
     }
 )
+@runs_eagerly
 def sample_edges(
     dst: Points,
     ratio: float | tuple[float, float] = (0.3, 0.7),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 from memkit.points import passes as in_numpy
 from memkit.points.backends import HostBackend, host_passes
 from memkit.points.cells import (
@@ -101,6 +102,7 @@ class GridIndex:
     scenes: tuple[Scene, ...]
 
     @classmethod
+    @runs_eagerly
     def from_coords(
         cls,
         coords: Points,
@@ -172,6 +174,7 @@ class GridIndex:
         return _assemble(groups, cells.T.astype(np.int64, order="C"), passes, is_ptr=is_ptr)
 
     @classmethod
+    @runs_eagerly
     def from_cells(
         cls,
         cell_ids: Points,
@@ -218,6 +221,7 @@ class GridIndex:
         scenes = (each.layout.nbytes + each.groups.order.nbytes + each.groups.starts.nbytes for each in self.scenes)
         return sum(each.nbytes for each in own) + sum(scenes)
 
+    @runs_eagerly
     def cell_of_point(self) -> Tensor:
         """Return each point's row in `cells` and `counts`: (N,) int64."""
         rows = np.empty(self.num_points, np.int64)
@@ -248,8 +252,10 @@ def _assemble(
         shared = each._replace(counts=counts[cell:last])
         read_only(*shared)
         scenes.append(Scene(shared, lay_out(shared, passes), point, cell))
-    first = 0 if is_ptr else 1
-    return GridIndex(cells, counts, offsets[first:], cell_offsets[first:], tuple(scenes))
+    # Copies without the leading 0: torch.compile cannot read arrays that are views.
+    own = (offsets, cell_offsets) if is_ptr else (offsets[1:].copy(), cell_offsets[1:].copy())
+    read_only(*own)
+    return GridIndex(cells, counts, *own, tuple(scenes))
 
 
 def _cut(rows: NDArray[Any], ends: NDArray[np.int64]) -> list[NDArray[Any]]:

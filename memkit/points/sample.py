@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 
 Scenario = Literal["dense", "half", "single"]
 
@@ -81,6 +82,7 @@ class GridSample:
         return torch.arange(self.num_points, device=self.device) if self.chosen is None else self.chosen
 
     @property
+    @runs_eagerly
     def ratios(self) -> Tensor:
         """Fraction of its points that each cell actually kept: (C,) float64. Created at each access."""
         return torch.from_numpy(self.counts.numpy() / self.cell_sizes)

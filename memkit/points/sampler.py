@@ -18,6 +18,7 @@ from memkit._core.errors import ConfigError, FileFormatError, InputError, InputT
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import MIB, parse_bytes
 from memkit._core.words import guided
+from memkit._torch.compiler import runs_eagerly
 from memkit.points.backends import GridBackend, HostBackend, host_passes, resolved
 from memkit.points.bits import Key, draw_key
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
@@ -142,6 +143,7 @@ class GridAwareSampler(UserState):
         self._num_waiting = 0  # of these, drawn ahead but not handed out yet
         self._lock = ProcessLock()
 
+    @runs_eagerly
     def sample_half_density(self, index: GridIndex, generator: torch.Generator | None = None) -> GridSample:
         """Keep a random fraction of each cell's points, without replacement.
 
@@ -151,10 +153,12 @@ class GridAwareSampler(UserState):
         """
         return self._sample(index, "half", self._key(generator))
 
+    @runs_eagerly
     def sample_single_per_grid(self, index: GridIndex, generator: torch.Generator | None = None) -> GridSample:
         """Keep one random point of each cell. For ``generator`` see `sample_half_density`."""
         return self._sample(index, "single", self._key(generator))
 
+    @runs_eagerly
     def sample_scenarios(
         self,
         index: GridIndex,
@@ -237,6 +241,7 @@ class GridAwareSampler(UserState):
             self._num_waiting -= 1
         return drawn
 
+    @runs_eagerly
     def index(
         self,
         coords: Points,

@@ -11,10 +11,12 @@ from torch import Tensor
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.words import guided
 from memkit._gradients.streamed import accumulator_dtype
+from memkit._torch.compiler import runs_eagerly
 from memkit.points.grid import GridIndex
 
 
 @guided(words={"it is the mean": "aggr reduce", "values": "x feats"})
+@runs_eagerly
 def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
     """Average values over the points of each cell: coordinates, colors, features.
 
@@ -61,6 +63,7 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
     return means.to(values.dtype) if is_inexact else means
 
 
+@runs_eagerly
 def first_points(index: GridIndex) -> Tensor:
     """Return the row of the first point of each cell: (C,) int64, in the order of ``index.cells``.
 
@@ -77,6 +80,7 @@ def first_points(index: GridIndex) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows]))
 
 
+@runs_eagerly
 def fragments(index: GridIndex) -> Iterator[Tensor]:
     """Yield all points in rounds of at most one point per cell; every point is in exactly one round.
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import memkit as mk
 from memkit._core.units import parse_bytes
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, assert_same, one_in
+from tests.helpers import assert_refused, assert_same, assert_same_compiled, one_in
 
 MIB = 1 << 20
 NUM_ROWS, NUM_NODES = 20_000, 1000
@@ -258,3 +258,9 @@ def test_few_rows(num_rows, mlp):
     assert out.shape == (num_rows, 16)
     out.sum().backward()
     assert rows.grad.shape == rows.shape
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+def test_a_plan_inside_a_compiled_function():
+    x = torch.rand(100, 3, dtype=torch.float64)
+    assert_same_compiled(lambda x: x * mk.ChunkedProcessor(torch.sin, chunk_size=16).plan(x).num_chunks, x)

@@ -1,6 +1,7 @@
 """Edges per node: at least one, without replacement, unbiased; and the estimate without the right weight is not."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, strategies as st
 from nilearn import surface
@@ -10,7 +11,7 @@ from memkit.errors import ConfigError, InputTypeError
 from memkit.points.edges import sample_edges
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, assert_same_compiled
 
 NUM_DRAWS = 400
 NUM_NODES = 642  # of the mesh: the first five subdivisions of the icosahedron, degree 5 or 6
@@ -94,3 +95,14 @@ def test_accepts_numpy_and_rejects_invalid_nodes():
     assert sample_edges(torch.zeros(0, dtype=torch.int64)).tolist() == []
     assert_refused(lambda: sample_edges(torch.rand(4)), InputTypeError, "integers")
     assert_refused(lambda: sample_edges(torch.zeros(4, dtype=torch.int64), (0.0, 0.5)), ConfigError, "ratio")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+def test_inside_a_compiled_function():
+    dst, lengths = mesh_edges()
+
+    def around(x):
+        keep, weight = sample_edges(dst, 0.5, seed=1, return_weight=True)
+        return x[keep] * weight
+
+    assert_same_compiled(around, lengths)

@@ -10,7 +10,7 @@ import torch
 
 from memkit._core.errors import InputError, InputTypeError, MemkitError, MemkitWarning
 from memkit.points.grid import GridIndex
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, assert_same_compiled
 from tests.points.scenes import grid_size_for, in_cube, on_mesh
 
 NUM_DEFAULT, NUM_SLOW = 2_000, 100_000
@@ -249,3 +249,20 @@ def test_the_sides_of_a_scene_are_those_of_all_its_points(num_points, place):
     assert (index.cells[index.cell_of_point()] == np.floor(points.astype(np.float64) / 10)).all()
     points[place, 1] = np.nan
     assert_refused(lambda: GridIndex.from_coords(points, 10.0), InputError, f"row {place % num_points}")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("offsets", [[50, 100], [0, 50, 100]], ids=["offsets", "ptr"])
+def test_inside_a_compiled_function(offsets):
+    """An index that a forward makes is made as it is written, and its arrays can be read."""
+    x = torch.from_numpy(in_cube(100)).double()
+    cells = torch.arange(100) % 7
+
+    def around(x):
+        index = GridIndex.from_coords(x, 0.3, torch.tensor(offsets))
+        ends = torch.as_tensor(index.offsets).sum() + torch.as_tensor(index.cell_offsets)[-1] + index.num_cells
+        known = torch.as_tensor(index.cells).sum() + torch.as_tensor(index.counts).max()
+        return x[index.cell_of_point()] * x[GridIndex.from_cells(cells).cell_of_point()] * ends * known
+
+    assert_same_compiled(around, x)

@@ -15,7 +15,7 @@ from memkit._core.errors import ConfigError, FileFormatError, InputError, InputT
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, assert_same_compiled
 from tests.points.backends import same
 from tests.points.scenes import in_cube, on_mesh
 
@@ -343,3 +343,27 @@ def numpy_peak(run):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda sampler, index, x: sampler.sample_half_density(index),
+        lambda sampler, index, x: sampler.sample_single_per_grid(index),
+        lambda sampler, index, x: sampler.sample_scenarios(index)["half"],
+        lambda sampler, index, x: sampler.sample_half_density(sampler.index(x, 8.0)),
+    ],
+    ids=["half", "single", "scenarios", "index"],
+)
+def test_inside_a_compiled_function(draw):
+    """Each call draws anew, as without torch.compile, and the ratios stay float64."""
+    index, x = scene(), torch.from_numpy(on_mesh(4000, 0)).double()
+    compiled, plain = GridAwareSampler(seed=3), GridAwareSampler(seed=3)
+
+    def around(x):
+        sample = draw(compiled if torch.compiler.is_compiling() else plain, index, x)
+        return sample.take(x) * sample.ratios.mean() / sample.num_kept
+
+    assert_same_compiled(around, x)
+    assert compiled.state_dict() == plain.state_dict() == GridAwareSampler(seed=3).state_dict() | {"num_draws": 2}

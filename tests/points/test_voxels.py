@@ -7,11 +7,12 @@ import torch
 from memkit._core.errors import InputError
 from memkit.points.grid import GridIndex
 from memkit.points.voxels import first_points, fragments, voxel_mean
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, assert_same_compiled
 from tests.points.scenes import in_cube, on_mesh
 
 POINTS = np.concatenate([on_mesh(3000), in_cube(500)])
 INDEX = GridIndex.from_coords(POINTS, 6.0, [3000, 3000, 3500])
+SMALL = GridIndex.from_cells(torch.tensor([4, 1, 4, 4]))
 
 
 def test_means_of_cells_and_their_gradient():
@@ -61,3 +62,12 @@ def test_fragments_hold_each_point_once_and_no_cell_twice():
         assert (part.diff() > 0).all()
     assert [len(part) for part in parts] == [(INDEX.counts > place).sum() for place in range(INDEX.counts.max())]
     assert list(fragments(GridIndex.from_cells(torch.zeros(0, dtype=torch.int64)))) == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+def test_inside_a_compiled_function():
+    x = torch.from_numpy(POINTS).double()
+    rows = INDEX.cell_of_point()
+    for fn in (lambda x: voxel_mean(x, INDEX)[rows], lambda x: x[first_points(INDEX)]):
+        assert_same_compiled(fn, x)
+    assert_same_compiled(lambda x: torch.cat([x[rows] for rows in fragments(SMALL)]), x[:4])
