@@ -43,6 +43,7 @@ from memkit._torch import aten, compiler
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload
 from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, is_compiled, members_of, recomputed_by_hooks
 from memkit._torch.operators import schema_of
+from memkit._torch.ranks import gathered_parameters
 from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
@@ -567,6 +568,8 @@ def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int]
 class Attributes:
     """Saved attributes of modules and of the user's objects, and variables that functions assign to.
 
+    Parameters under `fully_shard` are left to it.
+
     Args:
         roots: Modules, functions and other objects.
         content: ``"arrays"``: also save the content of NumPy arrays, of 64 MiB in all, and watch larger ones, of 1 GiB.
@@ -632,6 +635,9 @@ class Attributes:
             elif with_optimizers and isinstance(value, _OPTIMIZING):
                 self._seen.add(id(value))
                 todo.extend(self._note_optimizer(value, apart))
+        if gathered := gathered_parameters(owner for owner, _ in self._owners):
+            self._containers = [pair for pair in self._containers if id(pair[0]) not in gathered]
+            self._tensors = [held for held in self._tensors if id(held.tensor) not in gathered]
         if content is not None:
             self._save_arrays()
         if content == "counts":

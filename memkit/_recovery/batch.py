@@ -7,6 +7,7 @@ ranks of a sharded model (`memkit.train.sharded`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class Means:
 
     sizes: SizeMemory
     remedies: RemedySource | None
-    snapshot: Callable[[], Rollback]
+    snapshot: Callable[..., Rollback]
     peers: Peers
     inputs: InputWatch
     unit: str = "rows"
@@ -456,9 +457,9 @@ class BatchRun:
 
     # ------------------------------------------------------------------ for the strategies
 
-    def take_rollback(self) -> Rollback:
-        """Save everything that a forward may change."""
-        return insist(self.means.snapshot, "copying the buffers that a forward changes")
+    def take_rollback(self, **how: bool) -> Rollback:
+        """Save everything that a forward may change; how, is said by `Rollback`."""
+        return insist(functools.partial(self.means.snapshot, **how), "copying the buffers that a forward changes")
 
     def cut_whole(self, num_parts: int) -> None:
         """Plan the whole batch in this many parts."""

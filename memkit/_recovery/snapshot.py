@@ -25,6 +25,7 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
 from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags
+from memkit._torch.ranks import gathered_parameters
 from memkit._torch.tensors import bit_sums, is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
@@ -63,7 +64,6 @@ class StateWatch:
         self.module = module
         self.owners = dict.fromkeys(module.modules())
         self.restless: dict[nn.Module, None] = {}
-        self._watches_loss = True
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
         self.changes_attributes = self.moves_trained = self._watches_attributes = not self._is_compiled
@@ -77,10 +77,6 @@ class StateWatch:
         self._hook: RemovableHandle | None = None  # the last one
         self.host = random_state.HostState()
 
-    def leave_attributes(self) -> None:
-        """Restore no attributes."""
-        self.changes_attributes = self.moves_trained = self._watches_attributes = self._watches_loss = False
-
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
         # A rollback looks after the model's own parameters, also where the loss function reaches them in its closure.
@@ -89,8 +85,6 @@ class StateWatch:
         how: dict[str, Any] = {"apart": apart, "gradients_but_of": mine}
         if is_trial:
             return Attributes([self.loss_fn], content="saved", trained=(), with_optimizers=True, **how)
-        if not self._watches_loss:
-            return None
         # What a compiler keeps in the model's own modules is none of the user's state.
         own = tuple({type(each) for each in self.module.modules()}) if self._is_compiled else ()
         return Attributes([self.loss_fn], content="versions", is_for_rerun=True, except_for=own, **how)
@@ -395,7 +389,8 @@ class AttributeStates:
         self._attributes = Attributes([watch.module], content="arrays", is_for_rerun=not is_trial)
         largest_bytes = _LARGEST_BYTES if is_trial else _SMALL_BYTES
         buffers = {id(each) for each in watch.module.buffers()}
-        frozen = [each for each in watch.module.parameters() if not each.requires_grad]
+        gathered = gathered_parameters(watch.module.modules())
+        frozen = [each for each in watch.module.parameters() if not each.requires_grad and id(each) not in gathered]
         saved = _worth_saving(frozen, _MOST_FROZEN_BYTES if is_trial else 0)
         self._tensors = [
             (each, version_of(each), cloned(each) if is_saved else None)
@@ -476,7 +471,9 @@ class Rollback:
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
         is_watched = is_trial or watch.moves_trained
-        self._trained = [(each, _content_mark(each)) for each in watch.trained()] if is_watched else []
+        gathered = gathered_parameters(watch.owners) if is_watched else ()
+        trained = [each for each in watch.trained() if id(each) not in gathered] if is_watched else []
+        self._trained = [(each, _content_mark(each)) for each in trained]
         self.attributes = None
         if watch.changes_attributes or is_trial:
             self.attributes = AttributeStates(watch, is_trial=is_trial)

@@ -1,5 +1,7 @@
 """Internals of DistributedDataParallel and fully_shard (FSDP2) around a forward."""
 
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,11 +19,32 @@ def after_forward(replica: nn.parallel.DistributedDataParallel, loss: torch.Tens
     return result
 
 
+def communication_hooks(replica: nn.parallel.DistributedDataParallel) -> list[str]:
+    """Return the names of the hooks that reduce gradients in place of DistributedDataParallel's own all-reduce."""
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook, _ in replica._comm_hooks]
+
+
+def announces_forwards(replica: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether each forward exchanges a number for torch's `Join`; once entered, that stays so."""
+    return bool(replica._join_config.enable)
+
+
 def synchronize_buffers(replica: nn.parallel.DistributedDataParallel) -> None:
     """Send the first rank's buffers around now, if DistributedDataParallel's next forward would; that one does not."""
     if replica._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
         replica._sync_buffers()  # type: ignore[no-untyped-call]
     replica.require_forward_param_sync = False
+
+
+def gathered_parameters(objects: Iterable[object]) -> set[int]:
+    """Return the ids of parameters that fully_shard replaces, gathers and frees, and of the dicts that hold them.
+
+    They are those of all objects that are modules under fully_shard, and of the modules inside.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes half a second, but is loaded where a model is sharded
+    roots = [each for each in objects if isinstance(each, fsdp.FSDPModule)] if fsdp is not None else []
+    held = {id(each._parameters): each._parameters for root in roots for each in root.modules()}
+    return held.keys() | {id(each) for parameters in held.values() for each in parameters.values()}
 
 
 def state_of(module: Any) -> Any:

@@ -46,7 +46,6 @@ class BatchDriver:
         remedies: Remedies for an out-of-memory; None lets the error through.
         split_fn: Splits a packed batch; None splits rows.
         peers: Decides what is tried next, alone or together with other ranks.
-        watches_attributes: Whether modules' attributes are restored.
         call: The user's call, for messages.
 
     Attributes:
@@ -64,7 +63,6 @@ class BatchDriver:
         remedies: Remedies | None,
         split_fn: SplitFn | None,
         peers: Peers | None = None,
-        watches_attributes: bool = True,
         call: str = "MemoryEfficientTrainingWrapper",
     ) -> None:
         self._model, self._computation = model, computation
@@ -74,8 +72,6 @@ class BatchDriver:
         self._is_lazy = True  # until shown otherwise
         self._has_samples = False  # whether the current batch has lists of samples
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
-        if not watches_attributes:
-            self.state_watch.leave_attributes()
         self.current: Attempt | CheckAttempt | None = None
         unit = "elements" if split_fn else "rows"
         self._call_of_split = f"{call}: splitting a batch"

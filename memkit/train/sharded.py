@@ -12,6 +12,7 @@ from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Failure
 from memkit._recovery.batch import Attempt, BatchRun, Forced, Peers, SingleProcess
 from memkit._recovery.plan import Part
+from memkit._recovery.snapshot import Rollback
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.lockstep import Lockstep
 from memkit.train.models import may_recover_alone
@@ -89,12 +90,12 @@ class Together:
             num_rows = min(_NUM_ROWS, run.size)
             self._sums.agree_on_weight(num_rows)  # otherwise its collective would come in the middle
             few = take_rows(run.batch, 0, num_rows, num_rows=run.size)
-            return self._attempt(run, lockstep.rehearsal(), Part(few, num_rows))
+            return self._attempt(run, lockstep.rehearsal(), Part(few, num_rows), run.take_rollback(is_trial=True))
         if self._failure is not None or (lockstep.is_steady and run.size < self._num_parts):
             for _ in range(self._num_parts - len(run.done) - (self._failure is not None)):
                 lockstep.join()
         elif run.plan.todo:
-            return self._attempt(run, lockstep.microbatch(), run.plan.todo[0])
+            return self._attempt(run, lockstep.microbatch(), run.plan.todo[0], run.rollback)
         run.is_complete = self._agree(run)
         return None if run.is_complete else self.next_attempt(run)
 
@@ -126,16 +127,24 @@ class Together:
         release_cached_memory()
         lockstep.join_rest()
 
-    def _attempt(self, run: BatchRun, watching: contextlib.AbstractContextManager[None], part: Part) -> Attempt:
+    def _attempt(
+        self,
+        run: BatchRun,
+        watching: contextlib.AbstractContextManager[None],
+        part: Part,
+        rollback: Rollback | None,
+    ) -> Attempt:
         remedies = run.means.remedies if self._lockstep.is_steady else None
-        return Attempt(part, run.size, remedies=remedies, rollback=run.rollback, watching=watching)
+        return Attempt(part, run.size, remedies=remedies, rollback=rollback, watching=watching)
 
     def _learn(self, run: BatchRun, rehearsal: Attempt) -> None:
         assert rehearsal.loss is not None  # noqa: S101 - its backward was called
         assert rehearsal.rollback is not None  # noqa: S101 - it was given one
         weight = float(rehearsal.loss.weight) / max(1, rehearsal.size)
         rehearsal.rollback.learn()
-        run.start_over()
+        rehearsal.rollback.restore()
+        self._sums.discard()
+        run.rollback = run.take_rollback()  # now with the modules that the rehearsal has found outside of the model
         self._lockstep.end_rehearsal()
         self._sums.agree_on_weight(weight * run.size / self._num_parts)
 

@@ -19,7 +19,7 @@ from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Unc
 from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._machine import devices
-from memkit._recovery.batch import Attempt, BatchRun, SingleProcess
+from memkit._recovery.batch import Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
 from memkit._tape.plan import SavedTensorPlan
@@ -273,7 +273,6 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 remedies=self._remedies,
                 split_fn=split_fn,
                 peers=peers,
-                watches_attributes=isinstance(peers, SingleProcess),  # FSDP changes its own, and restores them itself
             )
             self._after_step: list[Callable[[], object]] = [] if scheduler is None else [scheduler.step]
             self._after_step += [] if average is None else [functools.partial(average.update_parameters, model)]

@@ -73,12 +73,12 @@ def test_restores_everything_without_writing_caller_objects():
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_restores_a_buffer_that_the_attempt_resized(size):
-    """As an observer's first forward does; also where attributes are not looked at, as in a compiled model."""
+    """As an observer's first forward does; also where attributes are looked at no longer."""
     model = nn.Module()
     model.register_buffer("scale", torch.full((size,), 2.0))
     before, values = model.scale, model.scale.clone()
     watch = StateWatch(model)
-    watch.leave_attributes()
+    watch.changes_attributes = False
     rollback = Rollback(watch)
     model.scale.resize_(6).fill_(3.0)
     rollback.restore()

@@ -152,12 +152,86 @@ def worker(rank, folder):
     )
     check_manners(rank)
     check_refusals(rank)
+    check_state_of_code(rank)
     leave()
 
 
 @TOGETHER
 def test_two_ranks_recover_together_or_report_failure(tmp_path):
     spawn(worker, tmp_path)
+
+
+class Warming(nn.Module):
+    """Its result depends on how often it was called; one parameter is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4), requires_grad=False)
+        self.num_calls, self.state = 0, {"last": 0.0}
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.state["last"] = self.state["last"] + 0.1
+        return self.line(x) * self.scale * (1 + self.state["last"] + 0.1 * self.num_calls)
+
+
+class Annealed:
+    """A loss with a count and a generator of its own, and a network that it runs, which has a count too."""
+
+    def __init__(self):
+        self.num_calls, self.generator, self.other = 0, torch.Generator().manual_seed(0), Warming().double()
+        self.other.requires_grad_(False)
+
+    def __call__(self, model, x):
+        self.num_calls += 1
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return self.other(model(x + noise)).square().mean() * min(1.0, self.num_calls / 10)
+
+
+def train_with_state(rank, *, sizes, fails, is_annealed, reshards):
+    """Train in memkit's wrapper; with `sizes` in a plain loop over micro-batches of these."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Warming(), Warming()).double()
+    for module in (model[0], model):
+        fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)), reshard_after_forward=reshards)
+    loss_fn = Annealed() if is_annealed else lambda _, x: mean_square(model, x)  # with a model in its closure
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(STEPS, ROWS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    found = []
+    if sizes is None:
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False) as trainer:
+            with trainer.evaluation():
+                model(data[0])  # which leaves parameters gathered
+            for step, batch in enumerate(data):
+                fail_now = fails and rank == 1 and step == 1
+                found.append(trainer.train_step(batch, fits(ROWS - 1, loss_fn) if fail_now else loss_fn).sizes)
+    else:
+        with torch.no_grad():
+            model(data[0])
+        for batch, parts in zip(data, sizes, strict=True):
+            for micro in batch.split(parts):
+                (loss_fn(model, micro) * len(micro) / len(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for module in (model[0], model):
+        module.reshard()
+    counts = [(each.num_calls, each.state["last"]) for each in model]
+    counts += [(loss_fn.num_calls, loss_fn.other.num_calls)] if is_annealed else []
+    return found, counts, [each.full_tensor() for each in model.parameters()]
+
+
+def check_state_of_code(rank):
+    """Attributes and what the loss holds: the rehearsal leaves no trace, nor does a failed attempt in the model."""
+    for how in (
+        {"fails": False, "is_annealed": True, "reshards": True},
+        {"fails": True, "is_annealed": False, "reshards": True},
+        {"fails": True, "is_annealed": False, "reshards": False},
+    ):
+        sizes, counts, parameters = train_with_state(rank, sizes=None, **how)
+        assert [len(each) for each in sizes] == ([1, 2, 2] if how["fails"] else [1, 1, 1])
+        _, plain_counts, plain = train_with_state(rank, sizes=sizes, **how)
+        assert counts == plain_counts
+        torch.testing.assert_close(parameters, plain, rtol=1e-12, atol=1e-14)
 
 
 def check_growth(rank):
