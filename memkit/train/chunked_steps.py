@@ -27,7 +27,7 @@ from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
 from memkit._torch.optimizers import call_first, has_step_hooks, mark_stepped, own_step
 from memkit._torch.tensors import assign_gradient_dtype, put_back
-from memkit.train.gradients import as_list
+from memkit.train.gradients import as_list, local_part
 from memkit.train.parameterwise import (
     ELEMENTWISE,
     PARAMETERWISE,
@@ -41,7 +41,6 @@ from memkit.train.parameterwise import (
     steps_parameterwise,
     writes_gradients,
 )
-from memkit.train.ranks import local_part
 from memkit.train.resume import Progress, StepJournal, go_on
 
 # A chunk costs a copy of its tensors and up to four temporary results: less than a tenth of the whole.

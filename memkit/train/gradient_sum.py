@@ -131,7 +131,7 @@ class GradientSum:
             _refuse_complex(self._parameters, caller)
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
-        self.ranks: Ranks | None = find_ranks(model, self._parameters, call=f"{caller.kind}(model=...)")
+        self.ranks: Ranks | None = find_ranks(model, self._parameters, caller)
         self.shards: Shards | None = self.ranks if isinstance(self.ranks, Shards) else None
         # None: decided by the first graph. A graph does not hold sharded parameters: a backward cannot stop at them.
         self._only_own: bool | None = None if self.shards is None else False

@@ -45,16 +45,25 @@ def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.
 
 
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients in place; a factor of one does nothing."""
+    """Multiply all gradients in place; a factor of one does nothing.
+
+    Of sharded ones it takes this rank's parts: torch does not multiply them together with others.
+    """
     if factor == 1.0:
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     if dense:
-        foreach.multiply_(dense, factor)
+        foreach.multiply_([each if type(each) is torch.Tensor else local_part(each) for each in dense], factor)
     for gradient in gradients:
         if gradient.is_sparse:
             gradient.mul_(factor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    to_local = getattr(tensor, "to_local", None)  # a DTensor, whose module is slow to import
+    return to_local() if to_local else tensor
 
 
 def has_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:

@@ -22,9 +22,9 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._torch.tensors import put_back, strided_parts
 from memkit.train.chunked_steps import ChunkedStep, OomCount, close_all
+from memkit.train.gradients import local_part
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import steps_parameterwise
-from memkit.train.ranks import local_part
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of an automatic copy

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
 from memkit._core.units import MIB
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
-from memkit._torch.ranks import synchronize_buffers
+from memkit._torch.ranks import announces_forwards, communication_hooks, synchronize_buffers
 from memkit._torch.tensors import gradient_dtype
-from memkit.train.gradients import widen_gradients
+from memkit.train.checks import Caller
+from memkit.train.gradients import local_part, widen_gradients
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _NORM = "measuring the gradients' norm"
 _SUM = "summing the gradients over ranks"
 _BUCKET_BYTES = 25 * MIB  # DDP's own bucket size: large enough for the network, small compared with the gradients
@@ -108,9 +111,18 @@ class Shards(Ranks):
     """Ranks that hold shards of the parameters; each backward averages the gradient over them."""
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of gradients sharded over the ranks; all of them must call it."""
+        """Return the norm of gradients sharded over the ranks; all of them must call it.
+
+        One that is not sharded, as of `fully_shard(ignored_params=...)`, counts once: the mean over the ranks.
+        """
+        parts, copies = _by_kind(gradients)
+
+        def square() -> torch.Tensor:
+            squared = _total_norm([local_part(each) for each in parts]).square()
+            return squared + _total_norm(copies).square() / self.num_ranks if copies else squared
+
         # Only code before or after the collective is retried; the collective itself must run once.
-        squared = insist(lambda: _total_norm([local_part(each) for each in gradients]).square(), _NORM)
+        squared = insist(square, _NORM)
         for group in self._groups:
             dist.all_reduce(squared, group=group)
         return insist(squared.sqrt, _NORM)
@@ -124,11 +136,16 @@ class Replicas(Ranks):
 
     Args:
         modules: The DDP modules.
+        caller: The object that the user works with, for messages.
+
+    Raises:
+        ConfigError: A module has a communication hook, or is in torch's `Join`; also from each step.
     """
 
-    def __init__(self, modules: Sequence[nn.parallel.DistributedDataParallel]) -> None:
+    def __init__(self, modules: Sequence[nn.parallel.DistributedDataParallel], caller: Caller) -> None:
         super().__init__([modules[0].process_group], modules[0].device)
-        self._modules = modules
+        self._modules, self._caller = modules, caller
+        self._check()
         self._no_sync = contextlib.ExitStack()
         for module in modules:
             self._no_sync.enter_context(module.no_sync())
@@ -141,9 +158,24 @@ class Replicas(Ranks):
 
     def before_forwards(self) -> None:
         """Broadcast buffers where DDP's next forward would, the first of all: it may run again on some of the ranks."""
+        self._check()
         for module in self._modules:
             if module.require_forward_param_sync:
                 synchronize_buffers(module)
+
+    def agree(
+        self, parameters: Sequence[nn.Parameter], count: float, *, is_last: bool
+    ) -> tuple[float, list[bool], bool]:
+        """Agree on a step, see `Ranks.agree`."""
+        self._check()  # before the ranks wait for each other
+        return super().agree(parameters, count, is_last=is_last)
+
+    def _check(self) -> None:
+        for module in self._modules:
+            if names := communication_hooks(module):
+                _refuse_hook(names, self._caller)
+            if announces_forwards(module):
+                _refuse_join(self._caller)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
         """Sum the gradients over the ranks, in buckets.
@@ -196,21 +228,21 @@ def without_buffer_sync(model: nn.Module) -> Iterator[None]:
 
 
 def find_ranks(
-    model: nn.Module | Sequence[nn.Module] | None, parameters: Sequence[nn.Parameter], *, call: str
+    model: nn.Module | Sequence[nn.Module] | None, parameters: Sequence[nn.Parameter], caller: Caller
 ) -> Ranks | None:
     """Determine how the gradient of ``parameters`` is shared between processes.
 
     Args:
         model: The model or models, as wrapped for distributed training; None for one process or sharded parameters.
         parameters: The parameters that the optimizers update.
-        call: The user's call, for messages.
+        caller: The object that the user works with, for messages.
 
     Returns:
         `Replicas` for DDP, `Shards` for parameters sharded by ``fully_shard``, None for a single process.
 
     Raises:
-        ConfigError: The first-generation FullyShardedDataParallel, or a mesh of several dimensions, whose data
-            dimension cannot be told from a tensor dimension.
+        ConfigError: The first-generation FullyShardedDataParallel, a mesh of several dimensions, whose data dimension
+            cannot be told from a tensor dimension, or what `Replicas` refuses.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -218,13 +250,13 @@ def find_ranks(
     modules = [module for each in models for module in each.modules()]
     replicated = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
     if replicated:
-        return Replicas(replicated)
+        return Replicas(replicated, caller)
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise ConfigError(
-            call,
+            _call(caller),
             got="a FullyShardedDataParallel module, which owns its gradients",
             expected="DistributedDataParallel, or a module sharded by torch.distributed.fsdp.fully_shard",
             fix="shard the model with fully_shard(model); the rest of the loop stays as it is.",
@@ -235,13 +267,39 @@ def find_ranks(
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise ConfigError(
-            call,
+            _call(caller),
             got=f"parameters on {'several device meshes' if meshes else f'a {mesh.ndim}-dimensional device mesh'}",
             expected="parameters sharded over one 1-dimensional mesh of ranks that see different data",
             fix="accumulate gradients in your own loop, dividing the loss by the number of micro-batches; please "
             "report the layout so that it can be added.",
         )
     return Shards([mesh.get_group()], torch.device(mesh.device_type))
+
+
+def _call(caller: Caller) -> str:
+    return f"{caller.kind}(model=...)"
+
+
+def _refuse_hook(names: Sequence[str], caller: Caller) -> NoReturn:
+    raise ConfigError(
+        _call(caller),
+        got=f"a communication hook ({', '.join(names)}), which would never run: the gradients of all micro-batches are "
+        "summed over the ranks in one exchange per step, which is not DistributedDataParallel's own",
+        expected="DistributedDataParallel without register_comm_hook and mixed_precision=",
+        fix=f"to train with the hook, keep a loop of your own (loss.backward(), optimizer.step()), after "
+        f"{caller.name}.close() if there is one already; to train without it, build the module anew: "
+        "model = DistributedDataParallel(module).",
+    )
+
+
+def _refuse_join(caller: Caller) -> NoReturn:
+    raise ConfigError(
+        _call(caller),
+        got="DistributedDataParallel in torch's Join, by which each forward exchanges a number with the other ranks",
+        expected=f"no Join: {caller.name}.flush() joins the steps of ranks that have more batches",
+        fix=f"write Join([model], enable=False), or leave it out, and after the loop call {caller.name}.flush() on all "
+        "ranks.",
+    )
 
 
 def widen_for_step(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, ranks: Ranks | None) -> None:
@@ -263,14 +321,15 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, shards: 
     """Clip the gradients to a total norm; return the norm before clipping."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = shards.total_norm(gradients) if shards is not None else insist(lambda: _total_norm(gradients), _NORM)
-    insist(lambda: nn.utils.clip_grads_with_norm_(parameters, max_norm, norm), "clipping the gradients")
+    for alike in (parameters,) if shards is None else _by_kind(parameters):  # torch multiplies no mixture
+        insist(functools.partial(nn.utils.clip_grads_with_norm_, alike, max_norm, norm), "clipping the gradients")
     return norm
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
-    to_local = getattr(tensor, "to_local", None)  # a DTensor, whose module is slow to import
-    return to_local() if to_local else tensor
+def _by_kind(tensors: Sequence[_Tensor]) -> tuple[list[_Tensor], list[_Tensor]]:
+    """Return the sharded tensors, and the others."""
+    sharded = [each for each in tensors if hasattr(each, "to_local")]
+    return sharded, [each for each in tensors if not hasattr(each, "to_local")]
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
@@ -58,6 +59,8 @@ def ddp_worker(rank, folder):
     check_a_plan_for_saved_tensors(rank)
     check_no_memory_to_convert_gradients_on_one_rank(rank)
     check_nothing_fits_on_one_rank(rank, Path(folder))
+    check_a_communication_hook_is_refused(rank)
+    check_join_is_refused(rank)
     leave()
 
 
@@ -76,6 +79,7 @@ def sharded_worker(rank, folder):
     torch.save(state, f"{folder}/{rank}.pt")
     check_gradients_are_seen_summed(rank, lambda model: fully_shard(model, mesh=mesh))
     check_a_plan_for_saved_tensors_is_refused(model, optimizer)
+    check_ignored_parameters(lambda model: fully_shard(model, mesh=mesh, ignored_params={model.scale}))
     leave()
 
 
@@ -157,6 +161,41 @@ def check_a_plan_for_saved_tensors_is_refused(sharded, optimizer):
         mk.MemoryEfficientTrainingWrapper(sharded, optimizer, saved_tensors=everything(("aten.addmm.default",)))
 
 
+class Rescaled(nn.Linear):
+    def __init__(self, num_scales):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(num_scales))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def check_ignored_parameters(shard):
+    """Whole parameters beside sharded ones, with the same data on both ranks: as one process, clipped and not."""
+    data = make()[1]
+    for num_scales in (1, 4):
+        for max_grad_norm in (None, 0.1):
+            models = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                models.append(Rescaled(num_scales).double())
+            plain, model = models
+            optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+            trainer = trainer_of(shard(model), max_grad_norm=max_grad_norm, accumulation_steps=2)
+            for batch in data[:2]:
+                result = trainer.train_step(batch, mean_square)
+                optimizer.zero_grad()
+                mean_square(plain, batch).backward()
+                norm = nn.utils.get_total_norm([each.grad for each in plain.parameters()])
+                if max_grad_norm is not None:
+                    nn.utils.clip_grads_with_norm_(plain.parameters(), max_grad_norm, norm)
+                    torch.testing.assert_close(result.grad_norm, norm, rtol=1e-12, atol=0.0)
+                optimizer.step()
+            trainer.close()
+            found = [whole(each) for each in model.parameters()]
+            torch.testing.assert_close(found, [each.detach() for each in plain.parameters()], rtol=1e-12, atol=1e-14)
+
+
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
@@ -213,6 +252,54 @@ def check_uneven_batches(rank):
         mean_square(expected, batch if step < 2 else batch[:ROWS]).backward()
         optimizer.step()
         schedule.step()
+    torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=1e-13, atol=1e-15)
+
+
+def sum_over_ranks(_, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def check_a_communication_hook_is_refused(rank):
+    """It would not run. Without it, as the error says, both ranks train as one process; a later one is refused, too."""
+    plain, data = make()
+    expected = make()[0]
+    mean_square(expected, data[0]).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    model, optimizer = DistributedDataParallel(plain), torch.optim.SGD(plain.parameters(), lr=0.1)
+    model.register_comm_hook(None, sum_over_ranks)
+    with pytest.raises(ConfigError, match=r"sum_over_ranks.*would never run"):
+        mk.MemoryEfficientTrainingWrapper(model, optimizer)
+    with pytest.raises(ConfigError, match=r"GradientAccumulator.*sum_over_ranks"):
+        mk.GradientAccumulator(optimizer, model=model)
+    assert model.require_backward_grad_sync
+    model = DistributedDataParallel(plain)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer) as trainer:
+        trainer.train_step(data[0][rank * ROWS : (rank + 1) * ROWS], mean_square)
+        model.register_comm_hook(None, sum_over_ranks)
+        with pytest.raises(ConfigError, match=r"sum_over_ranks.*would never run"):
+            trainer.train_step(data[1][rank * ROWS : (rank + 1) * ROWS], mean_square)
+    torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=1e-13, atol=1e-15)
+
+
+def check_join_is_refused(rank):
+    """A rank that has joined would answer another exchange than memkit's; `flush` does what Join is for."""
+    plain, data = make()
+    model = DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mine = [batch[rank * ROWS : (rank + 1) * ROWS] for batch in (data[:2] if rank else data)]
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer) as trainer:
+        with Join([model]), pytest.raises(ConfigError, match=r"Join.*trainer\.flush\(\) on all ranks"):
+            trainer.train_step(mine[0], mean_square)
+        with Join([model], enable=False):
+            for batch in mine:
+                trainer.train_step(batch, mean_square)
+        trainer.flush()
+    expected, data = make()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step, batch in enumerate(data):
+        optimizer.zero_grad()
+        mean_square(expected, batch if step < 2 else batch[:ROWS]).backward()
+        optimizer.step()
     torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=1e-13, atol=1e-15)
 
 
