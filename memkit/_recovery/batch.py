@@ -33,6 +33,9 @@ CutPart = Callable[[Part, int], list[Part]]
 _MOST_UNDONE = 4  # cuts of a batch: a remedy that a cut has made unnecessary comes again each time
 _REQUIRES_GRAD = attrgetter("requires_grad")  # in no step of Python
 _SIZE = attrgetter("size")
+NO_WRITES = (  # the way out where a batch cannot run again
+    "write `x = x / 255`, not `x /= 255`, in the model and in loss_fn, or change the batch before the step."
+)
 _TENSORS = frozenset({torch.Tensor})
 
 
@@ -120,7 +123,7 @@ class Attempt:
     Attributes:
         part: Its tensors.
         size: Its size, in rows or elements.
-        is_check: False: its results are part of the step.
+        is_check: Whether its results are dropped, as of a rehearsal.
         is_trial: Whether its size is not known to fit.
         is_added: Whether its gradient has been added to the sum.
         loss: Its loss, without a graph.
@@ -129,8 +132,6 @@ class Attempt:
         refuse: Called with another error of the block, which the size of the part may have caused; None lets it
             propagate.
     """
-
-    is_check = False
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Attempt:
     ) -> None:
         self.part, self.size, self.batch_size = part.data, part.size, batch_size
         self.rollback, self.is_trial = rollback, rollback is not None
-        self.is_added = self._was_entered = False
+        self.is_added = self.is_check = self._was_entered = False
         self.loss: Loss | None = None
         self.terms: tuple[Any, ...] = ()
         self.failure: Failure | None = None
@@ -188,14 +189,14 @@ class Attempt:
             caught = Caught(self._remedies.failures)
             if caught.__exit__(kind, error, trace):
                 self.failure = caught.failure
-                self._restore_part()
+                self.restore_part()
                 return True
         if self.refuse is not None and isinstance(error, Exception) and not isinstance(error, MemkitError):
             self.refuse(self, error)
         note_part(error, self.size, self.batch_size)
         return False
 
-    def _restore_part(self) -> None:
+    def restore_part(self) -> None:
         """Take out of the micro-batch what the attempt has put there."""
         if self._content is not None:
             self._content.restore()
@@ -212,7 +213,7 @@ class Attempt:
     @property
     def counts(self) -> bool:
         """Whether its results are part of the step: it completed, and its gradient is in the sum."""
-        return self.is_added and self.failure is None
+        return self.is_added and self.failure is None and not self.is_check
 
     def refuse_unused(self) -> NoReturn:
         """Refuse an attempt that has added nothing to the gradient.
@@ -479,6 +480,8 @@ class BatchRun:
         """Go back to the start of the batch."""
         self.sums.discard()
         self.undo(is_rerun=True)
+        for each in self.done:
+            each.restore_part()
         self.plan = self.plan.restart()
         self.done.clear()
 
@@ -488,24 +491,29 @@ class BatchRun:
         remedies = self.means.remedies
         return remedies is not None and remedies.improve(failure, what, is_last=is_last)
 
-    def check_intact(self, failed: Attempt, failure: Failure) -> None:
-        """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place.
+    @property
+    def is_intact(self) -> bool:
+        """Whether no attempt has changed the batch's tensors in place, so that it can run again."""
+        return are_unwritten(self._marks) and (self._contents is None or self._contents.are_same())
 
-        Where it has called `requires_grad_`, that is taken back: smaller parts would be no leaves.
-        """
-        if are_unwritten(self._marks) and (self._contents is None or self._contents.are_same()):
-            tensors = [each for each in self.means.inputs.leaves_of(failed.part) if isinstance(each, torch.Tensor)]
-            for each in tensors:
-                if each.requires_grad and each.is_leaf and id(each) not in self._trained:
-                    each.requires_grad_(False)  # noqa: FBT003 - torch's signature
+    def take_back_gradients(self, part: Any) -> None:
+        """Undo an attempt's `requires_grad_` on tensors of a part: smaller parts would be no leaves."""
+        tensors = [each for each in self.means.inputs.leaves_of(part) if isinstance(each, torch.Tensor)]
+        for each in tensors:
+            if each.requires_grad and each.is_leaf and id(each) not in self._trained:
+                each.requires_grad_(False)  # noqa: FBT003 - torch's signature
+
+    def check_intact(self, failed: Attempt, failure: Failure) -> None:
+        """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place."""
+        if self.is_intact:
+            self.take_back_gradients(failed.part)
             return
         raise MemkitOutOfMemoryError(
             self.means.call,
             got=f"out of memory with {self._words_for(failed)}, whose forward changes the batch in place and so cannot "
             f"run again: {failure.description}",
             expected="a forward that leaves the batch unchanged",
-            fix="write `x = x / 255`, not `x /= 255`, in the model and in loss_fn, or change the batch before the "
-            "step.",
+            fix=NO_WRITES,
         ) from failure.error
 
     def plan_smaller(self, failed: Attempt, failure: Failure) -> None:

@@ -7,16 +7,17 @@ from typing import NoReturn
 
 from torch import nn
 
-from memkit._core.errors import MemkitOutOfMemoryError
+from memkit._core.errors import InputError, MemkitOutOfMemoryError
 from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Failure
-from memkit._recovery.batch import Attempt, BatchRun, Forced, Peers, SingleProcess
+from memkit._recovery.batch import NO_WRITES, Attempt, BatchRun, Forced, Peers, SingleProcess
 from memkit._recovery.plan import Part
 from memkit._recovery.snapshot import Rollback
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.lockstep import Lockstep
 from memkit.train.models import may_recover_alone
-from memkit.train.split import SplitFn, take_rows
+from memkit.train.samples import unmark_samples
+from memkit.train.split import SplitFn, copied, take_rows
 
 # All ranks must split their batches into the same number of parts, for any shapes of their batches. So the
 # remembered size is a share of the batch, under one key; a number with many divisors represents the whole.
@@ -89,8 +90,11 @@ class Together:
         if not lockstep.is_rehearsed:
             num_rows = min(_NUM_ROWS, run.size)
             self._sums.agree_on_weight(num_rows)  # otherwise its collective would come in the middle
-            few = take_rows(run.batch, 0, num_rows, num_rows=run.size)
-            return self._attempt(run, lockstep.rehearsal(), Part(few, num_rows), run.take_rollback(is_trial=True))
+            few = copied(unmark_samples(take_rows(run.batch, 0, num_rows, num_rows=run.size)))
+            rollback = run.take_rollback(is_trial=True)
+            rehearsal = self._attempt(run, lockstep.rehearsal(), Part(few, num_rows), rollback)
+            rehearsal.is_check = True
+            return rehearsal
         if self._failure is not None or (lockstep.is_steady and run.size < self._num_parts):
             for _ in range(self._num_parts - len(run.done) - (self._failure is not None)):
                 lockstep.join()
@@ -151,11 +155,14 @@ class Together:
     def _agree(self, run: BatchRun) -> bool:
         """Return whether all ranks are done; if not, prepare a restart. The only extra collective of a clean batch."""
         lockstep, sizes, num_parts = self._lockstep, run.means.sizes, self._num_parts
-        answers = [self._failure is not None, not lockstep.is_steady, -max(1, run.size)]
-        has_failed, is_unsteady, negative_rows = lockstep.shards.max([float(answer) for answer in answers])
+        answers = [self._failure is not None, not lockstep.is_steady, -max(1, run.size), not run.is_intact]
+        has_failed, is_unsteady, negative_rows, is_written = lockstep.shards.max([float(each) for each in answers])
         if is_unsteady:
             lockstep.give_up("its micro-batches do not all run the same collectives")
         fewest_rows = -int(negative_rows)
+        is_short = lockstep.is_steady and fewest_rows < num_parts
+        if is_written and (has_failed or is_short):
+            self._refuse_written(fewest_rows, has_failed=bool(has_failed))
         if has_failed:
             run.num_ooms += 1
             if num_parts >= fewest_rows:
@@ -163,7 +170,7 @@ class Together:
             sizes.note_failure(_KEY, _WHOLE // num_parts)
             run.is_cut_anew, run.forced = True, Forced(self._failure)
             self._restart(run, min(fewest_rows, sizes.num_parts(_KEY, _WHOLE, num_parts + 1)))
-        elif lockstep.is_steady and fewest_rows < num_parts:
+        elif is_short:
             self._is_shortened = True
             self._restart(run, fewest_rows)
         else:
@@ -177,7 +184,19 @@ class Together:
     def _restart(self, run: BatchRun, num_parts: int) -> None:
         self._failure, self._num_parts = None, num_parts
         run.start_over()
+        run.take_back_gradients(run.batch)
         run.cut_whole(num_parts)
+
+    def _refuse_written(self, fewest_rows: int, *, has_failed: bool) -> NoReturn:
+        where = self._failure.description if self._failure else "on another rank"
+        why = f"out of memory: {where}" if has_failed else f"a rank has {fewest_rows} rows for {self._num_parts} parts"
+        raise (MemkitOutOfMemoryError if has_failed else InputError)(
+            "MemoryEfficientTrainingWrapper",
+            got=f"a batch that all ranks must start over ({why}), while a forward, here or on another rank, has "
+            "changed it in place",
+            expected="a forward that leaves the batch unchanged",
+            fix=NO_WRITES,
+        ) from (self._failure.error if self._failure else None)
 
     def _refuse(self, fewest_rows: int) -> NoReturn:
         where = self._failure.description if self._failure else "on another rank"

@@ -153,6 +153,8 @@ def worker(rank, folder):
     check_manners(rank)
     check_refusals(rank)
     check_state_of_code(rank)
+    check_written_batches(rank)
+    check_a_count_by_hand(rank)
     leave()
 
 
@@ -232,6 +234,80 @@ def check_state_of_code(rank):
         _, plain_counts, plain = train_with_state(rank, sizes=sizes, **how)
         assert counts == plain_counts
         torch.testing.assert_close(parameters, plain, rtol=1e-12, atol=1e-14)
+
+
+def shifted(model, batch):
+    batch["x"] -= 3.0
+    return (model(batch["x"]) - batch.pop("y")).square().mean()
+
+
+def written_data(rank, step):
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    return {name: torch.randn(6, 4, dtype=torch.float64, generator=generator) for name in "xy"}
+
+
+def make_line():
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4).double(), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def plain_steps(rank, *loss_fns):
+    model, optimizer = make_line()
+    for step, loss_fn in enumerate(loss_fns):
+        loss_fn(model, written_data(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.full_tensor() for each in model.parameters()]
+
+
+def assert_trained(model, want):
+    torch.testing.assert_close([each.full_tensor() for each in model.parameters()], want, rtol=1e-12, atol=1e-14)
+
+
+def check_written_batches(rank):
+    """A forward that writes to its batch trains on it once; one that would run again on what it wrote is refused."""
+
+    def fails(model, batch):
+        loss = shifted(model, batch)
+        return out_of_memory() if rank else loss
+
+    def popped(model, batch):
+        return (model(batch["x"]) - batch.pop("y")).square().mean()
+
+    def popped_in_parts(model, batch):
+        loss = popped(model, batch)  # the rank with memory has then taken out its entry
+        return out_of_memory() if rank and len(batch["x"]) == 6 else loss
+
+    model, optimizer = make_line()
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False) as trainer:
+        for step in range(2):
+            trainer.train_step(written_data(rank, step), shifted)
+        assert_trained(model, plain_steps(rank, shifted, shifted))
+        with pytest.raises(mk.MemkitOutOfMemoryError, match=r"all ranks must start over.*in place"):
+            trainer.train_step(written_data(rank, 2), fails)
+        assert trainer.train_step(written_data(rank, 2), popped_in_parts).num_ooms == 1
+        assert_trained(model, plain_steps(rank, shifted, shifted, popped))
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, probe=False) as trainer:
+        few = {name: each[: 1 if rank else 6] for name, each in written_data(rank, 3).items()}
+        with pytest.raises(mk.errors.InputError, match=r"a rank has 1 rows for 2 parts.*in place"):
+            trainer.train_step(few, shifted)
+
+
+def check_a_count_by_hand(rank):
+    """In a loop of the user's own the rehearsal's rows do not count."""
+    model, optimizer = make_line()
+    num_rows = []
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False) as trainer:
+        for step in range(2):
+            for attempt in trainer.microbatches(written_data(rank, step)):
+                with attempt as micro:
+                    trainer.backward(shifted(model, micro))
+                assert attempt.is_check is not attempt.counts
+                num_rows += [len(micro["x"])] if attempt.counts else []
+            trainer.step()
+    assert num_rows == [6, 6]
+    assert_trained(model, plain_steps(rank, shifted, shifted))
 
 
 def check_growth(rank):
