@@ -17,7 +17,6 @@ from memkit.recipes.order import ResumableBatchSampler
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
-from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.helpers import assert_refused, assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.recipes.stateforge import forge, gadgets
@@ -230,43 +229,44 @@ def test_shards_of_two_ranks_go_on_in_one(tmp_path):
     assert_same(one, two)
 
 
-def with_accumulator(model, optimizer):
-    trainer = GradientAccumulator(optimizer, 2, model=model)
-
-    def part():
-        trainer.backward(model(torch.ones(3, 8)).square().mean())
-        trainer.step()
-
-    return trainer, (part, part)
-
-
-def with_wrapper(model, optimizer):
-    trainer = MemoryEfficientTrainingWrapper(model, optimizer)
-
-    def forward():
-        for attempt in trainer.microbatches(torch.ones(4, 8)):
-            with attempt as micro:
-                trainer.backward(model(micro).square().mean())
-
-    return trainer, (forward, trainer.step)
+def line_in_a_group(batches, folder, *, saves):
+    """Train in groups of two micro-batches, from the saved state if there is one."""
+    torch.manual_seed(0)
+    line = nn.Linear(4, 2).double()
+    model, manager = DistributedDataParallel(line), TrainingStateManager(folder)
+    optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
+    with GradientAccumulator(optimizer, accumulation_steps=2, model=model) as accumulator:
+        parts = {"model": model, "optimizer": optimizer, "accumulator": accumulator}
+        if not saves:
+            with pytest.warns(MemkitWarning, match=r"pending gradients \(accumulator, optimizer\) are dropped"):
+                manager.restore(**parts)
+        for batch in batches:
+            accumulator.backward(model(batch).square().mean(), count=len(batch))
+            accumulator.step()
+        if saves:
+            manager.save(1, **parts)
+    return line
 
 
-@pytest.mark.parametrize("begin", [with_accumulator, with_wrapper])
-def test_an_unfinished_group_does_not_go_on_with_other_ranks(tmp_path, begin):
-    """Each rank's gradients are a part of the group's: those of ranks that are gone would be lost in silence."""
-    model, manager = make(), TrainingStateManager(tmp_path)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer, parts = begin(model, optimizer)
-    objects = {"model": model, "optimizer": optimizer, "trainer": trainer}
-    for number, part in enumerate(parts):
-        part()
-        manager.save(number, **objects)
-    for state in list_states(manager.directory):  # as if two ranks had written it
-        (state.path / "rank-1.pt").write_bytes((state.path / "rank-0.pt").read_bytes())
-        forge(state.path, num_ranks=2)
-    with pytest.warns(MemkitWarning, match="was saved on 2 ranks, and now there are 1"):
-        assert manager.restore(**objects) == 1
-    before = [each.detach().clone() for each in model.parameters()]
-    with pytest.raises(FileFormatError, match=r"part of an unfinished accumulation group, on 1 ranks"):
-        manager.restore(0, **objects)
-    assert_same(list(model.parameters()), before)
+def save_in_a_group(rank, folder):
+    join(rank, folder)
+    line_in_a_group([torch.full((3, 4), 1.0 + rank, dtype=torch.float64)], f"{folder}/states", saves=True)
+    leave()
+
+
+def drop_the_group(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store1", rank=0, world_size=1)
+    batches = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    line = line_in_a_group(batches, f"{folder}/states", saves=False)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(batches.flatten(0, 1)).square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(line.state_dict(), plain.state_dict(), rtol=1e-13, atol=1e-15)
+    leave()
+
+
+def test_another_number_of_ranks_does_not_step_with_the_pending_gradients_of_one(tmp_path):
+    spawn(save_in_a_group, tmp_path)
+    spawn(drop_the_group, tmp_path, num_ranks=1)

@@ -30,6 +30,7 @@ from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
 
 _GRADIENTS = "memkit gradients"
+_NO_SUM: Final = {"count": 0.0, "num_microbatches": 0, "gradients": None}  # in an accumulator's state
 # Entries that PyTorch's optimizers add themselves to a group from an older version.
 _FILLED: Final = frozenset(
     {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov"}
@@ -134,6 +135,23 @@ def with_own_parts(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
         is_part = isinstance(state, dict) and state.keys() == {_GRADIENTS}
         merged[name] = {**shared[name], **state} if is_part else state
     return merged
+
+
+def without_pending(state: Any) -> Any:
+    """Return the state of an optimizer, an accumulator or a wrapper without gradients that wait for their step.
+
+    It is the same object if it has none.
+    """
+    if not isinstance(state, dict):
+        return state
+    if state.keys() >= _NO_SUM.keys():
+        is_pending = state["num_microbatches"] or state["gradients"] is not None
+        return {**state, **_NO_SUM} if is_pending else state
+    inner = state.get("accumulator")
+    if isinstance(inner, dict):
+        rest = without_pending(inner)
+        return state if rest is inner else {**state, "accumulator": rest}
+    return {key: each for key, each in state.items() if key != _GRADIENTS} if _GRADIENTS in state else state
 
 
 # ---- a state's description of its object
@@ -300,18 +318,6 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], 
         or any(each is not None and each.shape != its.shape for each, its in zip(gradients, parameters, strict=True))
     ):
         _refuse(name, "gradients of different shapes", "the shapes of its parameters")
-
-
-def is_unfinished(state: object) -> bool:
-    """Whether a state is that of an accumulator, or a wrapper, in the middle of an accumulation group."""
-    own = state.get("accumulator", state) if isinstance(state, Mapping) else {}
-    return isinstance(own, Mapping) and "num_microbatches" in own and own.get("gradients") is not None
-
-
-def has_gradients(state: object) -> bool:
-    """Whether a state is that of an optimizer with gradients."""
-    gradients = state.get(_GRADIENTS) if isinstance(state, Mapping) else None
-    return bool(gradients) and any(each is not None for each in gradients or ())
 
 
 def _check_entries(name: str, target: Stateful, saved: object, live: object, place: str) -> None:

@@ -19,14 +19,13 @@ from memkit.recipes.state.objects import (
     Parameters,
     check_fits,
     check_objects,
-    has_gradients,
     is_checked,
-    is_unfinished,
     keep_copy,
     load_into,
     name_parameters,
     saved_state_of,
     with_own_parts,
+    without_pending,
 )
 from memkit.recipes.state.plain import Flattener, ShardedTensors, fill_placeholders, has_placeholders
 from memkit.recipes.state.ranks import RankGroup
@@ -145,12 +144,12 @@ class Restoration:
             file.read({name: part for name, part in file.value["objects"].items() if name in objects}) for file in files
         ]
         self._states = functools.reduce(with_own_parts, parts)
+        self._fit_ranks(notes["num_ranks"])
         about = heads[0]["about"] | heads[-1]["about"]
         self._place_shards({name for name in heads[0]["sharded"] if name in objects})
         names = name_parameters(self._targets)
         for name, target in self._targets.items():
             self._check(name, target, about[name], names)
-        self._note_ranks(notes["num_ranks"])
         self._choose_random(heads[-1][RANDOM] if rank < notes["num_ranks"] else None)
 
     def _check(self, name: str, target: Stateful, about: Mapping[str, Any], names: Parameters) -> None:
@@ -172,24 +171,22 @@ class Restoration:
                 'exactly. To restore only a part on purpose, write restore("best", ...) or restore(step, ...)'
             )
 
-    def _note_ranks(self, num_ranks: int) -> None:
+    def _fit_ranks(self, num_ranks: int) -> None:
+        """Drop what belongs to the ranks that saved it, if there are more or fewer now."""
         if num_ranks == self._ranks.size:
             return
-        unfinished = [name for name, state in self._states.items() if is_unfinished(state)]
-        if unfinished:
-            raise FileFormatError(
-                f"TrainingStateManager.restore({unfinished[0]}=...)",
-                got=f"{self._saved.path}, which each of {num_ranks} ranks saved with its part of an unfinished "
-                f"accumulation group, on {self._ranks.size} ranks",
-                expected=f"{num_ranks} ranks, or a state that was saved after a step",
-                fix=f"resume on {num_ranks} ranks until the next step is done; or restore an older state by its step.",
-            )
-        with_gradients = [name for name, state in self._states.items() if has_gradients(state)]
-        of_gradients = f"; the gradients in {with_gradients[0]} are those of rank 0" if with_gradients else ""
         self.remarks.append(
             f"{self._saved.path} was saved on {num_ranks} ranks, and now there are {self._ranks.size}: new ranks "
-            f"take rank 0's values, and random states differ{of_gradients}"
+            "take rank 0's values, and random states differ"
         )
+        rest = {name: without_pending(state) for name, state in self._states.items()}
+        if dropped := [name for name, state in rest.items() if state is not self._states[name]]:
+            self._states |= rest
+            self.remarks.append(
+                f"pending gradients ({', '.join(sorted(dropped))}) are dropped, since each of the ranks that saved "
+                "them had its own: micro-batches whose step was still to come are not trained on. To train on them, "
+                f"restore on {num_ranks} ranks"
+            )
 
     def _place_shards(self, names: set[str]) -> None:
         """Replace each placeholder by a sharded tensor, and read this rank's part of its values."""
