@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
+from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._core.units import MIB
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
@@ -243,6 +243,9 @@ def find_ranks(
     Raises:
         ConfigError: The first-generation FullyShardedDataParallel, a mesh of several dimensions, whose data dimension
             cannot be told from a tensor dimension, or what `Replicas` refuses.
+
+    Warns:
+        MemkitWarning: There are several processes, and no model that tells how they share the gradient.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -263,6 +266,13 @@ def find_ranks(
         )
     meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
     if not meshes:
+        if not models and dist.get_world_size() > 1:
+            warn_user(
+                f"{caller.kind}(optimizer): this is one of {dist.get_world_size()} processes, and without the model it "
+                "cannot know that they share a gradient: under DistributedDataParallel ranks with different counts "
+                "would step differently, and their parameters drift apart. Way out, also if each process trains by "
+                f"itself: {caller.kind}(optimizer, model=model), with the model as it is wrapped."
+            )
         return None
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:

@@ -101,6 +101,7 @@ def buffer_worker(rank, folder):
         torch.save(plain[1].running_mean.clone(), f"{folder}/before{rank}.pt")
         assert accumulator.step() is True
     torch.save(plain[1].running_mean, f"{folder}/after{rank}.pt")
+    check_an_accumulator_without_the_model()
     leave()
 
 
@@ -143,6 +144,17 @@ def fsdp_worker(rank, folder):
         torch.testing.assert_close(got.full_tensor(), want, rtol=1e-13, atol=1e-15)
     Path(folder, f"{rank}.done").touch()
     leave()
+
+
+def check_an_accumulator_without_the_model():
+    """It would take DDP's mean over the ranks for this rank's gradient; with a plain model all is well."""
+    line = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
+    with pytest.warns(mk.MemkitWarning, match=r"one of 2 processes.*GradientAccumulator\(optimizer, model=model\)"):
+        mk.GradientAccumulator(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mk.GradientAccumulator(optimizer, model=line)
 
 
 def info_nce(model, x):
