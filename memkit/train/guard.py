@@ -24,7 +24,7 @@ from memkit._torch.tensors import put_back, strided_parts
 from memkit.train.chunked_steps import ChunkedStep, OomCount, close_all
 from memkit.train.gradients import local_part
 from memkit.train.offload_files import map_file
-from memkit.train.parameterwise import steps_parameterwise
+from memkit.train.parameterwise import exchanges_in_step, steps_parameterwise
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of an automatic copy
@@ -56,7 +56,11 @@ class StepGuard:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [_inner(each) for each in optimizers]
-        self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
+        kind = next((type(each) for each in self._optimizers if not steps_parameterwise(each)), None)
+        self._unknown: str | None = None
+        self._may_register = False
+        if kind is not None:
+            self._unknown, self._may_register = kind.__name__, not exchanges_in_step(kind)
         self.goes_on = self._unknown is None
         self.ooms = OomCount()
         self._num_steps = 0
@@ -201,10 +205,13 @@ class StepGuard:
             else "an out-of-memory error inside its step may leave parameters and state half stepped. They are not "
             f"copied, because {size} is too much or does not fit"
         )
+        register = (
+            f"if it steps each parameter independently, call memkit.train.register_parameterwise({self._unknown}), "
+            "which makes its step safe without a copy; "
+        )
         warn_user(
-            f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: if it steps each "
-            f"parameter independently, call memkit.train.register_parameterwise({self._unknown}), which makes its "
-            "step safe without a copy; on_oom='raise' or guard_steps=False turns this guard off."
+            f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: "
+            f"{register if self._may_register else ''}on_oom='raise' or guard_steps=False turns this guard off."
         )
 
 

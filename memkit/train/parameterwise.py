@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -67,6 +68,7 @@ def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
 
     Raises:
         InputTypeError: It is not an optimizer class.
+        ConfigError: Its step exchanges tensors with other ranks, which would not run it in the same parts.
 
     Example:
         >>> import torch, memkit as mk
@@ -90,8 +92,23 @@ def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
             expected="an optimizer class",
             fix="pass the class itself, not an instance: register_parameterwise(type(optimizer)).",
         )
+    if exchanges_in_step(kind):
+        raise ConfigError(
+            f"register_parameterwise({kind.__name__})",
+            got="an optimizer whose step exchanges tensors with the other ranks, which would wait for a part that they "
+            "do not run",
+            expected="an optimizer that steps each parameter independently, on its rank alone",
+            fix="leave the registration out; an out-of-memory error inside a step is then undone from a copy: "
+            "MemoryEfficientTrainingWrapper(model, optimizer).",
+        )
     _REGISTERED.add(kind)
     return kind
+
+
+def exchanges_in_step(kind: type[Optimizer]) -> bool:
+    """Return whether an optimizer class announces, for torch's `Join`, that its step exchanges tensors with ranks."""
+    join = sys.modules.get("torch.distributed.algorithms.join")
+    return join is not None and issubclass(kind, join.Joinable)
 
 
 def steps_parameterwise(optimizer: Optimizer) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 import memkit as mk
 from memkit.train.guard import StepGuard
@@ -33,6 +34,21 @@ class Foreign(torch.optim.SGD):
 
 class ForeignAdam(torch.optim.AdamW):
     """A class that may do anything in its step."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Partitioned(torch.optim.SGD, Joinable):
+    """Announces, as all that works with torch's Join, that its step exchanges something."""
+
+    join_device = join_process_group = None
+
+    def __init__(self, parameters, **settings):
+        torch.optim.SGD.__init__(self, parameters, **settings)
+
+    def join_hook(self, **_):
+        return JoinHook()
 
     def step(self, closure=None):
         return super().step(closure)
@@ -336,6 +352,20 @@ class TestWarningsForUnknownOptimizers:
         model = nn.Linear(4, 4)
         trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
         assert trainer.train_step(torch.ones(2, 4), mean_square).stepped
+
+    def test_an_optimizer_that_exchanges_is_neither_registered_nor_advised_to_be(self):
+        """ZeroRedundancyOptimizer is one: with its step in parts, on one rank alone, the others would wait for ever."""
+        assert_refused(lambda: mk.train.register_parameterwise(Partitioned), mk.errors.ConfigError, "other ranks")
+        line, plain = nn.Linear(200, 200).double(), nn.Linear(200, 200).double()
+        plain.load_state_dict(line.state_dict())
+        optimizer, own = Partitioned(line.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+        for model in (line, plain):
+            model(torch.ones(1, 200, dtype=torch.float64)).sum().backward()
+        own.step()
+        with pytest.warns(mk.MemkitWarning, match="does not know how Partitioned steps") as caught:
+            StepGuard([optimizer]).run(lambda: step(optimizer))
+        assert "register_parameterwise" not in str(caught[0].message)
+        torch.testing.assert_close(line.state_dict(), plain.state_dict())
 
 
 class TestStepHooks:
