@@ -638,6 +638,7 @@ class Attributes:
         if gathered := gathered_parameters(owner for owner, _ in self._owners):
             self._containers = [pair for pair in self._containers if id(pair[0]) not in gathered]
             self._tensors = [held for held in self._tensors if id(held.tensor) not in gathered]
+            self._gradients = [pair for pair in self._gradients if id(pair[0]) not in gathered]
         if content is not None:
             self._save_arrays()
         if content == "counts":
