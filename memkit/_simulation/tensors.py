@@ -46,6 +46,9 @@ CALL = "a step on tensors without data"  # a placeholder for the user's call, wh
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _EMPTY = _aten.empty.memory_format
+_UNINITIALIZED = frozenset(
+    aten.overloads("empty_like.default", "new_empty.default", "new_empty_strided.default")  # shape functions call them
+)
 _LOOKING = frozenset(
     {
         aten.local_scalar_dense,
@@ -365,6 +368,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if self._counts_up(func, args, kwargs):
             return args[0]
         out: Any = super().dispatch(func, types, args, kwargs)
+        if func in _UNINITIALIZED and isinstance(out, FakeTensor):
+            out.constant = None  # of a tensor whose values are known, and yet anything
         given = [each for each in tree_leaves(args) if isinstance(each, FakeTensor)]
         if not all(each.constant is not None for each in given):
             self.forget_written(func, args)

@@ -91,3 +91,18 @@ def test_filling_weights_is_no_guess_but_a_loop_over_values_is(fill):
         fill(weight)
         weight.data.cuda()
     assert bool(gpu.guesses) is bool(gpu.estimate().doubts) is (fill is draw_until_small)
+
+
+def test_known_values_in_an_unknown_order_are_not_known():
+    """torch's shape function makes the result by `new_empty` of the known tensor: its numbers are anything."""
+    labels, x = torch.arange(2000) % 2, torch.randn(2000, 8)
+
+    def hard_rows(model, batch):
+        x, labels = batch
+        order = model(x).flatten().argsort()
+        return model(x[order][labels[order] == 1]).sum()
+
+    model = nn.Linear(8, 1)
+    with pytest.raises(mk.errors.NotSimulatedError, match=r"nonzero.*test_guesses\.py.*selected_fraction"):
+        mk.estimate_memory_usage(model, (x, labels), hard_rows, optimizer="sgd")
+    assert mk.estimate_memory_usage(model, (x, labels), hard_rows, selected_fraction=0.5).confidence == "guessed"
