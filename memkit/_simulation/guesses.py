@@ -35,6 +35,7 @@ _INDEXING = ("BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_OP")  # the last one since
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _FILLING = str(_TORCH / "nn" / "init.py")  # fills weights with random numbers
+_SIZING = tuple(str(_MEMKIT / name) for name in ("chunk", "points", "voxel"))  # cells and chunks are as many as needed
 # Files whose frames are between the code that reads a number and the answer.
 _BETWEEN = (
     *(str(_TORCH / name) for name in WRAPPERS),
@@ -259,9 +260,11 @@ def _frame(between: tuple[str, ...] = _BETWEEN) -> FrameType:
 
 
 def _site() -> Site:
-    """Find how the reading code uses the answer. memkit's own code uses it only for weights and checks."""
+    """Find how the reading code uses the answer. Where memkit trains, it uses it only for weights and checks."""
     frame = _frame()
-    return Site(Use.TEXT) if frame.f_code.co_filename.startswith(str(_MEMKIT)) else site_of(frame)
+    file = frame.f_code.co_filename
+    is_harmless = file.startswith(str(_MEMKIT)) and not file.startswith(_SIZING)
+    return Site(Use.TEXT) if is_harmless else site_of(frame)
 
 
 # ------------------------------------------------------------------------------------------- guessed numbers
