@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -27,11 +28,14 @@ from memkit._simulation.simulation import MakeOptimizer, RankPart, optimizer_mak
 from memkit._torch.dispatch import fake_mode, without_modes
 from memkit._torch.fake_ranks import (
     INFER_SHAPES,
-    RUN_RANDOM,
+    SETS_STATES,
+    TRACKER,
     FakeStore,
+    ShardedDraws,
     ShardingPropagator,
     composable_states,
-    shards_dispatch,
+    device_of_shard,
+    draws_owner,
 )
 
 
@@ -113,7 +117,7 @@ def _sharded(model: nn.Module, shard: Shard, mesh: DeviceMesh) -> Iterator[None]
 
 
 def shard_patches() -> list[Patches]:
-    """Make the patches with which operators on shards take the memory that they take on a GPU."""
+    """Make the patches with which shards are on the GPU, and take the memory that they take there."""
     infer = getattr(ShardingPropagator, INFER_SHAPES)
 
     @wraps(infer)
@@ -123,14 +127,16 @@ def shard_patches() -> list[Patches]:
         with without_modes(), nullcontext() if simulation is None else simulation:
             return infer(*args)
 
-    patches = [Patches(ShardingPropagator, "tensors of the whole size are not counted", {INFER_SHAPES: inferred})]
-    if RUN_RANDOM is not None:
-        patches.append(Patches(shards_dispatch, "a virtual GPU has no random state", {RUN_RANDOM: _drawn}))
-    return patches
-
-
-def _drawn(start: int, end: int, func: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001 - torch's own signature
-    return func(*args, **kwargs)
+    return [
+        Patches(ShardingPropagator, "tensors of the whole size are not counted", {INFER_SHAPES: inferred}),
+        Patches(DTensor, "a shard says `cuda`, not what autograd is told", {"device": property(device_of_shard)}),
+        Patches(draws_owner, "what the first draw makes is for this GPU only", {TRACKER: None}),
+        Patches(
+            ShardedDraws,
+            "a virtual GPU has no random state",
+            {SETS_STATES: property(lambda self: False, lambda self, value: None)},  # noqa: ARG005 - a property's own form
+        ),
+    ]
 
 
 def _units(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:

@@ -168,6 +168,8 @@ def test_new_tensors_and_types_are_those_of_another_tensor():
 @pytest.mark.usefixtures("card")
 def test_random_state_and_streams_answer():
     generator = torch.Generator(device="cuda").manual_seed(3)
+    assert all(isinstance(each, torch.Generator) for each in (generator, torch.default_generator))
+    assert not isinstance(3, torch.Generator)
     assert torch.randn(3, generator=generator, device="cuda").is_cuda
     torch.cuda.manual_seed_all(0)
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -116,7 +116,17 @@ def _formatting(inner: Callable[..., torch.memory_format]) -> Callable[..., torc
     return memory_format
 
 
-class _Generator(torch.Generator):
+_GENERATOR = torch.Generator
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]  # its class differs between versions
+    """Generators of before, torch's default one, and those that C++ returns are generators too."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _GENERATOR)
+
+
+class _Generator(torch.Generator, metaclass=_AnyGenerator):
     """A generator that always lives on the host, where all random numbers are drawn."""
 
     def __new__(cls, device: Any = "cpu") -> Self:  # noqa: ARG004 - torch's own signature

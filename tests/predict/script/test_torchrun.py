@@ -7,12 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from memkit._torch.fake_ranks import FakeStore
 from memkit.predict.script.torchrun import launched_as_first_rank
 from memkit.predict.virtual_gpu import VirtualGPU
 
+CARD = torch.device("cuda", 0)
 BLOCK = 512  # the allocator's
 
 
@@ -60,7 +64,8 @@ def test_deferred_initialization_of_shards_takes_their_memory():
         for layer in model:
             layer.reset_parameters()
         assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-        assert {each.to_local().device for each in parameters} == {torch.device("cuda:0")}
+        assert {device for each in parameters for device in (each.device, each.to_local().device)} == {CARD}
+        assert all(each.is_cuda for each in parameters)
         # Nothing of a whole parameter's size was there in between.
         assert card.allocated_bytes == card.peak_bytes == shard_bytes(layers(), 2)
         optimizer = torch.optim.Adam(model.parameters())
@@ -68,6 +73,30 @@ def test_deferred_initialization_of_shards_takes_their_memory():
         optimizer.step()
         states = [each for state in optimizer.state.values() for each in (state["exp_avg"], state["exp_avg_sq"])]
         assert sum(each.to_local().nbytes for each in states) == sum(each.nbytes for each in layers().parameters())
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # torch's own, on a CPU
+def test_shards_drawn_outside_know_nothing_of_a_card():
+    with first_of(2):
+        nn.init.uniform_(sharded(layers())[0].weight)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        shard = distribute_tensor(torch.zeros(4, 4, dtype=torch.float64), init_device_mesh("cpu", (1,)), [Shard(0)])
+        torch.manual_seed(3)
+        nn.init.uniform_(shard)
+        torch.manual_seed(3)
+        torch.testing.assert_close(shard.to_local(), torch.rand(4, 4, dtype=torch.float64))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shards_draw_from_a_generator_of_the_card():
+    with first_of(2) as card:
+        model = sharded(layers())
+        before = card.allocated_bytes
+        for each in model.parameters():
+            nn.init.uniform_(each, generator=torch.Generator("cuda"))
+        assert card.allocated_bytes == before
 
 
 def test_the_norm_of_sharded_gradients_takes_no_whole_parameter():
@@ -83,7 +112,7 @@ def test_the_norm_of_sharded_gradients_takes_no_whole_parameter():
 # --------------------------------------------------------------------------------------------------------- DDP
 
 
-@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"device_ids": [torch.device("cuda", 0)]}])
+@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"device_ids": [CARD]}])
 def test_ddp_moves_its_inputs_to_its_card(options):
     seen = []
 
