@@ -474,6 +474,8 @@ class Rollback:
         gathered = gathered_parameters(watch.owners) if is_watched else ()
         trained = [each for each in watch.trained() if id(each) not in gathered] if is_watched else []
         self._trained = [(each, _content_mark(each)) for each in trained]
+        if gathered and not trained:
+            watch.moves_trained = False  # all of them are left to fully_shard
         self.attributes = None
         if watch.changes_attributes or is_trial:
             self.attributes = AttributeStates(watch, is_trial=is_trial)
