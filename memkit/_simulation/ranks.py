@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.shard import REPLICATED, Shard
-from memkit._simulation.simulation import MakeOptimizer, RankPart, optimizer_maker
+from memkit._simulation.simulation import MakeOptimizer, RankPart, is_own, optimizer_maker
 from memkit._torch.dispatch import fake_mode, without_modes
 from memkit._torch.fake_ranks import (
     INFER_SHAPES,
@@ -41,24 +41,26 @@ from memkit._torch.fake_ranks import (
 
 @contextmanager
 def as_first_rank(
-    shard: Shard, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str
+    shard: Shard, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer], device_type: str
 ) -> Iterator[RankPart]:
     """Distribute a model of fake tensors over ranks, of which only the first exists."""
     _refuse_own_ranks(shard.kind, model, optimizer)
-    make_optimizer = optimizer_maker(optimizer)
+    make_optimizers = optimizer_maker(optimizer)
     with _first_of(shard.ranks, device_type) as mesh:
         if shard.kind in REPLICATED:
             buckets: list[Tensor] = []
             replica = _replica(model, shard.gradient_as_bucket_view, buckets)
             if shard.kind == "zero1":
-                make_optimizer = _sharing(make_optimizer)
-            yield RankPart(replica, make_optimizer(model.parameters()), buckets)
+                make_optimizers = _sharing(make_optimizers)
+            yield RankPart(replica, make_optimizers(model.parameters()), buckets)
         else:
             with applied(shard_patches()), _sharded(model, shard, mesh):
-                yield RankPart(model, make_optimizer(model.parameters()), ())
+                yield RankPart(model, make_optimizers(model.parameters()), ())
 
 
-def _refuse_own_ranks(kind: str, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer) -> None:
+def _refuse_own_ranks(
+    kind: str, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer]
+) -> None:
     call = f"estimate_memory_usage(model, sample_batch, shard={kind!r})"
     if dist.is_initialized():
         raise StateError(
@@ -74,10 +76,10 @@ def _refuse_own_ranks(kind: str, model: nn.Module, optimizer: str | MakeOptimize
             expected="the whole model, which needs no memory on the meta device",
             fix="estimate before fully_shard, or build the model again under torch.device('meta').",
         )
-    if isinstance(optimizer, Optimizer):
+    if is_own(optimizer):
         raise InputTypeError(
             call,
-            got=f"the {type(optimizer).__name__} of the whole model",
+            got="optimizers of the whole model",
             expected="an optimizer that can be created for the parameters of one rank",
             fix="pass its name, its class, or a function: lambda params: torch.optim.AdamW(params, lr=1e-3).",
         )
@@ -182,12 +184,19 @@ def _keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001
     return reduced
 
 
-def _sharing(make_optimizer: MakeOptimizer) -> MakeOptimizer:
+def _sharing(
+    make_optimizers: Callable[[Iterable[nn.Parameter]], list[Optimizer]],
+) -> Callable[[Iterable[nn.Parameter]], list[Optimizer]]:
     """Return torch's ZeRO 1, which calls its optimizer class with parameters only, so that a function works."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit.script
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    return partial(ZeroRedundancyOptimizer, optimizer_class=make_optimizer)  # type: ignore[arg-type]
+
+    def make_one(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        (made,) = make_optimizers(parameters)  # several are the user's own, and refused
+        return made
+
+    return lambda parameters: [ZeroRedundancyOptimizer(parameters, optimizer_class=make_one)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -493,17 +492,19 @@ class RankPart(NamedTuple):
     """One rank's part of a step: its model, its optimizer, and flat gradients that persist between steps."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: Sequence[Optimizer]
     buckets: Sequence[Tensor]
 
 
-Spread: TypeAlias = Callable[[nn.Module, "str | MakeOptimizer | Optimizer", str], AbstractContextManager[RankPart]]
+Spread: TypeAlias = Callable[
+    [nn.Module, "str | MakeOptimizer | Optimizer | Sequence[Optimizer]", str], AbstractContextManager[RankPart]
+]
 
 
 @contextmanager
 def in_one_process(
     model: nn.Module,
-    optimizer: str | MakeOptimizer | Optimizer,
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer],
     device_type: str,  # noqa: ARG001 - interface
 ) -> Iterator[RankPart]:
     """Run everything in one process."""
@@ -517,7 +518,7 @@ class TrainingStep:
     model: nn.Module
     batch: Any
     loss_fn: LossFn
-    optimizer: str | MakeOptimizer | Optimizer = "adamw"
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer] = "adamw"
     precision: str | None = None
     accumulation_steps: int = 1
     selected_fraction: float | None = None
@@ -562,8 +563,10 @@ class TrainingStep:
                 loss = loss / self.accumulation_steps
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         num_true = guesses.num_true
-        part.optimizer.step()
-        part.optimizer.zero_grad()
+        for each in part.optimizers:
+            each.step()
+        for each in part.optimizers:
+            each.zero_grad()
         return num_true
 
 
@@ -649,16 +652,23 @@ def _made(kind: MakeOptimizer, parameters: Iterable[Any]) -> Optimizer:
     return kind(parameters)
 
 
-def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer:
-    """Return a function of the parameters that makes the optimizer; for an instance it returns that instance.
+def is_own(optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer]) -> bool:
+    """Return whether these are optimizers of the user's, rather than what to make one by."""
+    return isinstance(optimizer, (Optimizer, list, tuple))
+
+
+def optimizer_maker(
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer],
+) -> Callable[[Iterable[nn.Parameter]], list[Optimizer]]:
+    """Return a function of the parameters that makes the optimizers; for the user's own it returns these.
 
     Raises:
         ConfigError: No optimizer has that name.
-        InputTypeError: It is not a name, class, factory or optimizer.
+        InputTypeError: It is not a name, class, factory, optimizer or list of optimizers.
     """
-    if isinstance(optimizer, Optimizer):
-        refuse_closure(optimizer, f"optimizer={type(optimizer).__name__}(...)", "optimizer='adamw'")
-        return lambda _: optimizer
+    if isinstance(optimizer, (Optimizer, list, tuple)):
+        own = _listed(optimizer)
+        return lambda _: own
     if isinstance(optimizer, str):
         maker = _NAMES.get(optimizer.lower())
         if maker is None:
@@ -670,18 +680,39 @@ def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer
                 fix=(f"did you mean {near[0]!r}? " if near else "")
                 + "For any other optimizer pass its class, a function of the parameters, or the optimizer itself.",
             )
-        return partial(_made, maker)
+        return lambda parameters: [_made(maker, parameters)]
     if not callable(optimizer):
-        raise InputTypeError(
-            f"optimizer={optimizer!r}",
-            got=f"a {type(optimizer).__name__}",
-            expected="a name, a class, a function of the parameters, or an Optimizer",
-            fix="pass for example 'adamw', or lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9).",
-        )
+        raise _not_one(f"optimizer={optimizer!r}", f"a {type(optimizer).__name__}")
+    call = f"optimizer={getattr(optimizer, '__name__', optimizer)}"
 
-    def make(parameters: Any) -> Optimizer:
-        made = optimizer(parameters)
-        refuse_closure(made, f"optimizer={getattr(optimizer, '__name__', optimizer)}", "optimizer='adamw'")
-        return made
+    def make(parameters: Any) -> list[Optimizer]:
+        made: Any = optimizer(parameters)
+        if isinstance(made, (list, tuple)):
+            raise _not_one(call, f"a function that returns a {type(made).__name__}")
+        refuse_closure(made, call, "optimizer='adamw'")
+        return [made]
 
     return make
+
+
+def _listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the user's own optimizers, each of which steps without a closure."""
+    own = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for each in own:
+        if not isinstance(each, Optimizer):
+            raise _not_one("optimizer=[...]", f"a {type(optimizer).__name__} with a {type(each).__name__}")
+        refuse_closure(each, f"optimizer={type(each).__name__}(...)", "optimizer='adamw'")
+    if not own:
+        raise _not_one("optimizer=[]", "no optimizer")
+    return own
+
+
+def _not_one(call: str, got: str) -> InputTypeError:
+    return InputTypeError(
+        call,
+        got=got,
+        expected="a name, a class, a function of the parameters that returns one Optimizer, an Optimizer, or a list of "
+        "Optimizers",
+        fix="pass for example 'adamw', lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), or the optimizers "
+        "themselves: optimizer=[first, second].",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -43,7 +44,7 @@ def estimate_memory_usage(
     sample_batch: Any,
     loss_fn: LossFn,
     *,
-    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer] = "adamw",
     precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
     target: str | GPU = "cpu",
     accumulation_steps: int = 1,
@@ -58,7 +59,7 @@ def estimate_memory_usage(
     sample_batch: Any = None,
     loss_fn: LossFn | None = None,
     *,
-    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer] = "adamw",
     precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
     target: str | GPU = "cpu",
     accumulation_steps: int = 1,
@@ -86,7 +87,7 @@ def estimate_memory_usage(
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss, or a `Loss`, as for
             `MemoryEfficientTrainingWrapper.train_step`.
         optimizer: The name of a class in `torch.optim` with its default settings, a class, a function of the
-            parameters, or the instance in use.
+            parameters, the instance in use, or a list of those in use.
         precision: None keeps the model's own dtypes. ``"bf16-mixed"``, and on a GPU ``"fp16-mixed"``: autocast around
             `loss_fn`.
         target: ``"cpu"``: live bytes as the CPU allocator counts them. A GPU, as a name that `find_gpu` accepts or as a

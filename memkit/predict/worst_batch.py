@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,7 +126,7 @@ def find_worst_batch(
     loss_fn: LossFn,
     *,
     make_batch: Callable[[Any], Any] | None = None,
-    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer] = "adamw",
     precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
     target: str | GPU = "cpu",
     accumulation_steps: int = 1,

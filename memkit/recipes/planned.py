@@ -42,7 +42,7 @@ from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
 from memkit._recovery.errors import describe_error
 from memkit._recovery.snapshot import Rollback, StateWatch
-from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
+from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, is_own, optimizer_maker
 from memkit._tape.kept import KEPT_OPERATORS
 from memkit._torch.pytree import children_of, tree_leaves
 from memkit.predict.batch_kinds import with_data
@@ -87,7 +87,7 @@ def plan_training(
     model: nn.Module,
     sample_batch: Any,
     loss_fn: LossFn,
-    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer] = "adamw",
     *,
     budget: CapacityLike | None = None,
     target: str | GPU | None = None,
@@ -197,7 +197,7 @@ def _plan(
     model: nn.Module,
     sample_batch: Any,
     loss_fn: LossFn,
-    optimizer: str | MakeOptimizer | Optimizer,
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer],
     *,
     budget: CapacityLike | None,
     target: str | GPU | None,
@@ -435,7 +435,7 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
 @guided(words=PLAN_WORDS)
 def prepare(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     sample_batch: Any,
     loss_fn: LossFn,
     *,
@@ -457,7 +457,7 @@ def prepare(
 
     Args:
         model: As for `plan_training`, with data.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or several.
         sample_batch: As for `plan_training`; not kept.
         loss_fn: As for `plan_training`.
         budget: As for `plan_training`.
@@ -773,13 +773,13 @@ def _shown(place: object) -> str:
 
 @contextlib.contextmanager
 def _wrapped(
-    model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int, is_packed: bool
+    model: nn.Module, optimizers: Sequence[Optimizer], arrangement: Arrangement, *, most_steps: int, is_packed: bool
 ) -> Iterator[TrainStep]:
     """The wrapper's own step, with at most ``most_steps`` micro-batches; one for a packed batch."""
     num_steps = min(most_steps, arrangement.accumulation_steps)
     with MemoryEfficientTrainingWrapper(
         model,
-        optimizer,
+        optimizers,
         precision=arrangement.precision,  # type: ignore[arg-type]  # checked by the wrapper
         accumulation_steps=num_steps,
         checkpoint=dict(arrangement.treatments) or None,
@@ -807,18 +807,15 @@ def _on_oom(*, is_packed: bool) -> Literal["exact", "raise"]:
 def _on_a_copy(
     model: nn.Module,
     loss_fn: LossFn,
-    optimizer: str | MakeOptimizer | Optimizer,
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer],
     arrange: Arrange,
     batch: Any,
     arrangement: Arrangement,
 ) -> Iterator[Callable[[], int]]:
     """The real step on the whole batch, on a copy that has already taken one step."""
-    if isinstance(optimizer, Optimizer):
-        twin, twins_optimizer = copy.deepcopy((model, optimizer))
-    else:
-        twin = copy.deepcopy(model)
-        twins_optimizer = optimizer_maker(optimizer)(twin.parameters())
-    arranged = arrange(twin, twins_optimizer, arrangement, most_steps=sys.maxsize)
+    twin, twins = copy.deepcopy((model, optimizer if is_own(optimizer) else None))
+    optimizers = optimizer_maker(twins or optimizer)(twin.parameters())
+    arranged = arrange(twin, optimizers, arrangement, most_steps=sys.maxsize)
     with random_state.preserved(), _leaving_others(loss_fn), arranged as train_step:
         batch = copied(with_data(batch))
         train_step(batch, loss_fn)

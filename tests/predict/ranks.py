@@ -152,14 +152,14 @@ def spread(name):
         mesh = dist.device_mesh.init_device_mesh("cpu", (shard.ranks,))
         for module in (*map(model.get_submodule, case.units), model):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    optimizer = sharing(make, model) if shard.kind == "zero1" else make(model.parameters())
+    (optimizer,) = [sharing(make, model)] if shard.kind == "zero1" else make(model.parameters())
     return real_step(replace(step, model=model, optimizer=optimizer)), model, step.batch
 
 
 def sharing(make, model):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported for the first time
 
-    return ZeroRedundancyOptimizer(model.parameters(), make)
+    return ZeroRedundancyOptimizer(model.parameters(), lambda parameters: make(parameters)[0])
 
 
 def real_figures(name):

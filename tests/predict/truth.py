@@ -43,9 +43,9 @@ def plain_step(step: Step):
     """A step of the plain loop."""
     named = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "nadam": torch.optim.NAdam,
              "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax}  # fmt: skip
-    optimizer = step.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = named.get(optimizer, optimizer)(step.model.parameters())
+    optimizers = step.optimizer if isinstance(step.optimizer, list) else [step.optimizer]
+    if not isinstance(optimizers[0], torch.optim.Optimizer):
+        optimizers = [named.get(each, each)(step.model.parameters()) for each in optimizers]
 
     def run():
         outputs = []
@@ -58,8 +58,10 @@ def plain_step(step: Step):
             if step.accumulation_steps > 1:
                 loss = loss / step.accumulation_steps
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.step()
+        for each in optimizers:
+            each.zero_grad()
 
     return run
 

@@ -475,3 +475,30 @@ def test_a_packed_batch_is_split_by_the_users_function():
     (found,) = [each for each in advice if each.name == "4 micro-batches"]
     assert found.status == "verified"
     assert "split_fn=split_fn, accumulation_steps=4" in found.change
+
+
+def test_several_optimizers_are_advised_on_and_left_as_they_were(batch):
+    images, labels = batch[0].double(), batch[1]
+    model = mlp(64, 256, 10).double()
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.AdamW(parameters[:2]), torch.optim.SGD(parameters[2:], lr=0.1, momentum=0.9)]
+    classify(model, (images, labels)).backward()
+    for each in optimizers:
+        each.step()
+    before = copy.deepcopy((model.state_dict(), [each.state_dict() for each in optimizers]))
+    told = by_name(advise(model, (images, labels), classify, optimizer=optimizers))
+    parts = told["4 micro-batches"]
+    assert parts.is_verified
+    assert parts.measured_saved_bytes == parts.predicted_saved_bytes > 0
+    after = model.state_dict(), [each.state_dict() for each in optimizers]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_forms_of_several_optimizers_change_those_of_their_class():
+    parameters = [nn.Parameter(torch.zeros(2**16)) for _ in range(6)]
+    both = [torch.optim.AdamW(parameters[:5], foreach=True), torch.optim.SGD(parameters[5:], lr=0.1, foreach=True)]
+    model = nn.ParameterList(parameters)
+    told = advise(model, torch.ones(1), lambda m, x: sum((each * x).sum() for each in m), optimizer=both)
+    assert {"fused", "step in backward"} <= {each.name for each in told if each.is_verified}
+    assert {each.change for each in told if each.name == "fused"} == {"torch.optim.AdamW(..., fused=True)"}
+    assert [each.param_groups[0]["foreach"] for each in both] == [True, True]

@@ -734,3 +734,29 @@ def test_what_was_not_tried_is_not_said_to_fit():
     with pytest.warns(MemkitWarning, match="only 64 of 70 were tried"):
         plan = plan_training(Trims(), padded(70, 69), trimmed_loss, "sgd", budget="1GiB", micro_batch_size=1)
     assert str(plan).startswith("not known whether it fits into 1.00 GiB: micro-batches differ")
+
+
+def two_optimizers(model):
+    first, *others = model.double()
+    rest = nn.ModuleList(others).parameters()
+    return [torch.optim.Adam(first.parameters()), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_several_optimizers_take_the_steps_of_a_loop(measure):
+    images, labels = digits()
+    batch = images.double(), labels
+    planned, plain = make_model(), make_model()
+    ours, theirs = two_optimizers(planned), two_optimizers(plain)
+    with prepare(planned, ours, batch, loss_fn, budget="4MiB", measure=measure) as trainer:
+        assert trainer.plan.accumulation_steps > 1
+        assert [len(each.state) for each in ours] == [0, 0]  # planning leaves nothing
+        for _ in range(2):
+            trainer.train_step(batch, loss_fn)
+            loss_fn(plain, batch).backward()
+            for each in theirs:
+                each.step()
+                each.zero_grad()
+    torch.testing.assert_close(planned.state_dict(), plain.state_dict())
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.state_dict()["state"], other.state_dict()["state"])

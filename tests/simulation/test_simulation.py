@@ -1,6 +1,7 @@
 """How a step is simulated: the files involved, the patches of torch, and the lifetime of its objects."""
 
 import ast
+import copy
 import gc
 import inspect
 import sys
@@ -15,13 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from benchmarks.tables_patches import patches
-from memkit._core.errors import NotSimulatedError
+from memkit._core.errors import InputTypeError, NotSimulatedError
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.tensors import CudaTensors
 from memkit._simulation.leftovers import Shared, applied
 from memkit._simulation.simulation import Gpu, Host, Simulation, simulate
 from memkit._simulation.tensors import Tensors
 from memkit.predict.gpus import find_gpu
+from tests.helpers import assert_refused
+from tests.predict.step import Step
+from tests.predict.truth import assert_equals_the_real_step, plain_step
 from tests.toys import mean_square
 
 PACKAGE = Path(mk.__file__).parent
@@ -396,6 +400,53 @@ def test_small_buffers_are_on_the_card_too(value):
     estimate = mk.estimate_memory_usage(model, x, mean_square, optimizer=optimizer, target="RTX 4090")
     made = mk.estimate_memory_usage(model, x, mean_square, optimizer="adam", target="RTX 4090")
     assert estimate.peak_bytes == made.peak_bytes
+
+
+def two_optimizers() -> Step:
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(8, 64), nn.Linear(64, 2)
+    optimizers = [torch.optim.Adam(encoder.parameters()), torch.optim.SGD(decoder.parameters(), 0.1, momentum=0.9)]
+    return Step(
+        nn.Sequential(encoder, nn.Tanh(), decoder).double(), torch.randn(16, 8).double(), mean_square, optimizers
+    )
+
+
+def test_several_optimizers_step_as_in_a_loop():
+    assert_equals_the_real_step(two_optimizers)
+
+
+def test_several_optimizers_are_left_as_they_were_and_their_counts_of_steps_stay_on_the_host():
+    step = two_optimizers()
+    encoder, decoder = step.model[0], step.model[2]
+    size = 2 * sum(each.nbytes for each in encoder.parameters()) + sum(each.nbytes for each in decoder.parameters())
+    options = {"optimizer": step.optimizer, "target": "RTX 4090"}
+    new = mk.estimate_memory_usage(step.model, step.batch, mean_square, **options)
+    assert [len(each.state) for each in step.optimizer] == [0, 0]
+    plain_step(step)()
+    before = copy.deepcopy([each.state_dict() for each in step.optimizer])
+    warm = mk.estimate_memory_usage(step.model, step.batch, mean_square, **options)
+    assert new.optimizer_bytes == warm.optimizer_bytes == size
+    assert new.peak_bytes == warm.peak_bytes
+    torch.testing.assert_close([each.state_dict() for each in step.optimizer], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda own: [], "no optimizer"),
+        (lambda own: [*own, "adamw"], "a list with a str"),
+        (lambda own: lambda parameters: own, "a function that returns a list"),
+        (lambda own: 3, "a int"),
+    ],
+)
+def test_a_list_without_optimizers_is_refused_in_a_few_lines(make, got):
+    step = two_optimizers()
+
+    def estimate():
+        mk.estimate_memory_usage(step.model, step.batch, mean_square, optimizer=make(step.optimizer))
+
+    error = assert_refused(estimate, InputTypeError, f"got {got}; ", "optimizer=[first, second].")
+    assert len(str(error)) < 500
 
 
 def test_rows_of_a_data_set_on_the_host_count_as_these_rows_on_a_card():

@@ -122,7 +122,8 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
     @contextmanager
     def standing_in(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
         """Replace tensors as `Tensors` does; the numbers in an optimizer's state stay on the host."""
-        states = [each.state.values() for each in values if isinstance(each, torch.optim.Optimizer)]
+        flat = chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in values)
+        states = [each.state.values() for each in flat if isinstance(each, torch.optim.Optimizer)]
         numbers = [each for state in chain.from_iterable(states) for each in state.values()]
         on_host = (each.untyped_storage() for each in numbers if isinstance(each, Tensor) and has_values(each))
         self._on_host.update(map(storage_key, on_host))

@@ -120,7 +120,7 @@ class Arrange(Protocol):
     """Provides the training step of an arrangement within a ``with`` block; it runs at most so many micro-batches."""
 
     def __call__(
-        self, model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int
+        self, model: nn.Module, optimizers: Sequence[Optimizer], arrangement: Arrangement, *, most_steps: int
     ) -> AbstractContextManager[TrainStep]:
         """Return the context."""
 
@@ -171,7 +171,7 @@ class StepTrials:
     model: nn.Module
     batch: Any
     loss_fn: LossFn
-    optimizer: str | MakeOptimizer | Optimizer
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer]
     selected_fraction: float | None
     make_place: Callable[[], Place]
     arrange: Arrange
@@ -279,11 +279,11 @@ class StepTrials:
         names = {block: name for name, block in self.blocks.items()}
 
         def run(model: nn.Module, given: Any, loss_fn: LossFn, batch: Any) -> _Recorded:
-            optimizer = optimizer_maker(given)(model.parameters())
+            optimizers = optimizer_maker(given)(model.parameters())
             guesses = simulation.tensors.guesses
             num_reads: list[int] = []  # in each forward
             noting = noting_failures(self.call, model, batch, guesses)
-            with noting, self.arrange(model, optimizer, arrangement, most_steps=most_steps) as train_step:
+            with noting, self.arrange(model, optimizers, arrangement, most_steps=most_steps) as train_step:
                 for watch in simulation.passes():
                     trace = StepTimes(self.speeds, names, self.kept_operators)
                     with trace if watch.is_recording else nullcontext(), watch:

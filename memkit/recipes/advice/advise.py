@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ def advise(
     sample_batch: Any,
     loss_fn: LossFn,
     *,
-    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer] = "adamw",
     precision: AdvicePrecision = None,
     target: str | GPU = "cpu",
     budget: CapacityLike | None = None,
@@ -148,9 +148,7 @@ class _Trial:
             self._make_place = partial(Gpu, look_up(target, f"advise(..., target={shown})"))
         self.plain = observe_step(training, no_change, self._make_place)
         # On a GPU torch's optimizers process all parameters at once by default; on the CPU they must be told to.
-        settings = self.plain.optimizer[1]
-        unasked = self.on_card and settings.get("foreach", ...) is None and not settings.get("fused")
-        self._as_on_target: StepChange = takes_foreach if unasked else no_change
+        self._as_on_target: StepChange = takes_foreach if self.on_card else no_change
         self._plain_here = observe_step(training, self._as_on_target, Host) if self.on_card else self.plain
         self._is_without_data = any(each.is_meta for each in [*training.model.parameters(), *training.model.buffers()])
         cannot_run = bool(self._obstacle(self._plain_here))

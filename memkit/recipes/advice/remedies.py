@@ -18,6 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from memkit._advice.catalog import Remedy, remedy
 from memkit._core.errors import InputError, InputTypeError
+from memkit._simulation.simulation import is_own
 from memkit.chunk.processor import ChunkedProcessor
 from memkit.chunk.tiled import tiled_apply
 from memkit.recipes.advice.step import AdvisedStep, Observation, StepChange, Training
@@ -223,56 +224,68 @@ def _path(name: str) -> str:
 
 
 def _optimizer_forms(case: Case) -> Iterator[AppliedRemedy]:
-    kind, settings = case.seen.optimizer
-    takes_all_at_once = settings.get("foreach") or (case.on_card and settings.get("foreach", ...) is None)
-    if takes_all_at_once and not settings.get("fused"):
-        yield _form(kind, "foreach off", foreach=False)
-    if settings.get("fused", ...) in (None, False):
-        yield _form(kind, "fused", foreach=None, fused=True)
+    for kind, settings in case.seen.optimizers.items():
+        takes_all_at_once = settings.get("foreach") or (case.on_card and settings.get("foreach", ...) is None)
+        if takes_all_at_once and not settings.get("fused"):
+            yield _form(kind, "foreach off", foreach=False)
+        if settings.get("fused", ...) in (None, False):
+            yield _form(kind, "fused", foreach=None, fused=True)
     yield AppliedRemedy(remedy("step_in_backward"), _steps_in_backward)
 
 
 def _form(kind: type[Optimizer], form: str, **settings: bool | None) -> AppliedRemedy:
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
-        make = step.make_optimizer
-
-        def make_so(parameters: Any) -> Optimizer:
-            optimizer = make(parameters)
-            for group in optimizer.param_groups:
-                group.update(settings)
-            return optimizer
-
-        step.make_optimizer = make_so
+        _change_groups(step, lambda each, group: group.update(settings if type(each) is kind else {}))
 
     words = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
     return AppliedRemedy(remedy("optimizer_form").filled(form=form, kind=kind.__name__, setting=words), apply)
 
 
-def takes_foreach(step: AdvisedStep, stack: ExitStack) -> None:
-    """Let the optimizer on the CPU process all parameters at once, as it does on a GPU."""
-    _form(Optimizer, "", foreach=True).apply(step, stack)
+def takes_foreach(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
+    """Let optimizers on the CPU process all parameters at once, as they do on a GPU unless told otherwise."""
+
+    def take(_: Optimizer, group: dict[str, Any]) -> None:
+        if group.get("foreach", ...) is None and not group.get("fused"):
+            group["foreach"] = True
+
+    _change_groups(step, take)
+
+
+def _change_groups(step: AdvisedStep, change: Callable[[Optimizer, dict[str, Any]], None]) -> None:
+    """Change the settings of the step's optimizers."""
+    make = step.make_optimizers
+
+    def make_so(parameters: Any) -> list[Optimizer]:
+        optimizers = make(parameters)
+        for each in optimizers:
+            for group in each.param_groups:
+                change(each, group)
+        return optimizers
+
+    step.make_optimizers = make_so
 
 
 def _steps_in_backward(step: AdvisedStep, stack: ExitStack) -> None:
-    make = step.make_optimizer
+    make = step.make_optimizers
 
-    def make_so(parameters: Any) -> Optimizer:
-        optimizer = make(parameters)
-        stack.enter_context(step_in_backward(optimizer))
-        return optimizer
+    def make_so(parameters: Any) -> list[Optimizer]:
+        optimizers = make(parameters)
+        stack.enter_context(step_in_backward(optimizers))
+        return optimizers
 
-    step.make_optimizer = make_so
+    step.make_optimizers = make_so
 
 
 def _eight_bits(case: Case) -> Iterator[AppliedRemedy]:
-    kind, settings = case.seen.optimizer
-    if kind not in (Adam, AdamW) or isinstance(case.training.optimizer, Optimizer):
+    kind, settings = next(iter(case.seen.optimizers.items()))  # one, unless they are the user's own
+    if kind not in (Adam, AdamW) or is_own(case.training.optimizer):
         return
     name = f"{kind.__name__}8bit"
     kept = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
 
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
-        step.make_optimizer = partial(getattr(importlib.import_module("torchao.optim"), name), **kept)
+        make = partial(getattr(importlib.import_module("torchao.optim"), name), **kept)
+        step.make_optimizers = lambda parameters: [make(parameters)]
 
     obstacle = "" if importlib.util.find_spec("torchao") else "needs torchao, which is not installed"
     yield AppliedRemedy(remedy("eight_bit_state").filled(kind=name), apply, obstacle=obstacle)
@@ -282,7 +295,7 @@ def _eight_bits(case: Case) -> Iterator[AppliedRemedy]:
 
 
 def _smaller_mlps(case: Case) -> Iterator[AppliedRemedy]:
-    if not case.changes_model or isinstance(case.training.optimizer, Optimizer):
+    if not case.changes_model or is_own(case.training.optimizer):
         return
     names = list(find_mlps(case.training.model))
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +48,7 @@ class Training:
     model: nn.Module
     batch: Any
     loss_fn: LossFn
-    optimizer: str | MakeOptimizer | Optimizer
+    optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer]
     precision: AdvicePrecision
     selected_fraction: float | None
     split_fn: SplitFn | None = None
@@ -60,7 +60,7 @@ class AdvisedStep:
 
     Attributes:
         model: Holds stand-ins; all changes to it are undone afterwards.
-        make_optimizer: Called with the parameters once all remedies are applied.
+        make_optimizers: Called with the parameters once all remedies are applied.
         settings: Settings of the wrapper that runs the step; if empty, a plain loop runs it.
         has_data: Whether the tensors have values.
         split_fn: The wrapper's; None for a batch with rows.
@@ -69,28 +69,30 @@ class AdvisedStep:
     model: nn.Module
     batch: Any
     loss_fn: LossFn
-    make_optimizer: MakeOptimizer
+    make_optimizers: Callable[[Iterable[nn.Parameter]], list[Optimizer]]
     precision: AdvicePrecision
     device_type: str
     has_data: bool
     split_fn: SplitFn | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, optimizer: Optimizer, stack: ExitStack) -> Callable[[], object]:
+    def begin(self, optimizers: Sequence[Optimizer], stack: ExitStack) -> Callable[[], object]:
         """Return a function that runs the whole step once."""
         if not self.settings:
-            return lambda: self._run_plainly(optimizer)
+            return lambda: self._run_plainly(optimizers)
         settings: dict[str, Any] = {"precision": self.precision, "split_fn": self.split_fn} | self.settings
         # The probe is for the first batch and not part of a warm step.
-        trainer = MemoryEfficientTrainingWrapper(self.model, optimizer, probe=False, **settings)
+        trainer = MemoryEfficientTrainingWrapper(self.model, optimizers, probe=False, **settings)
         stack.callback(trainer.close)
         return lambda: trainer.train_step(self.batch, self.loss_fn)
 
-    def _run_plainly(self, optimizer: Optimizer) -> None:
+    def _run_plainly(self, optimizers: Sequence[Optimizer]) -> None:
         loss, _outputs = loss_of(self.model, self.batch, self.loss_fn, self.device_type, self.precision)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.step()
+        for each in optimizers:
+            each.zero_grad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Observation:
             GPU.
         recording: Recording of the warm step.
         calls: Calls by module name.
-        optimizer: The optimizer's class, and the settings of its first group.
+        optimizers: The optimizers' classes, each with the settings of its first group.
         estimate: Without data: the peak broken down.
         gradients: With data: gradients of the first step, by parameter name.
         updates: With data: the change of each parameter in the first step, by name.
@@ -131,7 +133,7 @@ class Observation:
     num_flops: int
     recording: Recording
     calls: Mapping[str, Call]
-    optimizer: tuple[type[Optimizer], Mapping[str, Any]]
+    optimizers: Mapping[type[Optimizer], Mapping[str, Any]]
     estimate: MemoryEstimate | None
     gradients: Mapping[str, Tensor]
     updates: Mapping[str, Tensor]
@@ -168,7 +170,7 @@ def _observe(
         )
         seen = _Seen(model, has_data=has_data)  # before names change
         change(step, stack)
-        made = step.make_optimizer(step.model.parameters())
+        made = step.make_optimizers(step.model.parameters())
         run, given = step.begin(made, stack), Attributes([step.batch])
         with first:
             first.hold(model, step.batch)
@@ -187,7 +189,10 @@ def _observe(
         num_flops=operations.num_flops,
         recording=recording,
         calls=seen.calls,
-        optimizer=(type(made), {name: value for name, value in made.param_groups[0].items() if name != "params"}),
+        optimizers={
+            type(each): {name: value for name, value in each.param_groups[0].items() if name != "params"}
+            for each in made
+        },
         estimate=estimate,
         gradients=seen.gradients,
         updates=seen.updates,
@@ -291,24 +296,27 @@ class _Seen:
         self._parameters = dict(model.named_parameters()) if has_data else {}
 
     @contextmanager
-    def watching(self, optimizer: Optimizer) -> Iterator[None]:
-        """Watch one step with this optimizer."""
+    def watching(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Watch one step with these optimizers."""
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         random_state = torch.get_rng_state() if self._parameters else None
         with ExitStack() as stack:
             for module in self._names:  # a global hook with keyword arguments leaves a trace in torch
                 stack.callback(module.register_forward_hook(self._note_call, with_kwargs=True).remove)
-            stack.callback(optimizer.register_step_pre_hook(self._note_gradients).remove)
+            for each in optimizers:
+                own = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+                stack.callback(each.register_step_pre_hook(partial(self._note_gradients, own)).remove)
             yield
         if random_state is not None:
             self.draws = not torch.equal(random_state, torch.get_rng_state())
         self.updates = {name: p.detach() - before[name] for name, p in self._parameters.items()}
 
-    def _note_gradients(self, *_: object) -> None:
-        self.gradients = {
+    def _note_gradients(self, own: Container[int], *_: object) -> None:
+        """Note the gradients of an optimizer's own parameters: step_in_backward has freed those of the others."""
+        self.gradients |= {
             name: parameter.grad.detach().clone()
             for name, parameter in self._parameters.items()
-            if parameter.grad is not None
+            if id(parameter) in own and parameter.grad is not None
         }
 
     def _note_call(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
