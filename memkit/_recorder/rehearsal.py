@@ -41,6 +41,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten, compiler
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload
+from memkit._torch.graph import outside_transforms
 from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, is_compiled, members_of, recomputed_by_hooks
 from memkit._torch.operators import schema_of
 from memkit._torch.ranks import gathered_parameters
@@ -221,7 +222,8 @@ class Rehearsal:
         def notice(found: object, *_: Any) -> None:
             known = any(each.hold(found) for each in (self._attributes, *self._found))
             if not known and threading.get_ident() == thread:
-                self._found.append(self._attributes_of([found]))
+                with outside_transforms():  # inside of torch.func.grad, copies would be wrappers without a storage
+                    self._found.append(self._attributes_of([found]))
 
         hooks = [register_optimizer_step_pre_hook(notice)]
         # A compiled module would be compiled again, for the hook.

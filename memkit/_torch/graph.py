@@ -19,6 +19,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 from torch._C._functorch import maybe_current_level
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.overrides import has_torch_function
@@ -39,6 +40,7 @@ __all__ = [
     "is_transforming",
     "keeps_graph",
     "next_sequence_number",
+    "outside_transforms",
     "saved",
     "saved_as_stored",
     "saved_or_none",

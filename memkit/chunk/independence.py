@@ -46,13 +46,14 @@ def check_independence(
 ) -> None:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
-    A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this is
-    not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead. A function
-    that refuses NaN runs twice without, with another row's values in that row the second time, and other rows' results
-    must stay. Then it runs on all of the rows but the first, from the state that the first run left: their results
-    must be the same, or they depend on the number of rows, on a row's place, or on earlier calls. What the function
-    changes is restored; a function that changes float buffers is refused too, since each chunk would see different
-    ones.
+    A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this
+    is not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead; and
+    some rows get equal ones, so that they are of one group (edges of one node), whichever rows are the first. A
+    function that refuses NaN runs twice without, with another row's values in that row the second time, and other
+    rows' results must stay. Then it runs on all of the rows but the first, without NaN, which comparisons swallow,
+    from the state that the first run left: their results must be the same, or they depend on other rows, on the
+    number of rows, on a row's place, or on earlier calls. What the function changes is restored; a function that
+    changes float buffers is refused too, since each chunk would see different ones.
 
     Args:
         fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
@@ -66,6 +67,9 @@ def check_independence(
     Raises:
         InputError: A row's result depends on another row (the first module in which this happens is named), on the
             number of rows or on earlier calls; or a call changes a buffer; or gradients depend on other rows.
+
+    Warns:
+        MemkitWarning: A call leaves a result with a graph in an attribute of a module, as an auxiliary loss.
 
     Time cost: two forwards of at most 8 rows; for a module, once in each mode.
     """
@@ -95,6 +99,10 @@ def check_independence(
         passed[whole] = modes
 
 
+# Arguments, their result, its rows that another row has changed, and the modules in which this happens.
+_Found = tuple[tuple[Any, ...], Any, set[int], list[str]]
+
+
 @dataclass(slots=True)
 class _Check:
     fn: Callable[..., Any]
@@ -107,21 +115,17 @@ class _Check:
     def _poisoned(self) -> int:
         return min(_POISONED, self.count - 1)
 
+    @property
+    def _beside(self) -> int:
+        return self._poisoned + (1 if self._poisoned + 1 < self.count else -1)
+
     def _run(self, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> Any:
         with unpacked(), self.probes.runs.run(span or Span(0, self.count, self.count), **how):
             return self.fn(*arguments)
 
     def refuse_mixed(self, unbatched: str | None) -> tuple[tuple[Any, ...], Any]:
         """Refuse a function that mixes rows or changes its state; return the arguments and the result of a run."""
-        arguments, culprits = self._with_nan(), list[str]()
-        try:
-            with _watched(self.probes.modules, self.count, self._poisoned, culprits):
-                result = self._run(arguments)
-            bad = set().union(*(_bad_rows(leaf, self.count) for leaf in pytree.tree_leaves(result)))
-        except Exception:  # noqa: BLE001 - a function may refuse NaN: a loss of probabilities, an assertion
-            culprits.clear()
-            self.probes.runs.close()
-            arguments, result, bad = self._rows_that_follow()
+        arguments, result, bad, culprits = self._other_rows_changed()
         if not bad <= {self._poisoned}:
             culprits.append("its own code")
             raise InputError(
@@ -136,7 +140,43 @@ class _Check:
         self._refuse_changes(arguments)
         return arguments, result
 
-    def _with_nan(self) -> tuple[Any, ...]:
+    def _warn_of_kept_results(self) -> None:
+        if kept := self.probes.kept_results():
+            warn_user(
+                f"{self.call}: the function keeps a result in the attribute {kept[0]!r} when it is called, with a "
+                "graph. After the call, it is that of one chunk alone, and its gradient is that of one chunk or none. "
+                "Way out: return it from the function, as one value per row; or compute it outside of the call; or "
+                "pass check=False if no loss reads it."
+            )
+
+    def _other_rows_changed(self) -> _Found:
+        """Look which rows change with one, in the first way that the function does not refuse.
+
+        A function may refuse NaN (a loss of probabilities, an assertion) or equal integers; its error in the last way
+        is the user's own.
+        """
+        groupings = [self.rows]
+        if any(
+            isinstance(each, Tensor) and each.dim() and not may_be_nan(each) for each in pytree.tree_leaves(self.rows)
+        ):
+            groupings.insert(0, self._grouped())
+        *ways, last = [(way, rows) for way in (self._rows_with_nan, self._rows_that_follow) for rows in groupings]
+        for way, rows in ways:
+            outcome = unless_failed((Exception,), way, rows)
+            if not isinstance(outcome, Failed):
+                return outcome.result
+            self.probes.runs.close()
+        return last[0](last[1])
+
+    def _rows_with_nan(self, rows: tuple[Any, ...]) -> _Found:
+        """Return arguments with NaN in one row, their result, its rows with NaN, and the modules where it spreads."""
+        arguments, culprits = self._with_nan(rows), list[str]()
+        with _watched(self.probes.modules, self.count, self._poisoned, culprits):
+            result = self._run(arguments)
+        bad = set().union(*(_bad_rows(leaf, self.count) for leaf in pytree.tree_leaves(result)))
+        return arguments, result, bad, culprits
+
+    def _with_nan(self, rows: tuple[Any, ...]) -> tuple[Any, ...]:
         def poison(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
@@ -147,11 +187,29 @@ class _Check:
             part[self._poisoned] = math.nan
             return part.requires_grad_(value.requires_grad)  # the function may take a row's own gradient
 
-        return tuple(pytree.tree_map(poison, self.rows))
+        return tuple(pytree.tree_map(poison, rows))
 
-    def _rows_that_follow(self) -> tuple[tuple[Any, ...], Any, set[int]]:
+    def _grouped(self) -> tuple[Any, ...]:
+        """Return the rows with equal integers in two pairs: rows of one group show what is computed over a group.
+
+        In each pair, one row's company changes: the first row is left out later, and the poisoned one is NaN. A copy of
+        a neighbor leaves sorted integers sorted.
+        """
+
+        def group(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0 or may_be_nan(value):
+                return value
+            part = value.detach()[: self.count].clone()
+            part[self._poisoned] = part[self._beside]
+            if self.count > 3:  # else all rows would be equal, and show nothing else
+                part[0] = part[1]
+            return part
+
+        return tuple(pytree.tree_map(group, self.rows))
+
+    def _rows_that_follow(self, rows: tuple[Any, ...]) -> _Found:
         """Return arguments, their result, and its rows that change if one row becomes a copy of another."""
-        leaves = pytree.tree_leaves(self.rows)
+        leaves = pytree.tree_leaves(rows)
         given = [leaf[: self.count] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         changed = self._poisoned
         others = [row for row in range(self.count) if any(not are_same(each[row], each[changed]) for each in given)]
@@ -164,7 +222,7 @@ class _Check:
                 part[changed] = part[others[0]]
             return part.requires_grad_(value.requires_grad)
 
-        arguments = tuple(pytree.tree_map(some, self.rows))
+        arguments = tuple(pytree.tree_map(some, rows))
         result = self._run(arguments)  # if the function fails by itself, its error is the user's own
         found: set[int] = set()
         if not others:
@@ -173,13 +231,13 @@ class _Check:
                 f"NaN, and the first {self.count} rows are the same. Way out: call it first with rows that differ, or "
                 "pass check=False."
             )
-            return arguments, result, found
-        other = self._run(tuple(pytree.tree_map(functools.partial(some, is_changed=True), self.rows)))
+            return arguments, result, found, []
+        other = self._run(tuple(pytree.tree_map(functools.partial(some, is_changed=True), rows)))
         for one, two in zip(*map(pytree.tree_leaves, (result, other)), strict=True):
             if isinstance(one, Tensor) and one.dim() and len(one) == self.count:
                 differs = ~torch.isclose(one, two, rtol=1e-4, atol=1e-7, equal_nan=True).reshape(self.count, -1).all(1)
                 found |= set(differs.nonzero().flatten().tolist())
-        return arguments, result, found
+        return arguments, result, found, []
 
     def _refuse_changes(self, arguments: tuple[Any, ...]) -> None:
         """Refuse changes of buffers, and of parameters if they change again: an embedding with a largest norm does not.
@@ -201,6 +259,7 @@ class _Check:
                 expected="a function that computes the same for each chunk, and again in the backward",
                 fix="put that module into eval mode, or pass check=False if no result depends on the buffer.",
             )
+        self._warn_of_kept_results()
         before = [(each, cloned(each.now)) for each in self.probes.changed_parameters() if each.now is not None]
         if not before:
             return
@@ -219,8 +278,15 @@ class _Check:
         span = Span(1, self.count, self.count) if self.count > 2 else Span(0, 1, self.count)
 
         def part(value: Any) -> Any:
-            is_rows = isinstance(value, Tensor) and value.dim()
-            return value.detach()[span.start : span.stop].requires_grad_(value.requires_grad) if is_rows else value
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            some = value.detach()[span.start : span.stop]
+            if span.start <= self._poisoned < span.stop:
+                # Comparisons swallow NaN (x > x.mean(0) is false in all rows), so now it is gone. A copy, since the row
+                # itself is not compared, and could be the only one that differs.
+                some = some.clone()
+                some[self._poisoned - span.start] = value.detach()[self._beside]
+            return some.requires_grad_(value.requires_grad)
 
         fewer = tuple(pytree.tree_map(part, arguments))
         apart = self._distance(result, fewer, span, goes_on=True)
@@ -233,11 +299,12 @@ class _Check:
         if self._distance(result, fewer, span):
             raise InputError(
                 self.call,
-                got="a function whose result for a row depends on the number of rows that it is called with, or on "
-                "the row's place among them: a chunk has fewer",
+                got="a function whose result for a row depends on the number of rows that it is called with, on the "
+                "values of other rows, or on the row's place among them: a chunk has fewer",
                 expected="a function that computes each row from that row alone",
                 fix="pass the number of all rows with functools.partial(fn, n=len(x)), and places as rows of their "
-                "own, torch.arange(len(x)); or pass check=False.",
+                "own, torch.arange(len(x)); compute what depends on other rows (a mean, a largest value, a "
+                "degree) before the call, and pass it; or pass check=False.",
             )
         raise InputError(
             self.call,

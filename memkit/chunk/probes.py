@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from memkit._recorder.rehearsal import Rehearsal
 from memkit._recovery.snapshot import are_same
 from memkit._torch.graph import saving_hooks
+from memkit._torch.modules import recomputed_by_hooks
 from memkit.chunk.held import modules_of
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
@@ -54,6 +55,7 @@ class Probes:
         owners = [pair for module in self.modules for pair in module.named_modules()]
         self._buffers = list(_members(owners, lambda owner: owner.named_buffers(recurse=False)))
         self._parameters = list(_members(owners, lambda owner: owner.named_parameters(recurse=False)))
+        self._owners = [(path, owner, set(map(id, vars(owner).values()))) for path, owner in owners]
 
     def changed_buffers(self, *, with_counters: bool = False) -> list[_Member]:
         """Return buffers whose values changed in the runs, except caches that have grown, and integer call counters."""
@@ -62,6 +64,21 @@ class Probes:
     def changed_parameters(self) -> list[_Member]:
         """Return parameters whose values changed in the runs."""
         return list(self._changed(self._parameters))
+
+    def kept_results(self) -> list[str]:
+        """Return the attributes of modules in which the runs have left a new tensor with a graph, as an auxiliary loss.
+
+        A weight that a hook computes again before each forward (``weight_norm``) is none.
+        """
+        return [
+            f"{path}.{name}".lstrip(".")
+            for path, owner, before in self._owners
+            for name, value in vars(owner).items()
+            if isinstance(value, Tensor)
+            and value.grad_fn is not None
+            and id(value) not in before
+            and name not in recomputed_by_hooks(owner)
+        ]
 
     def _changed(self, members: Sequence[_Member]) -> Iterator[_Member]:
         for each in members:

@@ -292,3 +292,110 @@ def test_closures_of_one_module_are_checked_once():
         check(made(2.0, torch.ones(3)), torch.randn(20, 4))
         assert calls.qsize() == num_calls
         calls = queue.SimpleQueue()
+
+
+def segment_softmax(index, x):
+    scores = x.exp().sum(1)
+    return x * (scores / scores.new_zeros(50).index_add(0, index, scores)[index])[:, None]
+
+
+OF_A_GROUP = {
+    "softmax": segment_softmax,
+    "degree": lambda index, x: x / x.new_zeros(50).index_add(0, index, torch.ones_like(x[:, 0]))[index][:, None],
+    "largest": lambda index, x: x - torch.zeros(50, 4).double().index_reduce(0, index, x, "amax")[index],
+    "softmax of what refuses NaN": lambda index, x: segment_softmax(index, only_finite(x)),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_GROUP)
+@pytest.mark.filterwarnings("ignore:index_reduce")
+def test_functions_that_mix_the_rows_of_a_group_are_refused_whatever_the_first_rows(name):
+    """Edges in any order: the first ones may lead to a node each."""
+    torch.manual_seed(0)
+    x, index = torch.randn(50, 4, dtype=torch.float64), torch.arange(50) % 20
+    fn = OF_A_GROUP[name]
+    assert not torch.allclose(torch.cat([fn(index[:25], x[:25]), fn(index[25:], x[25:])]), fn(index, x))
+    assert_refused(
+        lambda: mk.chunked_segment_reduce(fn, index, x, index=index, num_segments=20, chunk_size=25),
+        mk.errors.InputError,
+        "computes each row from that row alone",
+    )
+
+
+def test_functions_of_sorted_or_unique_integers_pass():
+    def sorted_only(index, x):
+        assert (index.diff() >= 0).all()
+        return x * index[:, None]
+
+    def unique_only(index, x):
+        assert (index.diff() > 0).all()
+        return x * index[:, None]
+
+    x, index = torch.randn(50, 4, dtype=torch.float64), torch.arange(50)
+    for fn in (sorted_only, unique_only):
+        assert_close(mk.chunked_map(fn, index, x, chunk_size=8), x * index[:, None])
+
+
+LINEAR = nn.Linear(4, 4).double()
+BY_COMPARISON = {
+    "above the mean": lambda x: LINEAR(x) * (LINEAR(x) > LINEAR(x).mean(0)),
+    "hard examples": lambda x: x.square().mean(1) * (x.square().mean(1) > x.square().mean()),
+    "the largest": lambda x: torch.cat([x, (x >= x.amax(0)).double()], 1),
+    "near the mean": lambda x: torch.where((x - x.mean(0)).abs() < 3 * x.std(0), x, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", BY_COMPARISON)
+def test_comparisons_with_a_statistic_over_rows_are_refused(name):
+    """NaN does not spread through them."""
+    torch.manual_seed(0)
+    x, fn = torch.randn(500, 4, dtype=torch.float64), BY_COMPARISON[name]
+    assert not torch.allclose(torch.cat([fn(part) for part in x.split(100)]), fn(x))
+    assert_refused(
+        lambda: mk.chunked_map(fn, x, chunk_size=100, params=LINEAR.parameters()),
+        mk.errors.InputError,
+        "on the values of other rows",
+    )
+    check(lambda x: x * (x > x.new_ones(4)), x)  # the way out: the statistic comes from outside
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.weight_norm(nn.Linear(4, 4)).double()  # keeps a weight with a graph, as it should
+        self.keeps = True
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.keeps:
+            self.aux = y.square().mean()
+        return y, y.square().mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_loss_kept_in_an_attribute_is_warned_of_and_the_way_out_works():
+    model, x = WithLoss(), torch.randn(50, 4, dtype=torch.float64)
+    with pytest.warns(mk.errors.MemkitWarning, match=r"attribute 'aux'.*return it from the function, as one value per"):
+        mk.chunked_map(model, x, chunk_size=16)
+    model.keeps = False
+    model.eval()  # another mode, checked again: without a warning
+    expected, ours = (
+        torch.autograd.grad(call(x)[1].mean(), model.layer.weight_v)
+        for call in (model, lambda x: mk.chunked_map(model, x, chunk_size=16))
+    )
+    assert_close(ours, expected)
+
+
+def test_transforms_inside_of_a_function_of_a_module_pass():
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.randn(50, 4).double()
+    holder = {"net": net}  # not found from outside: it is met inside of the transform
+    params = list(net.parameters())
+    for fn in (
+        lambda rows: torch.func.vmap(torch.func.grad(lambda p: holder["net"](p).sum()))(rows),
+        lambda rows: torch.func.vmap(torch.func.hessian(lambda p: holder["net"](p)[0]))(rows).diagonal(0, 1, 2),
+    ):
+        expected, ours = (
+            torch.autograd.grad(call(x).square().sum(), params, allow_unused=True)
+            for call in (fn, lambda x: mk.chunked_map(fn, x, chunk_size=7, params=params))  # noqa: B023
+        )
+        assert_close(ours[:3], expected[:3])
