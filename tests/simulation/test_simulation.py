@@ -60,8 +60,8 @@ def test_an_estimate_on_a_card_runs_in_few_files(precision, most):
         mk.estimate_memory_usage(model, batch, loss_fn=mean_square, target="RTX 4090", precision=precision)
 
     # 2.8's optimizers make tensors, and the seam is asked where; this module's names include one with slots. Whose a
-    # module is, is asked of names in this one; the seam is asked for a tensor's gradient, too. Random numbers that a step
-    # draws are guesses, and parameters that fully_shard has gathered are its own.
+    # module is, is asked of names in this one; the seam is asked for a tensor's gradient, too. Random numbers that a
+    # step draws are guesses, and parameters that fully_shard has gathered are its own.
     asked = {"_torch/fake.py", "_torch/tensors.py", "_core/attributes.py", "_core/installed.py"}
     asked |= {"_simulation/draws.py", "_torch/ranks.py"}
     files = files_of(estimate) - asked
