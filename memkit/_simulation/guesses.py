@@ -35,7 +35,7 @@ _INDEXING = ("BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_OP")  # the last one since
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _FILLING = str(_TORCH / "nn" / "init.py")  # fills weights with random numbers
-_SIZING = tuple(str(_MEMKIT / name) for name in ("chunk", "points", "voxel"))  # cells and chunks are as many as needed
+_SIZING = tuple(str(_MEMKIT / name) for name in ("points", "voxel"))  # as many cells as the values say
 # Files whose frames are between the code that reads a number and the answer.
 _BETWEEN = (
     *(str(_TORCH / name) for name in WRAPPERS),

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, NotSimulatedError
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import LeanDispatchMode, below_modes
+from memkit._torch.fake import FakeTensor
 from memkit.chunk.probes import Probes, forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -57,6 +58,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
         The reach along each dimension. If it covers the whole volume, its exact size is not determined.
 
     Raises:
+        NotSimulatedError: ``x`` has no data, and the reach is not known yet.
         InputError: The module depends on the whole input, changes its buffers or parameters, depends on absolute
             position, or stops NaN.
 
@@ -69,6 +71,13 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     known = _CACHE.setdefault(module, {})
     for_this_size = (*key, tuple(x.shape))  # a reach as large as this volume may fit into a larger one
     if key not in known and for_this_size not in known:
+        if isinstance(x, FakeTensor):
+            raise NotSimulatedError(
+                f"{CALL} on tensors without data",
+                got=f"a {type(module).__name__} whose reach is not known yet: it is found by running it on noise",
+                expected="a module that has been applied to a volume of this size before",
+                fix="call tiled_apply(module, volume, tile) once with data, before the estimate: the answer is kept.",
+            )
         with without_gradients(), undone(module) as probes:
             probe = _Probe(module, x, probes)
             found = {dim: probe.reach(dim) for dim in dims}

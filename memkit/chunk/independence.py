@@ -20,6 +20,7 @@ from memkit._recorder.rehearsal import Span
 from memkit._recovery.attempt import Failed, unless_failed
 from memkit._recovery.snapshot import are_same, cloned
 from memkit._torch import pytree
+from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import is_transforming
 from memkit._torch.modules import is_compiled
 from memkit.chunk.held import modules_of
@@ -83,8 +84,8 @@ def check_independence(
         return
     leaves = pytree.tree_leaves(tuple(rows))
     count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
-    if count < 2:
-        return
+    if count < 2 or any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        return  # an estimate has no values to compare: the first real call is checked
     probes = Probes(behind, [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))])
     with contextlib.closing(probes.runs):
         check = _Check(fn, tuple(rows), call, count, probes)

@@ -106,3 +106,20 @@ def test_known_values_in_an_unknown_order_are_not_known():
     with pytest.raises(mk.errors.NotSimulatedError, match=r"nonzero.*test_guesses\.py.*selected_fraction"):
         mk.estimate_memory_usage(model, (x, labels), hard_rows, optimizer="sgd")
     assert mk.estimate_memory_usage(model, (x, labels), hard_rows, selected_fraction=0.5).confidence == "guessed"
+
+
+def test_a_number_of_cells_that_a_guess_decides_is_not_known():
+    """memkit reads the coordinates itself, in the middle of a forward."""
+
+    class Voxels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.points, self.cells = nn.Linear(3, 4), nn.Linear(4, 512)
+
+        def forward(self, coords):
+            index = mk.GridIndex.from_coords(coords, 0.02)
+            return self.cells(mk.points.voxel_mean(self.points(coords), index))
+
+    estimate = mk.estimate_memory_usage(Voxels(), torch.rand(2000, 3), lambda model, x: model(x).square().mean())
+    assert estimate.verdict("1TiB") == "not known"
+    assert "test_guesses.py" in estimate.verdict("1TiB").reason
