@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Literal, SupportsIndex, final, get_args
 
 import numpy as np
@@ -19,6 +20,7 @@ from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import MIB, parse_bytes
 from memkit._core.words import guided
 from memkit._torch.compiler import runs_eagerly
+from memkit._torch.dispatch import fake_mode, without_modes
 from memkit.points.backends import GridBackend, HostBackend, host_passes, resolved
 from memkit.points.bits import Key, draw_key
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
@@ -347,6 +349,11 @@ class GridAwareSampler(UserState):
                 expected="a GridIndex",
                 fix=f"write {method}(sampler.index(coords, grid_size=0.05))",
             )
+        # An estimate runs on tensors without data; the index has data, and so have the draws.
+        with nullcontext() if fake_mode() is None else without_modes():
+            return self._sample_here(index, scenario, key)
+
+    def _sample_here(self, index: GridIndex, scenario: Scenario, key: tuple[int, ...]) -> GridSample:
         if scenario == "dense":
             return self._sample_of(index, scenario, index.counts.copy(), index.offsets.copy(), None)
         drawn, kept = [], []

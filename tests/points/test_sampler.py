@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import queue
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import memkit as mk
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
@@ -367,3 +369,27 @@ def test_inside_a_compiled_function(draw):
 
     assert_same_compiled(around, x)
     assert compiled.state_dict() == plain.state_dict() == GridAwareSampler(seed=3).state_dict() | {"num_draws": 2}
+
+
+def test_an_estimate_keeps_as_many_points_as_the_first_steps():
+    """The index has data, whatever the model's tensors have."""
+    index = GridIndex.from_coords(torch.rand(500, 3, generator=torch.Generator().manual_seed(0)), 0.25)
+    kept = queue.SimpleQueue()
+
+    def numbers(call):
+        sampler = GridAwareSampler(seed=0)
+
+        def loss_fn(model, x):
+            rows = sampler.sample_half_density(index).indices
+            kept.put(len(rows))
+            return model(x[rows]).square().mean()
+
+        call(torch.nn.Linear(3, 8), torch.rand(500, 3), loss_fn)
+        return [kept.get_nowait() for _ in range(2)]
+
+    def two_steps(model, x, loss_fn):
+        for _ in range(2):
+            loss_fn(model, x)
+
+    estimated = numbers(lambda model, x, loss_fn: mk.estimate_memory_usage(model, x, loss_fn=loss_fn))
+    assert estimated == numbers(two_steps)
