@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -22,6 +23,20 @@ from tests.allocations import trace_allocations
 
 ROOT = Path(__file__).parents[1]
 _PACKAGE = str(ROOT / "memkit")
+
+
+class Noted:
+    """Notes what runs do: memkit puts lists and attributes back after its own runs, but no queue."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def append(self, value: Any) -> None:
+        self._queue.put(value)
+
+    def take(self) -> list[Any]:
+        """Return what was noted since the last time."""
+        return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
 
 def assert_refused(

@@ -613,6 +613,7 @@ class Attributes:
         self._of_training: dict[str, Any] = {"gradients_but_of": gradients_but_of, "with_optimizers": with_optimizers}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters
         self._is_of_counts = content == "counts"
+        self._has_classes = content is not None  # the search in their functions takes longer than a block's call
         self._variables: list[_Variable] = []
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
@@ -706,7 +707,7 @@ class Attributes:
             return self._note_function(value)
         if isinstance(value, type):
             self._variables += _assigned_in(value)
-            return list(_held_by_class(value))
+            return list(_held_by_class(value)) if self._has_classes else ()
         if isinstance(value, (*_CONTAINERS, *_NUMBERS)):
             return self._note_container(value)
         if isinstance(value, (tuple, frozenset, types.MappingProxyType)):

@@ -470,12 +470,10 @@ class Rollback:
         self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
-        is_watched = is_trial or watch.moves_trained
-        gathered = gathered_parameters(watch.owners) if is_watched else ()
-        trained = [each for each in watch.trained() if id(each) not in gathered] if is_watched else []
-        self._trained = [(each, _content_mark(each)) for each in trained]
-        if gathered and not trained:
-            watch.moves_trained = False  # all of them are left to fully_shard
+        self._trained: list[tuple[nn.Parameter, Any]] = []
+        if is_trial or watch.moves_trained:
+            gathered = gathered_parameters(watch.owners)
+            self._trained = [(each, _content_mark(each)) for each in watch.trained() if id(each) not in gathered]
         self.attributes = None
         if watch.changes_attributes or is_trial:
             self.attributes = AttributeStates(watch, is_trial=is_trial)

@@ -367,9 +367,13 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         """Return an operator's result where that depends on more than a key can hold, such as values."""
         if self._counts_up(func, args, kwargs):
             return args[0]
+        if func in _UNINITIALIZED and args[0].constant is not None:  # its result's values are anything
+            known, args[0].constant = args[0].constant, None
+            try:
+                return self._infer(func, types, args, kwargs)
+            finally:
+                args[0].constant = known
         out: Any = super().dispatch(func, types, args, kwargs)
-        if func in _UNINITIALIZED and isinstance(out, FakeTensor):
-            out.constant = None  # of a tensor whose values are known, and yet anything
         given = [each for each in tree_leaves(args) if isinstance(each, FakeTensor)]
         if not all(each.constant is not None for each in given):
             self.forget_written(func, args)

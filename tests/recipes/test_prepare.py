@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import Noted, assert_refused, assert_same
 from tests.toys import Residual, mean_square
 
 
@@ -716,18 +715,18 @@ def test_a_plan_for_rows_that_differ_keeps_its_budget_and_knows_its_forwards(rec
 
 
 def test_two_micro_batches_are_tried_where_all_are_alike():
-    class Seen:
-        sizes: ClassVar = []  # of a class: what an object holds is restored after a dry run
+    sizes = Noted()
 
     def counted(model, x):
-        Seen.sizes.append(len(x))
+        sizes.append(len(x))
         return model(x).square().mean()
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     plan = plan_training(model, torch.randn(12, 8), counted, "sgd", budget="1GiB", micro_batch_size=2, treat="blocks")
     assert plan.notes == ()
-    assert Seen.sizes.count(2) < 12  # of six micro-batches
-    assert Seen.sizes[-4:] == [2] * 4  # of two, twice
+    seen = sizes.take()
+    assert seen.count(2) < 12  # of six micro-batches
+    assert seen[-4:] == [2] * 4  # of two, twice
 
 
 def test_what_was_not_tried_is_not_said_to_fit():

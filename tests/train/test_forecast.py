@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import memkit as mk
 from memkit._recorder.recorder import Recorder
 from memkit.train.forecast import Forecast, _added, _upper_envelope
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import Noted, assert_refused, assert_same
 from tests.toys import mean_square, trainer_of
 
 MIB = 2**20
@@ -219,26 +218,24 @@ def test_batch_without_rows_stays_whole():
 
 
 def test_fitting_batch_stays_whole_and_is_rehearsed_once():
-    class Seen:
-        sizes: ClassVar = []  # of a class: what an object holds is restored after a rehearsal
+    sizes = Noted()
 
     def counted(model, x):
-        Seen.sizes.append(len(x))
+        sizes.append(len(x))
         return mean_square(model, x)
 
     model = mlp()
     with trainer_of(model, memory="1GiB") as trainer:
         for _ in range(3):
             assert trainer.train_step(torch.randn(16, 512), counted).sizes == (16,)
-    assert Seen.sizes == [2, 4, 16, 16, 16]
+    assert sizes.take() == [2, 4, 16, 16, 16]
 
 
 def test_a_look_at_the_split_stays_within_the_budget():
-    class Seen:
-        sizes: ClassVar = []
+    sizes = Noted()
 
     def counted(model, x):
-        Seen.sizes.append(len(x))
+        sizes.append(len(x))
         return mean_square(model, x)
 
     model, x = nn.Linear(8, 512), torch.randn(2048, 8)
@@ -248,7 +245,7 @@ def test_a_look_at_the_split_stays_within_the_budget():
             trace = trace_allocations(lambda into=results: into.append(trainer.train_step(x, counted)))
             assert len(results[0].sizes) > 2
             assert trace.live.max() <= 2 * MIB
-    assert max(Seen.sizes) == max(results[0].sizes)
+    assert max(sizes.take()) == max(results[0].sizes)
 
 
 class Centered:
@@ -485,17 +482,16 @@ def test_a_sorted_batch_is_rehearsed_sorted():
 
 
 def test_integers_that_memory_does_not_depend_on_are_compared_once():
-    class Seen:
-        sizes: ClassVar = []
+    sizes = Noted()
 
     def counted(model, batch):
-        Seen.sizes.append(len(batch[0]))
+        sizes.append(len(batch[0]))
         return F.cross_entropy(model(batch[0]), batch[1])
 
     with trainer_of(nn.Linear(512, 99), memory="1GiB") as trainer:
         for largest in (9, 99, 19):
             trainer.train_step((torch.randn(16, 512), torch.arange(16) * largest // 16), counted)
-    assert Seen.sizes == [2, 4, 2, 2, 16, 16, 16]
+    assert sizes.take() == [2, 4, 2, 2, 16, 16, 16]
 
 
 def test_a_batch_of_few_rows_does_not_turn_the_budget_off():

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
-from tests.helpers import assert_same
+from tests.helpers import Noted, assert_same
 from tests.toys import mean_square, trainer_of
 
 AS_PLAIN = ("inside, reentrant", "all inside", "all inside, by keyword", "around all")
-RUNS = []  # of parts of blocks; no attribute of a model, since a repeated forward has no side effects
+RUNS = Noted()  # of parts of blocks; a repeated forward has no side effects
 
 
 class Block(nn.Module):
@@ -106,9 +106,10 @@ def runs_of(how, treatment):
     with warnings.catch_warnings(record=True) as caught, mk.Checkpointing(model, {"blocks.*": treatment}):
         warnings.simplefilter("always")
         for _ in range(2):
-            RUNS.clear()
+            RUNS.take()
             model(torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()).sum().backward()
-    most = max(RUNS.count(block) for block in model.blocks)
+    runs = RUNS.take()
+    most = max(runs.count(block) for block in model.blocks)
     return most, [each.grad for each in model.parameters()], [str(each.message) for each in caught]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import memkit as mk
 from memkit.train.split_check import check_split
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import Noted, assert_refused, assert_same
 from tests.toys import classify, fits, mean_square, out_of_memory, trainer_of
 from tests.train.faults import FailingOperator
 
@@ -209,7 +209,7 @@ def test_no_check_on_demand(way):
 
 
 def test_checks_first_second_fourth_and_eighth_batch():
-    calls = []
+    calls = Noted()
 
     class Counting(nn.Module):
         def __init__(self):
@@ -222,9 +222,9 @@ def test_checks_first_second_fourth_and_eighth_batch():
 
     train, looked = Step(Counting()), []
     for step in range(1, 10):
-        calls.clear()
+        calls.take()
         train(X, square)
-        if len(calls) > 4:
+        if len(calls.take()) > 4:
             looked.append(step)
     assert looked == [1, 2, 4, 8]
 
@@ -246,7 +246,7 @@ def test_trusted_split_is_checked_only_for_new_divisors():
 
 
 def test_branching_on_values_checks_first_eight_batches():
-    calls = []
+    calls = Noted()
 
     class Branching(nn.Module):
         def __init__(self):
@@ -259,9 +259,9 @@ def test_branching_on_values_checks_first_eight_batches():
 
     train, looked = Step(Branching()), []
     for step in range(1, 11):
-        calls.clear()
+        calls.take()
         train(X, square)
-        if len(calls) > 4:
+        if len(calls.take()) > 4:
             looked.append(step)
     assert looked == [1, 2, 3, 4, 5, 6, 7, 8]
 

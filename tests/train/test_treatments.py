@@ -26,7 +26,7 @@ from memkit._tape.kept import is_kept
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, BlockOffload, ChangedInputError
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same, gradients, one_in
+from tests.helpers import Noted, assert_same, gradients, one_in
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, trainer_of
 from tests.train.faults import FailingOperator
@@ -620,7 +620,7 @@ def test_on_two_ranks(tmp_path):
     spawn(ddp_worker, tmp_path)
 
 
-RUNS = []  # attributes of a module are as in the first run
+RUNS = Noted()  # attributes of a module are as in the first run, and so are lists
 
 
 class Recursive(nn.Module):
@@ -643,14 +643,14 @@ class Recursive(nn.Module):
 def test_a_forward_that_calls_itself_runs_once_more(treatment, times, by_call, recwarn):
     def run(choice):
         torch.manual_seed(0)
-        RUNS.clear()
+        RUNS.take()
         model, x = nn.ModuleDict({"cell": Recursive(by_call)}), torch.randn(3, 4)
         with Checkpointing(model, choice):
             with pytest.raises(ValueError, match="a wrong depth"):
                 model["cell"](x, -1)  # what follows is treated all the same
             for _ in range(2):
                 model["cell"](x, 5).square().mean().backward()
-        return len(RUNS), gradients(model)
+        return len(RUNS.take()), gradients(model)
 
     (num_runs, found), (plain_runs, expected) = run({"cell": treatment}), run({})
     assert num_runs == times * plain_runs == times * 2 * 6

@@ -115,7 +115,7 @@ def test_auto_uses_tree_if_scipy_is_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     torch.testing.assert_close(nearest_points(a, b).distances(), plain)
-    with pytest.raises(ConfigError, match=r"scipy is not installed.*memkit\[metrics\]"):
+    with pytest.raises(ConfigError, match=r"scipy is not installed.*pip install scipy"):
         nearest_points(a, b, backend="kdtree")
 
 
