@@ -474,6 +474,8 @@ class Rollback:
         if is_trial or watch.moves_trained:
             gathered = gathered_parameters(watch.owners)
             self._trained = [(each, _content_mark(each)) for each in watch.trained() if id(each) not in gathered]
+            if gathered and not self._trained:
+                watch.moves_trained = False  # all of them are left to fully_shard
         self.attributes = None
         if watch.changes_attributes or is_trial:
             self.attributes = AttributeStates(watch, is_trial=is_trial)
