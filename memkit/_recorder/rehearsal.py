@@ -812,6 +812,8 @@ class Attributes:
                 parameter.grad = gradient
 
     def _set_back(self, owner: object, attributes: dict[str, Any]) -> None:
+        if not attributes and type(owner) is types.FunctionType and not vars(owner):  # most functions have none
+            return
         now = self._attributes_of(owner)
         if not _is_same(now, attributes):
             others = {name: each for name, each in attributes_of(owner).items() if name not in now}
@@ -1100,11 +1102,12 @@ def _is_users(value: types.FunctionType | type) -> bool:
     return (value.__module__ or "").partition(".")[0] not in _FOREIGN
 
 
-def _stored_globals(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def _stored_globals(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals that code assigns to or deletes, in functions inside it too."""
-    names = set()
+    names = frozenset[str]()
     if not _GLOBAL_STORES.isdisjoint(code.co_code[::2]):  # without decoding: nearly all code stores none
-        names = {each.argval for each in dis.get_instructions(code) if each.opcode in _GLOBAL_STORES}
+        names = frozenset(each.argval for each in dis.get_instructions(code) if each.opcode in _GLOBAL_STORES)
     return names.union(*(_stored_globals(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
@@ -1172,10 +1175,11 @@ def _held_by_function(fn: Any) -> Iterator[object]:
                 yield variables[name]
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> frozenset[str]:
     """Return the names that code looks up outside, and those of functions inside it."""
     inside = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*inside)
+    return frozenset(code.co_names).union(*inside)
 
 
 def _held_by_class(kind: type) -> Iterator[object]:
