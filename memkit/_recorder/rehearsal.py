@@ -707,7 +707,7 @@ class Attributes:
             return self._note_function(value)
         if isinstance(value, type):
             self._variables += _assigned_in(value)
-            return list(_held_by_class(value)) if self._has_classes else ()
+            return self._note_class(value) if self._has_classes else ()
         if isinstance(value, (*_CONTAINERS, *_NUMBERS)):
             return self._note_container(value)
         if isinstance(value, (tuple, frozenset, types.MappingProxyType)):
@@ -731,6 +731,21 @@ class Attributes:
             self._hooks += [(each, dict(each)) for each in registered]
             hooks = _hooks_of(value)
         return [*own.values(), *hooks, type(value)]
+
+    def _note_class(self, kind: type) -> Sequence[object]:
+        """Save what a class's functions, and those that they call, assign to; return what they, and it, hold."""
+        held: list[object] = []
+        for each in _held_by_class(kind):
+            if not isinstance(each, types.FunctionType):
+                held.append(each)
+                continue
+            self._variables += _assigned_by(each)
+            for value in _held_by_function(each):
+                if not isinstance(value, types.FunctionType):
+                    held.append(value)
+                elif _is_users(value):  # but not what that one holds: a script's functions reach all of it
+                    self._variables += _assigned_by(value)
+        return held
 
     def _note_optimizer(self, value: Any, apart: Container[int]) -> Sequence[object]:
         if isinstance(value, torch.optim.Optimizer) and all(
