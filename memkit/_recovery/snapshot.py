@@ -85,7 +85,7 @@ class StateWatch:
         how: dict[str, Any] = {"apart": apart, "gradients_but_of": mine}
         if is_trial:
             return Attributes([self.loss_fn], content="saved", trained=(), with_optimizers=True, **how)
-        # What a compiler keeps in the model's own modules is none of the user's state.
+        # What a compiler keeps in the model's own modules is not the user's.
         own = tuple({type(each) for each in self.module.modules()}) if self._is_compiled else ()
         return Attributes([self.loss_fn], content="versions", is_for_rerun=True, except_for=own, **how)
 

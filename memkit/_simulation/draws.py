@@ -44,7 +44,7 @@ class Draws:
     """
 
     def __init__(self, guesses: Guesses) -> None:
-        self._guesses = guesses
+        self.guesses = guesses
         self.python, self.numpy = random.Random(0), np.random.RandomState(0)
         self._host = random_state.capture_host()
 
@@ -65,14 +65,10 @@ class Draws:
         if value is None:  # of shuffle
             return value
         if not isinstance(value, (np.ndarray, list)):
-            return self._guesses.drawn(name, value)
+            return self.guesses.drawn(name, value)
         if np.size(value) == 1:  # np.random.rand(1) < 0.5; more numbers than one are data
-            self._guesses.unseen(name)
+            self.guesses.unseen(name)
         return value
-
-    def unseeded(self, source: str) -> None:
-        """Note a generator that the step makes, whose numbers cannot be followed."""
-        self._guesses.unseen(source)
 
     def note_unseen(self, *, have_others_drawn: bool) -> None:
         """Note that something has drawn past the functions that are followed.
@@ -82,11 +78,11 @@ class Draws:
         """
         now = random_state.capture_host()
         if not random_state.is_same_state(self._host.python, now.python):
-            self._guesses.unseen("Python's random")
+            self.guesses.unseen("Python's random")
         if not random_state.is_same_state(self._host.numpy, now.numpy):
-            self._guesses.unseen("numpy.random")
+            self.guesses.unseen("numpy.random")
         if have_others_drawn:
-            self._guesses.unseen("a generator of its own")
+            self.guesses.unseen("a generator of its own")
 
 
 _draws: ContextVar[Draws | None] = ContextVar("memkit draws", default=None)  # other threads draw as they always do
@@ -105,7 +101,7 @@ def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(seed: Any = None) -> Any:
         draws = _draws.get()
         if draws is not None and seed is None:  # from the system's entropy: its numbers are other ones each time
-            draws.unseeded(f"np.random.{original.__name__}()")
+            draws.guesses.unseen(f"np.random.{original.__name__}()")
         return original(seed)
 
     return make

@@ -201,6 +201,11 @@ def reading_changes(changed: Sequence[str]) -> str:
     )
 
 
+def changed_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of `plain_attributes` that have other values now; new ones do not count."""
+    return [name for name, value in now.items() if value != before.get(name, value)]
+
+
 def plain_attributes(dataset: Any, *, with_saving: bool = False) -> dict[str, Any]:
     """Return numbers and text that a dataset, or one that it wraps, holds, by name.
 
@@ -310,8 +315,7 @@ class ResumableLoader:
 
         Warns if reading samples has changed numbers or text that a dataset holds: a state does not have them.
         """
-        counts = plain_attributes(self.loader.dataset) if self._counts else {}
-        if changed := [name for name, value in counts.items() if value != (self._counts or {}).get(name, value)]:
+        if self._counts and (changed := changed_names(self._counts, plain_attributes(self.loader.dataset))):
             self._counts = None  # once
             warn_user(
                 f"ResumableLoader: {reading_changes(changed)} Way out: compute it from seed, epoch and index; or give "

@@ -14,7 +14,14 @@ from memkit._core.protocols import ResumableOrder
 from memkit._core.settings import check_version
 from memkit._machine import random_state
 from memkit._torch.loaders import starts_persistent_workers
-from memkit.recipes.order import ResumableLoader, check_samples, draws_by_epoch, plain_attributes, tell_epoch
+from memkit.recipes.order import (
+    ResumableLoader,
+    changed_names,
+    check_samples,
+    draws_by_epoch,
+    plain_attributes,
+    tell_epoch,
+)
 
 _VERSION = 2
 
@@ -101,7 +108,7 @@ class Position:
 
     def counted(self) -> list[str]:
         """Return the numbers and texts in attributes of the dataset that have changed since the epoch began."""
-        return [name for name, value in self._plain_attributes().items() if value != self._counts.get(name, value)]
+        return changed_names(self._counts, self._plain_attributes())
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""
