@@ -171,6 +171,8 @@ is_view: Callable[[torch.Tensor], bool] = methodcaller("_is_view")
 
 MAKE_SUBCLASS = "_make_subclass"
 """Name of the tensor's static method that creates parameters and other subclasses."""
+MAKE_WRAPPER = "_make_wrapper_subclass"
+"""Name of the tensor's static method that creates tensors without memory of their own, which wrap others or none."""
 
 
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:

@@ -212,7 +212,7 @@ def test_change_of_gradient_is_shown_as_failed(batch):
 
     advice = by_name(advise(Contrast(), batch, loss_fn))["2 micro-batches"]
     assert advice.status.startswith("failed: gradients differ by ")
-    assert advice.predicted_saved_bytes == advice.measured_saved_bytes > 0  # with both figures
+    assert advice.expected_saved_bytes == advice.measured_saved_bytes > 0  # with both figures
 
 
 class Mixing(nn.Module):
@@ -384,6 +384,16 @@ def test_on_a_card():
     assert advice.is_verified
     assert advice.expected_saved_bytes == advice.measured_saved_bytes != advice.predicted_saved_bytes
     assert all(each.fits for each in table if each.is_verified)
+
+
+def test_steps_in_backward_are_predicted_for_a_card():
+    """A freed gradient is a tensor without memory, on the card too."""
+    model = mlp(256, 256, 256)
+    x = torch.rand(2, 256)
+    table = by_name(advise(model, x, lambda model, x: model(x).sum(), optimizer="adamw", target="RTX 4090"))
+    advice = table["step in backward"]
+    assert advice.is_verified
+    assert advice.expected_saved_bytes == advice.measured_saved_bytes > 0
 
 
 def test_what_is_not_known_is_not_called_above_the_budget():

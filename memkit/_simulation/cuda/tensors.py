@@ -55,7 +55,7 @@ from memkit._torch.operators import (
 from memkit._torch.optimizers import LISTS_OF_DEVICES, LISTS_OF_TYPES, foreach
 from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.storage import memory_format_of, swap_tensors
-from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
+from memkit._torch.tensors import MAKE_SUBCLASS, MAKE_WRAPPER, storage_key
 
 _aten = torch.ops.aten
 _COPIED = aten.to_copy
@@ -605,7 +605,7 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 
 def tensor_patches() -> list[Patches]:
     """Make the patches to torch through which its Python side treats these tensors as CUDA tensors."""
-    make_subclass, to = getattr(Tensor, MAKE_SUBCLASS), Tensor.to
+    make_subclass, make_wrapper, to = getattr(Tensor, MAKE_SUBCLASS), getattr(Tensor, MAKE_WRAPPER), Tensor.to
 
     def named(self: FakeTensor) -> torch.device:
         if self.fake_mode.in_kernel_invocation:
@@ -620,6 +620,12 @@ def tensor_patches() -> list[Patches]:
             kwargs["device_for_backend_keys"] = torch.device(private_name(), device.index or 0)
         return make_subclass(cls, data, requires_grad, **kwargs)
 
+    @wraps(make_wrapper)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:  # autograd compares the device of a gradient with its parameter's
+            kwargs["device"] = _as_lazy(kwargs["device"])
+        return make_wrapper(*args, **kwargs)
+
     @wraps(to)
     def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(_as_lazy(arg) if _is_device(arg) else arg for arg in args)
@@ -632,6 +638,7 @@ def tensor_patches() -> list[Patches]:
 
     on_tensor = {
         MAKE_SUBCLASS: staticmethod(private),
+        MAKE_WRAPPER: staticmethod(wrapper),
         "as_subclass": _subclassing(Tensor.as_subclass),
         "to": moved,
         "cuda": cuda,
