@@ -74,6 +74,7 @@ class Guesses(Counter[str]):
         branches: Lines that branch on an answer: a different answer might take the other branch.
         numbers: Lines whose number passes into code where it cannot be followed: it may become a size.
         assumptions: Lines that raise an error unless the answer is the given one.
+        compiled: Lines that call compiled code, which runs as it is written.
         num_true: How often a value was read that a tensor does have: it needed no guess.
         place: The line of ``x[place]`` whose place was answered, and where the selection is still to come.
     """
@@ -85,19 +86,26 @@ class Guesses(Counter[str]):
         self.numbers: dict[str, None] = {}
         self.assumptions: dict[str, None] = {}
         self.num_true = 0
+        self.compiled: dict[str, None] = {}
         self.place: str | None = None
         self._drawn: set[str] = set()  # lines whose numbers are random
 
     @property
     def doubts(self) -> tuple[str, ...]:
         """Why the memory of the step is not known; empty if it is."""
-        return (*self.branches, *self.numbers)
+        return (*self.branches, *self.numbers, *self.compiled)
 
     def note(self, name: str) -> str:
         """Count an answer and return the line that read it."""
         line = str(StepPosition().place().line)
         self[f"{name} at {line}"] += 1
         return line
+
+    def runs_compiled(self) -> None:
+        """Note that compiled code is called here."""
+        line = StepPosition().place().line
+        made = "what torch.compile makes of it may take more or less"
+        self.compiled[f"{line} calls compiled code, counted as it is written: {made}"] = None
 
     # ---------------------------------------------------------------------------------------------- answers
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import set_stance
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -43,6 +42,7 @@ from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors, makes_one_hot, pads_packed
+from memkit._torch.compiler import running_eagerly
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.modules import PAD_PACKED, rnn_functions
@@ -275,7 +275,7 @@ class Simulation:
         with (
             reading(),
             self.place.active(self.tensors),
-            set_stance("force_eager"),
+            running_eagerly(self.tensors.guesses.runs_compiled),
             _fake_check_disabled(),
             without_fake_log(),
             self.tensors.standing_in(*values, holders=holders) as stand_ins,
@@ -398,6 +398,13 @@ class Record:
     assumptions: tuple[str, ...]
     caller: str
     reads_values: bool = False
+
+    @property
+    def confidence(self) -> Literal["exact", "workspace", "guessed"]:
+        """How sure the memory is: see `memkit.predict.MemoryEstimate`."""
+        if self.guesses or self.doubts:
+            return "guessed"
+        return "workspace" if self.workspace_bytes else "exact"
 
     @property
     def workspace_bytes(self) -> int:

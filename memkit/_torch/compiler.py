@@ -1,8 +1,10 @@
-"""torch.compile queries that do not load it, since loading takes a second."""
+"""torch.compile queries that do not load it, since loading takes a second; compiled code that runs as it is written."""
 
 import functools
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -47,4 +49,27 @@ def count_graphs() -> int:
     return _counters[0]["stats"].get("unique_graphs", 0) if _counters else 0
 
 
+@contextmanager
+def running_eagerly(note: Callable[[], object]) -> Iterator[None]:
+    """Run compiled functions and modules as they are written, and call ``note`` whenever one is called."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():  # loads torch.compile
+        warnings.filterwarnings("ignore", "Using `torch.compile", UserWarning)  # the hooks on all modules are memkit's
+        from torch._dynamo import eval_frame
+
+        choose = getattr(eval_frame, CHOOSE_CODE)
+
+        def chosen(callback: Any) -> Any:
+            if callback not in (None, False):  # not the ends of such calls, and not torch.compiler.disable
+                note()
+            return choose(callback)
+
+        setattr(eval_frame, CHOOSE_CODE, chosen)
+        try:
+            yield
+        finally:
+            setattr(eval_frame, CHOOSE_CODE, choose)
+
+
+CHOOSE_CODE = "_callback_from_stance"
+"""Name of the function of torch._dynamo.eval_frame that chooses what runs when a compiled function is called."""
 _counters: list[Any] = []  # torch's own, once they are there

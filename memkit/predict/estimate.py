@@ -167,11 +167,12 @@ class MemoryEstimate(Overviewed):
             formula the layer and pass.
         confidence: ``"exact"``: the step's memory, up to less than 64 bytes of Python numbers in tensors.
             ``"workspace"``: exact except for memory inside kernels, see `peak_interval`. ``"guessed"``: some value was
-            answered without data (`guesses` says which, `doubts` whether it matters), or a formula's constants are
-            guesses.
+            answered without data (`guesses` says which, `doubts` whether it matters), compiled code ran as it is
+            written, or a formula's constants are guesses.
         guesses: The values answered without data, as ``"2 x operator at line"``.
         doubts: Why the estimate may not hold, each with its line: a guess became a size, a branch depended on it, or it
-            went where it could not be followed; no gradient was seen. If there are any, `fits` is False.
+            went where it could not be followed; no gradient was seen; compiled code ran as it is written. If there are
+            any, `fits` is False.
         assumptions: Conditions assumed to hold, each with its line: checks that raise an error unless they pass.
         holders: The largest blocks at the peak, largest first.
         spread: Share by which a GPU's peak, and the least that it needs, may differ from these in both directions:
@@ -464,7 +465,7 @@ class MemoryEstimate(Overviewed):
             target="cpu" if figures is None else figures.gpu,
             target_bytes=None if figures is None else figures.total_bytes,
             peak_where=", ".join(part for part in where if part),
-            confidence="guessed" if record.guesses else "workspace" if record.workspace_bytes else "exact",
+            confidence=record.confidence,
             guesses=record.guesses,
             doubts=record.doubts,
             assumptions=record.assumptions,
@@ -500,5 +501,5 @@ def warn_of_doubts(call: str, estimate: MemoryEstimate) -> None:
     if estimate.doubts:
         warn_user(
             f"{call}(...) may be wrong: {'; '.join(estimate.doubts)}. Way out: write the step so that no size and no "
-            "branch depends on the values of its tensors."
+            "branch depends on the values of its tensors, and compile the model afterwards."
         )

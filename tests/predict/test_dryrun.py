@@ -471,7 +471,6 @@ def test_batches_of_other_kinds(make, target):
     assert all(left[name] is before[name] for name in before)
 
 
-@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's word on any global hook
 def test_the_callers_modes_do_not_matter():
     def estimate(model):
         return estimate_memory_usage(model, x, loss_fn=lambda m, x: m(x).square().mean()).peak_bytes

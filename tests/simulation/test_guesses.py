@@ -123,3 +123,32 @@ def test_a_number_of_cells_that_a_guess_decides_is_not_known():
     estimate = mk.estimate_memory_usage(Voxels(), torch.rand(2000, 3), lambda model, x: model(x).square().mean())
     assert estimate.verdict("1TiB") == "not known"
     assert "test_guesses.py" in estimate.verdict("1TiB").reason
+
+
+@pytest.mark.parametrize("target", ["cpu", "RTX 4090"])
+@pytest.mark.parametrize("where", ["model", "block", "loss_fn", "function"])
+def test_what_compiled_code_takes_is_not_known(target, where):
+    """The code that is simulated is not the code that the compiler makes of it."""
+
+    def loss_fn(model, x):
+        return activate(model(x)).square().mean()
+
+    layers, activate = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.compiler.disable(torch.relu)
+    x = torch.rand(4, 8)
+    plain = mk.estimate_memory_usage(layers, x, loss_fn, target=target)
+    assert (plain.confidence, plain.doubts) == ("exact", ())
+    model, loss = layers, loss_fn
+    if where == "model":
+        model = torch.compile(layers)
+    elif where == "block":
+        layers[1].compile()
+    elif where == "loss_fn":
+        loss = torch.compile(loss_fn)
+    else:
+        activate = torch.compile(torch.relu)
+    estimate = mk.estimate_memory_usage(model, x, loss, target=target)
+    assert (estimate.peak_bytes, estimate.confidence) == (plain.peak_bytes, "guessed")
+    (doubt,) = estimate.doubts
+    assert doubt.startswith(str(Path(__file__)))
+    assert "calls compiled code" in doubt
+    assert not estimate.fits("1TiB")
