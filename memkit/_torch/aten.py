@@ -21,6 +21,7 @@ def overloads(*names: str) -> frozenset[Any]:
 amp_foreach_non_finite_check_and_unscale_ = _aten._amp_foreach_non_finite_check_and_unscale_.default
 amp_update_scale_ = _aten._amp_update_scale_.default
 ctc_loss = _aten._ctc_loss
+ctc_loss_backward = _aten._ctc_loss_backward
 cudnn_attention = _aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 cudnn_rnn = _aten._cudnn_rnn.default

@@ -26,6 +26,7 @@ from memkit._core.protocols import SimulatedGpu
 from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator, shares_large_segment
+from memkit._simulation.cuda.ctc import ctc_backward_order, ctc_order
 from memkit._simulation.cuda.history import Asker, History
 from memkit._simulation.cuda.recurrent import (
     RECURRENT,
@@ -1127,6 +1128,8 @@ _RULES: dict[Any, tuple[int, int]] = {
 _PARTLY_ON_HOST = overloads("_scaled_dot_product_efficient_attention.default")
 # Operators whose results and scratch memory are allocated in an order of their own; others' results come first.
 _ORDERED: dict[Any, Callable[[Sequence[Any], Any], BlockOrder]] = {
+    **dict.fromkeys((aten.ctc_loss.default, aten.ctc_loss.Tensor), ctc_order),
+    **dict.fromkeys((aten.ctc_loss_backward.default, aten.ctc_loss_backward.Tensor), ctc_backward_order),
     aten.cudnn_rnn: recurrent_order,
     aten.cudnn_rnn_backward: recurrent_backward_order,
     **dict.fromkeys(overloads("_scaled_dot_product_cudnn_attention.default"), _cudnn_attention),

@@ -27,6 +27,7 @@ from memkit._core.errors import NotSimulatedError, StateError
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
+from memkit._simulation.cuda.ctc import CTC
 from memkit._simulation.cuda.recurrent import LAYERS, RECURRENT
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.tensors import COMPRESSED, Tensors, has_values
@@ -84,7 +85,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
     avoid_device_init = True
 
     def __init__(self, selected_fraction: float | None = None) -> None:
-        super().__init__(selected_fraction, instead=RECURRENT)
+        super().__init__(selected_fraction, instead={**RECURRENT, **CTC})
         self._on_host: set[int] = set()  # by address, the storages of the optimizers' counts of steps
         self._running = threading.local()  # whether an operator on tensors without data runs, in each thread
 
