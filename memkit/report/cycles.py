@@ -24,14 +24,18 @@ def find_cycle(observed: Sequence[Observed], begins: Sequence[int | None]) -> Cy
     ends: dict[str, list[tuple[int, int]]] = {}
     for index, each in enumerate(observed):
         event = each.event
-        if event.phase is not None and event.duration_ns is not None and event.allocated_bytes is not None:
-            ends.setdefault(event.phase, []).append((index, event.allocated_bytes))
+        path, held_bytes = event.phase, event.allocated_bytes
+        if path is not None and held_bytes is not None and event.duration_ns is not None:
+            calls = ends.get(path)
+            if calls is None:
+                calls = ends[path] = []
+            calls.append((index, held_bytes))
     num_steps = sum(each.step is not None for each in observed)
     found = []
     for path, calls in ends.items():
         growth = growth_of([num_bytes for _, num_bytes in calls])
         if growth is not None and growth.every == 1 and not 0 < num_steps < 2 * len(calls):
-            own = (change_in(observed, index, begins[index]) for index, _ in calls[1:])
+            own = (_change_in(observed, index, begins[index]) for index, _ in calls[1:])
             changes = [change for change in own if change is not None]
             if changes and 2 * statistics.median(changes) > growth.rise_bytes:
                 found.append(Cycle(path, growth, len(calls)))
@@ -59,7 +63,7 @@ def find_begins(observed: Sequence[Observed]) -> list[int | None]:
     return begins
 
 
-def change_in(observed: Sequence[Observed], index: int, begin: int | None) -> int | None:
+def _change_in(observed: Sequence[Observed], index: int, begin: int | None) -> int | None:
     """Return by how much a phase changed the held memory; None if that is unknown."""
     before = None if begin is None else observed[begin].event.allocated_bytes
     after = observed[index].event.allocated_bytes

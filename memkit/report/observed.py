@@ -66,6 +66,7 @@ class _Inside:
 
     def __init__(self, ended: Set[str]) -> None:
         self._around = functools.cache(functools.partial(_ended_around, ended))
+        self._outside = functools.cache(lambda path: _ended_around(ended, path.rpartition("/")[0]))
         self._steps: dict[int, int] = {}  # per track, since its last step
         self._phases: dict[tuple[int, str], list[tuple[int, int]]] = {}  # time and bytes, by the phase's path
 
@@ -74,7 +75,7 @@ class _Inside:
         time_ns = event.time_ns
         if time_ns is None:  # without a clock there are no blocks: a log of single events, as in the older format
             return low
-        seen, path = low, event.phase
+        seen, path, around = low, event.phase, self._around
         if is_step:
             seen = larger_known(seen, self._steps.pop(track, None))
         elif path is not None and event.duration_ns is not None:
@@ -82,12 +83,12 @@ class _Inside:
             for time, inner in self._phases.pop((track, path), ()):
                 if time > begin_ns and (seen is None or inner > seen):
                     seen = inner
-            path = path.rpartition("/")[0]  # a phase does not contain itself
+            around = self._outside  # a phase does not contain itself
         if seen is None:
             return None
         if not is_step and seen > self._steps.get(track, -1):
             self._steps[track] = seen
-        for outer in self._around(path) if path else ():
+        for outer in around(path) if path is not None else ():
             self._phases.setdefault((track, outer), []).append((time_ns, seen))
         return low if high is not None and seen > high else seen
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from memkit._core.units import GIB, MIB
 from memkit._events.log import Event
-from memkit.report.cycles import change_in
 from memkit.report.figures import ReportFigures
 from memkit.report.finding import ReportFinding
 from memkit.report.nodes import clean
@@ -193,15 +192,19 @@ def find_optimizer_twice(figures: ReportFigures) -> Iterator[ReportFinding]:
 def _changes(figures: ReportFigures) -> dict[str, list[tuple[int, int]]]:
     """Return by how much each phase changed the held memory, by the number of the step."""
     found: dict[str, dict[int, int]] = {}
-    number = 1
-    for index, each in enumerate(figures.observed):
+    observed, number = figures.observed, 1
+    for each, begin in zip(observed, figures.begins, strict=True):
+        event = each.event
+        path, after = event.phase, event.allocated_bytes
         if each.step is not None:
             number = each.step + 1
-        elif each.event.phase is not None:
-            change = change_in(figures.observed, index, figures.begins[index])
-            if change is not None:
-                calls = found.setdefault(each.event.phase, {})
-                calls[number] = calls.get(number, 0) + change
+        elif path is not None and after is not None and begin is not None:
+            before = observed[begin].event.allocated_bytes
+            if before is not None:
+                calls = found.get(path)
+                if calls is None:
+                    calls = found[path] = {}
+                calls[number] = calls.get(number, 0) + after - before
     return {path: list(calls.items()) for path, calls in found.items()}
 
 

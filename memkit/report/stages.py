@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memkit.report.growth import LEAST_RATE, HeldGrowth, Trend, find_trend, growth_of, is_of_inputs
@@ -140,8 +140,7 @@ class _Bounds:
 
 
 @dataclass(slots=True)
-class _OneStep:
-    bounds: _Bounds = field(default_factory=_Bounds)
+class _OneStep(_Bounds):
     held: int | None = None
     grown: int | None = None
 
@@ -187,10 +186,10 @@ def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
     steps = []
     for number in numbers:
         one = found[number]
-        steps.append(LoggedStep(number, one.bounds.size, one.held, change(one, before)))
+        steps.append(LoggedStep(number, one.size, one.held, change(one, before)))
         before = one.held
     held = [(step.number, step.held_bytes) for step in steps if step.held_bytes is not None]
-    added = [(number, found[number].bounds.added) for number in numbers]
+    added = [(number, found[number].added) for number in numbers]
     rise = _find_rise(observed, [num_bytes for _, num_bytes in added])
     series = held if len(held) > 1 else _summed(added) if rise is None else []
     growth = _growth_per_step(series)
@@ -229,7 +228,7 @@ def _summed(added: Sequence[tuple[int, int | None]]) -> list[tuple[int, int]]:
 
 def _add_step(one: _OneStep, each: Observed) -> None:
     event, before = each.event, each.before
-    one.bounds.add(each)
+    one.add(each)
     one.held = larger_known(one.held, event.allocated_bytes)
     if event.peak_total_bytes is not None and before is not None and before.peak_total_bytes is not None:
         one.grown = larger_known(one.grown, event.peak_total_bytes - before.peak_total_bytes)
@@ -240,8 +239,8 @@ def _choose_change(
 ) -> tuple[Measure | None, Callable[[_OneStep, int | None], int | None]]:
     """Choose the best measure of change in the log."""
     steps = list(steps)
-    if any(one.bounds.added is not None for one in steps):
-        return "incremental", lambda one, _: one.bounds.added
+    if any(one.added is not None for one in steps):
+        return "incremental", lambda one, _: one.added
     if any(one.held is not None for one in steps):
         return "held", lambda one, before: None if one.held is None or before is None else one.held - before
     if any(one.grown is not None for one in steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -293,14 +292,19 @@ def _failures(figures: ReportFigures, places: Sequence[float], line: Curve, word
 
 def _strips(figures: ReportFigures, start: float) -> Iterator[Strip]:
     """Show when phases ran that occur only a few times: evaluations first, then the longest."""
-    counts = Counter(each.event.phase for each in figures.observed if each.event.duration_ns is not None)
-    few: dict[str, list[tuple[float, float]]] = {}
+    spans: dict[str, list[tuple[float, float]]] = {}
     for each in figures.observed:
         event = each.event
-        path = event.phase
-        if path is not None and counts[path] <= _MOST_SPANS and event.duration_ns is not None:
+        path, duration_ns = event.phase, event.duration_ns
+        if path is None or duration_ns is None:
+            continue
+        found = spans.get(path)
+        if found is None:
+            found = spans[path] = []
+        if len(found) <= _MOST_SPANS:
             end = (event.wall_s or 0.0) - start
-            few.setdefault(path, []).append((max(0.0, end - event.duration_ns / 1e9), end))
+            found.append((max(0.0, end - duration_ns / 1e9), end))
+    few = {path: found for path, found in spans.items() if len(found) <= _MOST_SPANS}
     order = sorted(few, key=lambda path: (not is_evaluation(path), -sum(end - begin for begin, end in few[path])))
     for path in order[:_MOST_STRIPS]:
         yield Strip(clean(path), tuple(few[path]), is_marked=is_evaluation(path))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, strategies as st
 
 from benchmarks.cases import log_fuzz
 from memkit._core.errors import FileFormatError, InputError, InputTypeError
@@ -170,3 +171,24 @@ def test_negative_control_a_plain_reader_fails_on_them(monkeypatch):
 
     monkeypatch.setattr(log_fuzz, "read_memory_events", plain)
     assert log_fuzz.fuzz(200)["anything else"] > 100
+
+
+_KEYS = st.sampled_from(['"a"', '"b"', '"a":"x"', '"c d"', '"q\\":"'])
+_VALUES = st.sampled_from(["1", '"x:y"', '"\\":"', '{"a":1}', '[{"a":1,"a":2}]', "null", '":"'])
+_PAIRS = st.tuples(_KEYS, st.sampled_from([":", " :", ": ", "\t:"]), _VALUES).map("".join)
+_OBJECTS = st.lists(_PAIRS, max_size=4).map(lambda pairs: f"{{{','.join(pairs)}}}")
+
+
+@given(st.lists(_OBJECTS, min_size=1, max_size=3))
+@example(['{"a":1,"a" :2}'])
+@example(['{"a":"x:y","b":1}'])
+def test_repeated_keys_are_seen_without_a_call_for_each_object(objects):
+    """Colons are counted: however a colon is spelled, and wherever it stands, none hides a repeated key."""
+
+    def outcome(decode):
+        try:
+            return decode("[[" + "],\n[".join(objects) + "]]")
+        except ValueError:
+            return "refused"
+
+    assert outcome(file._decode) == outcome(file._decoder.decode)
