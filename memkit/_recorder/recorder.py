@@ -35,6 +35,7 @@ from memkit._recorder.recording import (
     lifetimes,
     resolve_categories,
 )
+from memkit._torch.compiler import eagerly, is_loaded
 from memkit._torch.dispatch import (
     LeanDispatchMode,
     OpOverload,
@@ -226,6 +227,7 @@ class Recorder(LeanDispatchMode):
         self._is_probing = False
         self._cleanup = ExitStack()
         self._was_entered = False
+        self._runs_eagerly = False
         self._where = StepPosition()
         # By id() of the storage's Python object, which lives as long as the storage does.
         self._blocks: dict[int, _Block] = {}
@@ -260,6 +262,8 @@ class Recorder(LeanDispatchMode):
             )
         self._was_entered = True
         with ExitStack() as cleanup:
+            self._runs_eagerly = is_loaded()
+            cleanup.enter_context(eagerly())
             super().__enter__()  # type: ignore[no-untyped-call]
             cleanup.push(super().__exit__)
             if self._reusing:
@@ -648,6 +652,9 @@ class Recorder(LeanDispatchMode):
         return False
 
     def _before_module(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not self._runs_eagerly and is_loaded():  # the model was compiled in the block
+            self._runs_eagerly = True
+            self._cleanup.enter_context(eagerly())
         if not self._is_active() or not self._where.enter_module(module):
             return
         if not torch.is_grad_enabled():

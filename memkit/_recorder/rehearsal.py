@@ -39,7 +39,8 @@ from memkit._core.errors import warn_user
 from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
 from memkit._machine import random_state
-from memkit._torch import aten, compiler
+from memkit._torch import aten
+from memkit._torch.compiler import eagerly
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload
 from memkit._torch.graph import outside_transforms
 from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, is_compiled, members_of, recomputed_by_hooks
@@ -208,8 +209,7 @@ class Rehearsal:
             if not self.as_called:
                 stack.enter_context(torch.inference_mode(mode=False))
                 stack.enter_context(torch.enable_grad())
-            if compiler.is_loaded():  # a compiled module runs eagerly: nothing is compiled for an inspection
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(eagerly())  # nothing is compiled for an inspection
             stack.enter_context(self._finding_others())
             stack.enter_context(_Watch(self, span, rounding))
             yield

@@ -74,7 +74,7 @@ class Guesses(Counter[str]):
         branches: Lines that branch on an answer: a different answer might take the other branch.
         numbers: Lines whose number passes into code where it cannot be followed: it may become a size.
         assumptions: Lines that raise an error unless the answer is the given one.
-        compiled: Lines that call compiled code, which runs as it is written.
+        uncounted: Lines that run something else than what is counted: compiled code, or code inside of an operator.
         num_true: How often a value was read that a tensor does have: it needed no guess.
         place: The line of ``x[place]`` whose place was answered, and where the selection is still to come.
     """
@@ -86,14 +86,14 @@ class Guesses(Counter[str]):
         self.numbers: dict[str, None] = {}
         self.assumptions: dict[str, None] = {}
         self.num_true = 0
-        self.compiled: dict[str, None] = {}
+        self.uncounted: dict[str, None] = {}
         self.place: str | None = None
         self._drawn: set[str] = set()  # lines whose numbers are random
 
     @property
     def doubts(self) -> tuple[str, ...]:
         """Why the memory of the step is not known; empty if it is."""
-        return (*self.branches, *self.numbers, *self.compiled)
+        return (*self.branches, *self.numbers, *self.uncounted)
 
     def note(self, name: str) -> str:
         """Count an answer and return the line that read it."""
@@ -105,7 +105,12 @@ class Guesses(Counter[str]):
         """Note that compiled code is called here."""
         line = StepPosition().place().line
         made = "what torch.compile makes of it may take more or less"
-        self.compiled[f"{line} calls compiled code, counted as it is written: {made}"] = None
+        self.uncounted[f"{line} calls compiled code, counted as it is written: {made}"] = None
+
+    def runs_whole(self, operator: object) -> None:
+        """Note that an operator runs code that it is given, such as flex_attention's scores."""
+        line = StepPosition().place().line
+        self.uncounted[f"{line} calls {operator}, of which the results are counted, not what it takes inside"] = None
 
     # ---------------------------------------------------------------------------------------------- answers
 

@@ -27,7 +27,14 @@ from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
-from memkit._torch.dispatch import LeanDispatchMode, OpOverload, keys_of, no_dispatch, without_modes
+from memkit._torch.dispatch import (
+    HigherOrderOperator,
+    LeanDispatchMode,
+    OpOverload,
+    keys_of,
+    no_dispatch,
+    without_modes,
+)
 from memkit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -117,6 +124,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         is_padding: Whether packed rows are being padded: C++ writes their lengths into a new tensor, which has data.
         is_open: Whether its tensors may be used. They have no data, so any use after the run is an error.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, selected_fraction: float | None = None, *, results: Kernels | None = None, instead: Kernels | None = None
@@ -254,7 +263,12 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                 expected="no use after the simulation: the tensor has a size but no values",
                 fix="create the tensor or the model again, and clear the cache that holds it.",
             )
-        out = self.run(func, types, args, {} if kwargs is None else kwargs)
+        kwargs = {} if kwargs is None else kwargs
+        if isinstance(func, HigherOrderOperator):
+            self.guesses.runs_whole(func)
+            out = super().dispatch(func, types, args, kwargs)  # type: ignore[arg-type]  # torch passes these too
+        else:
+            out = self.run(func, types, args, kwargs)
         self._note(out)
         return out
 

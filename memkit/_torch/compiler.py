@@ -4,7 +4,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -40,6 +40,15 @@ def runs_eagerly(function: Callable[P, T]) -> Callable[P, T]:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Return a context in which compiled code runs as it is written, and nothing is compiled.
+
+    Otherwise torch.compile skips a function that is called under a dispatch mode: with ``fullgraph=True`` that is an
+    error, and without it the function stays uncompiled for good.
+    """
+    return torch.compiler.set_stance("force_eager") if is_loaded() else nullcontext()
 
 
 def count_graphs() -> int:

@@ -18,7 +18,7 @@ from torch._C import (
     _len_torch_dispatch_stack as num_modes,
 )
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._ops import OpOverload  # an ordinary operator, as opposed to a higher-order one
+from torch._ops import HigherOrderOperator, OpOverload  # that runs code which it is given; an ordinary one
 from torch.utils._mode_utils import no_dispatch  # runs below all modes
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each operator; documented, but its module is private
@@ -71,6 +71,7 @@ def counting_in_views() -> Any:
 __all__ = [
     "DispatchKey",
     "DispatchKeySet",
+    "HigherOrderOperator",
     "LeanDispatchMode",
     "OpOverload",
     "TensorBase",

@@ -82,12 +82,15 @@ def levels(recording: Recording) -> list[int]:
     return [*timeline[turns].tolist(), recording.live_bytes()]
 
 
-def assert_equals_the_real_step(make_step: Callable[[], Step], *, is_other_order: bool = False) -> None:
+def assert_equals_the_real_step(
+    make_step: Callable[[], Step], *, is_other_order: bool = False, draws: str = ""
+) -> None:
     """Live bytes at every turning point, the peak by module and category, and the interval around the workspace.
 
     Args:
         make_step: Makes the same step each time.
         is_other_order: Blocks may die in another order than in the real step.
+        draws: The function of NumPy whose numbers the step draws: the only guess.
     """
     step = make_step()
     run = real_step(step)
@@ -107,7 +110,7 @@ def assert_equals_the_real_step(make_step: Callable[[], Step], *, is_other_order
     assert fake.peak_by("category") == real.peak_by("category")
 
     predicted = MemoryEstimate.of(record)
-    assert predicted.guesses == ()
+    assert predicted.guesses == ((f"1 x draws from {draws}",) if draws else ())
     low, high = predicted.peak_interval
     assert low == real.peak_bytes()
     assert low <= truth.recording().peak_bytes() <= high + NUMBERS

@@ -528,8 +528,32 @@ def test_the_compiler_leaves_the_recorder_alone(mode, is_compiled):
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch says that it sees global module hooks
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("before", [0, 1], ids=["first call", "later call"])
+def test_compiled_code_is_used_again_after_the_block(fullgraph, before):
+    """torch.compile skips a function that runs under a dispatch mode, in later calls too."""
+    calls = []
+
+    def backend(graph, _):
+        def run(*args):
+            calls.append(None)
+            return graph.forward(*args)
+
+        return run
+
+    torch.compiler.reset()  # other tests' modes made it skip functions that all modules share
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend, fullgraph=fullgraph)
+    for _ in range(before):
+        model(torch.ones(2, 4))
+    with Recorder():
+        model(torch.ones(2, 4)).sum().backward()
+    assert len(calls) == before
+    model(torch.ones(2, 4))
+    assert len(calls) == before + 1
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch says that it sees global module hooks
 def test_compiled_model_is_recorded_eagerly():
-    # torch.compile steps aside under a dispatch mode.
     compiled = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), backend="eager")
     with Recorder() as recorder:
         out = compiled(torch.zeros(8, 64))

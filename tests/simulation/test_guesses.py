@@ -152,3 +152,20 @@ def test_what_compiled_code_takes_is_not_known(target, where):
     assert doubt.startswith(str(Path(__file__)))
     assert "calls compiled code" in doubt
     assert not estimate.fits("1TiB")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # the estimate's doubt
+def test_what_flex_attention_takes_inside_is_not_known():
+    """Its results have the fused kernel's sizes; without torch.compile it takes all scores as well."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(model, x):
+        q, k, v = model(x).view(2, 256, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        return flex_attention(q, k, v).square().mean()
+
+    model, x = nn.Linear(32, 96), torch.rand(2, 256, 32)
+    estimate = mk.estimate_memory_usage(model, x, attend, target="RTX 4090", optimizer="sgd")
+    assert (estimate.confidence, estimate.fits("1TiB")) == ("guessed", False)
+    assert any("calls flex_attention, of which the results are counted" in doubt for doubt in estimate.doubts)
+    per_row = 3 * 32 + 32 + 2  # queries, keys and values; the output; a sum for each head
+    assert 4 * 512 * per_row <= estimate.activations_bytes < 4 * 512 * (per_row + 256)  # and no scores
