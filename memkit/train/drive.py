@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from memkit._core.errors import InputError, MemkitError, MemkitOutOfMemoryError, warn_user
+from memkit._core.printable import list_some
 from memkit._gradients.loss import LossFn
 from memkit._recovery.batch import Attempt, BatchRun, Means, Peers, SingleProcess, Sums, Uncut
 from memkit._recovery.inputs import InputWatch
@@ -23,6 +26,7 @@ from memkit.train.samples import SampleList, doubt_of_columns, mark_samples, unm
 from memkit.train.split import (
     SplitFn,
     Surveyor,
+    added_names,
     check_batch,
     cut_batch,
     has_no_rows,
@@ -34,6 +38,8 @@ from memkit.train.split import (
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
+
+_MOST_WRITTEN = 64  # batches, before those that are gone are forgotten
 
 
 class BatchDriver:
@@ -70,6 +76,9 @@ class BatchDriver:
         self._divisors, self._was_uneven = DivisorWatch(), False
         self._has_told_whole = False
         self._is_lazy = True  # until shown otherwise
+        self._opened = 0  # `id` of the current batch
+        # By a batch's `id`: its first tensor, which tells it from a later batch, and what was written into its parts.
+        self._written: dict[int, tuple[list[weakref.ref[torch.Tensor]], list[str]]] = {}
         self._has_samples = False  # whether the current batch has lists of samples
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
         self.current: Attempt | CheckAttempt | None = None
@@ -97,6 +106,9 @@ class BatchDriver:
             MemkitWarning: The batch has no common number of rows: it is trained whole.
         """
         uncut: Uncut | None = None
+        self._opened = id(batch)
+        if self._opened in self._written:
+            self._tell_of_written(batch)
         if self._split_fn is None:
             try:
                 marked, size, key, tensors = self._surveyor.survey(batch)
@@ -157,7 +169,7 @@ class BatchDriver:
                 attempt.refuse = run.refuse_part if run.forced is not None and not is_checked else None
                 yield attempt
                 self.current = None
-                run.settle(attempt)
+                self._settle(run, attempt)
                 if run.was_cut and not run.is_cut_anew and self._has_seen_enough(run, loss_fn):
                     self._split_watch.report_deferred()
                     self._note_divisors(run)
@@ -266,6 +278,29 @@ class BatchDriver:
                 "no batch is ever to be cut, as with the one graph of a data set, pass () for the batch and let "
                 "loss_fn hold the data."
             )
+
+    def _settle(self, run: BatchRun, attempt: Attempt) -> None:
+        run.settle(attempt)
+        if run.was_cut and (names := added_names(run.batch, attempt.part)):
+            if len(self._written) >= _MOST_WRITTEN:
+                self._written = {
+                    key: each for key, each in self._written.items() if any(ref() is not None for ref in each[0])
+                }
+            self._written[self._opened] = [*map(weakref.ref, list_tensors(run.batch)[:1])], names
+
+    def _tell_of_written(self, batch: Any) -> None:
+        """Warn, once, if an earlier step cut this batch, and wrote into its parts what this step may want to read."""
+        there, names = self._written[self._opened]
+        if [id(each()) for each in there] != [id(each) for each in list_tensors(batch)[:1]]:
+            del self._written[self._opened]  # another batch, in the memory of one that is gone
+            return
+        self._split_watch.say(
+            f"{self._means.call}: the batch is that of an earlier step, in which a forward or a loss wrote "
+            f"{list_some(names)} into it. It was cut then, and what is written into a part is lost with the part: if "
+            "this step reads it, the result differs. Way out: compute it before the steps and put it into the batch, "
+            "where it is cut with the other rows.",
+            "written",
+        )
 
     def _cut(self, part: Part, num_parts: int) -> list[Part]:
         if num_parts > 1 and isinstance(part.data, SampleList) and part.data.is_guess:

@@ -298,6 +298,18 @@ def _rows_of_parts(batch: Any, parts: Sequence[Any]) -> tuple[list[torch.Tensor]
     return whole, [_num_rows(*each) for each in zip(whole, *found, strict=True)]
 
 
+def added_names(batch: Any, part: Any) -> list[str]:
+    """Return the keys and attributes that a part of a batch has and the batch has not: its forward wrote them."""
+    if isinstance(part, torch.Tensor) or type(part) is not type(batch):
+        return []
+    if isinstance(part, Mapping):
+        return [str(name) for name in part if name not in batch]
+    if isinstance(part, (tuple, list)):
+        pairs = zip(batch, part, strict=False) if len(batch) == len(part) else ()
+        return [name for one, other in pairs for name in added_names(one, other)]
+    return [name for name in getattr(part, "__dict__", ()) if name not in vars(batch)]
+
+
 def rows_left_out(batch: Any, parts: Sequence[Any]) -> str:
     """Describe the rows of a tensor that are in none of the parts, where other tensors are complete; or ""."""
     whole, rows = _rows_of_parts(batch, parts)

@@ -415,3 +415,39 @@ def test_other_square_tensors_are_rows(square):
         (torch.randn(6, 4), square), lambda model, b: model(b[0]).square().mean() + 0 * b[1].float().sum()
     )
     assert result.sizes == (3, 3)
+
+
+def _policy_loss(model, batch):
+    """PPO's: the first epoch keeps the probabilities that later epochs compare with."""
+    chosen = model(batch["x"]).log_softmax(-1)[:, 0]
+    if "old" not in batch:
+        batch["old"] = chosen.detach()
+    return -((chosen - batch["old"]).exp() * batch["x"][:, 0]).mean()
+
+
+@pytest.mark.parametrize("on_oom", ["exact", "raise"])
+def test_warns_where_a_later_step_cannot_find_what_an_earlier_one_wrote_into_parts(on_oom):
+    model = nn.Linear(4, 3).double()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=2, on_oom=on_oom
+    )
+    batch = {"x": torch.rand(8, 4, dtype=torch.float64)}
+    trainer.train_step(batch, _policy_loss)
+    with pytest.warns(mk.MemkitWarning, match="the batch is that of an earlier step, in which .* wrote old into it"):
+        trainer.train_step(batch, _policy_loss)
+    assert set(batch) == {"x"}
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_what_a_forward_writes_into_new_batches_is_no_reason_to_warn(num_parts):
+    """Detectors hand their features on in the batch; a new batch has none, however it lies in memory."""
+    model = nn.Linear(4, 3).double()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=num_parts
+    )
+    for _ in range(200):
+        trainer.train_step({"x": torch.rand(8, 4, dtype=torch.float64)}, _policy_loss)
+    whole = {"x": torch.rand(8, 4, dtype=torch.float64)}
+    for _ in range(3 if num_parts == 1 else 1):
+        trainer.train_step(whole, _policy_loss)
+    assert set(whole) == ({"x", "old"} if num_parts == 1 else {"x"})
