@@ -26,6 +26,7 @@ from memkit._torch.fake import FakeTensor
 from memkit.chunk.probes import Probes, forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
+from memkit.chunk.traits import traits_of
 from memkit.chunk.volumes import is_batched
 
 _SIZES = (8, 16, 32, 64, 128)  # sizes of the small volume; the strides of most networks divide one of them
@@ -47,7 +48,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
 
     The module runs without gradients on small volumes with noise and NaN. What it changes is put back, whatever holds
     it. The reach is verified: a small volume is run whole and in tiles, in float64 and
-    in evaluation mode. It is cached per module, as long as its ``repr`` and training modes stay the same.
+    in evaluation mode. It is kept as long as what decides how the module works stays the same: see `traits_of`.
 
     Args:
         module: A module that is equivariant to shifts, as convolutions are.
@@ -65,9 +66,8 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of what
     the module writes to, and one of its state in float64.
     """
-    modes = tuple(each.training for each in module.modules())
     form = (x.shape[1], x.dtype, x.device, tuple(size % (2 * _PERIODS[-1]) for size in x.shape[2:]))
-    key = (repr(module), modes, form, tuple(dims))
+    key: _Key = (traits_of(module), form, tuple(dims))
     known = _CACHE.setdefault(module, {})
     for_this_size = (*key, tuple(x.shape))  # a reach as large as this volume may fit into a larger one
     if key not in known and for_this_size not in known:
@@ -82,9 +82,11 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
             probe = _Probe(module, x, probes)
             found = {dim: probe.reach(dim) for dim in dims}
         covers = any(found[dim].covers(x.shape[dim]) for dim in dims)
+        key = (traits_of(module), *key[1:])  # the search has seen which of them calls change
         # The key has the remainders of the sizes by powers of two.
         has_remainder = any(2 * _PERIODS[-1] % found[dim].period for dim in dims)
-        known[for_this_size if covers or has_remainder else key] = found
+        known[(*key, tuple(x.shape)) if covers or has_remainder else key] = found
+        return found
     return known.get(key) or known[for_this_size]
 
 

@@ -24,16 +24,17 @@ from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import is_transforming
 from memkit._torch.modules import is_compiled
 from memkit.chunk.held import modules_of
-from memkit.chunk.probes import Probes, forward_hooks, may_be_nan, modes_of, unpacked
+from memkit.chunk.probes import Probes, forward_hooks, may_be_nan, unpacked
+from memkit.chunk.traits import traits_of
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
 _TIMES_ROUNDING = 100  # a difference beyond this many times that of rounding is real
 _MOST_WAYS = 64  # that are remembered of a module: a function may hold a number that is another in each step
 _NUMBERS = (bool, int, float, str, type(None))
-# Cache of what passed, by how it was called and the training modes of all modules: by the module, or by the code of a
-# function of several or none.
-_PASSED: weakref.WeakKeyDictionary[Any, dict[Hashable, list[bool]]] = weakref.WeakKeyDictionary()
+# Cache of what passed, by how it was called and the traits of that time: by the module, or by the code of a function of
+# several or none.
+_PASSED: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
 def check_independence(
@@ -72,32 +73,35 @@ def check_independence(
     Warns:
         MemkitWarning: A call leaves a result with a graph in an attribute of a module, as an auxiliary loss.
 
-    Time cost: two forwards of at most 8 rows; for a module, once in each mode.
+    Time cost: two forwards of at most 8 rows; for a module, once until its traits change.
     """
     behind = fn if behind is None else behind  # not `or`: an empty module is false, a compiled one has no truth value
     modules, way, code = modules_of(behind), _way(behind), _code_of(behind)
-    modes = modes_of(modules)
     home = modules[0] if len(modules) == 1 else code
-    passed = _PASSED.setdefault(home, {}) if home is not None else {}
-    whole = ("whole", way, torch.is_grad_enabled()) if way is not None and len(modules) < 2 else None
-    if whole is not None and passed.get(whole) == modes:
-        return
+    passed = _PASSED.setdefault(home, set()) if home is not None else set()
     leaves = pytree.tree_leaves(tuple(rows))
+    others = [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))]
+
+    # What a function does with tensors that it holds is unknown: it is checked in each call, but compared once.
+    is_known = way is not None and len(modules) < 2
+
+    def key() -> Hashable:
+        return way if is_known else code, torch.is_grad_enabled(), traits_of(behind, others)
+
+    if is_known and key() in passed:
+        return
     count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
     if count < 2 or any(isinstance(leaf, FakeTensor) for leaf in leaves):
         return  # an estimate has no values to compare: the first real call is checked
-    probes = Probes(behind, [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))])
+    probes = Probes(behind, others)
     with contextlib.closing(probes.runs):
         check = _Check(fn, tuple(rows), call, count, probes)
         arguments, result = check.refuse_mixed(unbatched)
-        # A function that is checked in each call, since it holds tensors, is compared once.
-        if whole is not None or passed.get(("compared", code)) != modes:
+        if is_known or key() not in passed:
             check.refuse_other_results(arguments, result)
     if len(passed) >= _MOST_WAYS:
         passed.clear()
-    passed["compared", code] = modes
-    if whole is not None:
-        passed[whole] = modes
+    passed.add(key())  # of now: the check has seen which traits calls change
 
 
 # Arguments, their result, its rows that another row has changed, and the modules in which this happens.
@@ -121,7 +125,7 @@ class _Check:
         return self._poisoned + (1 if self._poisoned + 1 < self.count else -1)
 
     def _run(self, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> Any:
-        with unpacked(), self.probes.runs.run(span or Span(0, self.count, self.count), **how):
+        with unpacked(), self.probes.run(span or Span(0, self.count, self.count), **how):
             return self.fn(*arguments)
 
     def refuse_mixed(self, unbatched: str | None) -> tuple[tuple[Any, ...], Any]:

@@ -53,7 +53,7 @@ def chunked_loss(
             counts; ``"sum"`` does not divide.
         params: Leaf tensors that ``fn`` trains besides the rows. A module contributes its own, also through a method or
             a `functools.partial`.
-        check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
+        check: Whether to verify on a few rows that ``fn`` treats each row independently: see `memkit.chunked_map`.
             Skipped if it returns a `Loss`.
 
     Returns:

@@ -24,6 +24,7 @@ from memkit.chunk.probes import undone
 from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
 from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
+from memkit.chunk.traits import traits_of
 
 SparseMode = Literal["auto", "pointwise", "blocks", "bbox", "dense"]
 _DIMS = (-3, -2, -1)
@@ -267,9 +268,8 @@ class SparsityAwareProcessor:
         return self._sizes[key]
 
     def _kind(self, form: Tensor) -> tuple[object, ...]:
-        """Return the cache key of a call; it includes ``repr``, since layers may be replaced later."""
-        modes = tuple(each.training for each in self._fn.modules())
-        return repr(self._fn), modes, form.shape[1], form.dtype, form.device
+        """Return the cache key of a call."""
+        return traits_of(self._fn), form.shape[1], form.dtype, form.device
 
     def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
         y: Tensor = self._fn(form.new_zeros(1, form.shape[1], *sizes))

@@ -330,22 +330,6 @@ def test_auto_chooses_least_computed_volume():
     assert "would compute" in processor.last_plan.why
 
 
-def test_the_network_is_described_once_a_call():
-    calls = []
-
-    class Noting(nn.Conv3d):
-        def extra_repr(self):
-            calls.append(1)
-            return super().extra_repr()
-
-    processor = SparsityAwareProcessor(Noting(2, 4, 3, padding=1).double(), mode="bbox")
-    volume = brain()
-    processor(volume)
-    calls.clear()
-    processor(volume)
-    assert len(calls) == 1  # of a deep network it takes as long as a small convolution
-
-
 def test_other_refusals():
     net, volume = NETS["stack"], brain()
     with pytest.raises(InputError, match=r"covers 3 \+ 3 voxels \(stride 1\)"):
