@@ -6,6 +6,7 @@ stays the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -91,6 +92,23 @@ class Moving:
                 _MOVED.setdefault(owner, set()).update(names)
 
 
+@contextlib.contextmanager
+def spared(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run a block of calls that count nothing a second time: put numbers back that calls are known to change."""
+    kept = [
+        (own, name, own[name])
+        for each in (modules if _MOVED else ())
+        for own in (vars(each),)
+        for name in _MOVED.get(each, ())
+        if type(own.get(name, _NONE)) in _WORDS
+    ]
+    try:
+        yield
+    finally:
+        for own, name, value in kept:
+            own[name] = value
+
+
 def _differing(before: dict[str, Hashable], after: dict[str, Hashable]) -> set[str]:
     """Return the names whose values differ, except modes: both a forward and the user may set these."""
     if before == after:
@@ -98,7 +116,7 @@ def _differing(before: dict[str, Hashable], after: dict[str, Hashable]) -> set[s
     return {name for name in {*before, *after} if name != _MODE and before.get(name, _NONE) != after.get(name, _NONE)}
 
 
-def plain(value: Any, depth: int = _DEPTH) -> Hashable:
+def plain(value: Any, depth: int = _DEPTH) -> Any:
     """Return a number or text, also within small containers and settings; of anything else its type."""
     kind: Any = type(value)
     if kind in _WORDS or isinstance(value, Enum):
