@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, warn_user
+from memkit._gradients.loss import Loss
 from memkit._recorder.rehearsal import Span
 from memkit._recovery.attempt import Failed, unless_failed
 from memkit._recovery.snapshot import are_same, cloned
@@ -54,8 +55,9 @@ def check_independence(
     function that refuses NaN runs twice without, with another row's values in that row the second time, and other
     rows' results must stay. Then it runs on all of the rows but the first, without NaN, which comparisons swallow,
     from the state that the first run left: their results must be the same, or they depend on other rows, on the
-    number of rows, on a row's place, or on earlier calls. What the function changes is restored; a function that
-    changes float buffers is refused too, since each chunk would see different ones.
+    number of rows, on a row's place, or on earlier calls. A `Loss` has no rows: its sum and count must be those of its
+    parts together. What the function changes is restored; a function that changes float buffers is refused too, since
+    each chunk would see different ones.
 
     Args:
         fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
@@ -99,6 +101,8 @@ def check_independence(
         arguments, result = check.refuse_mixed(unbatched)
         if is_known or key() not in passed:
             check.refuse_other_results(arguments, result)
+            if isinstance(result, Loss):
+                check.refuse_other_sums()
     if len(passed) >= _MOST_WAYS:
         passed.clear()
     passed.add(key())  # of now: the check has seen which traits calls change
@@ -318,6 +322,47 @@ class _Check:
             fix="change such state after the step, outside of the function; or pass check=False.",
         )
 
+    def refuse_other_sums(self) -> None:
+        """Refuse a function whose loss and count over some rows are not the sums of those over their parts.
+
+        It cuts the rows in several places, since a choice among rows (topk) may be the same in the halves.
+        """
+        whole = self._sums(0, self.count)
+        for place in sorted({1, self.count // 2, min(3, self.count - 1)}):
+            apart = _distance_of_sums(whole, self._sums(0, place), self._sums(place, self.count))
+            if not apart or not self.probes.runs.draws_are_rows:
+                continue
+            of_rounding = _distance_of_sums(
+                whole, self._sums(0, self.count, rounding=torch.Generator(_device_of(self.rows)))
+            )
+            if apart > _TIMES_ROUNDING * of_rounding:
+                raise InputError(
+                    self.call,
+                    got=f"a function that returns an mk.Loss whose sum or count over {self.count} rows is not that of "
+                    f"the first {place} and that of the others together",
+                    expected="a loss of each row from that row alone, and a count that is added up over chunks",
+                    fix="compute what depends on other rows before the call (a threshold, a median, a mean), and pass "
+                    "it with functools.partial(fn, threshold=threshold); add what belongs to no row, such as a penalty "
+                    "on parameters, to the result of the call; or pass check=False.",
+                )
+
+    def _sums(self, start: int, stop: int, **how: Any) -> Tensor:
+        """Return the loss's sum and count over some of the rows; NaN if the function needs more of them, or does."""
+
+        def part(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            return value.detach()[start:stop].requires_grad_(value.requires_grad)
+
+        arguments = tuple(pytree.tree_map(part, self.rows))
+        run = functools.partial(self._run, span=Span(start, stop, self.count), **how)
+        outcome = unless_failed((Exception,), run, arguments)
+        loss = None if isinstance(outcome, Failed) else outcome.result
+        if not isinstance(loss, Loss) or loss.count is None or loss.outputs is not None:  # refused elsewhere
+            return torch.full((2,), math.nan)
+        values = (loss.total().detach().reshape(()), torch.as_tensor(loss.count).detach().reshape(()))
+        return torch.stack([each.to("cpu", torch.float64) for each in values])
+
     def _distance(self, result: Any, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> float | None:
         """Return the largest distance of the rows in another run, relative to the largest value; None if it fails."""
         span = span or Span(0, self.count, self.count)
@@ -354,6 +399,14 @@ def _leaf_distance(one: Any, other: Any, *, span: Span, left_out: int) -> float:
         return 0.0
     found = float(differences.amax() / a.where(a.isfinite(), 0.0).abs().amax())
     return found if not may_be_nan(one) or found > torch.finfo(one.dtype).eps ** 0.5 else 0.0
+
+
+def _distance_of_sums(whole: Tensor, *parts: Tensor) -> float:
+    """Return how far sums are from those of the parts together, relative to them; 0 for rounding, and if unknown."""
+    all_parts = torch.stack(parts)
+    differences = (whole - all_parts.sum(0)).abs() / (whole.abs() + all_parts.abs().sum(0))
+    found = float(differences.nan_to_num(nan=0.0).amax())
+    return found if found > torch.finfo(torch.float32).eps ** 0.5 else 0.0
 
 
 def _as_doubles(tensor: Tensor) -> Tensor:
