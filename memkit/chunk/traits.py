@@ -11,12 +11,13 @@ import functools
 import inspect
 import weakref
 from argparse import Namespace
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -51,8 +52,9 @@ def traits_of(fn: object, others: Iterable[object] = (), *, with_counting: bool 
         with_counting: Whether to include attributes that had many values already, such as the number of the step.
     """
     found: list[Any] = []
+    left_out = [each for each in ((_MOVED,) if with_counting else (_MOVED, _COUNTING)) if each]
     for owner, values in _owners(fn):
-        names, words = _plain(owner, values, with_counting=with_counting)
+        names, words = _plain(owner, values, left_out)
         found += (id(owner), type(owner), names, *words)
     return (*found, *map(plain, others))
 
@@ -80,7 +82,7 @@ class Moving:
 
     def _now(self) -> list[tuple[Any, dict[str, Hashable]]]:
         return [
-            (owner, dict(zip(*_plain(owner, values, with_counting=False), strict=True)))
+            (owner, dict(zip(*_plain(owner, values, (_MOVED, _COUNTING)), strict=True)))
             for owner, values in _owners(self._fn)
         ]
 
@@ -119,7 +121,7 @@ def _differing(before: dict[str, Hashable], after: dict[str, Hashable]) -> set[s
 def plain(value: Any, depth: int = _DEPTH) -> Any:
     """Return a number or text, also within small containers and settings; of anything else its type."""
     kind: Any = type(value)
-    if kind in _WORDS or isinstance(value, Enum):
+    if kind in _WORDS or isinstance(value, Enum | np.generic):
         return value
     if isinstance(value, FunctionType):
         return id(value.__code__)
@@ -142,7 +144,9 @@ def _owners(fn: object) -> Iterator[tuple[Any, Mapping[str, object]]]:
         yield from _tree(fn)
         return
     reached = searched(fn)
-    names = _names_in(reached)
+    codes = frozenset(each.__code__ for each in reached if inspect.isfunction(each))
+    others = [each for each in reached if not isinstance(each, nn.Module | FunctionType | functools.partial)]
+    names = _names_in(codes, frozenset(map(type, others)))
     for each in reached:
         if isinstance(each, nn.Module):
             yield from _tree(each)
@@ -155,24 +159,23 @@ def _owners(fn: object) -> Iterator[tuple[Any, Mapping[str, object]]]:
             yield type(each), {name: value for name, value in attributes_of(each).items() if name in names}
 
 
-def _names_in(reached: Sequence[Any]) -> set[str]:
-    """Return the names in the code of functions and of those methods of objects that it names."""
-    kinds = {type(each) for each in reached if not isinstance(each, nn.Module | FunctionType | functools.partial)}
-    queue = [each.__code__ for each in reached if inspect.isfunction(each)]
+@functools.lru_cache(256)
+def _names_in(codes: frozenset[CodeType], kinds: frozenset[type]) -> frozenset[str]:
+    """Return the names in the code of functions, and in that of the methods of some classes that they name."""
     calls = [inspect.getattr_static(kind, "__call__", None) for kind in kinds]
-    queue += [each.__code__ for each in calls if inspect.isfunction(each)]
-    names, seen = set[str](), set[Any]()
+    queue = [*codes, *(each.__code__ for each in calls if inspect.isfunction(each))]
+    names, seen = set[str](), set[CodeType]()
     while queue:
         code = queue.pop()
         if code in seen:
             continue
         seen.add(code)
         names.update(code.co_names)
-        members = [getattr(kind, name, None) for kind in kinds for name in code.co_names]
+        members = [inspect.getattr_static(kind, name, None) for kind in kinds for name in code.co_names]
         functions = [each.fget if isinstance(each, property) else each for each in members]
         queue += [each.__code__ for each in functions if inspect.isfunction(each)]
         queue += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return names
+    return frozenset(names)
 
 
 def _tree(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, object]]]:
@@ -188,11 +191,11 @@ def _tree(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, object]]]:
 
 
 def _plain(
-    owner: object, values: Mapping[str, object], *, with_counting: bool
+    owner: object, values: Mapping[str, object], left_out: Iterable[_Names]
 ) -> tuple[tuple[str, ...], list[Hashable]]:
     names = _own_names((*values,))
-    for left_out in (_MOVED,) if with_counting else (_MOVED, _COUNTING):
-        if left_out and (some := left_out.get(owner)):
+    for names_of in left_out:
+        if some := names_of.get(owner):
             names = tuple(name for name in names if name not in some)
     return names, [each if type(each := values[name]) in _WORDS else plain(each) for name in names]
 
