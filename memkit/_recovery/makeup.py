@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memkit._torch.modules import buffers_of, parameters_of, training_flags
+from memkit._torch.tensors import version_of
 
 _Members = dict[str, Tensor | None]
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
@@ -80,6 +81,38 @@ class Makeup:
                 own[name] = now
             for module, mode in modes:
                 module.training = mode
+
+
+class WrittenBuffers:
+    """The buffers of modules, so that a rerun does not change them once more: counts of tokens, statistics.
+
+    Args:
+        modules: The modules, without their children.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._versions = [
+            (own, name, each, version_of(each))
+            for own in map(buffers_of, modules)
+            for name, each in own.items()
+            if each is not None and type(each) in _PLAIN and not (each.requires_grad or each.is_inference())
+        ]
+
+    @contextlib.contextmanager
+    def spared(self) -> Iterator[None]:
+        """Run a block with copies of those buffers that were written to since the start; they stay as they are now."""
+        written = [
+            (own, name, each)
+            for own, name, each, version in self._versions
+            if version_of(each) != version and own.get(name) is each
+        ]
+        try:
+            for own, name, each in written:
+                own[name] = each.clone()
+            yield
+        finally:
+            for own, name, each in written:
+                own[name] = each
 
 
 def _changed_places(first: object, now: object) -> bool:

@@ -359,6 +359,9 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def _infer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return an operator's result by torch's shape function, which runs once for the same arguments."""
+        if func is aten.to_copy and "layout" in kwargs and kwargs.get("device") == _META:
+            # C++ adds a tangent of zeros by copying the other tensor to the device that it finds; there it is this one.
+            kwargs = {**kwargs, "device": args[0].device}
         key = self._key(func, args, kwargs)
         if key is None:
             return self._infer_anew(func, types, args, kwargs)

@@ -19,6 +19,7 @@ __all__ = [
     "FLAT_WEIGHTS",
     "HOOKS",
     "LOAD",
+    "MACHINERY",
     "PAD_PACKED",
     "PARAMETERS",
     "STATE",
@@ -26,6 +27,7 @@ __all__ = [
     "Dropout",
     "apply_to",
     "buffers_of",
+    "children_of",
     "is_compiled",
     "is_compiled_wrapper",
     "loads_as_torch_does",
@@ -83,6 +85,14 @@ def apply_to(module: nn.Module, fn: Any, *, recurse: bool = True) -> None:
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """Returns a module's own parameters, including None."""
+
+
+children_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter("_modules")
+"""Returns a module's own children, including None."""
+
+
+MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+"""Names of the attributes that every module has, besides its mode."""
 
 
 STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from memkit._machine.random_state import GENERATORS
-from memkit._recovery.makeup import Makeup
+from memkit._recovery.makeup import Makeup, WrittenBuffers
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._tape.kept import KeptResults
 from memkit._tape.unread import UnreadEnd
 from memkit.chunk.held import held_by
+from memkit.chunk.traits import spared
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Circumstances:
     Args:
         tensors: The call's inputs; their devices' autocast is noted.
         fn: The call's function. Its modules run again with the parameters, buffers and modes that they have now, and
-            the generators that it holds draw the same numbers again.
+            the generators that it holds draw the same numbers again. Buffers that the forward has written to, and
+            counters in attributes, stay as it left them.
         params: Leaf tensors that are trained besides.
 
     Attributes:
@@ -54,7 +56,8 @@ class Circumstances:
         ]
         held = held_by(fn)
         modules = [each for each in held if isinstance(each, nn.Module)]
-        self._makeup = Makeup(dict.fromkeys(child for module in modules for child in module.modules()), params)
+        owners = dict.fromkeys(child for module in modules for child in module.modules())
+        self._owners, self._makeup, self._buffers = owners, Makeup(owners, params), WrittenBuffers(owners)
         own = [each for each in held if isinstance(each, GENERATORS)]
         self._at_start = RandomNumbers([*own, *held_generators(modules)])
         self.kept: list[ReplayedChunk] = []
@@ -84,5 +87,7 @@ class Circumstances:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             stack.enter_context(self._makeup.again())
+            stack.enter_context(self._buffers.spared())
+            stack.enter_context(spared(self._owners))
             stack.enter_context(self._at_start.again())
             yield

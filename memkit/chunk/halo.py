@@ -9,7 +9,7 @@ the stride.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from memkit._core.errors import InputError, NotSimulatedError
+from memkit._core.errors import InputError, NotSimulatedError, warn_user
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
@@ -26,6 +26,7 @@ from memkit._torch.fake import FakeTensor
 from memkit.chunk.probes import Probes, forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
+from memkit.chunk.traits import traits_of
 from memkit.chunk.volumes import is_batched
 
 _SIZES = (8, 16, 32, 64, 128)  # sizes of the small volume; the strides of most networks divide one of them
@@ -39,6 +40,7 @@ _APART = (
 )
 
 _Key = tuple[Any, ...]
+_LOOKED: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()  # traits with which results were looked for
 _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDictionary()
 
 
@@ -47,7 +49,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
 
     The module runs without gradients on small volumes with noise and NaN. What it changes is put back, whatever holds
     it. The reach is verified: a small volume is run whole and in tiles, in float64 and
-    in evaluation mode. It is cached per module, as long as its ``repr`` and training modes stay the same.
+    in evaluation mode. It is kept as long as what decides how the module works stays the same: see `traits_of`.
 
     Args:
         module: A module that is equivariant to shifts, as convolutions are.
@@ -65,12 +67,11 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of what
     the module writes to, and one of its state in float64.
     """
-    modes = tuple(each.training for each in module.modules())
     form = (x.shape[1], x.dtype, x.device, tuple(size % (2 * _PERIODS[-1]) for size in x.shape[2:]))
-    key = (repr(module), modes, form, tuple(dims))
+    key: _Key = (traits_of(module), form, tuple(dims))
     known = _CACHE.setdefault(module, {})
-    for_this_size = (*key, tuple(x.shape))  # a reach as large as this volume may fit into a larger one
-    if key not in known and for_this_size not in known:
+    found = known.get(key) or known.get((*key, tuple(x.shape)))
+    if found is None:
         if isinstance(x, FakeTensor):
             raise NotSimulatedError(
                 f"{CALL} on tensors without data",
@@ -81,11 +82,38 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
         with without_gradients(), undone(module) as probes:
             probe = _Probe(module, x, probes)
             found = {dim: probe.reach(dim) for dim in dims}
+        key = (traits_of(module), *key[1:])  # the search has seen which of them calls change
         covers = any(found[dim].covers(x.shape[dim]) for dim in dims)
         # The key has the remainders of the sizes by powers of two.
         has_remainder = any(2 * _PERIODS[-1] % found[dim].period for dim in dims)
-        known[for_this_size if covers or has_remainder else key] = found
-    return known.get(key) or known[for_this_size]
+        # A reach as large as this volume may fit into a larger one.
+        known[(*key, tuple(x.shape)) if covers or has_remainder else key] = found
+    return found
+
+
+def warn_of_kept_results(module: nn.Module, x: Tensor, call: str) -> None:
+    """Warn, once while its traits stay the same, of a module that leaves a result with a graph in an attribute.
+
+    Args:
+        module: A module that will run on parts of the volume, because its reach is known.
+        x: See `find_reach`.
+        call: The user's call.
+    """
+    if not torch.is_grad_enabled() or isinstance(x, FakeTensor):
+        return
+    looked, traits = _LOOKED.setdefault(module, set()), traits_of(module)
+    if traits in looked:
+        return
+    looked.add(traits)
+    with undone(module) as probes:
+        kept = _Probe(module, x, probes).kept_results()
+    if kept:
+        warn_user(
+            f"{call}: the module keeps a result in the attribute {kept[0]!r} when it is called, with a graph. After "
+            "the call, it is that of a part of the volume, and its gradient is that of a part or none. Way out: "
+            "compute it from the result, outside of the call; or keep it detached if no loss reads it: "
+            f"self.{kept[0].rpartition('.')[2]} = result.detach()."
+        )
 
 
 class _Probe:
@@ -95,6 +123,12 @@ class _Probe:
         self._module, self._like, self._probes = module, x, probes
         self._generator = torch.Generator(x.device)
         self._sizes, self._step = self._working_sizes()
+
+    def kept_results(self) -> list[str]:
+        """Return the attributes in which the module leaves a result with a graph."""
+        with torch.enable_grad():
+            self._module(self._noise(1, self._sizes))
+            return self._probes.kept_results()
 
     def reach(self, dim: int) -> Reach:
         """Find the reach along one dimension, and verify it."""

@@ -18,7 +18,7 @@ from memkit._torch import pytree
 _WANTED = (nn.Module, *GENERATORS)
 _CONTAINERS = (list, tuple, dict)
 _MAX_ITEMS = 4096  # of a list or dict that is searched
-_WITHOUT = (types.ModuleType, Tensor, str, bytes, int, float, complex, type(None))  # nothing to look for
+_WITHOUT = (types.ModuleType, Tensor, str, bytes, int, float, complex, type, type(None))  # nothing to look for
 
 
 def modules_of(fn: object) -> list[nn.Module]:
@@ -27,7 +27,12 @@ def modules_of(fn: object) -> list[nn.Module]:
 
 
 def held_by(fn: object) -> list[nn.Module | Any]:
-    """Return the modules and generators that a function may use; not the children of modules, nor what they hold.
+    """Return the modules and generators that a function may use; not the children of modules, nor what they hold."""
+    return [each for each in searched(fn) if isinstance(each, _WANTED)]
+
+
+def searched(fn: object) -> list[Any]:
+    """Return what a function may use: modules and generators, without what they hold, functions and other objects.
 
     It is searched for what its code names: variables outside, defaults, functions of its own file, and what lists,
     dicts and other objects there hold.
@@ -39,17 +44,19 @@ def held_by(fn: object) -> list[nn.Module | Any]:
         if id(each) in seen:
             continue
         seen[id(each)] = each
-        if isinstance(each, _WANTED):
-            found.append(each)
-        elif isinstance(each, functools.partial):
-            queue += [each.func, *pytree.tree_leaves((each.args, each.keywords))]
-        elif inspect.ismethod(each):
+        if isinstance(each, _WITHOUT):
+            continue
+        if inspect.ismethod(each):
             queue += [each.__self__, each.__func__]
+            continue
+        found.append(each)
+        if isinstance(each, functools.partial):
+            queue += [each.func, *pytree.tree_leaves((each.args, each.keywords))]
         elif inspect.isfunction(each):
             queue += _named(each)
         elif isinstance(each, _CONTAINERS):
             queue += _items(each, _WANTED)
-        elif not isinstance(each, _WITHOUT):
+        elif not isinstance(each, _WANTED):
             queue += _items(attributes_of(each), (*_WANTED, *_CONTAINERS))
     return found
 
@@ -57,12 +64,17 @@ def held_by(fn: object) -> list[nn.Module | Any]:
 def _named(function: Any) -> list[object]:
     """Return what a function's code names; functions only from its own file."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    with contextlib.suppress(ValueError):  # a variable without a value yet
+    values = [*variables_of(function).values(), *defaults]
+    near = [each for each in values if getattr(each, "__globals__", None) is function.__globals__]
+    return [*near, *(each for each in values if not isinstance(each, types.FunctionType | type))]
+
+
+def variables_of(function: Any) -> dict[str, Any]:
+    """Return the variables outside of a function that its code names; none while one of them has no value yet."""
+    with contextlib.suppress(ValueError):
         variables = inspect.getclosurevars(function)
-        values = [*variables.nonlocals.values(), *variables.globals.values(), *defaults]
-        near = [each for each in values if getattr(each, "__globals__", None) is function.__globals__]
-        return [*near, *(each for each in values if not isinstance(each, types.FunctionType | type))]
-    return defaults
+        return {**variables.globals, **variables.nonlocals}
+    return {}
 
 
 def _items(container: Any, kinds: tuple[type, ...]) -> Iterable[object]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, warn_user
+from memkit._gradients.loss import Loss
 from memkit._recorder.rehearsal import Span
 from memkit._recovery.attempt import Failed, unless_failed
 from memkit._recovery.snapshot import are_same, cloned
@@ -24,16 +25,17 @@ from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import is_transforming
 from memkit._torch.modules import is_compiled
 from memkit.chunk.held import modules_of
-from memkit.chunk.probes import Probes, forward_hooks, may_be_nan, modes_of, unpacked
+from memkit.chunk.probes import Probes, forward_hooks, may_be_nan, unpacked
+from memkit.chunk.traits import traits_of
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
 _TIMES_ROUNDING = 100  # a difference beyond this many times that of rounding is real
 _MOST_WAYS = 64  # that are remembered of a module: a function may hold a number that is another in each step
 _NUMBERS = (bool, int, float, str, type(None))
-# Cache of what passed, by how it was called and the training modes of all modules: by the module, or by the code of a
-# function of several or none.
-_PASSED: weakref.WeakKeyDictionary[Any, dict[Hashable, list[bool]]] = weakref.WeakKeyDictionary()
+# Cache of what passed, by how it was called and the traits of that time: by the module, or by the code of a function of
+# several or none.
+_PASSED: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
 def check_independence(
@@ -53,8 +55,9 @@ def check_independence(
     function that refuses NaN runs twice without, with another row's values in that row the second time, and other
     rows' results must stay. Then it runs on all of the rows but the first, without NaN, which comparisons swallow,
     from the state that the first run left: their results must be the same, or they depend on other rows, on the
-    number of rows, on a row's place, or on earlier calls. What the function changes is restored; a function that
-    changes float buffers is refused too, since each chunk would see different ones.
+    number of rows, on a row's place, or on earlier calls. A `Loss` has no rows: its sum and count must be those of its
+    parts together. What the function changes is restored; a function that changes float buffers is refused too, since
+    each chunk would see different ones.
 
     Args:
         fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
@@ -72,32 +75,37 @@ def check_independence(
     Warns:
         MemkitWarning: A call leaves a result with a graph in an attribute of a module, as an auxiliary loss.
 
-    Time cost: two forwards of at most 8 rows; for a module, once in each mode.
+    Time cost: two forwards of at most 8 rows; for a module, once until its traits change.
     """
     behind = fn if behind is None else behind  # not `or`: an empty module is false, a compiled one has no truth value
     modules, way, code = modules_of(behind), _way(behind), _code_of(behind)
-    modes = modes_of(modules)
     home = modules[0] if len(modules) == 1 else code
-    passed = _PASSED.setdefault(home, {}) if home is not None else {}
-    whole = ("whole", way, torch.is_grad_enabled()) if way is not None and len(modules) < 2 else None
-    if whole is not None and passed.get(whole) == modes:
-        return
+    passed = _PASSED.setdefault(home, set()) if home is not None else set()
     leaves = pytree.tree_leaves(tuple(rows))
+    others = [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))]
+
+    # What a function does with tensors that it holds is unknown: it is checked in each call, but compared once.
+    is_known = way is not None and len(modules) < 2
+
+    def key() -> Hashable:
+        return way if is_known else code, torch.is_grad_enabled(), traits_of(behind, others)
+
+    if is_known and key() in passed:
+        return
     count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
     if count < 2 or any(isinstance(leaf, FakeTensor) for leaf in leaves):
         return  # an estimate has no values to compare: the first real call is checked
-    probes = Probes(behind, [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))])
+    probes = Probes(behind, others)
     with contextlib.closing(probes.runs):
         check = _Check(fn, tuple(rows), call, count, probes)
         arguments, result = check.refuse_mixed(unbatched)
-        # A function that is checked in each call, since it holds tensors, is compared once.
-        if whole is not None or passed.get(("compared", code)) != modes:
+        if is_known or key() not in passed:
             check.refuse_other_results(arguments, result)
+            if isinstance(result, Loss):
+                check.refuse_other_sums()
     if len(passed) >= _MOST_WAYS:
         passed.clear()
-    passed["compared", code] = modes
-    if whole is not None:
-        passed[whole] = modes
+    passed.add(key())  # of now: the check has seen which traits calls change
 
 
 # Arguments, their result, its rows that another row has changed, and the modules in which this happens.
@@ -121,7 +129,7 @@ class _Check:
         return self._poisoned + (1 if self._poisoned + 1 < self.count else -1)
 
     def _run(self, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> Any:
-        with unpacked(), self.probes.runs.run(span or Span(0, self.count, self.count), **how):
+        with unpacked(), self.probes.run(span or Span(0, self.count, self.count), **how):
             return self.fn(*arguments)
 
     def refuse_mixed(self, unbatched: str | None) -> tuple[tuple[Any, ...], Any]:
@@ -314,6 +322,47 @@ class _Check:
             fix="change such state after the step, outside of the function; or pass check=False.",
         )
 
+    def refuse_other_sums(self) -> None:
+        """Refuse a function whose loss and count over some rows are not the sums of those over their parts.
+
+        It cuts the rows in several places, since a choice among rows (topk) may be the same in the halves.
+        """
+        whole = self._sums(0, self.count)
+        for place in sorted({1, self.count // 2, min(3, self.count - 1)}):
+            apart = _distance_of_sums(whole, self._sums(0, place), self._sums(place, self.count))
+            if not apart or not self.probes.runs.draws_are_rows:
+                continue
+            of_rounding = _distance_of_sums(
+                whole, self._sums(0, self.count, rounding=torch.Generator(_device_of(self.rows)))
+            )
+            if apart > _TIMES_ROUNDING * of_rounding:
+                raise InputError(
+                    self.call,
+                    got=f"a function that returns an mk.Loss whose sum or count over {self.count} rows is not that of "
+                    f"the first {place} and that of the others together",
+                    expected="a loss of each row from that row alone, and a count that is added up over chunks",
+                    fix="compute what depends on other rows before the call (a threshold, a median, a mean), and pass "
+                    "it with functools.partial(fn, threshold=threshold); add what belongs to no row, such as a penalty "
+                    "on parameters, to the result of the call; or pass check=False.",
+                )
+
+    def _sums(self, start: int, stop: int, **how: Any) -> Tensor:
+        """Return the loss's sum and count over some of the rows; NaN if the function needs more of them, or does."""
+
+        def part(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            return value.detach()[start:stop].requires_grad_(value.requires_grad)
+
+        arguments = tuple(pytree.tree_map(part, self.rows))
+        run = functools.partial(self._run, span=Span(start, stop, self.count), **how)
+        outcome = unless_failed((Exception,), run, arguments)
+        loss = None if isinstance(outcome, Failed) else outcome.result
+        if not isinstance(loss, Loss) or loss.count is None or loss.outputs is not None:  # refused elsewhere
+            return torch.full((2,), math.nan)
+        values = (loss.total().detach().reshape(()), torch.as_tensor(loss.count).detach().reshape(()))
+        return torch.stack([each.to("cpu", torch.float64) for each in values])
+
     def _distance(self, result: Any, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> float | None:
         """Return the largest distance of the rows in another run, relative to the largest value; None if it fails."""
         span = span or Span(0, self.count, self.count)
@@ -350,6 +399,14 @@ def _leaf_distance(one: Any, other: Any, *, span: Span, left_out: int) -> float:
         return 0.0
     found = float(differences.amax() / a.where(a.isfinite(), 0.0).abs().amax())
     return found if not may_be_nan(one) or found > torch.finfo(one.dtype).eps ** 0.5 else 0.0
+
+
+def _distance_of_sums(whole: Tensor, *parts: Tensor) -> float:
+    """Return how far sums are from those of the parts together, relative to them; 0 for rounding, and if unknown."""
+    all_parts = torch.stack(parts)
+    differences = (whole - all_parts.sum(0)).abs() / (whole.abs() + all_parts.abs().sum(0))
+    found = float(differences.nan_to_num(nan=0.0).amax())
+    return found if found > torch.finfo(torch.float32).eps ** 0.5 else 0.0
 
 
 def _as_doubles(tensor: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ def chunked_loss(
             counts; ``"sum"`` does not divide.
         params: Leaf tensors that ``fn`` trains besides the rows. A module contributes its own, also through a method or
             a `functools.partial`.
-        check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
-            Skipped if it returns a `Loss`.
+        check: Whether to verify on a few rows that ``fn`` treats each row independently: see `memkit.chunked_map`;
+            if it returns a `Loss`, that sum and count over some rows are those of their parts together.
 
     Returns:
         The loss, 0-dim, in the dtype that ``fn`` returns. A mean over nothing is NaN, with zero

@@ -59,7 +59,8 @@ def chunked_map(
             through a method or a `functools.partial`. A forgotten tensor is detected and refused.
         output_device: Device on which the result is assembled, chunk by chunk; None for the device of the output of
             ``fn``.
-        check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
+        check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once,
+            and again when its modes, children or settings have changed.
         gather: Keyword arguments of ``fn`` whose rows are gathered chunk by chunk: ``{"x_j": (x, src)}`` passes rows of
             ``x[src]``. ``x`` (m, ...), ``src`` int64 or int32 (n,). The gradient of a row of ``x`` is the sum over all
             rows that refer to it.

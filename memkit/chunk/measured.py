@@ -12,21 +12,18 @@ from memkit._gradients.streamed import accumulator_dtype
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._torch.profiler import ActiveProfilerType, running_profiler
-from memkit.chunk.held import modules_of
-from memkit.chunk.probes import modes_of
+from memkit.chunk.traits import traits_of
 
 _T = TypeVar("_T")
 HEAD = 2  # rows of a first chunk, after which the call has allocated everything it keeps between chunks
 
 
 def kind_of(fn: Callable[..., object], inputs: Sequence[Tensor], others: Iterable[object]) -> Hashable:
-    """Return the key of a call's memory besides its number of rows: shapes, modes, autocast, other arguments."""
+    """Return the key of a call's memory besides its number of rows: shapes, autocast, and the function's traits."""
     shapes = tuple((tuple(tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in inputs)
-    modes = tuple(modes_of(modules_of(fn)))
     kinds = sorted({"cpu", *(tensor.device.type for tensor in inputs)})
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    plain = tuple(each if isinstance(each, bool | int | float | str) else type(each) for each in others)
-    return shapes, modes, autocast, plain
+    return shapes, autocast, traits_of(fn, others, with_counting=True)
 
 
 def sum_bytes(tensor: Tensor) -> int:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from memkit._recorder.rehearsal import Rehearsal
+from memkit._recorder.rehearsal import Rehearsal, Span
 from memkit._recovery.snapshot import are_same
 from memkit._torch.graph import saving_hooks
 from memkit._torch.modules import recomputed_by_hooks
 from memkit.chunk.held import modules_of
+from memkit.chunk.traits import Moving
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
@@ -55,7 +56,17 @@ class Probes:
         owners = [pair for module in self.modules for pair in module.named_modules()]
         self._buffers = list(_members(owners, lambda owner: owner.named_buffers(recurse=False)))
         self._parameters = list(_members(owners, lambda owner: owner.named_parameters(recurse=False)))
+        self._moving = Moving(fn)
         self._owners = [(path, owner, set(map(id, vars(owner).values()))) for path, owner in owners]
+
+    @contextlib.contextmanager
+    def run(self, span: Span | None = None, **how: Any) -> Iterator[None]:
+        """Enter one run: see `Rehearsal.run`. What it changes itself is no trait of the function."""
+        with self.runs.run(span, **how):
+            try:
+                yield
+            finally:
+                self._moving.note()
 
     def changed_buffers(self, *, with_counters: bool = False) -> list[_Member]:
         """Return buffers whose values changed in the runs, except caches that have grown, and integer call counters."""
@@ -103,7 +114,7 @@ def _members(
 def undone(fn: object, others: Iterable[object] = ()) -> Iterator[Probes]:
     """Undo after the block what it has changed by calling a function: see `Probes`."""
     probes = Probes(fn, others)
-    with contextlib.closing(probes.runs), probes.runs.run():
+    with contextlib.closing(probes.runs), probes.run():
         yield probes
 
 
@@ -127,8 +138,3 @@ def forward_hooks(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Ite
 def may_be_nan(tensor: Tensor) -> bool:
     """Return whether a tensor's values can be NaN."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def modes_of(modules: Sequence[nn.Module]) -> list[bool]:
-    """Return the training mode of all modules and their children."""
-    return [child.training for module in modules for child in module.modules()]

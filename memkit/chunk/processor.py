@@ -48,9 +48,9 @@ class ChunkedProcessor:
 
     Chunks are as large as is useful for speed, or as the budget allows. Leftover budget saves time: for as many chunks
     as fit, the results of matrix products and convolutions, or the whole graph if there is room for it, are kept and
-    not recomputed. Sizes are measured on the first rows of the first call of a kind (shapes, dtypes, modes), in bytes
-    rather than time, so the same call is always cut the same way; calls of that kind with a different number of rows
-    reuse the measurement.
+    not recomputed. Sizes are measured on the first rows of the first call of a kind (shapes, dtypes, modes, numbers
+    and flags of the function), in bytes rather than time, so the same call is always cut the same way; calls of that
+    kind with a different number of rows reuse the measurement.
 
     Args:
         fn: A module or function that treats each row independently. It is run again in the backward pass.

@@ -18,12 +18,13 @@ from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import runs_eagerly
-from memkit._torch.graph import have_tangents
-from memkit.chunk.halo import REFUSALS, find_reach
+from memkit._torch.graph import have_tangents, is_transforming
+from memkit.chunk.halo import REFUSALS, find_reach, warn_of_kept_results
 from memkit.chunk.probes import undone
 from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
 from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
+from memkit.chunk.traits import traits_of
 
 SparseMode = Literal["auto", "pointwise", "blocks", "bbox", "dense"]
 _DIMS = (-3, -2, -1)
@@ -136,8 +137,8 @@ class SparsityAwareProcessor:
 
         Raises:
             InputError: The mode cannot give the network's result; the message gives the reason (a norm over space,
-                dropout, BatchNorm in training mode, a volume that requires a gradient). ``"auto"`` runs the whole
-                volume instead.
+                dropout, BatchNorm in training mode, a volume that requires a gradient, a transform of ``torch.func``).
+                ``"auto"`` runs the whole volume instead.
             InputTypeError: The volume has the wrong type, shape or dtype.
             StateError: In a backward pass with ``create_graph=True``, in modes that compute in parts.
 
@@ -153,6 +154,7 @@ class SparsityAwareProcessor:
         if option.mode == "dense":
             dense = volume.to_dense() if isinstance(volume, SparseVoxels) else volume
             return self._as_given(volume, self._fn(dense))
+        warn_of_kept_results(self._fn, _form(volume), CALL)
         voxels = volume if isinstance(volume, SparseVoxels) else SparseVoxels.from_dense(volume, mask=occupied)
         if option.cut is not None:
             return self._as_given(volume, run_patches(self._fn, voxels, option.cut, background=not is_sparse))
@@ -178,6 +180,8 @@ class SparsityAwareProcessor:
         form = _form(volume)
         kind = self._kind(form)
         try:
+            if is_transforming():
+                raise _refusal("a call inside a transform of torch.func", _FIX)
             if not isinstance(volume, SparseVoxels) and _is_differentiated(volume):
                 raise _refusal(
                     "a volume that requires a gradient, which covers its empty voxels too",
@@ -267,9 +271,8 @@ class SparsityAwareProcessor:
         return self._sizes[key]
 
     def _kind(self, form: Tensor) -> tuple[object, ...]:
-        """Return the cache key of a call; it includes ``repr``, since layers may be replaced later."""
-        modes = tuple(each.training for each in self._fn.modules())
-        return repr(self._fn), modes, form.shape[1], form.dtype, form.device
+        """Return the cache key of a call."""
+        return traits_of(self._fn), form.shape[1], form.dtype, form.device
 
     def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
         y: Tensor = self._fn(form.new_zeros(1, form.shape[1], *sizes))

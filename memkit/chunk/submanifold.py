@@ -11,7 +11,7 @@ from torch import Tensor
 from memkit._core.errors import ConfigError, InputError
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Pairs, SparseVoxels, Triple
-from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative
+from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, refuse_transforms
 
 CALL = "submanifold_conv3d(voxels, weight)"
 
@@ -41,7 +41,8 @@ def submanifold_conv3d(
         ConfigError: A kernel size is even, or a dilation is below 1.
         InputError: The weight does not match the features.
         InputTypeError: The voxels are a dense volume, or something else.
-        StateError: In a backward pass with ``create_graph=True``.
+        StateError: In a backward pass with ``create_graph=True``, inside a transform of ``torch.func``, or with
+            forward-mode tangents.
 
     Memory cost: the result, and the rows gathered for one kernel offset, at most 3 times N rows; in the backward pass
     the gradients and the same amount again. The neighbor cache takes 4 bytes per neighbor of each voxel.
@@ -59,6 +60,10 @@ def submanifold_conv3d(
     """
     steps = _triple(dilation)
     _check(voxels, weight, bias)
+    given = [voxels.features, weight, *([] if bias is None else [bias])]
+    refuse_transforms(
+        CALL, given, "inside the transform, use torch.nn.functional.conv3d on voxels.to_dense(), with padding."
+    )
     kernel: Triple = (weight.shape[2], weight.shape[3], weight.shape[4])
     pairs = voxels.sites.pairs(kernel, steps)
     by_offset = weight.permute(2, 3, 4, 1, 0).flatten(0, 2)  # (offsets, C_in, C_out)

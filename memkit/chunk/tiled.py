@@ -15,7 +15,7 @@ from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
 from memkit._gradients.streamed import refuse_transforms
 from memkit._torch.compiler import runs_eagerly
-from memkit.chunk.halo import find_reach
+from memkit.chunk.halo import find_reach, warn_of_kept_results
 from memkit.chunk.map import read_device
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -111,6 +111,7 @@ def tiled_apply(
         y: Tensor = module(x)
         y = y if online_reduce is None else online_reduce(y)
         return y if output_device is None else y.to(output_device)
+    warn_of_kept_results(module, x, CALL)
     device = read_device(CALL, output_device)
     return apply_tiles(TileJob(module, tuple(axes), device, online_reduce), x)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from memkit._events.reader import read_memory_events
 from memkit.cli._codes import NO, NOT_KNOWN, YES
@@ -18,10 +19,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("before", help="the log to compare against")
     parser.add_argument("after", help="the log to examine")
     parser.add_argument("--output", metavar="FILE", help=".md, .html, .txt or .json; without it, text to the terminal")
-    parser.add_argument("--max-growth", type=float, metavar="PERCENT", help="exit with 1 if the peak grew by more")
+    parser.add_argument("--max-growth", type=_percent, metavar="PERCENT", help="exit with 1 if the peak grew by more")
     parser.add_argument("--force", action="store_true", help="replace an earlier report")
     parser.add_argument("--language", default="en", metavar="LANGUAGE", help="en, or zh for Chinese")
     parser.set_defaults(run=_run)
+
+
+def _percent(text: str) -> float:
+    number = float(text)  # its error is told by argparse
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"got {text}; expected a number of percent: write for example --max-growth 5")
+    return number
 
 
 @without_collector

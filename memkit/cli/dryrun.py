@@ -110,17 +110,20 @@ def _refuse_wrong(arguments: argparse.Namespace, words: list[str]) -> None:
 
 def _refuse_no_script(script: str, gpu: str) -> None:
     """Refuse a path that is not a Python script."""
-    is_file, is_notebook = Path(script).is_file(), Path(script).suffix == ".ipynb"
-    if is_file and not is_notebook:
+    path = Path(script)
+    if path.is_file() and path.suffix != ".ipynb":
         return
-    way = f"jupyter nbconvert --to script {script} && memkit dryrun {Path(script).with_suffix('.py')} --gpu '{gpu}'"
+    got = "a directory" if path.is_dir() else "no such file"
+    fix = "write the script as for `python`, such as `train.py` or `-m package.train`."
+    if path.is_file():
+        converted = path.with_suffix(".py")
+        got = "a notebook"
+        fix = f"run `jupyter nbconvert --to script {script} && memkit dryrun {converted} --gpu '{gpu}'`."
     raise InputError(
         f"memkit dryrun {script}",
-        got="a notebook" if is_file else "no such file",
+        got=got,
         expected="the path of a Python script, or -m and the name of a module",
-        fix=f"run `{way}`."
-        if is_file
-        else "write the script as for `python`, such as `train.py` or `-m package.train`.",
+        fix=fix,
     )
 
 

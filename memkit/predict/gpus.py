@@ -113,6 +113,10 @@ class GPU:
 CapacityLike: TypeAlias = SupportsIndex | str | GPU
 
 
+class CardsNotFoundError(InputError, FileNotFoundError):
+    """There is no file of measured GPUs at the path."""
+
+
 def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...]:
     """Return the table, ordered by vendor, generation and size.
 
@@ -124,6 +128,7 @@ def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...
 
     Raises:
         FileFormatError: ``calibrated`` was not written by `write_gpus`.
+        CardsNotFoundError: There is no such file (an `InputError` and a ``FileNotFoundError``).
         OSError: ``calibrated`` cannot be read.
 
     Example:
@@ -331,6 +336,13 @@ def _read(path: Path) -> list[GPU]:
         return [_gpu(row) for row in json.loads(data.decode("utf-8"))["gpus"]]
     except FileFormatError:
         raise
+    except FileNotFoundError:
+        raise CardsNotFoundError(
+            f"calibrated={str(path)!r}",
+            got="no file at this path",
+            expected="a file that `memkit gpus --calibrate FILE` wrote",
+            fix=f"write it on the machine that has the GPU, with `memkit gpus --calibrate {path}`, or omit it.",
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(
             f"calibrated={str(path)!r}",

@@ -1,6 +1,7 @@
 """One graph node per call: its hooks, draws, casts, saved tensors and refusals. Each test fails on a simple loop."""
 
 import contextlib
+import copy
 import functools
 import gc
 import sys
@@ -820,3 +821,41 @@ def test_a_chunk_enters_few_functions_whatever_the_number_of_parameters():
 
     most = 45 if has("torch.Tensor.grad_dtype") else 53  # torch's own, before 2.10
     assert per_chunk(2) == per_chunk(40) <= most
+
+
+class Counting(nn.Module):
+    """Counts how often each code is used, as a quantizer does, and follows the rows' mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(5, 3).double())
+        self.register_buffer("usage", torch.zeros(5, dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(3).double())
+        self.num_rows = 0
+
+    def forward(self, x, rate=0.0):
+        index = torch.cdist(x, self.codes).argmin(1)
+        self.usage += index.bincount(minlength=5)  # a sum over rows: the same in chunks
+        self.num_rows += len(x)
+        if rate:
+            self.mean.lerp_(x.mean(0), rate)
+        return x - self.codes[index]
+
+
+def test_reruns_count_nothing_a_second_time():
+    x, counting = torch.randn(1000, 3).double(), Counting()
+    plain, usage = copy.deepcopy(counting), counting.usage
+    for net, y in ((plain, plain(x)), (counting, chunked_map(counting, x, chunk_size=128))):
+        y.square().sum().backward()
+        assert_close(net.usage, plain.usage)
+        assert_close(net.codes.grad, plain.codes.grad)
+        assert net.num_rows == len(x)
+    assert counting.usage is usage
+
+
+def test_reruns_leave_statistics_as_the_forward_left_them():
+    x, net = torch.randn(1000, 3).double(), Counting()
+    y = chunked_map(net, x, 0.1, chunk_size=128, check=False)
+    after = net.mean.clone()
+    y.sum().backward()
+    assert_close(net.mean, after)

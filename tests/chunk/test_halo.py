@@ -219,3 +219,31 @@ def test_search_stops_early_at_whole_volume(monkeypatch):
         again.register_forward_hook(lambda module, inputs, output: seen.put(inputs[0].numel()))
         find_reach(again, small, [-2, -1])
         assert len(taken()) > 60
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.keeps, self.aux = nn.Conv3d(2, 2, 3, padding=1), True, None
+
+    def forward(self, x):
+        y = self.conv(x)
+        self.aux = y.square().mean() if self.keeps else y.square().mean().detach()
+        return y
+
+
+@pytest.mark.parametrize("call", ["tiles", "occupied parts"])
+def test_a_loss_kept_in_an_attribute_is_warned_of_once_and_the_ways_out_work(call):
+    net, x = nn.Sequential(WithLoss()).double(), torch.zeros(1, 2, 24, 24, 24, dtype=torch.float64)
+    x[:, :, 4:7, 4:7, 4:7] = 1
+    processor = mk.SparsityAwareProcessor(net)
+    run = processor if call == "occupied parts" else lambda x: mk.tiled_apply(net, x, 8)
+    with torch.no_grad():
+        run(x)
+    with pytest.warns(mk.errors.MemkitWarning, match=r"'0.aux'.*part of the volume.*self.aux = result.detach\(\)\.$"):
+        y = run(x)
+    ours = torch.autograd.grad(run(x).square().mean(), net[0].conv.weight)  # computed from the result
+    net(x)
+    torch.testing.assert_close(ours, torch.autograd.grad(net[0].aux, net[0].conv.weight))
+    net[0].keeps = False
+    torch.testing.assert_close(run(x), y)

@@ -94,7 +94,7 @@ def test_counts_in_half_precision_do_not_stall():
 
 def test_half_precision_mean_does_not_overflow():
     x = torch.full((8, 1), 1000.0, dtype=torch.float16)
-    loss = chunked_loss(lambda x: mk.Loss(mean=x.mean(), count=100), x, chunk_size=4)
+    loss = chunked_loss(lambda x: mk.Loss(mean=x.mean(), count=25 * len(x)), x, chunk_size=4)
     assert loss.dtype == torch.float16
     assert float(loss) == 1000
 
@@ -280,3 +280,57 @@ def test_takes_eighteen_times_less_memory_than_a_loop():
     ours = peak(lambda: chunked_loss(fn, x, y, chunk_size=512, params=model.parameters()).backward())
     assert loop > 0.8 * plain
     assert ours < plain / 18
+
+
+def hardest(errors):
+    return mk.Loss(sum=errors.topk(len(errors) // 2).values.sum(), count=len(errors) // 2)
+
+
+def above_median(errors):
+    some = errors[errors > errors.detach().median()]
+    return mk.Loss(mean=some.mean(), count=len(some))
+
+
+def centred(errors):
+    return mk.Loss(sum=(errors - errors.mean()).square().sum(), count=len(errors))
+
+
+def with_penalty(errors):
+    return mk.Loss(sum=errors.sum() + 3, count=len(errors))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("reduce", [hardest, above_median, centred, with_penalty])
+def test_losses_that_mix_rows_are_refused(reduce, seed):
+    torch.manual_seed(seed)
+    net, x = torch.nn.Linear(3, 1).double(), torch.randn(100, 3, dtype=torch.float64)
+    message = r"sum or count over 8 rows is not that of the first \d and that of the others together.*check=False"
+    for call in (chunked_loss, lambda fn, x, **how: mk.ChunkedProcessor(fn, chunk_size=8).loss(x)):
+        with pytest.raises(mk.errors.InputError, match=message):
+            call(lambda x: reduce(net(x)[:, 0].square()), x, chunk_size=8, params=net.parameters())
+
+
+def test_the_way_out_of_losses_that_mix_rows_works():
+    net, x = torch.nn.Linear(3, 1).double(), torch.randn(100, 3, dtype=torch.float64)
+
+    def loss_fn(x, threshold):
+        errors = net(x)[:, 0].square()
+        some = errors[errors > threshold]
+        return mk.Loss(sum=some.sum(), count=len(some))
+
+    errors = net(x)[:, 0].square()
+    median = errors.detach().median()
+    expected = errors[errors > median].mean()
+    loss = chunked_loss(functools.partial(loss_fn, threshold=median), x, chunk_size=8, params=net.parameters())
+    same(loss, expected)
+    same(*(torch.autograd.grad(each, net.weight) for each in (loss, expected)))
+
+
+def test_a_loss_with_noise_of_its_rows_passes():
+    net, x = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5)), torch.randn(100, 3)
+    for noise in (torch.rand, lambda *size: torch.randperm(size[0])[:, None]):
+
+        def loss_fn(x, noise=noise):
+            return mk.Loss(sum=(net(x) * noise(len(x), 1)).square().sum(), count=len(x))
+
+        assert chunked_loss(loss_fn, x, chunk_size=8, params=net.parameters()).requires_grad

@@ -330,22 +330,6 @@ def test_auto_chooses_least_computed_volume():
     assert "would compute" in processor.last_plan.why
 
 
-def test_the_network_is_described_once_a_call():
-    calls = []
-
-    class Noting(nn.Conv3d):
-        def extra_repr(self):
-            calls.append(1)
-            return super().extra_repr()
-
-    processor = SparsityAwareProcessor(Noting(2, 4, 3, padding=1).double(), mode="bbox")
-    volume = brain()
-    processor(volume)
-    calls.clear()
-    processor(volume)
-    assert len(calls) == 1  # of a deep network it takes as long as a small convolution
-
-
 def test_other_refusals():
     net, volume = NETS["stack"], brain()
     with pytest.raises(InputError, match=r"covers 3 \+ 3 voxels \(stride 1\)"):
@@ -385,3 +369,34 @@ def test_an_empty_batch_runs_whole(mode):
     processor = SparsityAwareProcessor(conv, mode=mode)
     assert_same(processor(volume), conv(volume))
     assert processor.last_plan.mode == "dense"
+
+
+@pytest.mark.parametrize("mode", ["auto", "pointwise", "blocks", "bbox"])
+def test_inside_of_transforms_the_whole_volume_runs_or_the_call_is_refused(mode):
+    net, volume = (pointwise_net() if mode == "pointwise" else same(2, 3)).double(), brain()
+    processor = SparsityAwareProcessor(net, mode=mode)
+
+    class Through(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return processor(x)
+
+    through = Through()
+    weights = {name: each.detach() for name, each in through.named_parameters()}
+
+    def loss(weights):
+        return torch.func.functional_call(through, weights, (volume,)).square().mean()
+
+    if mode == "auto":
+        found = torch.func.grad(loss)(weights)
+        expected = torch.autograd.grad(net(volume).square().mean(), list(net.parameters()))
+        torch.testing.assert_close(list(found.values()), list(expected))
+        assert "inside a transform of torch.func" in processor.last_plan.why
+    else:
+        with pytest.raises(InputError, match=r'inside a transform of torch.func.*pass mode="dense"\.$'):
+            torch.func.grad(loss)(weights)
+    processor(volume)  # nothing of it was kept
+    assert processor.last_plan.mode == ("bbox" if mode == "auto" else mode)

@@ -143,3 +143,30 @@ def test_rejects_invalid_arguments():
         submanifold_conv3d(voxels, torch.ones(4, 2, 3, 3, 3))
     with pytest.raises(InputError, match=r"a bias of shape \(2,\)"):
         submanifold_conv3d(voxels, torch.ones(1, 4, 3, 3, 3), torch.ones(2))
+
+
+def test_transforms_are_refused_and_the_way_out_works():
+    coords, features = torch.tensor([[0, 0, 0], [1, 1, 1]]), torch.randn(2, 3, dtype=torch.float64)
+    voxels = SparseVoxels.from_coords(coords, features, shape=(4, 4, 4))
+    weight = torch.randn(2, 3, 3, 3, 3, dtype=torch.float64)
+
+    def ours(weight):
+        return submanifold_conv3d(voxels, weight).features.square().sum()
+
+    def way_out(weight):
+        return dense(features, voxels, weight, None, (1, 1, 1)).square().sum()
+
+    message = r"inside a transform of torch.func.*conv3d on voxels.to_dense\(\), with padding\.$"
+    for transform in (torch.func.grad, torch.func.jacrev, lambda fn: torch.func.vmap(fn, in_dims=0)):
+        given = weight[None] if transform not in (torch.func.grad, torch.func.jacrev) else weight
+        with pytest.raises(StateError, match=message):
+            transform(ours)(given)
+    tangent = torch.randn_like(weight)
+    with pytest.raises(StateError, match=message):
+        torch.func.jvp(ours, (weight,), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(weight, tangent)
+        with pytest.raises(StateError, match="a tensor with a tangent"):
+            ours(dual)
+    leaf = weight.clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(way_out)(weight), *torch.autograd.grad(ours(leaf), leaf))

@@ -323,6 +323,7 @@ def test_a_script_without_training_is_not_known(capfd, tmp_path_factory, line, d
     ("arguments", "text"),
     [
         (["none.py", "--gpu", "T4"], "got no such file"),
+        (["/", "--gpu", "T4"], "got a directory"),
         (["cells.ipynb", "--gpu", "T4"], "nbconvert --to script cells.ipynb && memkit dryrun cells.py --gpu 'T4'"),
         (["ends.py", "--gpu", "A100"], "matches several GPUs"),
         (["ends.py", "--gpu", "Apple 16GB"], "an NVIDIA GPU"),

@@ -84,6 +84,11 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arg
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "5%"])
+def test_a_growth_that_is_no_number_is_wrong_usage(capsys, text):
+    assert_wrong_usage(capsys, ["compare", str(S1), str(S1), "--max-growth", text], "--max-growth")
+
+
 def test_snapshots_are_accepted_like_logs(capsys, tmp_path):
     log = save(tmp_path, snapshot())
     larger = snapshot()

@@ -291,3 +291,15 @@ def masked_rows() -> Step:
 
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
     return Step(model, (torch.randn(64, 16), labels(5, 64), chosen), loss_fn)
+
+
+@case
+def laplacian() -> Step:
+    """A network's second derivatives by torch.func, which adds tangents of zeros."""
+    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        bends = torch.func.vmap(torch.func.hessian(lambda point: model(point)[0]))(x)
+        return bends.diagonal(0, 1, 2).sum(1).square().mean()
+
+    return Step(model, torch.randn(64, 2), loss_fn)

@@ -21,8 +21,9 @@ from tests.helpers import assert_refused, one_in
 from tests.predict.steps import STEPS, Step, classify, labels
 from tests.predict.truth import NUMBERS, allocated_peak, assert_equals_the_real_step, estimate_of, real_step
 
-# A view that was written in place: its backward frees two blocks of the same size in another order.
-OTHER_ORDER = {"unet3d", "unet3d_bfloat16"}
+# A view that was written in place: its backward frees two blocks of the same size in another order. A tangent of zeros
+# is added: torch's shape functions take a few bytes more, for a moment.
+OTHER_ORDER = {"unet3d", "unet3d_bfloat16", "laplacian"}
 
 
 def build(name: str) -> Step:

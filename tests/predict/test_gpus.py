@@ -257,7 +257,9 @@ def test_rejects_invalid_card_file(tmp_path, text):
     path = tmp_path / "cards.json"
     path.write_text(text)
     assert_refused(lambda: all_gpus(path), FileFormatError, f"calibrated={str(path)!r}")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(
+        FileNotFoundError, match=r"no file at this path.*`memkit gpus --calibrate .*none`, or omit it\.$"
+    ):
         all_gpus(tmp_path / "none")
 
 
