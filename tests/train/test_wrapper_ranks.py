@@ -1,6 +1,7 @@
 """The wrapper on two ranks equals one process: under DistributedDataParallel a rank recovers alone, and under FSDP2."""
 
 import contextlib
+import functools
 import json
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def ddp_worker(rank, folder):
     check_a_bfloat16_model()
     check_gradients_are_seen_summed(rank, DistributedDataParallel)
     check_a_plan_for_saved_tensors(rank)
+    check_a_plan_of_the_model_itself(rank, DistributedDataParallel, mk.plan_training)
     check_no_memory_to_convert_gradients_on_one_rank(rank)
     check_nothing_fits_on_one_rank(rank, Path(folder))
     check_a_communication_hook_is_refused(rank)
@@ -79,6 +81,8 @@ def sharded_worker(rank, folder):
     torch.save(state, f"{folder}/{rank}.pt")
     check_gradients_are_seen_summed(rank, lambda model: fully_shard(model, mesh=mesh))
     check_a_plan_for_saved_tensors_is_refused(model, optimizer)
+    blocks = functools.partial(mk.plan_training, treat="blocks")
+    check_a_plan_of_the_model_itself(rank, lambda model: fully_shard(model, mesh=mesh), blocks)
     check_ignored_parameters(lambda model: fully_shard(model, mesh=mesh, ignored_params={model.scale}))
     leave()
 
@@ -154,6 +158,23 @@ def check_a_plan_for_saved_tensors(rank):
             trainer.train_step(batch, mean_square)
         found.append(list(twin.parameters()))
     assert_same(*found)
+
+
+def check_a_plan_of_the_model_itself(rank, spread, plan_training):
+    """The way out where a model of ranks cannot be planned; it may be planned in their process group."""
+    model, data = make()
+    batch = data[0][rank * ROWS : (rank + 1) * ROWS]
+    plan = plan_training(model, batch, mean_square, "sgd", micro_batch_size=2, budget="1MiB")
+    model = spread(model)
+    settings = plan.wrapper_settings() | {"probe": False}
+    with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings) as trainer:
+        assert trainer.train_step(batch, mean_square).num_microbatches == ROWS // 2
+    plain = make()[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mean_square(plain, data[0]).backward()
+    optimizer.step()
+    for each, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(each.detach()), expected.detach(), rtol=1e-13, atol=1e-15)
 
 
 def check_a_plan_for_saved_tensors_is_refused(sharded, optimizer):
