@@ -246,8 +246,12 @@ class GradientSum:
                 forget_unscaling(self._scaler, self.optimizers)
         return self.num_steps > num_steps, all_are_done
 
-    def end_all(self, then: Actions = ()) -> bool:
+    def end_all(self, then: Actions = (), on_joined: Callable[[], None] = lambda: None) -> bool:
         """End the current sum, if any; then join the steps of replicas that have more data.
+
+        Args:
+            then: As for `end`.
+            on_joined: Called after each step of another replica, also one that the scaler skipped.
 
         Returns:
             Whether an optimizer actually stepped.
@@ -259,6 +263,8 @@ class GradientSum:
             stepped, all_are_done = self.end(then, is_last=True)
             has_stepped = has_stepped or stepped
             goes_on = not all_are_done and isinstance(self.ranks, Replicas)
+            if goes_on:
+                on_joined()
         return has_stepped
 
     def discard(self) -> None:

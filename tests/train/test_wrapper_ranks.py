@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,7 @@ def ddp_worker(rank, folder):
     check_uneven_batches(rank)
     check_the_first_forwards(rank)
     check_a_loop_with_batches_on_one_rank(rank, Path(folder))
+    check_a_loop_saves_where_a_rank_has_fewer_batches(rank, Path(folder))
     check_a_budget_is_refused_where_ranks_exchange_statistics()
     check_a_bfloat16_model()
     check_gradients_are_seen_summed(rank, DistributedDataParallel)
@@ -334,6 +337,42 @@ def check_a_loop_with_batches_on_one_rank(rank, folder):
             mk.MemoryEfficientTrainLoop(trainer, batches, mean_square, state=state, progress=False).run()
             assert state.steps == (STEPS,)
         assert trainer.num_steps == STEPS
+
+
+def check_a_loop_saves_where_a_rank_has_fewer_batches(rank, folder):
+    """Rank 0 has 3 batches of an epoch, rank 1 has 5: they save together in steps of which rank 0 has no batch.
+
+    A SIGTERM to both finds rank 0 waiting for the others' steps; the run goes on from there.
+    """
+    plain, data = make()[0], torch.randn(2, 5, ROWS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    whole_run = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for number in range(5):
+            whole_run.zero_grad()
+            mean_square(plain, data[:, number].flatten(0, 1) if number < 3 else data[1, number]).backward()
+            whole_run.step()
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+
+    def stopping(model, x):
+        if torch.equal(x, data[1, 3]):  # of rank 1 alone
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+        return mean_square(model, x)
+
+    ended = []
+    for loss_fn in (stopping, mean_square):
+        model = DistributedDataParallel(make()[0])
+        with (
+            mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer,
+            mk.TrainingStateManager(folder / "uneven") as state,
+        ):
+            batches = list(data[rank][: 5 if rank else 3])
+            loop = mk.MemoryEfficientTrainLoop(trainer, batches, loss_fn, state=state, save_every=2, progress=False)
+            result = loop.run(num_epochs=2)
+            ended.append((result.ended_by, result.num_steps, state.steps))
+    assert ended == [("SIGTERM", 4, (4, 2)), ("epochs", 10, (10, 8, 6))]
+    torch.testing.assert_close(model.module.state_dict(), plain.state_dict(), rtol=1e-13, atol=1e-15)
 
 
 def check_a_budget_is_refused_where_ranks_exchange_statistics():
