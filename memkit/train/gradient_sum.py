@@ -277,10 +277,10 @@ class GradientSum:
         clear_gradients(self._parameters, self._sum_dtype)
         self._has_leftovers = False
 
-    def give_up(self) -> None:
+    def give_up(self, *, is_out: bool) -> None:
         """Tell the other replicas, which wait at their step, that this rank will not reach it."""
         if isinstance(self.ranks, Replicas):
-            self.ranks.give_up(self._parameters)
+            self.ranks.give_up(self._parameters, is_out=is_out)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain types plus the gradients so far: save it before the next step."""

@@ -15,7 +15,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
-from memkit._core.errors import ConfigError
+from memkit._core.errors import ConfigError, StateError
+from memkit.report.figures import read_figures
+from memkit.report.findings import find_findings
 from tests.helpers import assert_same, relative_error
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, out_of_memory, trainer_of
@@ -64,6 +66,7 @@ def ddp_worker(rank, folder):
     check_a_plan_of_the_model_itself(rank, DistributedDataParallel, mk.plan_training)
     check_no_memory_to_convert_gradients_on_one_rank(rank)
     check_nothing_fits_on_one_rank(rank, Path(folder))
+    check_an_error_on_one_rank_is_not_told_as_out_of_memory(rank)
     check_a_communication_hook_is_refused(rank)
     check_join_is_refused(rank)
     leave()
@@ -422,6 +425,10 @@ def check_no_memory_to_convert_gradients_on_one_rank(rank):
         assert accumulator.step()
 
 
+def read_findings(path):
+    return [each.kind for each in find_findings(read_figures(mk.report.read_memory_events(path), None))]
+
+
 def check_nothing_fits_on_one_rank(rank, folder):
     """Both ranks are told in the same step, leave a post-mortem each, and may go on."""
     plain, data = make()
@@ -443,12 +450,30 @@ def check_nothing_fits_on_one_rank(rank, folder):
             memory.phase("step"),
         ):
             trainer.train_step(batch, never_fits if rank else mean_square)
+        findings = read_findings(folder / f"events.rank{rank}.jsonl")
+        assert findings == (["oom"] if rank else ["oom_elsewhere"])
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
         for attempt in trainer.microbatches(batch):  # each out-of-memory that is recovered, where it is asked for
             with attempt as micro, memory.post_mortem(folder / "recovered"):
                 trainer.backward((never_fits if rank and len(micro) == ROWS else mean_square)(model, micro))
         assert trainer.step()
     torch.save(plain.state_dict(), folder / f"after{rank}.pt")
+
+
+def check_an_error_on_one_rank_is_not_told_as_out_of_memory(rank):
+    plain, data = make()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        DistributedDataParallel(plain), torch.optim.SGD(plain.parameters(), lr=0.1), accumulation_steps=2
+    )
+    before = plain[0].weight.detach().clone()
+
+    def loss_fn(model, x):  # on rank 1 it compares rows
+        return model(x).std() if rank else mean_square(model, x)
+
+    kind, words = (ConfigError, "is split") if rank else (StateError, "an error on 1 of the 2 ranks")
+    with trainer, pytest.raises(kind, match=words):
+        trainer.train_step(data[0][:ROWS], loss_fn)
+    torch.testing.assert_close(plain[0].weight.detach(), before, rtol=0, atol=0)
 
 
 def test_fatal_out_of_memory_reaches_all_ranks(ddp_folder):
