@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from memkit._core.errors import ConfigError, FileFormatError, StateError, warn_user
 from memkit._core.settings import Checker
 
-_VERSION = 3
+_VERSION = 4
 
 
 class EpochOrder(Sampler[list[int]], ABC):
@@ -114,7 +114,10 @@ class EpochOrder(Sampler[list[int]], ABC):
                 f"{type(self).__name__}.load_state_dict(state)",
                 got=f"version {found[0]!r}, made of {found[1]!r}",
                 expected=f"version {wanted[0]}, made of {wanted[1]!r}",
-                fix="load the state into a sampler created with the same arguments, or begin a new epoch.",
+                fix="create the sampler so that it is made of the same (batches over all ranks: batch_size * "
+                "num_replicas); or finish the epoch with the earlier settings; or begin a new epoch: restore the other "
+                "objects without the loader, state.restore(step, model=model, optimizer=optimizer, ...), and give a "
+                "MemoryEfficientTrainLoop a TrainingStateManager of another directory.",
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._start = self._num_given = state["num_done"]

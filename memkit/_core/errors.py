@@ -108,6 +108,10 @@ class MemkitOutOfMemoryError(MemkitError, RuntimeError):
     """Memory ran out, and nothing smaller is left to try. An outer recovery treats it as out-of-memory."""
 
 
+class OutOfMemoryElsewhereError(MemkitOutOfMemoryError):
+    """Memory ran out on another rank. A log tells it by this name from an error of its own rank."""
+
+
 class MemkitWarning(UserWarning):
     """Something works, but perhaps not in the way that the user expects."""
 

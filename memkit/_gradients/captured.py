@@ -18,6 +18,9 @@ from memkit._core.attributes import attributes_of
 from memkit._core.errors import InputError
 from memkit._torch.graph import inputs_of, sequence_number
 
+UNSHARDED = "do not shard this module separately: call fully_shard on the module around it, whose forward calls memkit."
+"""The way out where a function calls a module that fully_shard gathers for each call, into other tensors."""
+
 
 class _Edge(NamedTuple):
     node: Node
@@ -37,6 +40,7 @@ class CapturedTensors:
         with torch.inference_mode(False), torch.enable_grad():  # noqa: FBT003 - torch.compile knows no mode=
             mark: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
         self._newest_before = sequence_number(mark)
+        self._has_shards = False
 
     def refuse(self, results: Iterable[Tensor], known: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
         """Refuse results that depend on a tensor that needs a gradient and is not known.
@@ -52,6 +56,7 @@ class CapturedTensors:
         Raises:
             InputError: There is such a tensor; the message gives its name and shape, and a fix.
         """
+        self._has_shards = any(hasattr(each, "to_local") for each in known)  # DTensors, whose module is slow to import
         # A function may take a row's gradient itself (forces): such a row is known, even if not needed outside.
         sources = {get_gradient_edge(leaf).node for leaf in known if leaf.requires_grad}
         seen: set[Node] = set()
@@ -93,7 +98,9 @@ class CapturedTensors:
             got=f"a function that uses {found} without receiving it as an argument",
             expected="every tensor that needs a gradient as an argument or a parameter: otherwise it would "
             "silently get no gradient",
-            fix="pass it as an argument if it has one entry per row; pass leaf tensors as params=[...] "
+            fix=UNSHARDED
+            if self._has_shards
+            else "pass it as an argument if it has one entry per row; pass leaf tensors as params=[...] "
             "(params=module.parameters()); compute non-leaf tensors inside the function; detach() tensors that "
             "need no gradient.",
         )

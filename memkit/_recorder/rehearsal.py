@@ -22,6 +22,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ _GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"
 _CONTAINERS = (list, dict, set, collections.deque)
 _NUMBERS = (bytearray, array.array)
 # Of the standard library, with what is the user's.
-_WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, UserState)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, UserState, *_WEAK)
 _OPTIMIZING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _RESULTS = frozenset({Tensor, np.ndarray, tuple, list, dict, *_WORDS})

@@ -47,8 +47,8 @@ class Sums(Protocol):
     def discard(self) -> None:
         """Drop the sums and start over."""
 
-    def give_up(self) -> None:
-        """Tell the other ranks, if any, that this one will not reach its step."""
+    def give_up(self, *, is_out: bool) -> None:
+        """Tell the other ranks, if any, that this one will not reach its step: it ran out of memory, or has failed."""
 
 
 class RemedySource(Protocol):

@@ -14,7 +14,7 @@ from torch import nn
 from memkit._core.errors import StateError
 from memkit._recovery.makeup import Makeup
 from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, are_same, cloned
-from memkit._torch.script import as_written, early_stop_through_scripts
+from memkit._torch.script import as_written, early_stop_through_handlers
 from memkit._torch.tensors import version_of
 
 
@@ -77,7 +77,7 @@ class Replay:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
         try:
-            with self._before.random.again(), as_written(), early_stop_through_scripts():
+            with self._before.random.again(), as_written(), early_stop_through_handlers():
                 yield
         finally:
             for owner, name, buffer in buffers_now:

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._core.errors import ConfigError, InputTypeError, StateError
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.shard import REPLICATED, Shard
 from memkit._simulation.simulation import MakeOptimizer, RankPart, is_own, optimizer_maker
@@ -44,7 +44,7 @@ def as_first_rank(
     shard: Shard, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer], device_type: str
 ) -> Iterator[RankPart]:
     """Distribute a model of fake tensors over ranks, of which only the first exists."""
-    _refuse_own_ranks(shard.kind, model, optimizer)
+    _refuse_own_ranks(shard.kind, optimizer)
     make_optimizers = optimizer_maker(optimizer)
     with _first_of(shard.ranks, device_type) as mesh:
         if shard.kind in REPLICATED:
@@ -58,9 +58,7 @@ def as_first_rank(
                 yield RankPart(model, make_optimizers(model.parameters()), ())
 
 
-def _refuse_own_ranks(
-    kind: str, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer]
-) -> None:
+def _refuse_own_ranks(kind: str, optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer]) -> None:
     call = f"estimate_memory_usage(model, sample_batch, shard={kind!r})"
     if dist.is_initialized():
         raise StateError(
@@ -68,13 +66,6 @@ def _refuse_own_ranks(
             got="a process that is already in a process group",
             expected="no process group: the estimate creates its own, which communicates with no other process",
             fix="estimate before init_process_group, or in a separate process.",
-        )
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise InputError(
-            call,
-            got="a model that is already sharded",
-            expected="the whole model, which needs no memory on the meta device",
-            fix="estimate before fully_shard, or build the model again under torch.device('meta').",
         )
     if is_own(optimizer):
         raise InputTypeError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.modules import PAD_PACKED, rnn_functions
 from memkit._torch.pytree import children_of, tree_leaves
+from memkit._torch.ranks import is_sharded
 
 T = TypeVar("T")
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -588,7 +589,7 @@ def loss_of(
 
 
 def check_model(call: str, model: object, batch: object = None, optimizer: object = None) -> None:
-    """Refuse a model that is not a module, and a loader instead of a batch.
+    """Refuse a model that is not a module or exchanges data with other ranks, and a loader instead of a batch.
 
     Args:
         call: Name of the user's call.
@@ -598,6 +599,7 @@ def check_model(call: str, model: object, batch: object = None, optimizer: objec
 
     Raises:
         InputTypeError: ``model`` is not a module, or ``batch`` is a loader.
+        InputError: The model is in DistributedDataParallel, or `fully_shard` was called on it.
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(
@@ -613,6 +615,44 @@ def check_model(call: str, model: object, batch: object = None, optimizer: objec
             expected="one of its batches",
             fix=f"write {call}(model, next(iter(loader)), loss_fn, ...).",
         )
+    for name, module in model.named_modules(prefix="model"):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            _refuse_ranks(call, f"{name} in DistributedDataParallel", _for_replicas(call, name))
+        if is_sharded(module):
+            _refuse_ranks(call, f"{name} after fully_shard", _for_shards(call))
+
+
+def _refuse_ranks(call: str, got: str, fix: str) -> NoReturn:
+    raise InputError(
+        f"{call}(model, ...)",
+        got=got,
+        expected="the model itself: what ranks hold and exchange is not in a run on tensors without data",
+        fix=fix,
+    )
+
+
+def _for_replicas(call: str, name: str) -> str:
+    """Return the way out for a part of the model that DistributedDataParallel holds."""
+    instead = f"{name}.module in place of {name}"
+    if call == "prepare":
+        return (
+            f"write plan = plan_training(model, sample_batch, loss_fn, optimizer, ...) with {instead}, and "
+            "MemoryEfficientTrainingWrapper(model, optimizer, **plan.wrapper_settings())."
+        )
+    ranks = "; with its buckets: shard=Shard('ddp', ranks), in a process without a process group"
+    return f"pass {instead}{ranks if call == 'estimate_memory_usage' else ''}."
+
+
+def _for_shards(call: str) -> str:
+    """Return the way out for a model that is sharded."""
+    if call in ("prepare", "plan_training"):
+        return (
+            "write plan = plan_training(model, sample_batch, loss_fn, ..., treat='blocks') before fully_shard, and "
+            "MemoryEfficientTrainingWrapper(model, optimizer, **plan.wrapper_settings()) after it."
+        )
+    ranks = ", with shard=Shard('fsdp2', ranks) in a process without a process group"
+    whole = f"call {call} before fully_shard, or build the model again under torch.device('meta')"
+    return f"{whole}{ranks if call == 'estimate_memory_usage' else ''}."
 
 
 def _instead_of_a_model(call: str, model: object, batch: object, optimizer: object) -> str:

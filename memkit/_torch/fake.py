@@ -53,6 +53,12 @@ RUN_FALLBACK = "run_fallback_kernel"
 PARSE_TO = "_parse_to"
 
 
+def attributes_of_user(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that code has given to a tensor, without those through which a fake tensor works."""
+    own = {*FakeTensor.__annotations__, "_fake_device", "_is_param"}
+    return {name: value for name, value in vars(tensor).items() if name not in own and "_memo" not in name}
+
+
 @contextmanager
 def without_fake_log() -> Iterator[None]:
     """Keep torch from logging a traceback of its own for each operator that fails on fake tensors."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -36,13 +36,18 @@ def synchronize_buffers(replica: nn.parallel.DistributedDataParallel) -> None:
     replica.require_forward_param_sync = False
 
 
+def is_sharded(value: object) -> TypeGuard[nn.Module]:
+    """Return whether this is a module on which fully_shard was called."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes half a second, but is loaded where a model is sharded
+    return fsdp is not None and isinstance(value, fsdp.FSDPModule)
+
+
 def gathered_parameters(objects: Iterable[object]) -> set[int]:
     """Return the ids of parameters that fully_shard replaces, gathers and frees, and of the dicts that hold them.
 
     They are those of all objects that are modules under fully_shard, and of the modules inside.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes half a second, but is loaded where a model is sharded
-    roots = [each for each in objects if isinstance(each, fsdp.FSDPModule)] if fsdp is not None else []
+    roots = [each for each in objects if is_sharded(each)]
     held = {id(each._parameters): each._parameters for root in roots for each in root.modules()}
     return held.keys() | {id(each) for parameters in held.values() for each in parameters.values()}
 

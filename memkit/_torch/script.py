@@ -1,14 +1,21 @@
-"""TorchScript inside a forward that is run again in the backward.
+"""TorchScript, and handlers of exceptions, inside a forward that is run again in the backward.
 
-On its second call, a scripted function runs another plan, which saves other tensors than the first one; and an
-exception raised inside it becomes a RuntimeError that holds only its text.
+On its second call, a scripted function runs another plan, which saves other tensors than the first one. Torch ends the
+second run by an exception, raised where a tensor is saved. Inside a scripted function that becomes a RuntimeError, and
+the forward's own ``except Exception`` catches it.
 """
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.jit._fuser import optimized_execution
 from torch.utils.checkpoint import _StopRecomputationError
+
+from memkit._torch.compiler import uncompiled
+from memkit._torch.graph import saving_hooks
 
 
 def as_written() -> contextlib.AbstractContextManager[None]:
@@ -17,17 +24,33 @@ def as_written() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def early_stop_through_scripts() -> Iterator[None]:
-    """Restore the exception by which torch's checkpoint stops a recomputation once it has all tensors it needs.
+def early_stop_through_handlers() -> Iterator[None]:
+    """Let the exception arrive by which torch's checkpoint stops a recomputation once it has all tensors it needs.
 
-    The exception has no text, and is raised where a tensor is saved; a scripted function turns it into a RuntimeError
-    without text. If another exception without text is mistaken for it, torch's checkpoint finds tensors missing and
-    reports them.
+    If a handler caught it, no further tensor is saved, which torch would report as one too many, and whatever the
+    block raises then no longer matters.
     """
-    try:
+    hooks = saving_hooks()
+    if hooks is None:
         yield
-    except RuntimeError as error:
-        text = str(error)
-        if "TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:"):
+        return
+    save, load = hooks
+    has_stopped = False
+
+    def pack(tensor: torch.Tensor) -> Any:
+        nonlocal has_stopped
+        if has_stopped:
+            raise _StopRecomputationError
+        try:
+            return save(tensor)
+        except _StopRecomputationError:
+            has_stopped = True
+            raise
+
+    try:
+        with saved_tensors_hooks(uncompiled(pack), load):
+            yield
+    except Exception as error:
+        if has_stopped and not isinstance(error, _StopRecomputationError):
             raise _StopRecomputationError from None
         raise

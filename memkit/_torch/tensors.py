@@ -156,6 +156,11 @@ def accumulate_hooks(tensor: torch.Tensor) -> Any:
     return tensor._post_accumulate_grad_hooks
 
 
+def set_accumulate_hooks(tensor: torch.Tensor, hooks: Any) -> None:
+    """Set a leaf's hooks, as returned by `accumulate_hooks`."""
+    tensor._post_accumulate_grad_hooks = hooks
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the base of a view; None if the tensor is not a view."""
     return tensor._base

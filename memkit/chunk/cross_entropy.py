@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
+from memkit._gradients.captured import UNSHARDED
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
 from memkit._torch.compiler import runs_eagerly
 from memkit.chunk.loss import check_row_reduction
@@ -69,7 +70,7 @@ def chunked_linear_cross_entropy(
     Raises:
         ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is invalid, such as
             ``"none"``, or ``label_smoothing`` lies outside [0, 1].
-        InputError: The shapes do not match, or the targets are not int64.
+        InputError: The shapes do not match, the targets are not int64, or ``weight`` is a shard.
         StateError: In the backward pass with ``create_graph=True``.
         RuntimeError: Raised by torch: a target is out of range (on CUDA a device-side assertion).
 
@@ -102,6 +103,13 @@ def chunked_linear_cross_entropy(
             fix="write chunked_linear_cross_entropy(x, head.weight, targets, head.bias)",
         )
     _check_shapes(x, weight, targets, bias, call)
+    if hasattr(weight, "to_local") and not hasattr(x, "to_local"):
+        raise InputError(
+            call,
+            got="a weight of which this rank holds a shard (DTensor), and x as a plain tensor",
+            expected="the whole weight, as the forward of a module sees it that is sharded together with its head",
+            fix=UNSHARDED,
+        )
     Checker(call).number("label_smoothing", label_smoothing, 0, 1, fix="pass label_smoothing=0.1, the usual value.")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if chunk_size is None or is_auto(chunk_size):

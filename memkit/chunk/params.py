@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._gradients.captured import UNSHARDED
 from memkit._torch import pytree
 
 
@@ -98,8 +99,7 @@ def _refuse_sharded(call: str, fn: object) -> None:
                 got=f"a {type(module).__name__}, whose parameters are gathered from all ranks at each call",
                 expected="parameters that stay available while chunks run, because ranks may run different numbers "
                 "of chunks",
-                fix="do not shard this module separately: call fully_shard on the module around it, whose forward "
-                "calls memkit.",
+                fix=UNSHARDED,
             )
 
 

@@ -62,7 +62,8 @@ class LoopResult:
     Attributes:
         ended_by: ``"epochs"``, ``"early stopping"`` or ``"SIGTERM"``.
         num_epochs: Epochs finished so far, including those of earlier runs that were resumed.
-        num_steps: Steps so far, counted the same way; a step skipped by mixed precision counts.
+        num_steps: Steps so far, counted the same way; a step skipped by mixed precision counts, and so does one of
+            other ranks that this one joined without a batch.
         num_skipped: Steps of this run that the loss scaler skipped.
         validation: The figures of the last validation of this run; None if there was none.
 
@@ -299,24 +300,23 @@ class MemoryEfficientTrainLoop:
     def _run_epoch(self, bar: Any) -> None:
         batches, timeline = self._position.batches(), self._timeline
         self._validate_if_due(at_end=False)  # where the last run was stopped before it could validate
-        while True:
-            if self._end_reason() is not None:
-                return
+        is_over = False
+        while not is_over and self._end_reason() is None:
             timeline.start()
             batch = next(batches, _END)
             timeline.lap("data")
-            if batch is _END:
-                break
-            self.run_step(batch)
-            if bar is not None:
-                bar.update()
-            if self.num_steps % self._busy_every == 0:
-                self._report_if_due(bar)
-                self._validate_if_due(at_end=False)
-                self._save_if_due(at_end=False)
-        if self.trainer.flush():  # under DDP other ranks had more batches: validate and save their steps too
-            self._validated_at = self._saved_at = None
-        elif self._position.num_batches == 0:
+            is_over = batch is _END
+            if not is_over:
+                self.run_step(batch)
+                if bar is not None:
+                    bar.update()
+                if self.num_steps % self._busy_every == 0:
+                    self._do_what_is_due(bar)
+        num_steps = self.num_steps
+        self._join_others(bar)
+        if not is_over:
+            return
+        if self.num_steps == num_steps and self._position.num_batches == 0:
             self._save_once()
             raise InputError(
                 f"{_CALL}.run(): epoch {self._position.epoch + 1}",
@@ -330,6 +330,28 @@ class MemoryEfficientTrainLoop:
             return  # before the validation finished: the resumed run repeats it
         self._position.end_epoch()
         self._save_if_due(at_end=True)
+
+    def _join_others(self, bar: Any) -> None:
+        """Under DDP, take part in the steps, saves and validations of ranks that have more batches."""
+
+        def count() -> None:
+            self._timeline.lap("step")
+            self.num_steps += 1
+            self._timeline.num_steps += 1
+            if bar is not None:
+                bar.update()
+            if self.num_steps % self._busy_every == 0:
+                self._do_what_is_due(bar)
+            self._timeline.start()
+
+        self._timeline.start()
+        self.trainer.flush(count)
+
+    def _do_what_is_due(self, bar: Any) -> None:
+        """Report, validate and save after a step; ranks that save together have counted as many steps."""
+        self._report_if_due(bar)
+        self._validate_if_due(at_end=False)
+        self._save_if_due(at_end=False)
 
     def _end_reason(self) -> EndedBy | None:
         if self._stop.has_arrived:

@@ -24,7 +24,8 @@ class ResumableBatchSampler(EpochOrder):
     remaining batches are a slice of a permutation. Wrap the loader in `ResumableLoader` for that.
 
     Each sample is in one batch of the epoch. Ranks split every global batch: rank r takes the r-th part of each, and
-    the smaller last one is split evenly.
+    the smaller last one is split evenly. Another number of ranks continues an epoch with the same global batches, if
+    ``batch_size * num_replicas`` stays the same.
 
     Args:
         num_samples: Samples of the dataset, its ``len``.
@@ -81,7 +82,8 @@ class ResumableBatchSampler(EpochOrder):
                 fix="pass drop_last=True, or another batch_size.",
             )
         order = f"{'shuffled' if shuffle else 'in order'}{', without the last' if drop_last else ''}"
-        self._settings = f"{num_samples} samples, batches of {batch_size} {order}, {num_ranks} ranks"
+        # The ranks' parts of a global batch are not in it: any number of ranks goes on with the same global batches.
+        self._settings = f"{num_samples} samples, batches of {batch_size * num_ranks} over all ranks, {order}"
         self._num_samples, self._shuffle = num_samples, shuffle
         self._rows = batch_size * num_ranks
         self._num_batches = num_samples // self._rows + (num_left > 0 and not drop_last)

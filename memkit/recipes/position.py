@@ -22,8 +22,9 @@ from memkit.recipes.order import (
     plain_attributes,
     tell_epoch,
 )
+from memkit.recipes.state.ranks import RankGroup
 
-_VERSION = 2
+_VERSION = 3
 
 
 class Position:
@@ -55,6 +56,19 @@ class Position:
     def batches(self) -> Iterator[Any]:
         """Return the rest of the epoch; loading a state meanwhile ends it with a `StateError`."""
         return self._give(self._begin())
+
+    def _tell_of_other_ranks(self, num_ranks: int) -> None:
+        """Warn if finished batches are skipped that other ranks had: what a sampler made of them is not known."""
+        if (now := RankGroup().size) != num_ranks:
+            warn_user(
+                f"MemoryEfficientTrainLoop: the state was saved after {self.num_batches} batches of epoch "
+                f"{self.epoch + 1} on each of {num_ranks} ranks, and now there are {now}. If the loader divides its "
+                "samples among the ranks, as a DistributedSampler does, the rest of this epoch leaves some out or "
+                f"repeats some; later epochs are whole. Way out: finish the epoch on {num_ranks} ranks "
+                f"(run(num_epochs={self.epoch + 1})) and change their number then; or give the DataLoader "
+                "batch_sampler=ResumableBatchSampler(len(dataset), batch_size, num_replicas=..., rank=...) from the "
+                "start: with the same batch_size * num_replicas another number of ranks continues exactly."
+            )
 
     def _give(self, batches: Iterator[Any]) -> Iterator[Any]:
         num_loads = self._num_loads
@@ -124,6 +138,7 @@ class Position:
             "num_batches": self.num_batches,
             "start": self._start,
             "order": self._order.state_dict(num_done=self.num_batches) if self._order else None,
+            "num_ranks": RankGroup().size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,5 +152,7 @@ class Position:
         self.epoch, self.num_batches, self._start = state["epoch"], state["num_batches"], state["start"]
         if self._order and state["order"] is not None and self.num_batches:
             self._order.load_state_dict(state["order"])
+        elif self.num_batches:
+            self._tell_of_other_ranks(state["num_ranks"])
         if self._generator and state["generator"] is not None:
             self._generator.set_state(state["generator"])

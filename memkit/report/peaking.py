@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from memkit._core.errors import OutOfMemoryElsewhereError
 from memkit._core.units import GIB, MIB
 from memkit._events.log import Event
 from memkit.report.figures import ReportFigures
@@ -28,7 +29,9 @@ def find_shortages(figures: ReportFigures) -> Iterator[ReportFinding]:
     """Find where memory ran out, and whether training continued."""
     events = [each.event for each in figures.observed]
     last_step = max((index for index, each in enumerate(figures.observed) if each.step is not None), default=-1)
-    failed = [(index > last_step, clean(events[index].phase or events[index].event)) for index in figures.failures]
+    told = {index for index in figures.failures if _is_of_another_rank(events[index])}
+    own = [index for index in figures.failures if index not in told]
+    failed = [(index > last_step, clean(events[index].phase or events[index].event)) for index in own]
     lost = [where for is_last, where in failed if is_last]
     for each in figures.shortages[:1]:
         values = {"where": clean(each.event), "asked": each.asked_bytes, "free": each.free_bytes}
@@ -37,6 +40,10 @@ def find_shortages(figures: ReportFigures) -> Iterator[ReportFinding]:
         return
     if lost:
         yield ReportFinding(kind="oom", severity="fault", at_stake=_END_OF_RUN, values={"where": lost[0]})
+    elif any(index > last_step for index in told):
+        yield ReportFinding(
+            kind="oom_elsewhere", severity="fault"
+        )  # less at stake: that rank's own finding comes first
     elif figures.num_survived:
         parts = max(
             ((_parts(event.note), max(event.note["sizes"])) for event in events if event.note and _parts(event.note)),
@@ -53,6 +60,10 @@ def find_shortages(figures: ReportFigures) -> Iterator[ReportFinding]:
     elif failed:
         values = {"count": f"{len(failed):,}", "where": failed[0][1]}
         yield ReportFinding(kind="caught", severity="warning", at_stake=_END_OF_RUN, values=values)
+
+
+def _is_of_another_rank(event: Event) -> bool:
+    return event.note is not None and event.note.get("error") == OutOfMemoryElsewhereError.__name__
 
 
 def _parts(note: Mapping[str, Any] | None) -> int:

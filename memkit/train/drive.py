@@ -180,9 +180,10 @@ class BatchDriver:
             raise
 
     def _give_up(self, run: BatchRun, error: MemkitError) -> None:
-        if isinstance(error, MemkitOutOfMemoryError):
+        is_out = isinstance(error, MemkitOutOfMemoryError)
+        if is_out:
             self.sizes.forget(run.key)  # memory may be back in the next step
-        run.sums.give_up()  # else the other ranks would wait at their step
+        run.sums.give_up(is_out=is_out)  # else the other ranks would wait at their step
 
     def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:
         """Return whether all parts are done; in the user's own loop all but one, so that it ends with a real part."""

@@ -246,8 +246,12 @@ class GradientSum:
                 forget_unscaling(self._scaler, self.optimizers)
         return self.num_steps > num_steps, all_are_done
 
-    def end_all(self, then: Actions = ()) -> bool:
+    def end_all(self, then: Actions = (), on_joined: Callable[[], None] = lambda: None) -> bool:
         """End the current sum, if any; then join the steps of replicas that have more data.
+
+        Args:
+            then: As for `end`.
+            on_joined: Called after each step of another replica, also one that the scaler skipped.
 
         Returns:
             Whether an optimizer actually stepped.
@@ -259,6 +263,8 @@ class GradientSum:
             stepped, all_are_done = self.end(then, is_last=True)
             has_stepped = has_stepped or stepped
             goes_on = not all_are_done and isinstance(self.ranks, Replicas)
+            if goes_on:
+                on_joined()
         return has_stepped
 
     def discard(self) -> None:
@@ -271,10 +277,10 @@ class GradientSum:
         clear_gradients(self._parameters, self._sum_dtype)
         self._has_leftovers = False
 
-    def give_up(self) -> None:
+    def give_up(self, *, is_out: bool) -> None:
         """Tell the other replicas, which wait at their step, that this rank will not reach it."""
         if isinstance(self.ranks, Replicas):
-            self.ranks.give_up(self._parameters)
+            self.ranks.give_up(self._parameters, is_out=is_out)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain types plus the gradients so far: save it before the next step."""

@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
+from memkit._core.errors import (
+    ConfigError,
+    MemkitOutOfMemoryError,
+    OutOfMemoryElsewhereError,
+    StateError,
+    warn_user,
+)
 from memkit._core.units import MIB
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
@@ -73,23 +79,31 @@ class Ranks:
             no rank has more data.
 
         Raises:
-            MemkitOutOfMemoryError: Another rank has given up.
+            MemkitOutOfMemoryError: Another rank has given up, because it ran out of memory.
+            StateError: Another rank has given up, because of another error.
         """
         have = [float(parameter.grad is not None) for parameter in parameters]
-        num_lost, total, num_last, *num_have = self.sum([0.0, count, float(is_last), *have])
-        if num_lost:
-            raise MemkitOutOfMemoryError(
+        num_out, num_failed, total, num_last, *num_have = self.sum([0.0, 0.0, count, float(is_last), *have])
+        fix = "see the error of that rank; all ranks drop this step and keep the parameters that they had before it."
+        if num_out:
+            raise OutOfMemoryElsewhereError(
                 "a step of several ranks",
-                got=f"out of memory on {int(num_lost)} of the {self.num_ranks} ranks, even in the smallest parts",
+                got=f"out of memory on {int(num_out)} of the {self.num_ranks} ranks, even in the smallest parts",
                 expected="parts that fit on every rank",
-                fix="see the error of that rank; all ranks drop this step and keep the parameters that they had "
-                "before it.",
+                fix=fix,
+            )
+        if num_failed:
+            raise StateError(
+                "a step of several ranks",
+                got=f"an error on {int(num_failed)} of the {self.num_ranks} ranks",
+                expected="a batch on every rank that memkit can train on",
+                fix=fix,
             )
         return total, [num > 0 for num in num_have], num_last == self.num_ranks
 
-    def give_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Tell the other ranks, which reach `agree`, that this rank has run out of memory for good."""
-        self.sum([1.0, *[0.0] * (2 + len(parameters))])
+    def give_up(self, parameters: Sequence[nn.Parameter], *, is_out: bool) -> None:
+        """Tell the other ranks, which reach `agree`, that this rank has run out of memory for good, or has failed."""
+        self.sum([float(is_out), float(not is_out), *[0.0] * (2 + len(parameters))])
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return each number summed over the ranks; all ranks must call it, with the same number of numbers."""
@@ -323,7 +337,7 @@ def widen_for_step(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None
         insist(widen, "converting the gradients")
     except MemkitOutOfMemoryError:
         if ranks is not None:
-            ranks.give_up(parameters)
+            ranks.give_up(parameters, is_out=True)
         raise
 
 

@@ -308,7 +308,7 @@ class _Total:
         self._count: float | None = None
         self._unit = 1.0  # counted losses are summed in units of the first part's count: large sums overflow float16
 
-    def give_up(self) -> None:
+    def give_up(self, *, is_out: bool) -> None:
         """Do nothing: no other process waits."""
 
     def add(self, loss: Loss, weight: float, count: float | None, scale: float | torch.Tensor) -> None:

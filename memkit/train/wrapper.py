@@ -580,13 +580,17 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         """Drop a batch that was not stepped yet, after Ctrl-C between its loop and `step`, and undo its effects."""
         self._abandon(KeyboardInterrupt())
 
-    def flush(self) -> bool:
+    def flush(self, on_joined: Callable[[], None] = lambda: None) -> bool:
         """Under DDP, join the steps of ranks that have more batches; call it on all ranks at the end of their data.
+
+        Args:
+            on_joined: Called after each step of another rank that this one has joined: for what all ranks do together
+                after a step, such as saving a state.
 
         Returns:
             True if an optimizer actually stepped. Does nothing on sharded ranks or in a single process.
         """
-        return self._sum.end_all(self._after_step)
+        return self._sum.end_all(self._after_step, on_joined)
 
     def evaluation(self) -> EvaluationBlock:
         """Evaluate inside the block, in eval mode without gradients; restores all modes. Yields an `Evaluation`."""

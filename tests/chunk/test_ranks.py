@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,6 +47,38 @@ def data(rank):
 KINDS = ["ddp", "fsdp", "fsdp kernel"]
 
 
+class Classifier(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 6), nn.Linear(6, 5, bias=False)
+        self.how = how
+
+    def forward(self, rows, classes):
+        hidden = self.body(rows)
+        if self.how == "loss":
+            return mk.chunk.chunked_loss(self.losses, hidden, classes, chunk_size=4, params=self.head.parameters())
+        if self.how == "entropy":
+            return mk.chunked_linear_cross_entropy(hidden, self.head.weight, classes, chunk_size=4)
+        return self.losses(hidden, classes).mean()
+
+    def losses(self, hidden, classes):
+        return F.cross_entropy(self.head(hidden), classes, reduction="none")
+
+
+def classified(how, rank, *, separately):
+    """The gradients of one step of a model sharded as a whole, or the error where its head is sharded separately."""
+    model, (rows, classes, _) = Classifier(how).double(), data(rank)
+    if separately:
+        fully_shard(model.head)
+    fully_shard(model)
+    try:
+        model(rows, classes % 5).backward()
+    except mk.errors.InputError as error:
+        return str(error)
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
 def outcome(kind, rank):
     """The gradients of one step, or the error."""
     model = Operator(in_pieces=True).double()
@@ -65,6 +98,9 @@ def outcome(kind, rank):
 def worker(rank, folder):
     join(rank, folder)
     found = {kind: outcome(kind, rank) for kind in KINDS}
+    for how in ("loss", "entropy"):
+        found |= {f"{how} whole": classified(how, rank, separately=False)}
+        found |= {f"{how} head": classified(how, rank, separately=True)}
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.barrier()
@@ -89,3 +125,14 @@ def test_ranks_with_other_numbers_of_chunks_equal_one_process(kind, found):
 def test_rejects_function_that_gathers_parameters(found):
     """It would be gathered for each chunk; ranks with different numbers of chunks would deadlock."""
     assert "call fully_shard on the module around it" in found["fsdp kernel"]
+
+
+@pytest.mark.parametrize("how", ["loss", "entropy"])
+def test_a_head_sharded_separately_is_refused_with_a_way_out(how, found):
+    assert "call fully_shard on the module around it" in found[f"{how} head"]
+    model = Classifier("plain").double()
+    for rank in range(2):
+        rows, classes, _ = data(rank)
+        (model(rows, classes % 5) / 2).backward()
+    for got, expected in zip(found[f"{how} whole"], gradients(model), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)

@@ -228,8 +228,8 @@ def test_refuses_another_packing():
     state = BudgetBatchSampler([1, 2, 3], max_points=5).state_dict()
     for other in (BudgetBatchSampler([1, 2, 4], max_points=5), BudgetBatchSampler([1, 2, 3], max_points=6)):
         assert_refused(partial(other.load_state_dict, state), FileFormatError, "made of", "budgets")
-    with pytest.raises(FileFormatError, match="got version 4, made of"):
-        BudgetBatchSampler([1, 2, 3], max_points=5).load_state_dict(state | {"version": 4})
+    with pytest.raises(FileFormatError, match="got version 5, made of"):
+        BudgetBatchSampler([1, 2, 3], max_points=5).load_state_dict(state | {"version": 5})
 
 
 def test_state_is_plain():

@@ -1,5 +1,6 @@
 """One rank's step without data against two real gloo processes, and what an estimate leaves behind."""
 
+import copy
 import sys
 
 import pytest
@@ -8,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._simulation.shard import Shard
 from memkit.predict.usage import estimate_memory_usage
+from memkit.recipes.planned import plan_training, prepare
 from tests.helpers import assert_refused, one_in
 from tests.predict.ranks import (
     FOUR,
@@ -116,6 +119,13 @@ def group_of_two():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow  # the profiler prints
@@ -273,3 +283,51 @@ def test_refuses_a_sharded_model(group_of_two):
     fully_shard(model)
     dist.destroy_process_group()
     assert_refused(lambda: estimate(Shard("fsdp2", 2), model), InputError, "before fully_shard")
+
+
+def estimate_of(model, x):
+    return estimate_memory_usage(model, x, loss_fn=mean_square)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "way_out"),
+    [
+        (
+            lambda model, optimizer, x: estimate_of(model, x),
+            "ddp",
+            r"pass model\.0\.module in place of model\.0; .*shard=Shard",
+        ),
+        (lambda model, optimizer, x: estimate_of(model, x), "fsdp2", "estimate_memory_usage before fully_shard"),
+        (lambda model, optimizer, x: plan_training(model, x, mean_square), "ddp", "pass model.0.module in place"),
+        (
+            lambda model, optimizer, x: plan_training(model, x, mean_square),
+            "fsdp2",
+            "treat='blocks'.* before fully_shard",
+        ),
+        (
+            lambda model, optimizer, x: prepare(model, optimizer, x, mean_square),
+            "ddp",
+            r"plan_training\(.*with model\.0\.module",
+        ),
+        (
+            lambda model, optimizer, x: prepare(model, optimizer, x, mean_square),
+            "fsdp2",
+            "treat='blocks'.* before fully_",
+        ),
+    ],
+)
+def test_a_model_of_ranks_is_refused_and_trains_on(call, kind, way_out, group_of_one):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain, x = copy.deepcopy(model), torch.randn(6, 4, dtype=torch.float64)
+    if kind == "ddp":
+        model[0] = DistributedDataParallel(model[0])
+    else:
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert_refused(lambda: call(model, optimizer, x), InputError, way_out)
+    mean_square(model, x).backward()  # left as it was
+    mean_square(plain, x).backward()
+    for each, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = each.grad.full_tensor() if kind == "fsdp2" else each.grad
+        torch.testing.assert_close(grad, expected.grad, rtol=1e-13, atol=1e-15)

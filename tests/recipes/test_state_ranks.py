@@ -1,7 +1,9 @@
 """States of several ranks: replicas are written once, shards by each rank, and an error on one is an error on all."""
 
 import errno
+import os
 import random
+import signal
 from itertools import chain
 from pathlib import Path
 
@@ -10,13 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from memkit._core.errors import ConfigError, FileFormatError, MemkitWarning, StateError
 from memkit.points.batches import BudgetBatchSampler
+from memkit.recipes.loop import MemoryEfficientTrainLoop
 from memkit.recipes.order import ResumableBatchSampler
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.helpers import assert_refused, assert_same, gradients
 from tests.ranks import join, leave, spawn
 from tests.recipes.stateforge import forge, gadgets
@@ -270,3 +276,82 @@ def drop_the_group(rank, folder):
 def test_another_number_of_ranks_does_not_step_with_the_pending_gradients_of_one(tmp_path):
     spawn(save_in_a_group, tmp_path)
     spawn(drop_the_group, tmp_path, num_ranks=1)
+
+
+ROWS = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+ON_2 = "was saved on 2 ranks, and now there are 1"
+
+
+def loop_over(kind, folder, *, num_ranks, rank=0, num_rows=12, loss_fn=None):
+    """A loop with global batches of so many rows, or of 2 for each rank where a DistributedSampler divides them."""
+    torch.manual_seed(0)
+    line = nn.Linear(4, 2).double()
+    if kind == "own":
+        order = ResumableBatchSampler(24, num_rows // num_ranks, num_replicas=num_ranks, rank=rank)
+        loader = DataLoader(ROWS, batch_sampler=order, generator=torch.Generator())
+    else:
+        loader = DataLoader(ROWS, batch_size=2, sampler=DistributedSampler(ROWS, num_ranks, rank))
+    model = DistributedDataParallel(line) if num_ranks > 1 else line
+    trainer = MemoryEfficientTrainingWrapper(model, torch.optim.SGD(line.parameters(), lr=0.1))
+    return MemoryEfficientTrainLoop(
+        trainer, loader, loss_fn or mean_square, state=TrainingStateManager(folder), progress=False
+    )
+
+
+def mean_square(model, rows):
+    return model(rows).square().mean()
+
+
+def stopping(model, rows):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return mean_square(model, rows)
+
+
+def stop_in_the_first_epoch(rank, folder, kind):
+    join(rank, folder)
+    result = loop_over(kind, f"{folder}/states", num_ranks=2, rank=rank, loss_fn=stopping).run(num_epochs=1)
+    assert (result.ended_by, result.num_steps) == ("SIGTERM", 1)
+    leave()
+
+
+def test_another_number_of_ranks_trains_on_the_rest_of_an_epoch(tmp_path):
+    spawn(stop_in_the_first_epoch, tmp_path, "own")
+    loop = loop_over("own", tmp_path / "states", num_ranks=1)
+    with pytest.warns(MemkitWarning, match=ON_2):
+        assert loop.run(num_epochs=1).num_steps == 2
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in ResumableBatchSampler(24, 12):
+        optimizer.zero_grad()
+        plain(ROWS[batch]).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(loop.trainer.model.state_dict(), plain.state_dict(), rtol=1e-13, atol=1e-15)
+
+
+def test_another_number_of_ranks_is_told_of_samples_that_a_distributed_sampler_leaves_out(tmp_path):
+    spawn(stop_in_the_first_epoch, tmp_path, "torch's")
+    loop = loop_over("torch's", tmp_path / "states", num_ranks=1)
+    with (
+        pytest.warns(MemkitWarning, match=ON_2),
+        pytest.warns(
+            MemkitWarning, match=r"after 1 batches of epoch 1 on each of 2 ranks, and now there are 1\. If the"
+        ),
+    ):
+        assert loop.run(num_epochs=1).num_steps == 12
+
+
+def test_refuses_other_global_batches_and_its_way_out_works(tmp_path):
+    spawn(stop_in_the_first_epoch, tmp_path, "own")
+    loop = loop_over("own", tmp_path / "states", num_ranks=1, num_rows=8)
+    with pytest.warns(MemkitWarning, match=ON_2):
+        refused = assert_refused(
+            lambda: loop.run(num_epochs=1), FileFormatError, "batches of 12 over", "state.restore("
+        )
+    assert "another directory" in str(refused)
+    anew = loop_over("own", tmp_path / "others", num_ranks=1, num_rows=8)
+    before = {name: each.clone() for name, each in anew.trainer.model.state_dict().items()}
+    with pytest.warns(MemkitWarning, match=ON_2):
+        assert TrainingStateManager(tmp_path / "states").restore(1, **anew.trainer.parts()) == 1
+    assert not torch.equal(anew.trainer.model.weight, before["weight"])
+    assert anew.run(num_epochs=1).num_steps == 3

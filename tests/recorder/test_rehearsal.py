@@ -5,6 +5,7 @@ import collections
 import copy
 import itertools
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import memkit as mk
 from memkit._recorder.rehearsal import Attributes, content_of
 from tests.helpers import assert_same
+from tests.toys import mean_square
 
 STEP, MEAN = 0, torch.zeros(())
 
@@ -216,6 +218,35 @@ def test_a_retry_gets_the_batch_as_it_was(kind, settings):
     with pytest.warns(mk.errors.MemkitWarning, match="out of memory"):
         found = run(2)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Counting(nn.Module):
+    """Scales its outputs by counts that it keeps by module, by name and in a set, all of them weak."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.calls = weakref.WeakKeyDictionary({self.layer: 0})
+        self.used, self.named = weakref.WeakSet(), weakref.WeakValueDictionary()
+
+    def forward(self, x):
+        self.calls[self.layer] += 1
+        self.used.add(self.layer)
+        self.named["layer"] = self.layer
+        return self.layer(x) * self.calls[self.layer]
+
+
+def test_weak_containers_are_restored():
+    torch.manual_seed(0)
+    model, x = Counting().double(), torch.randn(8, 4, dtype=torch.float64)
+    twin = copy.deepcopy(model.layer)
+    mk.train.check_split(model, x, mean_square)
+    assert (model.calls[model.layer], len(model.used), len(model.named)) == (0, 0, 0)
+    with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1), memory="64MiB") as trainer:
+        trainer.train_step(x, mean_square)
+    mean_square(twin, x).backward()  # of the first call, which multiplies by 1
+    expected = twin.weight - 0.1 * twin.weight.grad
+    torch.testing.assert_close(model.layer.weight, expected, rtol=1e-12, atol=1e-12)
 
 
 class Mesh:

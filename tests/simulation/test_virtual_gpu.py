@@ -113,6 +113,44 @@ def test_parameters_stay_the_same_objects_and_tied():
     assert model[2].running_mean.is_cuda
 
 
+def test_hooks_and_attributes_of_a_parameter_move_with_it():
+    torch.manual_seed(0)
+    layer, twin = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    twin.load_state_dict(layer.state_dict())
+    ran = []
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+        parameter.grad = None
+        ran.append("step")
+
+    def double(gradient):
+        ran.append("double")
+        return 2 * gradient
+
+    layer.weight.register_post_accumulate_grad_hook(step)
+    removable, layer.weight.group = layer.weight.register_hook(double), "decayed"
+    with VirtualGPU("RTX 4090"):
+        for moves in (
+            layer.cuda,
+            layer.half,
+            lambda: setattr(layer.weight, "data", layer.weight.data.cpu()),
+            layer.cuda,
+        ):
+            moves()
+            assert layer.weight.group == "decayed"
+        layer(torch.ones(4, 3, dtype=torch.half, device="cuda")).sum().backward()
+        assert (ran, layer.weight.grad) == (["double", "step"], None)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    layer(x).square().sum().backward()  # each hook is there once
+    twin(x).square().sum().backward()
+    assert (ran, layer.weight.group) == (["double", "step"] * 2, "decayed")
+    torch.testing.assert_close(layer.weight.detach(), twin.weight.detach() - 2 * twin.weight.grad, rtol=1e-13, atol=0)
+    removable.remove()
+    assert len(layer.weight._backward_hooks) == 0
+
+
 @pytest.mark.usefixtures("card")
 def test_copies_are_copies():
     model = nn.Linear(1000, 1000).cuda()  # made without data

@@ -66,7 +66,7 @@ def test_through_the_wrapper():
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("early_stop_through_scripts", RuntimeError, "TorchScript interpreter"),
+        ("early_stop_through_handlers", RuntimeError, "TorchScript interpreter"),
         ("as_written", torch.utils.checkpoint.CheckpointError, "different metadata"),
     ],
 )

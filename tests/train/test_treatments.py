@@ -822,3 +822,52 @@ def test_a_gradient_that_is_required_later_does_not_change_the_rerun(place, trea
         return [each.grad for each in model.parameters()]
 
     assert_same(gradient(block=treatment), gradient(), 1e-14)
+
+
+class Handling(nn.Module):
+    """Runs its operators where an exception is handled: torch ends a recomputation by one."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(8, 16), nn.Linear(16, 8), how
+
+    def operate(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+    def forward(self, x):
+        try:
+            out = self.operate(x)
+        except Exception as error:  # noqa: BLE001 - as libraries do around each operator
+            if self.how == "raise another":
+                raise ValueError(f"an operator failed: {type(error).__name__}") from None
+            if self.how == "fall back at once":
+                return self.operate(x)
+            out = None
+        return self.operate(x) if out is None else out
+
+
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+@pytest.mark.parametrize("how", ["raise another", "fall back at once", "fall back later"])
+def test_a_block_that_handles_exceptions_is_recomputed(how, treatment):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Handling(how) for _ in range(3))).double(), torch.randn(4, 8, dtype=torch.float64)
+    mean_square(model, x).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with mk.Checkpointing(model, dict.fromkeys("012", treatment)):
+        mean_square(model, x).backward()
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-13, atol=1e-15)
+
+
+def test_an_error_of_a_recomputed_block_is_its_own():
+    class Failing(Handling):
+        def operate(self, x):
+            if torch._C._current_graph_task_id() >= 0:  # in backward
+                raise KeyError("not twice")
+            return super().operate(x)
+
+    model = nn.Sequential(Failing("raise another"), nn.Linear(8, 1)).double()
+    with mk.Checkpointing(model, {"0": "full"}):
+        loss = mean_square(model, torch.ones(4, 8, dtype=torch.float64))
+        with pytest.raises(ValueError, match="an operator failed: KeyError"):
+            loss.backward()

@@ -1,7 +1,10 @@
 """The wrapper on two ranks equals one process: under DistributedDataParallel a rank recovers alone, and under FSDP2."""
 
 import contextlib
+import functools
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
-from memkit._core.errors import ConfigError
+from memkit._core.errors import ConfigError, StateError
+from memkit.report.figures import read_figures
+from memkit.report.findings import find_findings
 from tests.helpers import assert_same, relative_error
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, out_of_memory, trainer_of
@@ -53,12 +58,15 @@ def ddp_worker(rank, folder):
     check_uneven_batches(rank)
     check_the_first_forwards(rank)
     check_a_loop_with_batches_on_one_rank(rank, Path(folder))
+    check_a_loop_saves_where_a_rank_has_fewer_batches(rank, Path(folder))
     check_a_budget_is_refused_where_ranks_exchange_statistics()
     check_a_bfloat16_model()
     check_gradients_are_seen_summed(rank, DistributedDataParallel)
     check_a_plan_for_saved_tensors(rank)
+    check_a_plan_of_the_model_itself(rank, DistributedDataParallel, mk.plan_training)
     check_no_memory_to_convert_gradients_on_one_rank(rank)
     check_nothing_fits_on_one_rank(rank, Path(folder))
+    check_an_error_on_one_rank_is_not_told_as_out_of_memory(rank)
     check_a_communication_hook_is_refused(rank)
     check_join_is_refused(rank)
     leave()
@@ -79,6 +87,8 @@ def sharded_worker(rank, folder):
     torch.save(state, f"{folder}/{rank}.pt")
     check_gradients_are_seen_summed(rank, lambda model: fully_shard(model, mesh=mesh))
     check_a_plan_for_saved_tensors_is_refused(model, optimizer)
+    blocks = functools.partial(mk.plan_training, treat="blocks")
+    check_a_plan_of_the_model_itself(rank, lambda model: fully_shard(model, mesh=mesh), blocks)
     check_ignored_parameters(lambda model: fully_shard(model, mesh=mesh, ignored_params={model.scale}))
     leave()
 
@@ -154,6 +164,23 @@ def check_a_plan_for_saved_tensors(rank):
             trainer.train_step(batch, mean_square)
         found.append(list(twin.parameters()))
     assert_same(*found)
+
+
+def check_a_plan_of_the_model_itself(rank, spread, plan_training):
+    """The way out where a model of ranks cannot be planned; it may be planned in their process group."""
+    model, data = make()
+    batch = data[0][rank * ROWS : (rank + 1) * ROWS]
+    plan = plan_training(model, batch, mean_square, "sgd", micro_batch_size=2, budget="1MiB")
+    model = spread(model)
+    settings = plan.wrapper_settings() | {"probe": False}
+    with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings) as trainer:
+        assert trainer.train_step(batch, mean_square).num_microbatches == ROWS // 2
+    plain = make()[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mean_square(plain, data[0]).backward()
+    optimizer.step()
+    for each, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(each.detach()), expected.detach(), rtol=1e-13, atol=1e-15)
 
 
 def check_a_plan_for_saved_tensors_is_refused(sharded, optimizer):
@@ -315,6 +342,42 @@ def check_a_loop_with_batches_on_one_rank(rank, folder):
         assert trainer.num_steps == STEPS
 
 
+def check_a_loop_saves_where_a_rank_has_fewer_batches(rank, folder):
+    """Rank 0 has 3 batches of an epoch, rank 1 has 5: they save together in steps of which rank 0 has no batch.
+
+    A SIGTERM to both finds rank 0 waiting for the others' steps; the run goes on from there.
+    """
+    plain, data = make()[0], torch.randn(2, 5, ROWS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    whole_run = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for number in range(5):
+            whole_run.zero_grad()
+            mean_square(plain, data[:, number].flatten(0, 1) if number < 3 else data[1, number]).backward()
+            whole_run.step()
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+
+    def stopping(model, x):
+        if torch.equal(x, data[1, 3]):  # of rank 1 alone
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+        return mean_square(model, x)
+
+    ended = []
+    for loss_fn in (stopping, mean_square):
+        model = DistributedDataParallel(make()[0])
+        with (
+            mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer,
+            mk.TrainingStateManager(folder / "uneven") as state,
+        ):
+            batches = list(data[rank][: 5 if rank else 3])
+            loop = mk.MemoryEfficientTrainLoop(trainer, batches, loss_fn, state=state, save_every=2, progress=False)
+            result = loop.run(num_epochs=2)
+            ended.append((result.ended_by, result.num_steps, state.steps))
+    assert ended == [("SIGTERM", 4, (4, 2)), ("epochs", 10, (10, 8, 6))]
+    torch.testing.assert_close(model.module.state_dict(), plain.state_dict(), rtol=1e-13, atol=1e-15)
+
+
 def check_a_budget_is_refused_where_ranks_exchange_statistics():
     """One rank would run a micro-batch alone to predict its memory, and wait for the others for ever."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))
@@ -362,6 +425,10 @@ def check_no_memory_to_convert_gradients_on_one_rank(rank):
         assert accumulator.step()
 
 
+def read_findings(path):
+    return [each.kind for each in find_findings(read_figures(mk.report.read_memory_events(path), None))]
+
+
 def check_nothing_fits_on_one_rank(rank, folder):
     """Both ranks are told in the same step, leave a post-mortem each, and may go on."""
     plain, data = make()
@@ -383,12 +450,30 @@ def check_nothing_fits_on_one_rank(rank, folder):
             memory.phase("step"),
         ):
             trainer.train_step(batch, never_fits if rank else mean_square)
+        findings = read_findings(folder / f"events.rank{rank}.jsonl")
+        assert findings == (["oom"] if rank else ["oom_elsewhere"])
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
         for attempt in trainer.microbatches(batch):  # each out-of-memory that is recovered, where it is asked for
             with attempt as micro, memory.post_mortem(folder / "recovered"):
                 trainer.backward((never_fits if rank and len(micro) == ROWS else mean_square)(model, micro))
         assert trainer.step()
     torch.save(plain.state_dict(), folder / f"after{rank}.pt")
+
+
+def check_an_error_on_one_rank_is_not_told_as_out_of_memory(rank):
+    plain, data = make()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        DistributedDataParallel(plain), torch.optim.SGD(plain.parameters(), lr=0.1), accumulation_steps=2
+    )
+    before = plain[0].weight.detach().clone()
+
+    def loss_fn(model, x):  # on rank 1 it compares rows
+        return model(x).std() if rank else mean_square(model, x)
+
+    kind, words = (ConfigError, "is split") if rank else (StateError, "an error on 1 of the 2 ranks")
+    with trainer, pytest.raises(kind, match=words):
+        trainer.train_step(data[0][:ROWS], loss_fn)
+    torch.testing.assert_close(plain[0].weight.detach(), before, rtol=0, atol=0)
 
 
 def test_fatal_out_of_memory_reaches_all_ranks(ddp_folder):

@@ -40,6 +40,7 @@ from memkit._torch.fake import (
     RUN_FALLBACK,
     FakeTensor,
     UnsupportedFakeTensorException,
+    attributes_of_user,
     device_context,
     fake_tensor,
     set_default_device,
@@ -56,7 +57,15 @@ from memkit._torch.operators import (
 from memkit._torch.optimizers import LISTS_OF_DEVICES, LISTS_OF_TYPES, foreach
 from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.storage import memory_format_of, swap_tensors
-from memkit._torch.tensors import MAKE_SUBCLASS, MAKE_WRAPPER, storage_key
+from memkit._torch.tensors import (
+    MAKE_SUBCLASS,
+    MAKE_WRAPPER,
+    accumulate_hooks,
+    hooks_of,
+    set_accumulate_hooks,
+    set_hooks,
+    storage_key,
+)
 
 _aten = torch.ops.aten
 _COPIED = aten.to_copy
@@ -523,7 +532,8 @@ def _moving_modules() -> Iterator[list[Patches]]:
     def applied_to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if not any(isinstance(buffer, FakeTensor) for buffer in buffers_of(module).values()):
             buffers.setdefault(module, buffers_of(module).copy())
-        return apply(module, *args, **kwargs)  # type: ignore[no-any-return]  # torch leaves it untyped
+        with moved.keeping_objects():
+            return apply(module, *args, **kwargs)  # type: ignore[no-any-return]  # torch leaves it untyped
 
     @wraps(load)
     def loaded(*args: Any, **kwargs: Any) -> None:
@@ -555,14 +565,23 @@ class _Moved:
     """Tensors that were swapped for others and keep their previous tensor as an attribute."""
 
     def __init__(self) -> None:
-        self._has_moved = False
+        self._has_moved = self._keeps_objects = False
+
+    @contextmanager
+    def keeping_objects(self) -> Iterator[None]:
+        """Let a swap stand for ``tensor.data = other``, through which a module's parameters move on a real GPU."""
+        before, self._keeps_objects = self._keeps_objects, True
+        try:
+            yield
+        finally:
+            self._keeps_objects = before
 
     def swap(self, tensor: Tensor, other: Tensor) -> None:
         """Do the same as `torch.utils.swap_tensors`."""
         is_moved = isinstance(other, FakeTensor) and not isinstance(tensor, FakeTensor)
         data = vars(tensor).pop(_DATA, None)
         data = other if data is None and is_moved else data
-        _swap(tensor, other)
+        (_swap_data if self._keeps_objects else _swap)(tensor, other)
         vars(other).pop(_DATA, None)
         if data is not None:
             setattr(tensor, _DATA, data)
@@ -577,7 +596,8 @@ class _Moved:
             return
         gradient, tensor.grad = tensor.grad, None
         is_parameter, wants_grad, other = isinstance(tensor, nn.Parameter), tensor.requires_grad, value.detach()
-        self.swap(tensor, nn.Parameter(other, wants_grad) if is_parameter else other.requires_grad_(wants_grad))
+        with self.keeping_objects():
+            self.swap(tensor, nn.Parameter(other, wants_grad) if is_parameter else other.requires_grad_(wants_grad))
         if gradient is not None and gradient.device == value.device:
             tensor.grad = gradient
 
@@ -590,6 +610,17 @@ class _Moved:
         for each in moved:
             each.grad = None
             _swap(each, vars(each).pop(_DATA))
+
+
+def _swap_data(tensor: Tensor, other: Tensor) -> None:
+    """Swap, but leave the tensor its hooks, and the attributes that it was given, as ``tensor.data = other`` does."""
+    given, hooks, after = attributes_of_user(tensor), hooks_of(tensor), accumulate_hooks(tensor)
+    _swap(tensor, other)
+    vars(tensor).update({name: value for name, value in given.items() if name not in vars(tensor)})
+    if hooks is not None:
+        set_hooks(tensor, hooks)
+    if after:
+        set_accumulate_hooks(tensor, after)
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:
