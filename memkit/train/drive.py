@@ -39,6 +39,7 @@ from memkit.train.split_check import CheckAttempt, Computation, Examination, Spl
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
 
+_TENSORS = {torch.Tensor}
 _MOST_WRITTEN = 64  # batches, before those that are gone are forgotten
 
 
@@ -76,7 +77,7 @@ class BatchDriver:
         self._divisors, self._was_uneven = DivisorWatch(), False
         self._has_told_whole = False
         self._is_lazy = True  # until shown otherwise
-        self._opened = 0  # `id` of the current batch
+        self._opened, self._is_plain = 0, True  # `id` of the current batch, and whether nothing can be written into it
         # By a batch's `id`: its first tensor, which tells it from a later batch, and what was written into its parts.
         self._written: dict[int, tuple[list[weakref.ref[torch.Tensor]], list[str]]] = {}
         self._has_samples = False  # whether the current batch has lists of samples
@@ -106,7 +107,8 @@ class BatchDriver:
             MemkitWarning: The batch has no common number of rows: it is trained whole.
         """
         uncut: Uncut | None = None
-        self._opened = id(batch)
+        kind, self._opened = type(batch), id(batch)
+        self._is_plain = kind is torch.Tensor or (kind in (tuple, list) and _TENSORS.issuperset(map(type, batch)))
         if self._opened in self._written:
             self._tell_of_written(batch)
         if self._split_fn is None:
@@ -169,10 +171,10 @@ class BatchDriver:
                 attempt.refuse = run.refuse_part if run.forced is not None and not is_checked else None
                 yield attempt
                 self.current = None
-                self._settle(run, attempt)
+                run.settle(attempt)
                 if run.was_cut and not run.is_cut_anew and self._has_seen_enough(run, loss_fn):
                     self._split_watch.report_deferred()
-                    self._note_divisors(run)
+                    self._note_parts(run)
                     if self._was_uneven or not is_checked:
                         yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
         except MemkitError as error:
@@ -263,8 +265,10 @@ class BatchDriver:
         finally:
             self.current = None
 
-    def _note_divisors(self, run: BatchRun) -> None:
-        """Note whether the losses of a batch's parts were divided by something not proportional to their weights."""
+    def _note_parts(self, run: BatchRun) -> None:
+        """Note whether the parts' losses were divided by something not proportional to their weights, and writes into them."""
+        if not self._is_plain:
+            self._note_written(run)
         if self._split_watch.is_on and not self._computation.adds_up:
             notes = [(each.loss.weight, each.terms) for each in run.done if each.loss is not None]
             self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
@@ -280,14 +284,16 @@ class BatchDriver:
                 "loss_fn hold the data."
             )
 
-    def _settle(self, run: BatchRun, attempt: Attempt) -> None:
-        run.settle(attempt)
-        if run.was_cut and (names := added_names(run.batch, attempt.part)):
-            if len(self._written) >= _MOST_WRITTEN:
-                self._written = {
-                    key: each for key, each in self._written.items() if any(ref() is not None for ref in each[0])
-                }
-            self._written[self._opened] = [*map(weakref.ref, list_tensors(run.batch)[:1])], names
+    def _note_written(self, run: BatchRun) -> None:
+        """Note what was written into the parts of a batch."""
+        names = list(dict.fromkeys(name for each in run.done for name in added_names(run.batch, each.part)))
+        if not names:
+            return
+        if len(self._written) >= _MOST_WRITTEN:
+            self._written = {
+                key: each for key, each in self._written.items() if any(ref() is not None for ref in each[0])
+            }
+        self._written[self._opened] = [*map(weakref.ref, list_tensors(run.batch)[:1])], names
 
     def _tell_of_written(self, batch: Any) -> None:
         """Warn, once, if an earlier step cut this batch, and wrote into its parts what this step may want to read."""
