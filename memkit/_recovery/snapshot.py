@@ -24,7 +24,7 @@ from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
-from memkit._torch.modules import buffers_of, is_compiled, parameters_of, training_flags
+from memkit._torch.modules import all_parameters, buffers_of, is_compiled, parameters_of, training_flags
 from memkit._torch.ranks import gathered_parameters
 from memkit._torch.tensors import bit_sums, is_view, leaf_gradient, version_of
 
@@ -80,7 +80,7 @@ class StateWatch:
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
         # A rollback looks after the model's own parameters, also where the loss function reaches them in its closure.
-        mine = {id(each) for each in self.module.parameters()}
+        mine = set(map(id, all_parameters(self.module)))
         apart = mine if is_trial or self.changes_attributes else set()
         how: dict[str, Any] = {"apart": apart, "gradients_but_of": mine}
         if is_trial:
@@ -390,7 +390,7 @@ class AttributeStates:
         largest_bytes = _LARGEST_BYTES if is_trial else _SMALL_BYTES
         buffers = {id(each) for each in watch.module.buffers()}
         gathered = gathered_parameters(watch.module.modules())
-        frozen = [each for each in watch.module.parameters() if not each.requires_grad and id(each) not in gathered]
+        frozen = [each for each in all_parameters(watch.module) if not each.requires_grad and id(each) not in gathered]
         saved = _worth_saving(frozen, _MOST_FROZEN_BYTES if is_trial else 0)
         self._tensors = [
             (each, version_of(each), cloned(each) if is_saved else None)
@@ -484,7 +484,7 @@ class Rollback:
             is_quiet = watch.last_quiet() is loss_fn or key_of_loss(loss_fn) in watch.quiet_losses
             self.held = watch.held(is_trial=is_trial) if is_trial or not is_quiet else None
         if is_trial and self.held is not None:  # which restores the parameters of others, found by an earlier trial
-            own = {id(each) for each in watch.module.parameters()}
+            own = set(map(id, all_parameters(watch.module)))
             self._trained = [pair for pair in self._trained if id(pair[0]) in own or not self.held.hold(pair[0])]
         if self.held is not None:  # a criterion that comes later, where forwards of a size that fits are not watched
             watch.adopt([each for each in self.held.holders() if isinstance(each, nn.Module)], self.buffers)

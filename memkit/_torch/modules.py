@@ -25,6 +25,7 @@ __all__ = [
     "STATE",
     "BatchNorm",
     "Dropout",
+    "all_parameters",
     "apply_to",
     "buffers_of",
     "children_of",
@@ -41,6 +42,11 @@ __all__ = [
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """Returns a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
+
+
+def all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module, even if its own ``parameters()`` returns only those that train."""
+    return [parameter for _, parameter in nn.Module.named_parameters(module)]
 
 
 def training_flags(modules: Iterable[nn.Module]) -> list[bool]:

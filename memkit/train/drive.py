@@ -266,7 +266,7 @@ class BatchDriver:
             self.current = None
 
     def _note_parts(self, run: BatchRun) -> None:
-        """Note whether the parts' losses were divided by something not proportional to their weights, and writes into them."""
+        """Note what was written into the parts, and whether their losses were divided by other than their weights."""
         if not self._is_plain:
             self._note_written(run)
         if self._split_watch.is_on and not self._computation.adds_up:

@@ -45,10 +45,10 @@ def mark_samples(batch: Any) -> Any:
     """Return the batch with its lists of samples as `SampleList`; the batch itself if it has none.
 
     A list or tuple inside the batch is one if its entries are of one kind (tensors of one dtype and number of
-    dimensions, mappings that share keys, tuples of one length, or other objects), and there is one for each row. A
-    batch that is a list is one itself if the first dimensions of its tensors differ (of two or three tensors, only the
-    first ones); where they agree, if it has four entries or more and they are not integers, or if the entries are
-    tuples. A batch that is a tuple holds columns.
+    dimensions, mappings that share keys, tuples of one length, or other objects), or have no tensors, and there is one
+    for each row. A batch that is a list is one itself if the first dimensions of its tensors differ (of two or three
+    tensors, only the first ones), or if it has none; where they agree, if it has four entries or more and they are not
+    integers, or if the entries are tuples. A batch that is a tuple holds columns.
 
     Args:
         batch: The whole batch.
@@ -58,16 +58,31 @@ def mark_samples(batch: Any) -> Any:
 
 
 def _mark_samples(batch: Any) -> Any:
-    found: list[tuple[Any, str]] = []
+    every: list[tuple[Any, str]] = []
     sizes: set[int] = set()
-    _search(batch, found, sizes, is_whole=True)
+    _search(batch, every, sizes, is_whole=True)
+    found = [each for each in every if each[1] != "described"]
     if not found and len(sizes) > 1:
         return _as_one_sample(batch)
     is_alone = not sizes
     if is_alone:
         found = [each for each in found if each[1] == "either" or not _are_probably_columns(each[0])]
+    marked, num_rows = _mark_found(found, sizes, is_alone=is_alone)
+    described = [node for node, reading in every if reading == "described" and not _has_columns(node)]
+    if is_alone and not found:
+        lengths = set(map(len, described))
+        num_rows = lengths.pop() if len(lengths) == 1 else None
+    marked |= {id(node): SampleList(node) for node in described if len(node) == num_rows}
+    return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
+
+
+def _mark_found(
+    found: Sequence[tuple[Any, str]], sizes: set[int], *, is_alone: bool
+) -> tuple[dict[int, SampleList], int | None]:
+    """Return the lists of samples that have tensors, by `id`, and the number of rows; None if it is not known."""
+    marked: dict[int, SampleList] = {}
     if not found:
-        return batch
+        return marked, next(iter(sizes)) if len(sizes) == 1 else None
     if is_alone:
         sizes = {len(node) for node, reading in found if reading == "samples"}
     is_known = bool(sizes)
@@ -75,10 +90,9 @@ def _mark_samples(batch: Any) -> Any:
         node = found[0][0]
         sizes = {len(node) if _are_probably_samples(node) else _first_dimension(node)}
     if len(sizes) != 1:
-        return batch  # to be refused, or never cut
+        return marked, None  # to be refused, or never cut
     (num_rows,) = sizes
     is_list_of_samples = any(reading == "samples" and len(node) == num_rows for node, reading in found)
-    marked: dict[int, SampleList] = {}
     for node, reading in found:
         if len(node) != num_rows:
             continue
@@ -90,7 +104,12 @@ def _mark_samples(batch: Any) -> Any:
         is_guess = reading == "either" and not is_decided
         is_open = is_both and not (is_alone or is_sure)
         marked[id(node)] = SampleList(node, is_open=is_open, is_guess=is_guess)
-    return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
+    return marked, num_rows
+
+
+def _has_columns(node: Sequence[Any]) -> bool:
+    """Whether entries may be columns: a collate function makes tuples of as many texts as there are rows."""
+    return any(type(each) in (list, tuple) and len(each) == len(node) for each in node)
 
 
 def _as_one_sample(batch: Any) -> Any:
@@ -136,6 +155,9 @@ def _search(node: Any, found: list[tuple[Any, str]], sizes: set[int], *, is_whol
     if isinstance(node, PLAIN):
         return
     kind = type(node)
+    if kind in (list, tuple) and not is_whole and _is_described(node):
+        found.append((node, "described"))
+        return
     if kind is list or (kind is tuple and not is_whole):
         reading = _reading(node, is_whole=is_whole)
         if reading != "columns":
@@ -143,6 +165,18 @@ def _search(node: Any, found: list[tuple[Any, str]], sizes: set[int], *, is_whol
             return
     for child in children_of(node) or ():
         _search(child, found, sizes)
+
+
+def _is_described(node: Sequence[Any]) -> bool:
+    """Return whether a list has entries without tensors, such as boxes' names, paths or lists of tokens."""
+    return not all(isinstance(each, PLAIN) for each in node) and all(map(_has_no_tensor, node))
+
+
+def _has_no_tensor(node: Any) -> bool:
+    if isinstance(node, PLAIN):
+        return True
+    children = None if isinstance(node, ARRAYS) else children_of(node)
+    return children is not None and all(map(_has_no_tensor, children))  # an object may have tensors in attributes
 
 
 def _reading(node: Sequence[Any], *, is_whole: bool) -> Literal["columns", "samples", "either"]:
@@ -153,7 +187,7 @@ def _reading(node: Sequence[Any], *, is_whole: bool) -> Literal["columns", "samp
         # Objects, such as graphs; next to tensors, also paths.
         return "samples" if not is_whole or hasattr(node[0], "__dict__") else "columns"
     sizes = _first_dimensions(node)
-    if len(sizes) > 1 and len(node) > 1:
+    if len(node) > 1 and (len(sizes) > 1 or (is_whole and not sizes)):
         return "samples"
     return "either" if sizes and len(node) > 1 else "columns"
 

@@ -420,3 +420,65 @@ def test_a_last_batch_of_one_sample_is_one_row(name):
 def test_unequal_columns_are_not_a_sample():
     with pytest.raises(mk.errors.InputError, match=r"\[2, 6\] rows"):
         count_rows({"x": torch.ones(6, 2), "edges": [torch.ones(2, 9)]})
+
+
+@dataclasses.dataclass
+class Episode:
+    tokens: list
+    reward: float
+
+
+ENTRIES = {
+    "dicts": lambda i: {"id": i},
+    "dataclasses": lambda i: Episode([i], 0.5),
+    "tuples": lambda i: ("a.png", i),
+    "lists of one length": lambda i: [i, i, i],
+    "lists of any length": lambda i: list(range(i)),
+    "dicts and nothing": lambda i: {"id": i} if i % 2 else None,
+}
+
+
+@pytest.mark.parametrize("make", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_entries_without_tensors_stay_with_their_rows(make, kind):
+    rows, entries = torch.arange(8), kind(map(make, range(8)))
+    batch = mark_samples({"rows": rows, "entries": entries, "names": ["a", "b", "c"]})
+    parts = [unmark_samples(part) for part, _ in split_batch(batch, 3)]
+    assert [type(part["entries"]) for part in parts] == [kind] * 3
+    assert [each for part in parts for each in part["entries"]] == list(entries)
+    assert [len(part["entries"]) for part in parts] == [len(part["rows"]) for part in parts]
+    assert all(part["names"] == ["a", "b", "c"] for part in parts)
+
+
+def test_columns_of_texts_are_not_samples():
+    """As a collate function makes them of (image, (title, caption)), also where there are as many of both."""
+    rows, columns = torch.arange(2), [("title 0", "title 1"), ("caption 0", "caption 1")]
+    (first, _), (second, _) = split_batch(mark_samples([rows, columns]), 2)
+    assert [first[1], second[1]] == [[("title 0",), ("caption 0",)], [("title 1",), ("caption 1",)]]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [Episode(list(range(i)), 0.1 * i) for i in range(8)],
+        [(list(range(i)), 0.1 * i) for i in range(8)],
+        [{"tokens": list(range(i))} for i in range(8)],
+        {"tokens": [list(range(i)) for i in range(8)], "names": [f"{i}.png" for i in range(8)]},
+    ],
+    ids=["objects", "tuples", "dicts", "columns of lists"],
+)
+def test_a_batch_without_tensors_is_cut_between_its_samples(batch):
+    sizes = []
+
+    def loss_fn(model, part):
+        lists = part["tokens"] if isinstance(part, dict) else part
+        sizes.append(len(lists))
+        assert len(part["names"] if isinstance(part, dict) else part) == len(lists)
+        return model(torch.ones(len(lists), 2)).mean()
+
+    model = nn.Linear(2, 1)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=4, probe=False
+    )
+    trainer.train_step(batch, loss_fn)
+    assert sizes == [2, 2, 2, 2]

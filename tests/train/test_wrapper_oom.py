@@ -426,3 +426,41 @@ def test_the_batch_of_a_failed_attempt_requires_no_gradient_again(most_rows):
         return list(net.parameters())
 
     torch.testing.assert_close(train(most_rows), train(8))
+
+
+class _OnlyTrained(nn.Module):
+    """Statistics as frozen parameters, and `parameters` that returns those for the optimizer, as in MAML-Pytorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+        self.mean, self.var = (
+            nn.Parameter(make(3, dtype=torch.float64), requires_grad=False) for make in (torch.zeros, torch.ones)
+        )
+
+    def parameters(self, recurse=True):
+        return self.layer.parameters(recurse)
+
+    def forward(self, tasks):
+        norm = nn.functional.batch_norm
+        return torch.stack([norm(self.layer(x), self.mean, self.var, training=True) for x in tasks])
+
+
+@pytest.mark.filterwarnings("ignore:.*out of memory:memkit.MemkitWarning")
+@pytest.mark.parametrize("settings", [{}, {"memory": "1GiB"}], ids=["recovery", "trials"])
+def test_frozen_parameters_that_a_model_does_not_list_are_restored(settings):
+    def train(num_failures, **settings):
+        torch.manual_seed(0)
+        model, left = _OnlyTrained(), iter(range(num_failures))
+
+        def loss_fn(model, x):
+            loss = model(x).pow(3).mean()
+            if next(left, None) is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return loss
+
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1), **settings)
+        trainer.train_step(torch.rand(4, 6, 4, dtype=torch.float64), loss_fn)
+        return dict(model.named_parameters())
+
+    torch.testing.assert_close(train(0 if settings else 1, **settings), train(0), rtol=1e-12, atol=1e-12)
