@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -355,3 +356,39 @@ def test_refuses_other_global_batches_and_its_way_out_works(tmp_path):
         assert TrainingStateManager(tmp_path / "states").restore(1, **anew.trainer.parts()) == 1
     assert not torch.equal(anew.trainer.model.weight, before["weight"])
     assert anew.run(num_epochs=1).num_steps == 3
+
+
+def train_divided(rank, folder):
+    """Two saves: torch keeps the state that was gathered for the first one."""
+    join(rank, folder)
+    model, optimizer = divided()
+    manager = TrainingStateManager(f"{folder}/states")
+    for number in (0, 12):
+        optimizer.zero_grad()
+        mean_square(model, ROWS[number + 6 * rank : number + 6 * rank + 6]).backward()
+        optimizer.step()
+        manager.save(number, model=model, optimizer=optimizer)
+    resumed, other = divided()
+    assert manager.restore(model=resumed, optimizer=other) == 12
+    other.zero_grad()
+    mean_square(resumed, ROWS[12 * rank : 12 * rank + 12]).backward()
+    other.step()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()
+    expected = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for rows in (ROWS[:12], ROWS[12:], ROWS):
+        expected.zero_grad()
+        mean_square(plain, rows).backward()
+        expected.step()
+    torch.testing.assert_close(resumed.module.state_dict(), plain.state_dict(), rtol=1e-11, atol=1e-13)
+    leave()
+
+
+def divided():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double())
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+
+
+def test_an_optimizer_that_divides_its_state_over_the_ranks_goes_on(tmp_path):
+    spawn(train_divided, tmp_path)

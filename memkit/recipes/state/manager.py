@@ -36,6 +36,7 @@ from memkit.recipes.state.objects import (
     check_objects,
     describe_object,
     find_replicated,
+    gather_divided,
     name_parameters,
     own_part,
     saved_state_of,
@@ -64,8 +65,8 @@ class TrainingStateManager(Uncopied, Closing):
     is unpickled: restoring a state runs no code from it.
 
     On several ranks, all must call `save` and `restore`. Models in DistributedDataParallel and their optimizers are
-    written once (gradients by each rank), sharded tensors (``fully_shard``) by the rank that holds the shard, and
-    everything else by each rank.
+    written once (gradients by each rank; a ZeroRedundancyOptimizer's parts are gathered first), sharded tensors
+    (``fully_shard``) by the rank that holds the shard, and everything else by each rank.
 
     Memory cost: on the host, the state once while restoring, and once while ``background=True`` writes it; on the
     device none. Time cost: `save` writes the state and waits for the disk.
@@ -230,6 +231,7 @@ class TrainingStateManager(Uncopied, Closing):
             state.update(objects=plain, about=about)
             return {name for name, each in plain.items() if has_placeholders(each)}
 
+        gather_divided(objects)
         state["sharded"] = sorted(set().union(*ranks.together(collect)))
         sharded = flattener.sharded  # the flattener itself keeps the originals of the copied tensors alive
 

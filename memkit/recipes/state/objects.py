@@ -75,11 +75,27 @@ def _way_out(call: str, name: str, value: object) -> str:
 
 
 def find_replicated(objects: Mapping[str, Any]) -> set[str]:
-    """Return names of objects that are identical on all ranks: models in DDP, and optimizers of only those."""
+    """Return names of objects of which one rank's state is that of all.
+
+    They are models in DDP, optimizers of only those, and those that have gathered their state, see `gather_divided`.
+    """
     models = {name: each for name, each in objects.items() if isinstance(each, nn.parallel.DistributedDataParallel)}
     own = {parameter for model in models.values() for parameter in model.parameters()}
     optimizers = {name for name, each in objects.items() if isinstance(each, Optimizer) and own.issuperset(_list(each))}
-    return {*models, *optimizers}
+    return {*models, *optimizers, *(name for name, each in objects.items() if _is_divided(each))}
+
+
+def gather_divided(objects: Mapping[str, Any]) -> None:
+    """Let optimizers that divide their state over the ranks gather it on rank 0; all ranks must call it.
+
+    A ZeroRedundancyOptimizer's ``state_dict`` is otherwise that of the last time, or an error.
+    """
+    for each in filter(_is_divided, objects.values()):
+        each.consolidate_state_dict(to=0)
+
+
+def _is_divided(target: object) -> bool:
+    return isinstance(target, Optimizer) and hasattr(target, "consolidate_state_dict")
 
 
 def saved_state_of(target: Stateful) -> Mapping[str, Any]:
