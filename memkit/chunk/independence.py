@@ -30,6 +30,7 @@ from memkit.chunk.traits import traits_of
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
+_OF_SUMS, _TIMES_EPS = torch.finfo(torch.float32).eps ** 0.5, 8  # of few rows: smaller differences are not looked at
 _TIMES_ROUNDING = 100  # a difference beyond this many times that of rounding is real
 _MOST_WAYS = 64  # that are remembered of a module: a function may hold a number that is another in each step
 _NUMBERS = (bool, int, float, str, type(None))
@@ -327,14 +328,13 @@ class _Check:
 
         It cuts the rows in several places, since a choice among rows (topk) may be the same in the halves.
         """
-        whole = self._sums(0, self.count)
+        whole, rounding = self._sums(0, self.count)
         for place in sorted({1, self.count // 2, min(3, self.count - 1)}):
-            apart = _distance_of_sums(whole, self._sums(0, place), self._sums(place, self.count))
-            if not apart or not self.probes.runs.draws_are_rows:
+            apart = _distance_of_sums(whole, self._sums(0, place)[0], self._sums(place, self.count)[0])
+            if apart <= rounding or not self.probes.runs.draws_are_rows:
                 continue
-            of_rounding = _distance_of_sums(
-                whole, self._sums(0, self.count, rounding=torch.Generator(_device_of(self.rows)))
-            )
+            perturbed, _ = self._sums(0, self.count, rounding=torch.Generator(_device_of(self.rows)))
+            of_rounding = _distance_of_sums(whole, perturbed)
             if apart > _TIMES_ROUNDING * of_rounding:
                 raise InputError(
                     self.call,
@@ -346,8 +346,8 @@ class _Check:
                     "on parameters, to the result of the call; or pass check=False.",
                 )
 
-    def _sums(self, start: int, stop: int, **how: Any) -> Tensor:
-        """Return the loss's sum and count over some of the rows; NaN if the function needs more of them, or does."""
+    def _sums(self, start: int, stop: int, **how: Any) -> tuple[Tensor, float]:
+        """Return the loss's sum and count over some of the rows, and their rounding; NaN if the function needs more."""
 
         def part(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
@@ -359,9 +359,10 @@ class _Check:
         outcome = unless_failed((Exception,), run, arguments)
         loss = None if isinstance(outcome, Failed) else outcome.result
         if not isinstance(loss, Loss) or loss.count is None or loss.outputs is not None:  # refused elsewhere
-            return torch.full((2,), math.nan)
+            return torch.full((2,), math.nan), 0.0
         values = (loss.total().detach().reshape(()), torch.as_tensor(loss.count).detach().reshape(()))
-        return torch.stack([each.to("cpu", torch.float64) for each in values])
+        rounding = max(_OF_SUMS, _TIMES_EPS * torch.finfo(loss.value.dtype).eps)
+        return torch.stack([each.to("cpu", torch.float64) for each in values]), rounding
 
     def _distance(self, result: Any, arguments: tuple[Any, ...], span: Span | None = None, **how: Any) -> float | None:
         """Return the largest distance of the rows in another run, relative to the largest value; None if it fails."""
@@ -402,11 +403,10 @@ def _leaf_distance(one: Any, other: Any, *, span: Span, left_out: int) -> float:
 
 
 def _distance_of_sums(whole: Tensor, *parts: Tensor) -> float:
-    """Return how far sums are from those of the parts together, relative to them; 0 for rounding, and if unknown."""
+    """Return how far sums are from those of the parts together, relative to them; 0 if that is unknown."""
     all_parts = torch.stack(parts)
     differences = (whole - all_parts.sum(0)).abs() / (whole.abs() + all_parts.abs().sum(0))
-    found = float(differences.nan_to_num(nan=0.0).amax())
-    return found if found > torch.finfo(torch.float32).eps ** 0.5 else 0.0
+    return float(differences.nan_to_num(nan=0.0).amax())
 
 
 def _as_doubles(tensor: Tensor) -> Tensor:

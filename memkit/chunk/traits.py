@@ -74,7 +74,7 @@ class Moving:
         for owner, words in self._before:
             last = _LAST.get(owner, words)
             _LAST[owner] = words
-            for name in _differing(last, words):
+            for name in _differing(last, words) - _COUNTING.get(owner, set()):
                 values = _VALUES.setdefault(owner, {}).setdefault(name, set())
                 values.add(words.get(name))
                 if len(values) > _MOST_VALUES:
@@ -82,8 +82,7 @@ class Moving:
 
     def _now(self) -> list[tuple[Any, dict[str, Hashable]]]:
         return [
-            (owner, dict(zip(*_plain(owner, values, (_MOVED, _COUNTING)), strict=True)))
-            for owner, values in _owners(self._fn)
+            (owner, dict(zip(*_plain(owner, values, [_MOVED]), strict=True))) for owner, values in _owners(self._fn)
         ]
 
     def note(self) -> None:

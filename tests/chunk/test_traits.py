@@ -172,6 +172,15 @@ def test_a_budget_holds_when_a_number_has_changed(make):
         assert tracker.peak_bytes - x.nbytes - y.nbytes <= 2 * 2**20
 
 
+def test_a_budget_holds_after_a_number_had_many_values():
+    field, x = Field(), torch.randn(2000, 8)
+    processor = mk.ChunkedProcessor(field, memory_budget="1MiB")
+    for field.num_samples in (*range(1, 20), 64):
+        with torch.no_grad(), mk.Tracker(device="cpu") as tracker:
+            y = processor(x)
+    assert tracker.peak_bytes - x.nbytes - y.nbytes <= 2**20
+
+
 def counted(net):
     calls = queue.SimpleQueue()  # a list would be put back
     net.register_forward_hook(lambda *_: calls.put(1))
