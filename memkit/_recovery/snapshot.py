@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
@@ -53,7 +53,9 @@ class StateWatch:
         restless: Those that it found and whose forwards may change their attributes: until one is seen to leave them
             unchanged.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
+        is_restless_inside: Whether attributes were seen to differ in the middle of a forward, which may put them back.
         moves_trained: The same for the parameters that are trained.
+        is_loss_restless_inside: The same for what a loss function holds.
         loss_fn: The loss function of the current step, which may hold a batch; None if there is none.
         quiet_losses: Keys of loss functions that were seen to change nothing of what they hold.
         last_quiet: Returns the last of them, if it is still there: most loops call the same one in each step.
@@ -67,6 +69,7 @@ class StateWatch:
         # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self.owners)
         self.changes_attributes = self.moves_trained = self._watches_attributes = not self._is_compiled
+        self.is_restless_inside = self.is_loss_restless_inside = False
         self.loss_fn: object = None
         self.quiet_losses: set[object] = set()
         self.last_quiet: Callable[[], object] = _nothing
@@ -98,7 +101,7 @@ class StateWatch:
 
     def learn_of_held(self, held: Attributes) -> bool:
         """Compare with what was saved before a completed forward; whether all of it is as it was."""
-        if self.loss_fn is None or held.differ():
+        if self.loss_fn is None or self.is_loss_restless_inside or held.differ():
             return False
         if len(self.quiet_losses) >= _MOST_KEYS:  # each step makes a loss object of its own
             self.quiet_losses.clear()
@@ -193,9 +196,41 @@ class StateWatch:
             self._hook.remove()
         self._hook = register_module_forward_pre_hook(notice)
         try:
-            yield
+            with looking_inside(self.module, rollback.look_inside):
+                yield
         finally:
             self._hook.remove()
+
+
+@contextlib.contextmanager
+def looking_inside(model: nn.Module, look: Callable[[], object]) -> Iterator[None]:
+    """Call ``look`` in forwards of the block, at ever fewer of the calls of their modules, and at their ends.
+
+    What a forward changes and puts back (a depth, a list that the loss empties) can be seen only there.
+    """
+    thread, num_calls, next_call = threading.get_ident(), 0, 1
+
+    def notice(_: nn.Module, __: Any) -> None:
+        nonlocal num_calls, next_call
+        if threading.get_ident() == thread:
+            num_calls += 1
+            if num_calls == next_call:
+                next_call += max(1, num_calls // 2)
+                look()
+
+    def notice_end(module: nn.Module, _: Any, __: Any) -> None:
+        if module is model and threading.get_ident() == thread:
+            look()
+
+    if any(map(is_compiled, model.modules())):  # it would be compiled again, for a hook on all modules
+        yield
+        return
+    hooks = register_module_forward_pre_hook(notice), register_module_forward_hook(notice_end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(slots=True)
@@ -408,6 +443,10 @@ class AttributeStates:
             if kept is None and type(each) in digested and not each.is_meta
         ]
 
+    def plainly_differ(self) -> bool:
+        """Return whether an attribute has changed, other than by a write to a tensor."""
+        return self._attributes.differ()
+
     def differ(self) -> bool:
         """Return whether any attribute has changed.
 
@@ -494,10 +533,21 @@ class Rollback:
         """Return a context for a forward: other modules that run in it are also rolled back from then on."""
         return self._watch.discover(self)
 
+    def look_inside(self) -> None:
+        """Find out, in the middle of a forward, what it may put back before its end."""
+        if self._is_trial:
+            return
+        watch = self._watch
+        if self.attributes is not None and not watch.is_restless_inside:
+            watch.is_restless_inside = insist(self.attributes.plainly_differ, "comparing attributes")
+        if self.held is not None and not watch.is_loss_restless_inside:
+            watch.is_loss_restless_inside = insist(self.held.differ, "comparing what the loss holds")
+
     def learn(self) -> None:
         """Drop copies of buffers that the forward since then has left unchanged."""
         insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
-        if self.attributes is not None and not insist(self.attributes.differ, "comparing attributes"):
+        attributes = None if self._watch.is_restless_inside else self.attributes
+        if attributes is not None and not insist(attributes.differ, "comparing attributes"):
             self._watch.changes_attributes, self.attributes = False, None
         if self._trained and not insist(self._has_moved_trained, "comparing parameters"):
             self._watch.moves_trained, self._trained = False, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from memkit._machine import random_state
 from memkit._recovery.attempt import Done, Failure, attempt, insist
 from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.sizes import SizeMemory
-from memkit._recovery.snapshot import HeldState, key_of_loss
+from memkit._recovery.snapshot import HeldState, key_of_loss, looking_inside
 from memkit._torch import pytree
 from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples
@@ -55,6 +55,7 @@ class Evaluation:
         self._told: set[object] = set()
         self._host = random_state.HostState()
         self._quiet: set[object] = set()  # keys of functions, and None for the model, that were seen to change nothing
+        self._restless: set[object] = set()  # the same of those that were seen to change something in between
 
     def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
         """Run ``fn`` over all rows of a batch.
@@ -184,9 +185,13 @@ class Evaluation:
                 each.restore()
             random_state.restore(before, self._host)
 
-        outcome = attempt(fn, self._model, part, undo=undo)
+        def look() -> None:
+            self._restless.update(key for key, each in held.items() if each.differ())
+
+        with looking_inside(self._model, look) if held.keys() - self._restless else nullcontext():
+            outcome = attempt(fn, self._model, part, undo=undo)
         if isinstance(outcome, Done):
-            self._quiet.update(key for key, each in held.items() if not each.differ())
+            self._quiet.update(key for key, each in held.items() if key not in self._restless and not each.differ())
         return outcome
 
     def _whole(self, batch: Any, fn: Callable[[nn.Module, Any], Any], why: str) -> Any:

@@ -464,3 +464,72 @@ def test_frozen_parameters_that_a_model_does_not_list_are_restored(settings):
         return dict(model.named_parameters())
 
     torch.testing.assert_close(train(0 if settings else 1, **settings), train(0), rtol=1e-12, atol=1e-12)
+
+
+class _Between(nn.Module):
+    """Something that is another in the middle of a forward, and as before at its end."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)
+        self.kind, self.depth, self.auxiliary, self.seen = kind, 1, [], {}
+
+    def forward(self, x):
+        if self.kind == "a count":
+            self.depth += 1
+        elif self.kind == "a dict":
+            self.seen["calls"] = self.seen.get("calls", 0) + 1
+        h = self.first(x).tanh()
+        self.auxiliary.append(h.square().mean())
+        y = self.last(h) * (self.depth + self.seen.get("calls", 0))
+        if self.fails():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if self.kind == "a count":
+            self.depth -= 1
+        self.seen.pop("calls", None)
+        return y
+
+    def fails(self):
+        return next(FAILURES["left"], None) is not None
+
+    def loss(self, x):
+        """Empty the list, as losses with the auxiliary ones of experts do."""
+        loss = self(x).square().mean() + sum(self.auxiliary)
+        self.auxiliary.clear()
+        return loss
+
+
+FAILURES = {"left": iter(())}
+
+
+@pytest.mark.filterwarnings("ignore:.*out of memory:memkit.MemkitWarning")
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["a count", "a dict", "a list"])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_what_a_forward_puts_back_is_put_back_for_it(kind, step, accumulation_steps):
+    def train(failing):
+        torch.manual_seed(0)
+        model = _Between(kind)
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=accumulation_steps
+        )
+        for number in range(1, 4):
+            FAILURES["left"] = iter([1] if number == failing else [])
+            trainer.train_step(torch.rand(8, 4, dtype=torch.float64), _Between.loss)
+        assert (model.depth, model.auxiliary, model.seen) == (1, [], {})
+        return model.state_dict()
+
+    torch.testing.assert_close(train(step), train(None), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_an_evaluation_puts_back_what_its_forward_puts_back(failing):
+    torch.manual_seed(0)
+    model, x = _Between("a count"), torch.rand(8, 4, dtype=torch.float64)
+    FAILURES["left"] = iter(())
+    right = model(x).detach()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1))
+    with trainer.evaluation() as evaluate:
+        for number in range(1, 4):
+            FAILURES["left"] = iter([1] if number == failing else [])
+            torch.testing.assert_close(evaluate(x, lambda model, rows: model(rows)), right)
