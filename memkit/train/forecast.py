@@ -21,6 +21,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
 from memkit._recovery.attempt import Done, Result, attempt
 from memkit._torch import pytree
+from memkit._torch.modules import all_parameters
 from memkit.train.checkpointing import may_recompute
 from memkit.train.gradients import list_parameters
 from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
@@ -370,7 +371,8 @@ def _reader(
 
 
 def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    held: list[Any] = [*model.parameters(), *model.buffers(), *(each.grad for each in model.parameters())]
+    parameters = all_parameters(model)
+    held: list[Any] = [*parameters, *model.buffers(), *(each.grad for each in parameters)]
     held += pytree.tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
     return sum({id(each): each.nbytes for each in held if isinstance(each, torch.Tensor)}.values())
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from memkit._core.errors import ConfigError, InputTypeError, warn_user
 from memkit._machine import devices
+from memkit._torch.modules import all_parameters
 from memkit.train.gradients import set_gradient_dtype
 from memkit.train.split import map_leaves
 
@@ -136,7 +137,7 @@ class Precision:
         self._converted = []
 
     def _convert(self, model: nn.Module) -> None:
-        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+        tensors = [tensor for tensor in (*all_parameters(model), *model.buffers()) if tensor.is_floating_point()]
         self._converted = [(tensor, tensor.dtype) for tensor in tensors]
         for tensor in tensors:  # replace only the data: optimizers hold these parameters
             tensor.data = tensor.data.to(torch.bfloat16)
@@ -165,7 +166,7 @@ def _check_parameters(model: nn.Module, name: str | None, *, has_scaler: bool) -
     Raises:
         ConfigError: A dtype does not fit.
     """
-    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    dtypes = {each.dtype for each in all_parameters(model) if each.is_floating_point()}
     if name == "fp32" and dtypes - {torch.float32}:
         others = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes - {torch.float32}))
         raise ConfigError(

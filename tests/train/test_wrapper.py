@@ -171,6 +171,26 @@ class TestPrecision:
         assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
         assert model(torch.ones(1, 4)).dtype == torch.float32
 
+    def test_true_converts_frozen_parameters_that_a_model_does_not_list(self):
+        class Adapted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.base, self.adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+            def parameters(self, recurse=True):
+                return self.adapter.parameters(recurse)
+
+            def forward(self, x):
+                return self.base(x) + self.adapter(x)
+
+        model = Adapted()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true")
+        assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).float().mean()).stepped
+        assert model.base.weight.dtype is torch.bfloat16
+        trainer.close()
+        assert model.base.weight.dtype is torch.float32
+
     @pytest.mark.parametrize("way", ["out of memory", "a budget", "accumulation_steps"])
     def test_true_adds_up_in_float32_however_the_parts_came(self, way):
         torch.manual_seed(0)
