@@ -576,7 +576,10 @@ class WithTable(nn.Linear):
 def test_the_first_step_too_keeps_to_the_plan():
     model, x = WithTable(), torch.randn(256, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mk.prepare(model, optimizer, x, lambda model, x: model(x).square().mean(), budget="34MiB") as trainer:
+    whole = len(x)  # else measured times decide
+    with mk.prepare(
+        model, optimizer, x, lambda model, x: model(x).square().mean(), budget="34MiB", micro_batch_size=whole
+    ) as trainer:
         for _ in range(2):
             with mk.Tracker(device="cpu") as tracker:
                 trainer.train_step(x, lambda model, x: model(x).square().mean())
