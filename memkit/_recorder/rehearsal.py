@@ -1116,7 +1116,8 @@ def _assigned_by(function: types.FunctionType) -> Iterator[_Variable]:
 
 def _is_users(value: types.FunctionType | type) -> bool:
     """Whether a function or a class is the user's own."""
-    return (value.__module__ or "").partition(".")[0] not in _FOREIGN
+    module: object = value.__module__  # Cython's metaclasses have a descriptor there
+    return module is None or (isinstance(module, str) and module.partition(".")[0] not in _FOREIGN)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -1169,7 +1170,7 @@ def _may_hold_state(value: object) -> bool:
         return _is_users(value)
     if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)):
         return False
-    is_own = isinstance(value, _WRAPPERS) or kind.__module__.partition(".")[0] not in _FOREIGN
+    is_own = isinstance(value, _WRAPPERS) or _is_users(kind)
     return (is_own and has_attributes(value)) or isinstance(value, random_state.GENERATORS)
 
 

@@ -629,3 +629,14 @@ def test_what_has_no_state_that_can_be_read_is_left_alone(run, make):
     model = nn.Linear(4, 3).double()
     model.held = [make()]
     RUNS[run](model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4, dtype=torch.float64))
+
+
+def test_a_class_whose_module_is_a_descriptor_is_no_error():
+    """As Cython's metaclasses have one; extensions that are written in it have such classes among their globals."""
+
+    class Compiled:
+        pass
+
+    Compiled.__module__ = property(lambda self: "extension")
+    before = Attributes([lambda: (Compiled, Compiled())], content="saved")
+    assert not before.differ()
