@@ -88,7 +88,7 @@ class StateWatch:
         how: dict[str, Any] = {"apart": apart, "gradients_but_of": mine}
         if is_trial:
             return Attributes([self.loss_fn], content="saved", trained=(), with_optimizers=True, **how)
-        # What a compiler keeps in the model's own modules is not the user's.
+        # A compiler's state in the model's own modules is not the user's.
         own = tuple({type(each) for each in self.module.modules()}) if self._is_compiled else ()
         return Attributes([self.loss_fn], content="versions", is_for_rerun=True, except_for=own, **how)
 
@@ -206,7 +206,7 @@ class StateWatch:
 def looking_inside(model: nn.Module, look: Callable[[], object]) -> Iterator[None]:
     """Call ``look`` in forwards of the block, at ever fewer of the calls of their modules, and at their ends.
 
-    What a forward changes and puts back (a depth, a list that the loss empties) can be seen only there.
+    State that a forward changes and puts back (a depth, a list that the loss empties) can be seen only there.
     """
     thread, num_calls, next_call = threading.get_ident(), 0, 1
 

@@ -85,7 +85,7 @@ def check_independence(
     leaves = pytree.tree_leaves(tuple(rows))
     others = [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))]
 
-    # What a function does with tensors that it holds is unknown: it is checked in each call, but compared once.
+    # A function may do anything with tensors that it holds: it is checked in each call, but compared once.
     is_known = way is not None and len(modules) < 2
 
     def key() -> Hashable:

@@ -1,7 +1,7 @@
-"""What decides how a function works, besides its tensors: modes, plain attributes and children of its modules.
+"""Traits of a function: the modes, plain attributes and children of its modules, and its other arguments.
 
-What was found out about a function (that it keeps rows apart, how far it sees, what it takes) holds for as long as this
-stays the same.
+The results of its checks (that it keeps rows apart, how far it sees, how much memory it takes) hold for as long as its
+traits stay the same.
 """
 
 from __future__ import annotations
