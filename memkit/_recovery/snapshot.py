@@ -24,15 +24,15 @@ from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
+from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import all_parameters, buffers_of, is_compiled, parameters_of, training_flags
 from memkit._torch.ranks import gathered_parameters
-from memkit._torch.tensors import bit_sums, is_view, leaf_gradient, version_of
+from memkit._torch.tensors import as_integers, bit_sums, content_sums, is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
 _MOST_KEYS = 64  # of loss functions
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
-_DIGESTED_BYTES = 2**22  # at a time
-_COMPARED_BYTES = 2**18  # at a time: three times a quarter of it for the results
+_COMPARED_BYTES = 2**18  # at a time: a card needs a quarter of it for the results
 _LARGEST_BYTES = 2**26  # of a plain attribute that a trial saves: a codebook, but no replay buffer
 _MOST_FROZEN_BYTES = 2**28  # of larger frozen parameters that a trial saves: a momentum encoder, but no language model
 _SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
@@ -667,16 +667,18 @@ def _all_cloned(buffers: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have the same values; NaN equals NaN.
+    """Return whether two tensors of one shape have the same bits; NaN equals NaN.
 
     Large ones are compared a part at a time: a step within a budget has no room for more.
     """
+    if isinstance(one, FakeTensor):
+        return False  # a simulated step keeps the copy, as a step does whose forward changes it
     if one.nbytes > _COMPARED_BYTES and one.dim():
         if len(one) == 1:
             return are_same(one[0], other[0])
         num_rows = max(1, len(one) * _COMPARED_BYTES // one.nbytes)
         return all(map(are_same, torch.split(one, num_rows), torch.split(other, num_rows)))
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.equal(as_integers(one), as_integers(other))
 
 
 def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:
@@ -692,12 +694,8 @@ def _content_mark(parameter: nn.Parameter) -> object:
 
 
 def _digest(buffer: torch.Tensor) -> int:
-    """Return a hash of the buffer's bytes, computed a few megabytes at a time; collisions are very unlikely."""
-    flat = buffer.detach().view(-1) if buffer.is_contiguous() else buffer.detach().reshape(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    parts = torch.split(flat.view(torch.uint8), _DIGESTED_BYTES)
-    sums = torch.stack([part.sum(dtype=torch.int64) + 31 * part[::7].sum(dtype=torch.int64) for part in parts])
-    return hash(tuple(sums.tolist()))
+    """Return a hash of sums over the buffer's bits, which take no memory; collisions are very unlikely."""
+    return hash(tuple(content_sums(buffer.detach())))
 
 
 def _held_generators(module: nn.Module) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from torch._C._autograd import (
     _get_sequence_nr as next_sequence_number,  # of the next node in this thread
     _top_saved_tensors_default_hooks,
 )
-from torch._C._functorch import maybe_current_level
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node, _engine_run_backward
@@ -37,6 +37,7 @@ __all__ = [
     "gradients_of",
     "have_tangents",
     "inputs_of",
+    "is_functorch_wrapped_tensor",
     "is_transforming",
     "keeps_graph",
     "next_sequence_number",

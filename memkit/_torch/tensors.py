@@ -38,6 +38,14 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return sums
 
 
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's bits as integers of the same size; a quantized tensor's are its own integers."""
+    if tensor.is_quantized:
+        return tensor.int_repr()
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    return plain.view(_WHOLE[plain.dtype.itemsize])
+
+
 def content_sums(tensor: torch.Tensor) -> list[int]:
     """Return sums over a tensor's bits: all of it, every other row, and every other column; see `bit_sums`.
 

@@ -21,7 +21,7 @@ from memkit._core.units import parse_bytes
 from memkit._recorder.data_reads import DataReads
 from memkit._torch.compiler import uncompiled
 from memkit._torch.fake import FakeTensor
-from memkit._torch.graph import at_end_of_backward, current_backward, current_node
+from memkit._torch.graph import at_end_of_backward, current_backward, current_node, is_functorch_wrapped_tensor
 from memkit._torch.tensors import base_of, is_view, is_zero_tensor, storage_key, version_of
 from memkit.train.checks import WRAPPER
 from memkit.train.models import device_of
@@ -485,7 +485,8 @@ class _Packed:
 def _has_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is just a view of one storage; the zeros of forward-mode AD have an empty one."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided
-    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
+    is_other = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor)
+    return plain and not (is_other or is_functorch_wrapped_tensor(tensor))
 
 
 def _has_own_version(tensor: torch.Tensor) -> bool:

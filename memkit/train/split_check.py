@@ -33,7 +33,7 @@ from memkit.train.ranks import without_buffer_sync
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
-from memkit.train.split_ways import CutBatch, Way, ways_to_cut
+from memkit.train.split_ways import CutBatch, Way, interleaved, ways_to_cut
 
 # Relative error per parameter that passes without further runs; larger errors are compared with rounding.
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
@@ -756,7 +756,12 @@ class Examination:
             self._with_hooks = False
             if (yield from self._is_equal_again()):
                 return SplitVerdict(exact=False, error=error, loss="hooks")
-        if other := self._other_weights(whole, independent):
+        other = self._other_weights(whole, independent)
+        if other == "weights" and self._where.has_rows and self._is_one_sided(independent):
+            self._where = interleaved(self._where)
+            again = yield from self._again()
+            other = (None not in again and self._other_weights(*again)) or other
+        if other:
             return SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
         if self._suspects and (found := (yield from self._judge_frozen(error))) is not None:
             return found
@@ -840,6 +845,7 @@ class Examination:
         scales = np.where(norms > rounding, 1 / np.maximum(np.where(norms > 0, norms, 1.0), rounding / _FIT), 0.0)
         wanted = _flat(whole.mean(), whole.mean(), scales)
         columns = np.stack([_flat(each.mean(), whole.mean(), scales) for each in parts], axis=1)
+        columns = columns[:, np.linalg.norm(columns, axis=0) > 0]  # without parts whose rows are all masked
         shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
         is_mean = abs(shares.sum() - 1) < _FIT and (shares > -_FIT).all()
         is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by something independent of the part
@@ -848,6 +854,10 @@ class Examination:
         if (np.linalg.norm(columns, axis=0)[abs(shares) < _LEFT_OUT] > _FIT).any():
             return None  # one part alone decides: a maximum, or the larger of two means
         return "weights" if is_mean or abs(shares.mean() - 1) > _FIT else "sum"
+
+    def _is_one_sided(self, parts: Sequence[_Gradient]) -> bool:
+        """Whether one part alone has a gradient: the whole is its sum as well as its mean."""
+        return sum(_norm(each.vectors) > 0 for each in parts) == 1
 
     def _fit_limit(self, scales: Vector) -> float:
         """Return the fit residual that rounding explains, for gradients scaled per parameter."""

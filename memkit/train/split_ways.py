@@ -154,6 +154,12 @@ def once(way: Way) -> Way:
     return replace(way, make=make, is_real=False, is_sorted=False, is_further=False)
 
 
+def interleaved(parts: CutBatch) -> CutBatch:
+    """Return the same rows, every second one in another part: masked ones at one end are then in both."""
+    rows = [(row, row + 1) for row in range(parts.size)]
+    return _cut(parts.whole, parts.size, [*rows[::2], *rows[1::2]], [len(rows[::2]), len(rows[1::2])])
+
+
 def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None:
     size = count_elements(batch)
     parts = cut_batch(batch, num_parts, size=size, split_fn=split_fn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,14 +15,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memkit._core.errors import StateError
+from memkit._core.errors import ConfigError, StateError
 from memkit._machine import devices
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.makeup import Flags
 from memkit._recovery.replay import Replay, ReusableRerun
 from memkit._recovery.snapshot import StateWatch
 from memkit._tape.kept import KeptResults, is_kept
-from memkit._torch.graph import is_transforming
+from memkit._torch.graph import have_tangents, is_transforming
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.script import as_written
 from memkit._torch.tensors import bit_sums, versions_of
@@ -153,6 +154,7 @@ class TreatedForward:
         A call from within that forward (a block that calls itself for a child) runs plainly: the outer one covers it.
 
         Raises:
+            ConfigError: The block is to be recomputed in backward, but its inputs or parameters have tangents.
             StateError: The block is to be recomputed in backward, but has changed its input in place. From backward:
                 its input was changed unseen by autograd, which the first two forwards of each block are tested for.
         """
@@ -167,6 +169,8 @@ class TreatedForward:
         if self.treatment == "offload":
             return self._offloaded(forward, *args, **kwargs)
         passed = _Passed((args, kwargs))
+        if have_tangents(itertools.chain(passed.tensors, self._block.parameters())):
+            self._refuse_tangents()
         versions = versions_of(passed.tensors)
         if self._num_compared < _NUM_COMPARED and not (is_transforming() or devices.is_capturing()):
             self._num_compared += 1
@@ -202,6 +206,16 @@ class TreatedForward:
             return forward(*args, **kwargs)
         finally:
             self._running_in.discard(thread)
+
+    def _refuse_tangents(self) -> NoReturn:
+        raise ConfigError(
+            f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
+            got="inputs or parameters with tangents, of torch.func.jvp or another forward-mode derivative: backward "
+            "would run the block again without them",
+            expected="derivatives by torch.autograd.grad(..., create_graph=True), or a block that is not recomputed",
+            fix=f"leave the block out of checkpoint=, or keep its activations on the host: "
+            f"checkpoint={{{self._name!r}: 'offload'}}.",
+        )
 
     def _refuse_unseen_write(self, is_other_number: bool) -> NoReturn:  # noqa: FBT001 - the only argument
         got = "an input with other values than in the forward, written through .data or NumPy, unseen by autograd"

@@ -573,13 +573,12 @@ class WithTable(nn.Linear):
         return super().forward(x) * self.table[:64]
 
 
-def test_the_first_step_too_keeps_to_the_plan():
+@pytest.mark.parametrize("micro_batch_size", [256, 128])
+def test_the_first_step_too_keeps_to_the_plan(micro_batch_size):
     model, x = WithTable(), torch.randn(256, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    whole = len(x)  # else measured times decide
-    with mk.prepare(
-        model, optimizer, x, lambda model, x: model(x).square().mean(), budget="34MiB", micro_batch_size=whole
-    ) as trainer:
+    budget = {"budget": "34MiB", "micro_batch_size": micro_batch_size}  # else measured times decide
+    with mk.prepare(model, optimizer, x, lambda model, x: model(x).square().mean(), **budget) as trainer:
         for _ in range(2):
             with mk.Tracker(device="cpu") as tracker:
                 trainer.train_step(x, lambda model, x: model(x).square().mean())

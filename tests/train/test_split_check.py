@@ -550,6 +550,21 @@ def test_the_gradient_of_a_cast_parameter_is_as_coarse_as_the_cast(dtype, inner,
     assert (verdict.exact, verdict.loss) == expected
 
 
+@pytest.mark.parametrize("num_masked", [0, 2, 5, 9])
+def test_a_sum_over_unmasked_rows_is_named_where_the_rows_of_a_part_are_all_masked(num_masked):
+    """Divided by the whole batch's count, as language models do with num_items_in_batch."""
+    torch.manual_seed(0)
+    model, x, labels = nn.Linear(6, 4).double(), torch.randn(12, 6).double(), torch.randint(4, (12,))
+    labels[:num_masked] = -100
+    batch = {"x": x, "labels": labels, "num_items": (labels != -100).sum()}
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["labels"], reduction="sum") / batch["num_items"]
+
+    verdict = check_split(model, batch, loss_fn, num_parts=4)
+    assert (verdict.exact, verdict.loss) == (False, "sum")
+
+
 def toggle(model, is_trained):
     for each in model.parameters():
         each.requires_grad_(is_trained)

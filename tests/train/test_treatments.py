@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
@@ -287,6 +288,45 @@ def test_ways_out_for_block_changing_its_input():
         found.append(gradients(model))
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
+
+
+def by_jvp(model, x):
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))
+
+
+def by_dual_numbers(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+
+
+def by_weights_with_tangents(model, x):
+    def out(weight):
+        return torch.func.functional_call(model, {"0.0.weight": weight}, (x,))
+
+    weight = model[0][0].weight
+    return torch.func.jvp(out, (weight,), (torch.ones_like(weight),))
+
+
+@pytest.mark.parametrize("derivative", [by_jvp, by_dual_numbers, by_weights_with_tangents])
+def test_a_block_whose_input_has_a_tangent_is_not_recomputed(derivative):
+    """PINNs: torch's own checkpoint recomputes without the tangent, and meets another number of saved tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+
+    def gradients_with(choice):
+        model.zero_grad()
+        with Checkpointing(model, choice):
+            torch.stack([each.square().mean() for each in derivative(model, x)]).sum().backward()
+        return gradients(model)
+
+    plain = gradients_with({})
+    assert_same(gradients_with({"0": "offload"}), plain)
+    for treatment in ("full", "selective"):
+        with pytest.raises(
+            mk.errors.ConfigError, match=rf"'{treatment}': got inputs or .* tangents.*\{{'0': 'offload'"
+        ):
+            gradients_with({"0": treatment})
 
 
 class WritesUnseen(nn.Module):
