@@ -60,10 +60,11 @@ class StateWatch:
         quiet_losses: Keys of loss functions that were seen to change nothing of what they hold.
         last_quiet: Returns the last of them, if it is still there: most loops call the same one in each step.
         host: Cache of the random state of NumPy and Python.
+        dropped_bytes: Copies that the first forwards had, until they were seen to leave the originals unchanged.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.dropped_bytes = module, 0
         self.owners = dict.fromkeys(module.modules())
         self.restless: dict[nn.Module, None] = {}
         # torch.compile recompiles, and warns, when it finds a global module hook.
@@ -168,8 +169,9 @@ class StateWatch:
             if entry.copy is None or entry.copy.nbytes <= _SMALL_BYTES:
                 continue
             now = buffers_of(key[0]).get(key[1])
-            if now is not None and entry.copy.shape == now.shape and are_same(entry.copy, now):
+            if now is not None and _mark(now) == entry.mark and are_same(entry.copy, now):
                 self._still[key] = entry.digest = _digest(entry.copy)
+                self.dropped_bytes += entry.copy.nbytes
                 entry.copy = None
 
     def adopt(self, modules: Iterable[nn.Module], snapshot: BufferSnapshot) -> None:
@@ -443,6 +445,11 @@ class AttributeStates:
             if kept is None and type(each) in digested and not each.is_meta
         ]
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies of tensors."""
+        return sum(kept.nbytes for _, _, kept in self._tensors if kept is not None)
+
     def plainly_differ(self) -> bool:
         """Return whether an attribute has changed, other than by a write to a tensor."""
         return self._attributes.differ()
@@ -549,6 +556,7 @@ class Rollback:
         attributes = None if self._watch.is_restless_inside else self.attributes
         if attributes is not None and not insist(attributes.differ, "comparing attributes"):
             self._watch.changes_attributes, self.attributes = False, None
+            self._watch.dropped_bytes += attributes.num_bytes
         if self._trained and not insist(self._has_moved_trained, "comparing parameters"):
             self._watch.moves_trained, self._trained = False, []
         if self.held is not None and self._watch.learn_of_held(self.held):
@@ -672,7 +680,7 @@ def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     Large ones are compared a part at a time: a step within a budget has no room for more.
     """
     if isinstance(one, FakeTensor):
-        return False  # a simulated step keeps the copy, as a step does whose forward changes it
+        return True  # in a simulation their versions tell
     if one.nbytes > _COMPARED_BYTES and one.dim():
         if len(one) == 1:
             return are_same(one[0], other[0])

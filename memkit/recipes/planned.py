@@ -52,7 +52,7 @@ from memkit.predict.plan.host import HostTimes
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import fastest, micro_batch_counts, search, search_activations
 from memkit.predict.plan.speeds import OperatorTimes, card_speeds
-from memkit.predict.plan.trial import Arrange, Arrangement, StepTrials, TrainStep, Trial
+from memkit.predict.plan.trial import Arrange, Arrangement, StepBytes, StepTrials, TrainStep, Trial
 from memkit.predict.words import PLAN_WORDS
 from memkit.predict.worst_batch import WorstBatch, find_worst_batch
 from memkit.recipes.order import ResumableLoader
@@ -79,7 +79,7 @@ _SLACK = 1.5  # predicted times may be off by this factor when candidates are ti
 PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
 Treat = Literal["tensors", "blocks"]
 MakeTrials: TypeAlias = Callable[[Any], StepTrials]
-RunForReal = Callable[[Any, Arrangement], AbstractContextManager[Callable[[], int]]]
+RunForReal = Callable[[Any, Arrangement], AbstractContextManager[Callable[[], StepBytes]]]
 
 
 @guided(words=PLAN_WORDS)
@@ -297,6 +297,7 @@ def _plan(
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
         notes += _ways_to_less(may_offload=may_offload, is_part=gpu is not None and not fills_card)
         nearest = _nearest(allowed, sample_batch, run_for_real if measure else None)
+        notes += _about_first_step(nearest)
         notes += _about_the_rest(nearest, gpu, budget_bytes) if gpu and own else []
         _refuse(call, budget, budget_bytes, nearest, notes, is_measured=measure)
     timed = finalists if measure else ()
@@ -312,7 +313,7 @@ def _plan(
             _refuse(call, budget, budget_bytes, best, notes, is_measured=measure)
         trials += [] if best.arrangement in {each.arrangement for each in trials} else [best]
     warn_of_doubts(call, best.estimate)
-    notes += _about_values(best, worst)
+    notes += [*_about_values(best, worst), *_about_first_step(best)]
     notes += _about_cache(best, budget_bytes) if gpu else []
     notes += _about_the_rest(best, gpu, budget_bytes) if gpu and own else []
     plan = TrainingPlan.of(
@@ -628,6 +629,14 @@ def _about_values(trial: Trial, worst: WorstBatch | None) -> list[str]:
     return ["The forward reads values of the batch, such as lengths: another batch of equal shapes may take more."]
 
 
+def _about_first_step(trial: Trial) -> list[str]:
+    if not trial.first_step_bytes:
+        return []
+    more = format_bytes(trial.first_step_bytes)
+    about = "copies of buffers and frozen weights, until the forward is seen to leave them unchanged"
+    return [f"The first step needs {more} that later ones do not: {about}."]
+
+
 def _about_cache(trial: Trial, budget_bytes: int) -> list[str]:
     """Say that a card's allocator would like to hold more than the budget."""
     most_bytes = trial.estimate.required_bytes + trial.beside_bytes
@@ -788,12 +797,13 @@ def _wrapped(
         probe=False,
     ) as trainer:
 
-        def train_step(batch: Any, loss_fn: LossFn) -> int:
+        def train_step(batch: Any, loss_fn: LossFn) -> StepBytes:
             if not is_packed:
                 rows = min(count_rows(batch), num_steps * arrangement.micro_batch_size)
                 batch = unmark_samples(take_rows(mark_samples(batch), 0, rows))
             result = trainer.train_step(batch, loss_fn)
-            return int(result.losses[-1].value.untyped_storage().nbytes())  # a mean may share storage with its terms
+            left_bytes = result.losses[-1].value.untyped_storage().nbytes()  # a mean may share storage with its terms
+            return StepBytes(int(left_bytes), trainer.first_step_bytes)
 
         yield train_step
 
@@ -811,7 +821,7 @@ def _on_a_copy(
     arrange: Arrange,
     batch: Any,
     arrangement: Arrangement,
-) -> Iterator[Callable[[], int]]:
+) -> Iterator[Callable[[], StepBytes]]:
     """The real step on the whole batch, on a copy that has already taken one step."""
     twin, twins = copy.deepcopy((model, optimizer if is_own(optimizer) else None))
     optimizers = optimizer_maker(twins or optimizer)(twin.parameters())

@@ -118,6 +118,11 @@ class Checkpointing(Closing):
         """Names of the blocks that are recomputed in backward, in whole or in part."""
         return tuple(name for name, treatment in self.treatments.items() if treatment != "offload")
 
+    @property
+    def first_step_bytes(self) -> int:
+        """Most bytes that the first forward of a block took for copies of its state that later ones do without."""
+        return max((each.first_step_bytes for each in self._installed.values()), default=0)
+
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Disable all treatments inside the ``with`` block."""

@@ -846,6 +846,8 @@ class Examination:
         wanted = _flat(whole.mean(), whole.mean(), scales)
         columns = np.stack([_flat(each.mean(), whole.mean(), scales) for each in parts], axis=1)
         columns = columns[:, np.linalg.norm(columns, axis=0) > 0]  # without parts whose rows are all masked
+        if not columns.size:
+            return None
         shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
         is_mean = abs(shares.sum() - 1) < _FIT and (shares > -_FIT).all()
         is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by something independent of the part

@@ -148,6 +148,11 @@ class TreatedForward:
         self._running_in: set[int] = set()  # threads in which the block's own forward runs
         self.is_suspended = False
 
+    @property
+    def first_step_bytes(self) -> int:
+        """Copies of the block's state in its first forward, which were not needed."""
+        return self._watch.dropped_bytes
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, with the treatment if gradients are enabled.
 

@@ -592,6 +592,15 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         """
         return self._sum.end_all(self._after_step, on_joined)
 
+    @property
+    def first_step_bytes(self) -> int:
+        """Bytes that the first step took for copies of buffers and frozen weights, and that later steps do without.
+
+        These are copies for the recovery, kept until a forward is seen to leave their originals unchanged.
+        """
+        of_blocks = self._checkpointing.first_step_bytes if self._checkpointing else 0
+        return self._driver.state_watch.dropped_bytes + of_blocks
+
     def evaluation(self) -> EvaluationBlock:
         """Evaluate inside the block, in eval mode without gradients; restores all modes. Yields an `Evaluation`."""
         return EvaluationBlock(self._evaluating())

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memkit as mk
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._core.units import format_bytes
 from memkit.predict.gpus import find_gpu
 from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
@@ -583,6 +584,51 @@ def test_the_first_step_too_keeps_to_the_plan(micro_batch_size):
             with mk.Tracker(device="cpu") as tracker:
                 trainer.train_step(x, lambda model, x: model(x).square().mean())
             assert tracker.peak_bytes <= trainer.plan.required_bytes
+
+
+class Adapted(nn.Module):
+    """One adapter beside a frozen network, as LoRA by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).requires_grad_(False)
+        self.adapter = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+@pytest.mark.parametrize("make", [Adapted, WithTable, lambda: nn.Sequential(Adapted(), WithTable(), Adapted())])
+@pytest.mark.parametrize("rows", [128, 64])
+def test_copies_of_the_first_step_are_room_for_it_and_no_part_of_later_ones(make, rows):
+    def loss_fn(model, x):
+        return model(x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(128, 64)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    plan = mk.plan_training(model, x, loss_fn, optimizer, budget="1GiB", micro_batch_size=rows)
+    peaks = []
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, **plan.wrapper_settings(), probe=False) as trainer:
+        for _ in range(3):
+            with mk.Tracker(device="cpu") as tracker:
+                trainer.train_step(x, loss_fn)
+            peaks.append(tracker.peak_bytes)
+        assert trainer.first_step_bytes > 100_000
+        assert f"needs {format_bytes(trainer.first_step_bytes)} that later ones do not" in plan.explain()
+    assert plan.predicted_peak_bytes == peaks[1] == peaks[2]
+    assert peaks[1] < peaks[0] <= plan.required_bytes < peaks[1] + 1.1 * trainer.first_step_bytes + 2**14
+
+
+def test_copies_for_blocks_that_run_again_are_known_too():
+    model, x = nn.Sequential(WithTable(), nn.Linear(64, 4)), torch.randn(8, 64)
+    with mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoint=["0"], probe=False
+    ) as trainer:
+        assert trainer.first_step_bytes == 0
+        for _ in range(2):
+            trainer.train_step(x, lambda model, x: model(x).square().mean())
+            assert trainer.first_step_bytes == 2 * model[0].table.nbytes  # of the step, and of the block
 
 
 class Picky(nn.Module):

@@ -94,13 +94,14 @@ class Trial:
     Attributes:
         arrangement: The arrangement.
         estimate: Memory of the planned step at its peak.
-        required_bytes: Bytes that must fit, including scratch memory inside kernels, and on the CPU the random state
-            that the step and its treated blocks keep. On a card, all that the allocator would like to hold, or only
-            what it needs, and what is there beside the step.
+        required_bytes: Bytes that must fit, including scratch memory inside kernels, copies that the first step keeps,
+            and on the CPU the random state that the step and its treated blocks keep. On a card, all that the
+            allocator would like to hold, or only what it needs, and what is there beside the step.
         seconds: Time of its operators.
         block_costs: Savings and cost of each treatment of each block, for micro-batches of this size.
         forwards: What its forwards have run or saved, where saved tensors are treated.
         beside_bytes: What this process holds on the card beside the step.
+        first_step_bytes: The copies that the first step keeps.
     """
 
     arrangement: Arrangement
@@ -110,10 +111,23 @@ class Trial:
     block_costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]
     forwards: frozenset[ForwardCounts] = frozenset()
     beside_bytes: int = 0
+    first_step_bytes: int = 0
 
 
-# Takes the whole batch and runs its first micro-batches. Returns the bytes that each keeps until the end of the step.
-TrainStep: TypeAlias = Callable[[Any, LossFn], int]
+class StepBytes(NamedTuple):
+    """What the allocations of a planned step do not show.
+
+    Attributes:
+        left: Bytes that each micro-batch keeps until the end of the step.
+        first_step: Bytes that the first step needs beside what later ones do.
+    """
+
+    left: int
+    first_step: int
+
+
+# Takes the whole batch and runs its first micro-batches.
+TrainStep: TypeAlias = Callable[[Any, LossFn], StepBytes]
 
 
 class Arrange(Protocol):
@@ -134,7 +148,7 @@ class _Recorded(NamedTuple):
     Attributes:
         record: Its memory.
         trace: Its time.
-        left_bytes: Bytes that each micro-batch keeps until the end of the step.
+        num_bytes: See `StepBytes`.
         device_type: Where it ran.
         live: int64, shape ``(num_events + 1,)``: live bytes, by the recorder's count of events.
         highest: The same with scratch memory inside kernels.
@@ -144,7 +158,7 @@ class _Recorded(NamedTuple):
 
     record: Record
     trace: StepTimes
-    left_bytes: int
+    num_bytes: StepBytes
     device_type: str
     live: IntArray
     highest: IntArray
@@ -198,21 +212,23 @@ class StepTrials:
         forwards: list[ForwardCounts] = []
         counting = None if arrangement.tensors is None else lambda _: noting_calls(forwards)
         recorded = self._record(arrangement, counting)
-        record, trace, left_bytes, device_type, *_, beside_bytes, num_run = recorded
+        record, trace, num_bytes, device_type, *_, beside_bytes, num_run = recorded
         estimate = MemoryEstimate.of(record)
         if self._may_differ(recorded) and num_run < arrangement.accumulation_steps:
             doubt = f"micro-batches differ, and only {num_run} of {arrangement.accumulation_steps} were tried"
             estimate = replace(estimate, doubts=(*estimate.doubts, doubt))
         required_bytes = estimate.least_required_interval[1] if self.frees_cache else estimate.required_bytes
-        required_bytes += (arrangement.accumulation_steps - num_run) * left_bytes + beside_bytes
+        required_bytes += (arrangement.accumulation_steps - num_run) * num_bytes.left + beside_bytes
+        required_bytes += num_bytes.first_step
         tensors = arrangement.tensors
         if device_type == "cpu":
             num_states = 1 + len(arrangement.treatments) + (0 if tensors is None else tensors.num_random)
             required_bytes += torch.get_rng_state().nbytes * num_states + _NUMBERS_BYTES
         seconds = self._seconds(trace.parts, arrangement)
+        of_memory = {"beside_bytes": beside_bytes, "first_step_bytes": num_bytes.first_step}
         if plain is None:
             block_costs = self._block_costs(recorded, arrangement)
-            return Trial(arrangement, estimate, required_bytes, seconds, block_costs, frozenset(forwards), beside_bytes)
+            return Trial(arrangement, estimate, required_bytes, seconds, block_costs, frozenset(forwards), **of_memory)
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         if tensors is not None:
             if len(set(forwards)) > 1:
@@ -227,7 +243,7 @@ class StepTrials:
                 unseen += _RERUN_FOLLOWING * following.mean_seconds * len(tensors.recomputed)
             seconds += arrangement.accumulation_steps * unseen
         costs = plain.block_costs
-        return Trial(arrangement, estimate, required_bytes, seconds, costs, frozenset(forwards), beside_bytes)
+        return Trial(arrangement, estimate, required_bytes, seconds, costs, frozenset(forwards), **of_memory)
 
     def tensor_choices(self, arrangement: Arrangement) -> TensorChoices:
         """Return what can be done with the tensors that a micro-batch of an arrangement saves."""
@@ -291,7 +307,7 @@ class StepTrials:
                         watched = loss_fn
                         if around is not None and watch.is_recording:
                             watched = _within(partial(around, watch), loss_fn)
-                        left_bytes = train_step(batch, _announced(_noting_reads(watched, guesses, num_reads), trace))
+                        num_bytes = train_step(batch, _announced(_noting_reads(watched, guesses, num_reads), trace))
             events = watch.recorder.events_since(0)
             beside_bytes = 0
             if self.held is not None:
@@ -300,7 +316,7 @@ class StepTrials:
             return _Recorded(
                 replace(watch.record(), reads_values=any(num_reads)),
                 trace,
-                left_bytes,
+                num_bytes,
                 place.device_type,
                 events.live,
                 events.highest(),
