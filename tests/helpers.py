@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import queue
 import re
@@ -69,6 +70,14 @@ def one_in(few: int, values: Iterable[Any], *, slow: Container[Any] = ()) -> lis
     return [
         pytest.param(value, marks=[pytest.mark.slow] if number % few or value in slow else [])
         for number, value in enumerate(values)
+    ]
+
+
+def one_in_product(few: int, *axes: Iterable[Any]) -> list[Any]:
+    """All combinations for `parametrize`, of which one in a few runs by default; see `one_in`."""
+    return [
+        pytest.param(*values, marks=[pytest.mark.slow] if number % few else [])
+        for number, values in enumerate(itertools.product(*axes))
     ]
 
 

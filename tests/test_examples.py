@@ -53,9 +53,11 @@ LONG = {
         "sparse_surface.py",
         "surface_operator.py",
         "s0_edge_memory.py",
+        "s1_memory_report.py",
         "s2_density_invariant.py",
         "s3_gan_radiance_field.py",
         "s4_radar_to_lidar.py",
+        "s4_usage.py",
     ),
 }
 

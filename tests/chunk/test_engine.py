@@ -26,7 +26,7 @@ from memkit.chunk.loss import chunked_loss
 from memkit.chunk.map import Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
 from memkit.chunk.tiled import tiled_apply
-from tests.helpers import FunctionsEntered, assert_refused, assert_same, warm_peak_bytes
+from tests.helpers import FunctionsEntered, assert_refused, assert_same, one_in, warm_peak_bytes
 from tests.toys import mlp
 from tests.versions import has
 
@@ -775,7 +775,7 @@ def test_no_tangent_is_lost(fn, is_enabled):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
-@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("fn", one_in(2, CALLS.values()), ids=CALLS)
 def test_inside_a_compiled_function(fn):
     """The call runs as it is written, and the rest is compiled."""
     x = torch.randn(40, 3, dtype=torch.float64, requires_grad=True)

@@ -12,7 +12,7 @@ import memkit as mk
 from memkit._gradients.captured import CapturedTensors
 from memkit._recovery.snapshot import RandomNumbers
 from memkit.chunk.circumstances import Circumstances
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, one_in_product
 
 EXACT = {"rtol": 1e-11, "atol": 1e-14}
 
@@ -69,8 +69,10 @@ def same_gradients(ours, theirs, inputs):
             assert_close(ours, theirs, **EXACT)
 
 
-@pytest.mark.parametrize("settings", [{"chunk_size": 7}, {"chunk_size": 50}, {"memory_budget": "60kB"}, {}])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    one_in_product(3, FUNCTIONS, [{"chunk_size": 7}, {"chunk_size": 50}, {"memory_budget": "60kB"}, {}]),
+)
 def test_in_a_map(function, settings, net, rows):
     fn = functools.partial(function, net)
     same_gradients(mk.ChunkedProcessor(fn, **settings)(rows), fn(rows), [rows, *net.parameters()])

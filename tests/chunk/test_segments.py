@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.segments import chunked_segment_reduce
-from tests.helpers import assert_refused, one_in, warm_peak_bytes
+from tests.helpers import assert_refused, one_in, one_in_product, warm_peak_bytes
 from tests.toys import mlp
 
 F64 = {"rtol": 1e-11, "atol": 1e-12}
@@ -66,8 +66,7 @@ def differentiate(out, inputs, upstream, retain_graph=None):
     return torch.autograd.grad(out, inputs, upstream, retain_graph)
 
 
-@pytest.mark.parametrize("form", ["sorted", "unsorted", "int32", "ptr"])
-@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize(("reduce", "form"), one_in_product(3, REDUCES, ["sorted", "unsorted", "int32", "ptr"]))
 def test_equals_plain_torch(reduce, form):
     index = edges(sort=form in ("sorted", "ptr"))
     module, offset, weight, x, src = problem(index)

@@ -6,7 +6,7 @@ import torch
 import memkit as mk
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, one_in_product
 from tests.recipes.loop_parts import loader_of, make, weights
 
 
@@ -29,8 +29,14 @@ def test_an_epoch_without_a_batch_at_the_start_saves_nothing(tmp_path):
         assert manager.steps == ()
 
 
-@pytest.mark.parametrize("every", [{"validate_every": 2, "save_every": 2}, {"save_every": 2}, {}])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, mk.errors.ConfigError])
+@pytest.mark.parametrize(
+    ("every", "error"),
+    one_in_product(
+        2,
+        [{"validate_every": 2, "save_every": 2}, {"save_every": 2}, {}],
+        [ZeroDivisionError, KeyboardInterrupt, mk.errors.ConfigError],
+    ),
+)
 def test_failing_validation_loses_no_state(every, error, tmp_path):
     """It comes before the save of its step. The run that goes on makes up for it, and ends as without the error."""
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import memkit as mk
 from memkit._recorder.rehearsal import Attributes, content_of
-from tests.helpers import assert_same
+from tests.helpers import assert_same, one_in_product
 from tests.toys import mean_square
 
 STEP, MEAN = 0, torch.zeros(())
@@ -138,8 +138,10 @@ def trained(place, make):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("make", [wrapper, checked, estimated, planned, advised, prepared, budgeted])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "make"),
+    one_in_product(2, PLACES, [wrapper, checked, estimated, planned, advised, prepared, budgeted]),
+)
 def test_training_is_that_of_the_plain_loop_wherever_a_loss_keeps_its_state(place, make):
     assert_same(trained(place, make), trained(place, None))
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers import one_in
 from tests.search import judging
 from tests.search.batches import Data, make_fields
 from tests.search.judging import judge
@@ -34,7 +35,7 @@ def test_only_declared_losses_mix_rows(name):
         assert (off(Spec(0, 0, loss=name, steps=(PADDED,))) > judging.GRAY) == LOSSES[name].mixes
 
 
-@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("name", one_in(3, TRAITS))
 def test_only_declared_traits_mix_rows(name):
     spec = Spec(0, 0, traits=(name,), steps=(PADDED,))
     found = [off(spec, sizes, seed) for sizes in ((5, 4), (2, 2)) for seed in range(4)]

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import memkit as mk
 from memkit._core.errors import StateError
 from memkit.predict.scaling.profile import profile_scaling
-from tests.helpers import assert_same
+from tests.helpers import assert_same, one_in_product
 from tests.toys import mean_square
 
 X = torch.arange(32.0).reshape(8, 4) / 32
@@ -477,8 +477,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("way", ["itself", "a default argument", "a variable"])
+@pytest.mark.parametrize(("name", "way"), one_in_product(2, CALLS, ["itself", "a default argument", "a variable"]))
 @pytest.mark.filterwarnings("ignore::memkit.errors.MemkitWarning")  # the loss draws and mixes rows
 def test_what_the_loss_function_holds_is_as_before(name, way):
     torch.manual_seed(0)
@@ -553,8 +552,7 @@ OF_PROBES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CALLS, "a check"])
-@pytest.mark.parametrize("way", OF_PROBES)
+@pytest.mark.parametrize(("name", "way"), one_in_product(3, [*CALLS, "a check"], OF_PROBES))
 def test_an_optimizer_that_the_loss_function_steps_is_as_before(name, way):
     calls = CALLS | {"a check": lambda model, loss_fn: mk.train.check_split(model, X, loss_fn)}
     probe, loss_fn = OF_PROBES[way]()

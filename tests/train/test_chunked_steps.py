@@ -15,7 +15,7 @@ from memkit.train.chunked_steps import atomic_steps
 from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state, steps_parameterwise, writes_gradients
 from tests.allocations import trace_allocations
-from tests.helpers import FunctionsEntered, assert_same, run_python
+from tests.helpers import FunctionsEntered, assert_same, one_in_product, run_python
 from tests.train.faults import FailingOperator
 from tests.train.interrupts import InterruptedLine
 
@@ -305,8 +305,9 @@ def test_step_completes_in_a_limit_that_tears_plain_step(foreach):
     assert done.stdout.split() == ["same", "failed", "torn"]
 
 
-@pytest.mark.parametrize("kind", [*MUST, "radam", "nadam"])
-@pytest.mark.parametrize("sizes", [(64,) * 8, (512, 8), (1000,)])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), one_in_product(2, [*MUST, "radam", "nadam"], [(64,) * 8, (512, 8), (1000,)])
+)
 def test_peak_is_a_tenth_above_model_and_state_at_most(kind, sizes):
     parameters = [nn.Parameter(torch.randn(size, 16_000)) for size in sizes]  # 33 to 64 MB
     optimizer = KINDS[kind](parameters, foreach=True)

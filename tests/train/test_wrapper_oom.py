@@ -14,7 +14,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import memkit as mk
 from memkit._machine import random_state
-from tests.helpers import assert_refused, assert_same, gradients, is_same, one_in
+from tests.helpers import assert_refused, assert_same, gradients, is_same, one_in, one_in_product
 from tests.toys import out_of_memory
 from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
 
@@ -503,9 +503,9 @@ FAILURES = {"left": iter(())}
 
 
 @pytest.mark.filterwarnings("ignore:.*out of memory:memkit.MemkitWarning")
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["a count", "a dict", "a list"])
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulation_steps", "kind", "step"), one_in_product(2, [1, 2], ["a count", "a dict", "a list"], [1, 2, 3])
+)
 def test_what_a_forward_puts_back_is_put_back_for_it(kind, step, accumulation_steps):
     def train(failing):
         torch.manual_seed(0)
