@@ -19,6 +19,44 @@ def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Seque
     return nn.Sequential(*layers[:-1])
 
 
+class _Adjoint(torch.autograd.Function):
+    """Euler steps without a graph; backward differentiates each of them by itself, as an adjoint of an ODE does."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, num_steps: int, x: Tensor, *parameters: Tensor) -> Tensor:
+        states = [x]
+        with torch.no_grad():
+            for _ in range(num_steps):
+                states.append(states[-1] + field(states[-1]) / num_steps)
+        ctx.field, ctx.num_steps = field, num_steps
+        ctx.save_for_backward(*states[:-1], *parameters)
+        return states[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        states, parameters = ctx.saved_tensors[: ctx.num_steps], ctx.saved_tensors[ctx.num_steps :]
+        of_state, totals = upstream[0], [torch.zeros_like(each) for each in parameters]
+        for state in reversed(states):
+            with torch.enable_grad():
+                x = state.detach().requires_grad_()
+                moved = x + ctx.field(x) / ctx.num_steps
+                of_state, *found = torch.autograd.grad(moved, (x, *parameters), of_state)
+            totals = [total + each for total, each in zip(totals, found, strict=True)]
+        return None, None, of_state, *totals
+
+
+class NeuralODE(nn.Module):
+    """A field that moves its input, trained by the adjoint method as in torchdiffeq."""
+
+    def __init__(self, width: int, num_steps: int = 4) -> None:
+        super().__init__()
+        self.field, self.num_steps = mlp(width, 2 * width, width), num_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Adjoint.apply(self.field, self.num_steps, x, *self.field.parameters())
+        return out
+
+
 class Residual(nn.Module):
     """A block as transformers have them: LayerNorm and a perceptron, added to the input."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from memkit._core.errors import InputError, StateError
 from memkit._gradients.captured import CapturedTensors
 from memkit._torch.autocast import graphs
-from memkit._torch.graph import have_tangents, is_transforming, keeps_graph
+from memkit._torch.graph import current_backward, have_tangents, is_transforming, keeps_graph
 from memkit._torch.tensors import hooks_of, set_hooks
 
 Gradients = list[Tensor | None]
@@ -250,9 +250,12 @@ def catch_gradients(
 
     Memory cost: one gradient at a time.
     """
+    running: list[int] = []
 
     def note(index: int, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # of a constant: a bias, in the backward of a double backward
+            return None
+        if current_backward() != running[0]:  # of a node that differentiates by itself, as an adjoint of an ODE does
             return None
         catch(index, gradient)
         # Autograd holds a hook's result until the backward ends: return a stand-in without memory.
@@ -260,6 +263,8 @@ def catch_gradients(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(root.device.type, enabled=False))  # each node has its forward's dtype
+        handle = root.register_hook(lambda _: running.append(current_backward()))  # type: ignore[no-untyped-call]
+        stack.callback(handle.remove)
         for index, each in enumerate(parameters):
             handle = each.register_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
             stack.callback(handle.remove)

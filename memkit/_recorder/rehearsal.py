@@ -44,7 +44,15 @@ from memkit._torch import aten
 from memkit._torch.compiler import eagerly
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload
 from memkit._torch.graph import outside_transforms
-from memkit._torch.modules import BUFFERS, HOOKS, PARAMETERS, STATE, is_compiled, members_of, recomputed_by_hooks
+from memkit._torch.modules import (
+    BUFFERS,
+    HOOKS,
+    PARAMETERS,
+    STATE,
+    is_compiled,
+    members_of,
+    recomputed_by_hooks,
+)
 from memkit._torch.operators import schema_of
 from memkit._torch.ranks import gathered_parameters
 from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
@@ -288,8 +296,22 @@ class Rehearsal:
 
     def changed(self) -> list[str]:
         """Return the names of module attributes that the runs since the last `undo` have changed."""
-        written = {key for key, (storage, copy) in self._before.items() if not torch.equal(_as_bytes(storage), copy)}
-        return self._attributes.changed(written)
+        return self._attributes.changed(self._written())
+
+    def changed_buffers(self) -> list[HeldBuffer]:
+        """Return the buffers that these runs have changed, of modules that the roots do not hold too."""
+        found, written = list[HeldBuffer](), self._written()
+        for held in (self._attributes, *self._found):
+            names = set(held.changed(written))
+            changed = [each for each in held.buffers() if each.shown in names]
+            if held is not self._attributes:
+                changed = [each._replace(shown=f"{type(each.owner).__name__}.{each.name}") for each in changed]
+            found += changed
+        return found
+
+    def _written(self) -> set[int]:
+        """Return the keys of the storages whose content differs."""
+        return {key for key, (storage, copy) in self._before.items() if not torch.equal(_as_bytes(storage), copy)}
 
     # ------------------------------------------------------------------ for the mode
 
@@ -923,6 +945,13 @@ class Attributes:
         tensors = {id(each): each for each in values if isinstance(each, Tensor)}
         return [each for each in tensors.values() if not isinstance(each, nn.Parameter)]
 
+    def buffers(self) -> Iterator[HeldBuffer]:
+        """Yield the buffers of the modules."""
+        for owner, _ in self._owners:
+            for name, _ in owner.named_buffers(recurse=False) if isinstance(owner, nn.Module) else ():
+                place = self._names.get(id(owner), type(owner).__name__)
+                yield HeldBuffer(f"{place}.{name}" if place else name, owner, name)
+
     def changed(self, written: set[int]) -> list[str]:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
@@ -964,6 +993,19 @@ def _is_plain(value: Any, containers: list[tuple[Any, Any]]) -> bool:
     elif kind is not tuple:
         return kind is Tensor or kind in _WORDS
     return all(type(each) is Tensor or _is_plain(each, containers) for each in value)
+
+
+class HeldBuffer(NamedTuple):
+    """A buffer: its name for people, as in `Attributes.changed`, its module, and its name there."""
+
+    shown: str
+    owner: nn.Module
+    name: str
+
+    @property
+    def now(self) -> Tensor | None:
+        """Its tensor."""
+        return getattr(self.owner, self.name, None)
 
 
 @dataclass(slots=True)

@@ -107,7 +107,11 @@ STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))
 
 def members_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return an object's attributes; for a module, including its buffers and parameters."""
-    return {**attributes, **attributes.get("_buffers", {}), **attributes.get("_parameters", {})}
+    members = attributes.get("_buffers"), attributes.get("_parameters")
+    found = dict(attributes)
+    for each in members:
+        found |= each if isinstance(each, dict) else {}  # a plain object may have a list by that name
+    return found
 
 
 BUFFERS, PARAMETERS, CHILDREN = "_buffers", "_parameters", "_modules"

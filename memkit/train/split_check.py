@@ -21,7 +21,7 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
-from memkit._recorder.rehearsal import Attributes, RanksError, Rehearsal, Span
+from memkit._recorder.rehearsal import Attributes, HeldBuffer, RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout
@@ -494,24 +494,16 @@ class Examination:
             return (yield from self._judge_losses(whole, separate, error))
         return (yield from self._judge_unequal(parts, whole, separate, error))
 
-    def _written_buffers(self) -> dict[str, Tensor]:
-        """Return copies of the small buffers that the last runs have written."""
-        changed = set(self._rehearsal.changed())
-        return {
-            name: buffer.detach().clone()
-            for name, buffer in self._model.named_buffers()
-            if name in changed and buffer.is_floating_point() and buffer.nbytes <= _SMALL_BYTES
-        }
+    def _written_buffers(self) -> list[tuple[HeldBuffer, Tensor]]:
+        """Return the small buffers that the last runs have written, of a criterion outside of the model too, copied."""
+        return [
+            (each, each.now.detach().clone())
+            for each in self._rehearsal.changed_buffers()
+            if each.now is not None and each.now.is_floating_point() and each.now.nbytes <= _SMALL_BYTES
+        ]
 
-    def _differing(self, after_whole: dict[str, Tensor]) -> tuple[str, ...]:
-        now = dict(self._model.named_buffers())
-        return tuple(
-            name
-            for name, buffer in after_whole.items()
-            if name not in now
-            or now[name].shape != buffer.shape
-            or not torch.allclose(now[name], buffer, rtol=_BUFFER_TOLERANCE, atol=1e-6, equal_nan=True)
-        )
+    def _differing(self, after_whole: Sequence[tuple[HeldBuffer, Tensor]]) -> tuple[str, ...]:
+        return tuple(each.shown for each, then in after_whole if not _is_about(each.now, then))
 
     def _judge_losses(self, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
         """If gradients are equal but losses are not, find out whether forwards change state.
@@ -1051,6 +1043,12 @@ def _norm(vectors: Sequence[Vector | None]) -> float:
 
 def _is_finite(vectors: Sequence[Vector | None]) -> bool:
     return all(np.isfinite(each).all() for each in vectors if each is not None)
+
+
+def _is_about(now: Tensor | None, then: Tensor) -> bool:
+    if now is None or now.shape != then.shape:
+        return False
+    return torch.allclose(now, then, rtol=_BUFFER_TOLERANCE, atol=1e-6, equal_nan=True)
 
 
 def _leave() -> None:

@@ -5,6 +5,7 @@ import collections
 import copy
 import itertools
 import random
+import types
 import weakref
 
 import numpy as np
@@ -160,6 +161,18 @@ def test_a_changed_variable_is_named():
     loss_fn(nn.Linear(8, 8), torch.ones(2, 8))
     assert attributes.differ()
     assert attributes.differences() == ["the variable mean", "the variable step"]
+    attributes.restore()
+    assert not attributes.differ()
+
+
+@pytest.mark.parametrize("name", ["_parameters", "_buffers"])
+def test_a_plain_object_may_have_a_list_by_a_modules_name(name):
+    """Dreamer's optimizer keeps ``self._parameters = parameters``."""
+    helper = types.SimpleNamespace(**{name: list(nn.Linear(2, 2).parameters())}, num_calls=0)
+    attributes = Attributes([helper], content="saved")
+    helper.num_calls += 1
+    assert attributes.changed(set()) == ["SimpleNamespace.num_calls"]
+    assert attributes.differences() == ["SimpleNamespace.num_calls"]
     attributes.restore()
     assert not attributes.differ()
 

@@ -31,7 +31,7 @@ from tests.search.oracle import build, make_loss_fn
 from tests.search.specs import Spec, Step
 from tests.search.traits import TRAITS
 from tests.search.worlds import World
-from tests.toys import mean_square
+from tests.toys import NeuralODE, mean_square
 
 ROWS = 12
 
@@ -565,6 +565,19 @@ def test_a_sum_over_unmasked_rows_is_named_where_the_rows_of_a_part_are_all_mask
 
     verdict = check_split(model, batch, loss_fn, num_parts=4)
     assert (verdict.exact, verdict.loss) == (False, "sum")
+
+
+@pytest.mark.parametrize(("mixes", "expected"), [(False, (True, None)), (True, (False, "rows"))])
+def test_a_backward_that_differentiates_by_itself_is_judged(mixes, expected):
+    torch.manual_seed(0)
+    model, x = NeuralODE(3).double(), torch.randn(8, 3, dtype=torch.float64)
+
+    def loss_fn(model, x):
+        out = model(x)
+        return (out - mixes * out.mean(0)).square().mean()
+
+    verdict = check_split(model, x, loss_fn)
+    assert (verdict.exact, verdict.loss) == expected
 
 
 def toggle(model, is_trained):

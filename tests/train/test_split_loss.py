@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import memkit as mk
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same, gradient_of, gradients, one_in
-from tests.toys import square_error
+from tests.toys import NeuralODE, mean_square, square_error
 from tests.train.faults import MODELS, FailingOperator
 
 ROWS = 13
@@ -385,6 +385,16 @@ def test_a_gradient_penalty_inside_the_loss_function():
 
     want = gradient_of(penalized(model, rows()), model)
     mk.SplitLoss(model, num_microbatches=3)(rows(), penalized).backward()
+    assert_same(gradients(model), want, 1e-14)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_a_backward_that_differentiates_by_itself(num_microbatches):
+    """Neural ODEs by the adjoint method: hooks on parameters run in the inner derivatives, too."""
+    torch.manual_seed(0)
+    model, x = NeuralODE(3).double(), torch.randn(7, 3, dtype=torch.float64)
+    want = gradient_of(mean_square(model, x), model)
+    mk.SplitLoss(model, num_microbatches=num_microbatches)(x, mean_square).backward()
     assert_same(gradients(model), want, 1e-14)
 
 

@@ -417,6 +417,32 @@ class Centered(nn.Module):
         return y
 
 
+@pytest.mark.parametrize("is_method", [False, True])
+def test_buffers_of_a_criterion_are_told_of_like_the_models(is_method):
+    """Where DINO keeps its center: in a module that the loss function holds, or finds elsewhere."""
+    torch.manual_seed(0)
+    model, criterion, x = nn.Linear(4, 4), Centered(), torch.randn(16, 4)
+    criterion.requires_grad_(requires_grad=False)
+
+    def loss_fn(model, x):
+        return criterion(model(x)).square().mean()
+
+    verdict = mk.train.check_split(model, x, loss_fn)
+    assert (verdict.exact, verdict.buffers) == (True, ("Centered.last",))
+    trainer = trainer_of(model, accumulation_steps=4)
+
+    def step():
+        if is_method:
+            return trainer.train_step(x, loss_fn)
+        for attempt in trainer.microbatches(x):
+            with attempt as micro:
+                trainer.backward(loss_fn(model, micro))
+        return trainer.step()
+
+    with pytest.warns(mk.errors.MemkitWarning, match=r"not what forward writes to Centered\.last: each micro-batch"):
+        step()
+
+
 @pytest.mark.parametrize("counts", [False, True])
 def test_buffers_that_the_parts_leave_otherwise_are_told(counts):
     """A number of calls says nothing: it is another one in any loop that accumulates."""
