@@ -111,12 +111,12 @@ class StateWatch:
             self.last_quiet = weakref.ref(self.loss_fn)
         return True
 
-    def tell_of_held(self, differences: Sequence[str]) -> None:
+    def tell_of_held(self, differences: Sequence[str], what: str = "what loss_fn holds") -> None:
         """Warn, once, of what a failed attempt has changed and nobody restores."""
         if differences and not self._has_told_of_held:
             self._has_told_of_held = True
             warn_user(
-                "Recovery from out-of-memory: the attempt that failed had changed what loss_fn holds "
+                f"Recovery from out-of-memory: the attempt that failed had changed {what} "
                 f"({list_some(differences, 3)}), and that stays changed: if the loss depends on it, the result differs "
                 "from that of a step which fits. Way out: keep such state in buffers or attributes of the model, which "
                 "are restored, or change it after the step."
@@ -138,7 +138,7 @@ class StateWatch:
             warn_user(
                 "Recovery from out-of-memory: the attempt that failed had moved parameters that the model's forward "
                 "trains itself, and they stay moved: unless the forward sets them anew whenever it runs, the result "
-                "differs from that of a step which fits. Way out: call requires_grad_(False) on networks that the "
+                "differs from that of a step which fits. Way out: call requires_grad_(False) on its networks that the "
                 "optimizer does not train (these are restored), or train them after the step."
             )
 
@@ -594,8 +594,11 @@ class Rollback:
         self.random.restore()
         if self.held is not None:
             self._restore_held(self.held, is_rerun=is_rerun)
-        for _, held in self.others:
+        for module, held in self.others:
             held.restore_modules(self._watch.owners)
+            if is_rerun:
+                what = f"tensors of a {type(module).__name__} outside of the model"
+                self._watch.tell_of_held(held.differences(), what)
         if (self._is_trial or is_rerun) and self._has_moved_trained():
             self._watch.tell_of_trained(is_trial=self._is_trial)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -37,8 +38,9 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
     Raises:
         ConfigError: The optimizer needs more than one parameter's gradient, backward already steps its parameters, or
             there are several ranks.
-        StateError: From anything that needs a freed gradient: a second backward before ``optimizer.step()``, clipping
-            by the total norm, a loss scaler. The scaler's error comes after its first backward has already stepped.
+        StateError: From a second backward before ``optimizer.step()``, also after ``zero_grad()``: the first one has
+            stepped already. From anything that needs a freed gradient: clipping by the total norm, a loss scaler. The
+            scaler's error comes after its first backward has already stepped.
             From ``optimizer.step()`` if a parameter was unfrozen or added in the block: backward does not step it.
 
     Memory:
@@ -72,10 +74,12 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
                 )
             stack.callback(_forget, each)
             stack.callback(each.register_step_pre_hook(_before_step).remove)
+            stepped = set[int]()
+            stack.callback(each.register_step_post_hook(functools.partial(_after_step, stepped)).remove)
             for group in each.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
-                        hook = _Hook(each, group)
+                        hook = _Hook(each, group, stepped)
                         stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         yield
 
@@ -89,12 +93,29 @@ def steps_in_backward(optimizer: Optimizer) -> bool:
 
 
 class _Hook:
-    """Hook that autograd calls with a parameter whose gradient is complete."""
+    """Hook that autograd calls with a parameter whose gradient is complete.
 
-    def __init__(self, optimizer: Optimizer, group: Group) -> None:
-        self._optimizer, self._group = optimizer, group
+    Args:
+        optimizer: The optimizer.
+        group: The parameter's group in it.
+        stepped: Ids of the parameters that were stepped since the last call of ``optimizer.step()``.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Group, stepped: set[int]) -> None:
+        self._optimizer, self._group, self._stepped = optimizer, group, stepped
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        if id(parameter) in self._stepped:
+            parameter.grad = None
+            raise StateError(
+                f"loss.backward() in {_CALL}",
+                got="a second backward through parameters that the first one has stepped, as for adversarial inputs, "
+                "or with the other network of a GAN",
+                expected="one backward for each optimizer.step(), through the parameters that are to be stepped",
+                fix="freeze them for the other backward, model.requires_grad_(False), or take its gradients by "
+                "torch.autograd.grad(loss, inputs).",
+            )
+        self._stepped.add(id(parameter))
         step_group(self._optimizer, self._group, [parameter])
         assert parameter.grad is not None  # noqa: S101 - autograd sets it before the call
         parameter.grad = _Freed(parameter.grad)
@@ -139,6 +160,10 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
             expected="the parameters that were trainable when the block was entered, with gradients from backward",
             fix="unfreeze and add parameters before the block, or leave it and enter it again.",
         )
+
+
+def _after_step(stepped: set[int], *_: object) -> None:
+    stepped.clear()
 
 
 def _refuse(got: str, expected: str) -> None:

@@ -1,5 +1,6 @@
 """Rolling back buffers: the same objects with the values that they had, whoever owns them and whenever they came."""
 
+import copy
 import ctypes
 import functools
 import itertools
@@ -809,6 +810,50 @@ def test_parameters_that_a_failed_attempt_has_moved_are_told_of_in_any_step(fail
     texts = [str(each.message) for each in told]
     assert sum("had moved parameters that the model's forward trains itself" in each for each in texts) == 1
     assert sum("had changed what loss_fn holds" in each for each in texts) == counts
+
+
+class Follows(nn.Module):
+    """A frozen network that each forward moves toward another, as Dreamer's slow target."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = copy.deepcopy(net).requires_grad_(requires_grad=False)
+        self.num_calls = 0
+
+    @torch.no_grad()
+    def forward(self, online, x):
+        self.num_calls += 1
+        for old, new in zip(self.net.parameters(), online.parameters(), strict=True):
+            old.lerp_(new, 0.1)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+def test_a_network_outside_of_the_model_that_a_failed_attempt_has_moved_is_told_of(is_method):
+    model, num_calls = nn.Linear(4, 4), itertools.count()
+    target = Follows(model)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+
+    def loss_fn(model, x):
+        loss = (model(x) - target(model, x) - x).square().mean()
+        if next(num_calls) == 1:
+            raise MemoryError
+        return loss
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for x in torch.randn(3, 8, 4):
+            if is_method:
+                trainer.train_step(x, loss_fn)
+                continue
+            for attempt in trainer.microbatches(x):
+                with attempt as micro:
+                    trainer.backward(loss_fn(model, micro))
+            trainer.step()
+    texts = [str(each.message) for each in told]
+    what = "what loss_fn holds" if is_method else "tensors of a Follows outside of the model"
+    assert sum(f"had changed {what} (Linear.bias, Linear.weight)" in each for each in texts) == 1
+    assert target.num_calls == 1 + 2 + 2  # the failed attempt at the whole batch does not count
 
 
 def test_parameters_are_compared_until_a_forward_has_left_them():

@@ -98,6 +98,33 @@ def test_rejects_inexact_cases():
         pass
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_backward_for_adversarial_inputs_does_not_step(set_to_none):
+    """Scripts zero its gradients; the parameters would have been stepped with them."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(x):
+        model(x).square().mean().backward()
+
+    with step_in_backward(optimizer):
+        for _ in range(2):  # way out: no gradient of the parameters
+            x = torch.ones(4, 3, requires_grad=True)
+            model.requires_grad_(requires_grad=False)
+            backward(x)
+            model.requires_grad_(requires_grad=True)
+            backward(x.detach() + x.grad.sign())
+            optimizer.step()
+        backward(torch.ones(4, 3))
+        if set_to_none:
+            optimizer.zero_grad()
+        before = model.weight.detach().clone()
+        message = "second backward through parameters that" if set_to_none else "gradient that backward has stepped"
+        with pytest.raises(mk.errors.StateError, match=message):
+            backward(torch.ones(4, 3))
+        assert_same(model.weight.detach(), before)
+
+
 def test_users_of_gradients_raise_after_the_step():
     """Neither a silent norm of zero nor torch's assertion that no infinity check was recorded."""
 
