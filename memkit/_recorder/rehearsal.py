@@ -54,6 +54,7 @@ from memkit._torch.modules import (
     recomputed_by_hooks,
 )
 from memkit._torch.operators import schema_of
+from memkit._torch.optimizers import own_attributes
 from memkit._torch.ranks import gathered_parameters
 from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
 
@@ -646,6 +647,7 @@ class Attributes:
         self._containers = list(containers)
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # of modules, beside what they were
         self._seen: set[int] = set()
+        self._of_hooks: set[int] = set()  # optimizers of which only their own attributes are saved
         modules = [each for each in roots if isinstance(each, nn.Module)]
         self._names = {id(each): name for root in modules for name, each in root.named_modules()}
         todo: list[object] = list(roots)
@@ -659,7 +661,7 @@ class Attributes:
                 if gradients_but_of is not None and _is_trained(value) and id(value) not in gradients_but_of:
                     self._gradients.append((value, value.grad))
                     todo.append(value.grad)  # something may be added to it in place
-            elif with_optimizers and isinstance(value, _OPTIMIZING):
+            elif isinstance(value, _OPTIMIZING):
                 self._seen.add(id(value))
                 todo.extend(self._note_optimizer(value, apart))
         if gathered := gathered_parameters(owner for owner, _ in self._owners):
@@ -772,12 +774,17 @@ class Attributes:
         return held
 
     def _note_optimizer(self, value: Any, apart: Container[int]) -> Sequence[object]:
-        if isinstance(value, torch.optim.Optimizer) and all(
-            id(each) in apart for group in value.param_groups for each in group["params"]
-        ):
+        """Save an optimizer's attributes; of one that the training itself steps, those alone that hooks may write."""
+        is_optimizer = isinstance(value, torch.optim.Optimizer)
+        is_whole = self._of_training["with_optimizers"] and not (
+            is_optimizer and all(id(each) in apart for group in value.param_groups for each in group["params"])
+        )
+        if not (is_whole or is_optimizer):
             return ()
-        own = attributes_of(value)
-        self._owners.append((value, own))
+        if not is_whole:
+            self._of_hooks.add(id(value))
+        own = self._attributes_of(value)
+        self._owners += [(value, own)] if own else []
         return list(own.values())
 
     def _note_container(self, value: Any) -> Sequence[object]:
@@ -790,6 +797,8 @@ class Attributes:
         return () if is_of_numbers or len(value) > _MAX_ITEMS else list(inside)
 
     def _attributes_of(self, owner: object) -> dict[str, Any]:
+        if id(owner) in self._of_hooks:
+            return own_attributes(attributes_of(owner))
         if not isinstance(owner, nn.Module):
             return attributes_of(owner)
         left_out = _MODULE_MACHINERY | recomputed_by_hooks(owner) if self._is_for_rerun else _MODULE_MACHINERY

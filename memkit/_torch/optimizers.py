@@ -1,6 +1,6 @@
 """Non-public parts of optimizers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,28 @@ __all__ = [
     "init_group_of",
     "makes_state",
     "mark_stepped",
+    "own_attributes",
     "own_step",
     "states_of_scaler",
 ]
+
+
+_TORCHS_OWN = frozenset(
+    (
+        *("defaults", "param_groups", "state"),
+        *("step", "_opt_called"),  # of a schedule
+        *("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+        *("_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"),
+    )
+)
+
+
+def own_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of an optimizer's attributes that its class has added to torch's."""
+    is_torchs = "_optimizer_"  # its dicts of hooks
+    return {
+        name: each for name, each in attributes.items() if name not in _TORCHS_OWN and not name.startswith(is_torchs)
+    }
 
 
 def before_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle | None:

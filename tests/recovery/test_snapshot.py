@@ -812,6 +812,50 @@ def test_parameters_that_a_failed_attempt_has_moved_are_told_of_in_any_step(fail
     assert sum("had changed what loss_fn holds" in each for each in texts) == counts
 
 
+class StatisticsOfLayers(torch.optim.SGD):
+    """Fills its attributes in hooks of the model, as K-FAC does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.num_calls, self.factors, self._total = 0, {}, torch.zeros(())
+
+    def note(self, module, inputs, output):
+        if torch.is_grad_enabled():
+            self.num_calls += 1
+            self.factors[module] = 0.9 * self.factors.get(module, 0.0) + inputs[0].detach().square().mean(0)
+            self._total += inputs[0].detach().square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*out of memory:memkit.MemkitWarning")
+@pytest.mark.parametrize(
+    ("fails", "settings"), [(None, {"memory": "50MiB"}), (2, {}), (None, {"accumulation_steps": 1})]
+)
+def test_what_hooks_write_to_an_optimizer_is_put_back(fails, settings):
+    def train(fails, **settings):
+        torch.manual_seed(0)
+        model, num_calls = nn.Sequential(nn.Linear(4, 4)).double(), itertools.count()
+        optimizer = StatisticsOfLayers(model.parameters(), lr=0.1)
+        model[0].register_forward_hook(optimizer.note)
+
+        def loss_fn(model, x):
+            loss = model(x).square().mean()
+            if next(num_calls) == fails:
+                raise MemoryError
+            return loss
+
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False, **settings) as trainer:
+            for x in torch.randn(4, 8, 4, dtype=torch.float64):
+                trainer.train_step(x, loss_fn)
+        return optimizer.num_calls, optimizer._total, optimizer.factors[model[0]]
+
+    num_calls, total, factor = train(None)
+    found = train(fails, **settings)
+    assert found[0] == num_calls + (0 if fails is None else 2)  # halves from then on
+    torch.testing.assert_close(found[1], total)
+    if fails is None:
+        torch.testing.assert_close(found[2], factor, rtol=0, atol=0)
+
+
 class Follows(nn.Module):
     """A frozen network that each forward moves toward another, as Dreamer's slow target."""
 
