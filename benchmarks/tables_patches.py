@@ -27,7 +27,9 @@ def patches() -> str:
     place = Gpu(find_gpu("RTX 4090"))
     with place.active(place.make_tensors(None)) as found:
         rows = [
-            [_name(each.owner), each.purpose, ", ".join(f"`{name}`" for name in sorted(each.values))] for each in found
+            [_name(each.owner), each.purpose, ", ".join(f"`{name}`" for name in sorted(each.values))]
+            for each in found
+            if each.values  # this PyTorch may have no such names
         ]
     return table(["of", "so that", "names"], rows)
 

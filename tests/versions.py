@@ -15,6 +15,7 @@ _TESTS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs"))
 _TORCH = str(Path(torch.__file__).parent)
 _ATTRIBUTE = re.compile(r"module '(torch[\w.]*)' has no attribute '(\w+)'")
 _KERNEL = re.compile(r"Could not run 'aten::(\w+)' with arguments from the 'CPU' backend")
+_UNDER_MODES = re.compile(r"There was no rule registered for HOP (\w+) and mode")
 _REFUSED = re.compile(r"(?:TorchVersionError|MemkitWarning): .*PyTorch \S+, which has no ([\w.]+)")
 
 
@@ -42,6 +43,8 @@ def missing(error: BaseException) -> str | None:
     kind = f"{type(error).__name__}: " if isinstance(error, (TorchVersionError, MemkitWarning)) else ""
     if refused := _REFUSED.search(f"{kind}{error}".replace("\n", " ")):
         return lacks(f"torch.{refused[1].removeprefix('torch.')}", "memkit refuses what needs it")
+    if isinstance(error, NotImplementedError) and (found := _UNDER_MODES.search(str(error))):
+        return lacks(f"torch.ops.higher_order.{found[1]} under dispatch modes", "the test is about it")
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     asking = next((file for file in reversed(files) if not file.startswith(_TORCH)), "")
     if not asking.startswith(_TESTS):

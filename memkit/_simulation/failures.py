@@ -20,6 +20,8 @@ _LONGEST = 80  # characters of a module's own description
 # In errors of operators that cannot run without data: one that makes a tensor of a list in C++, and nested tensors.
 _LIMITS_OF_TORCH = ("its data is not allocated yet", "shape_env must not be None", "NestedTensorImpl doesn't support")
 
+_NO_HIGHER_ORDER = "There was no rule registered for HOP"
+
 
 def note_failure(call: str, error: Exception, model: object, batch: object, guesses: Iterable[str]) -> None:
     """Add a note to an error of the user's code: where in the model it arose, and what to try.
@@ -66,6 +68,11 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
             "model or loss_fn names 'cpu' itself, as self.device does, or no device where it makes a tensor, as "
             "torch.arange(n) does. Way out: take the device of a tensor that is there, as torch.arange(n, "
             "device=x.device) and indices.to(x.device); or set the stored one for this call: model.device = 'cuda'."
+        )
+    if _NO_HIGHER_ORDER in str(error):
+        return (
+            f"{text} PyTorch {torch.__version__} cannot follow an operator such as flex_attention; newer versions can. "
+            "Way out: update torch, or watch a real step with mk.Tracker()."
         )
     if any(words in str(error) for words in _LIMITS_OF_TORCH):
         return (

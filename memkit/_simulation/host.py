@@ -22,6 +22,7 @@ from memkit._torch.machine import onednn_version
 _aten = torch.ops.aten
 _PAGE = 4096
 _ONE_BUFFER_OF_STATES = (3, 8)  # oneDNN 3.7 keeps a recurrent layer's states in three buffers, 3.11 in one
+_SUMS_IN_PLACE = (3, 8)  # oneDNN 3.7 adds up some products of half precision in a buffer of its own
 _SMALL = 1024  # scalars, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # oneDNN's own allocations
 _PER_HELPER = 2**20  # upper bound for each thread beyond the first
@@ -294,15 +295,19 @@ def _depthwise_sums(x: Tensor, weight: Tensor) -> int:
 def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Bound copies of half-precision and complex matrices; of others only if neither rows nor columns are dense."""
     if inputs[0].dtype not in (torch.float32, torch.float64):
-        return _helpers_bytes() + sum(map(_tiled_bytes, (*inputs, *outputs)))
+        is_apart = onednn_version() < _SUMS_IN_PLACE
+        sums = sum(_tiled_bytes(each, 64) for each in outputs) if is_apart else 0
+        return _helpers_bytes() + sum(map(_tiled_bytes, (*inputs, *outputs))) + sums
     dense = [tensor for tensor in inputs if tensor.layout is torch.strided and tensor.dim() > 1]
     return sum(_nbytes(tensor) for tensor in dense if not is_matrix(tensor))
 
 
-def _tiled_bytes(tensor: Tensor) -> int:
-    """Return the bytes in float32 with rows and columns in tiles of 16, as matrix units take them."""
-    itemsize = max(4, tensor.dtype.itemsize)
-    return itemsize * math.prod(math.ceil(size / 16) * 16 for size in tensor.shape[-2:]) * math.prod(tensor.shape[:-2])
+def _tiled_bytes(tensor: Tensor, tile: int = 16) -> int:
+    """Return the bytes in float32 with rows and columns in tiles, as matrix units take them."""
+    itemsize, rows_and_columns = max(4, tensor.dtype.itemsize), tensor.shape[-2:]
+    return (
+        itemsize * math.prod(math.ceil(size / tile) * tile for size in rows_and_columns) * math.prod(tensor.shape[:-2])
+    )
 
 
 def _attention(query: Tensor, key: Tensor) -> int:

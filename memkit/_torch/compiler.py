@@ -28,15 +28,16 @@ def runs_eagerly(function: Callable[P, T]) -> Callable[P, T]:
 
     `torch.compiler.disable` would load torch.compile where it is applied.
     """
-    disabled: list[Callable[P, T]] = []
+    disabled: Callable[P, T] | None = None
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
         if not is_loaded():
             return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return disabled[0](*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call

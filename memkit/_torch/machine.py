@@ -1,5 +1,6 @@
 """Machine information from torch that has no public API."""
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -59,6 +60,7 @@ def memory_fraction(index: int) -> float | None:
     return fraction
 
 
+@functools.cache
 def onednn_version() -> tuple[int, int]:
     """Return the version of oneDNN in this torch, which its CPU kernels depend on; (0, 0) without oneDNN."""
     found = re.search(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())

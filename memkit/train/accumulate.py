@@ -154,7 +154,7 @@ class GradientAccumulator(Uncopied, Closing):
         retain_graph: bool = False,
         all_or_nothing: bool = False,
     ) -> None:
-        """Add one micro-batch's gradient to the group.
+        """Add one micro-batch's gradient to the group; each call is a micro-batch, so add up its losses first.
 
         Only this accumulator's parameters get it, so a GAN's two accumulators never mix.
 

@@ -388,8 +388,8 @@ def test_on_a_card():
 
 def test_steps_in_backward_are_predicted_for_a_card():
     """A freed gradient is a tensor without memory, on the card too."""
-    model = mlp(256, 256, 256)
-    x = torch.rand(2, 256)
+    model = mlp(*[512] * 4)
+    x = torch.rand(2, 512)
     table = by_name(advise(model, x, lambda model, x: model(x).sum(), optimizer="adamw", target="RTX 4090"))
     advice = table["step in backward"]
     assert advice.is_verified

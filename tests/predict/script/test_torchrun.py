@@ -67,7 +67,8 @@ def test_deferred_initialization_of_shards_takes_their_memory():
         assert {device for each in parameters for device in (each.device, each.to_local().device)} == {CARD}
         assert all(each.is_cuda for each in parameters)
         # Nothing of a whole parameter's size was there in between.
-        assert card.allocated_bytes == card.peak_bytes == shard_bytes(layers(), 2)
+        assert card.allocated_bytes == shard_bytes(layers(), 2)
+        assert card.peak_bytes - card.allocated_bytes <= BLOCK  # PyTorch 2.8 needs one for a moment
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.randn(8, 512, device="cuda")).sum().backward()
         optimizer.step()
@@ -137,5 +138,5 @@ def test_ddp_moves_its_inputs_to_its_card(options):
 def test_ddp_without_a_card_of_its_own_moves_nothing():
     with first_of(2):
         replica = DistributedDataParallel(nn.Linear(4, 4).cuda())
-        with pytest.raises(RuntimeError, match="two devices, cpu and cuda:0"):
+        with pytest.raises(RuntimeError, match=r"two devices, cpu and cuda:0|two different devices cpu, cuda:0"):
             replica(torch.ones(2, 4))
