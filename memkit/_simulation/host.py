@@ -23,6 +23,8 @@ _aten = torch.ops.aten
 _PAGE = 4096
 _ONE_BUFFER_OF_STATES = (3, 8)  # oneDNN 3.7 keeps a recurrent layer's states in three buffers, 3.11 in one
 _SUMS_IN_PLACE = (3, 8)  # oneDNN 3.7 adds up some products of half precision in a buffer of its own
+_LAPACK = 2**16  # workspaces of a few rows
+_PER_POSITION = 128  # of an index and weights
 _SMALL = 1024  # scalars, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # oneDNN's own allocations
 _PER_HELPER = 2**20  # upper bound for each thread beyond the first
@@ -32,7 +34,7 @@ _CHUNK_CAT = "fsdp::chunk_cat"  # a CPU pads copies of gradients that cannot be 
 
 
 def _operators(*names: str) -> frozenset[Any]:
-    return overloads(*(f"{name}.default" for name in names))
+    return overloads(*(name if "." in name else f"{name}.default" for name in names))
 
 
 class HostKernels:
@@ -99,6 +101,18 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:  # noqa: C
         bound += _SMALL + sum(masks_bytes(args[1]))
     if func in _SELECTING:
         bound += _SMALL + _PER_SELECTED * math.prod(selected_shape(*inputs[:2]))
+    if func in _TIMES:
+        bound += _LAPACK + _TIMES[func] * sum(map(_nbytes, inputs + outputs))
+    if func in _RESIZING:
+        bound += _PER_POSITION * sum(sum(tensor.shape[2:]) for tensor in inputs + outputs)
+    if func is _aten.roll.default and len(args[1]) > 1:  # one dimension after the other
+        bound += _nbytes(args[0])
+    if func is _aten.unfold_backward.default:
+        bound += _SMALL + 2 * sum(map(_nbytes, outputs))
+    if func in _TRILINEAR:  # each row's products
+        bound += 3 * _nbytes(args[0]) * args[2].numel() // max(1, len(args[0]))
+    if func in _COPYING_TWICE:  # also one that is contiguous
+        bound += _SMALL + 2 * _nbytes(args[0])
     # Inputs of another dtype than the widest are converted to it first; a complex operator's result last.
     converted = inputs + outputs if any(tensor.is_complex() for tensor in inputs) else inputs
     itemsize = max((tensor.dtype.itemsize for tensor in inputs + outputs), default=0)
@@ -255,7 +269,45 @@ _SELECTING = _operators("masked_scatter", "masked_scatter_", "masked_scatter_bac
 _ORDERED = _operators(  # they copy inputs that are not contiguous
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "embedding_dense_backward",
     "max_pool2d_with_indices", "max_pool3d_with_indices", "native_group_norm", "native_layer_norm",
+    "_fft_c2c", "_fft_r2c", "batch_norm_backward", "channel_shuffle", "clamp.Tensor", "col2im", "gather", "ge.Tensor",
+    "grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward", "le.Tensor",
+    "lt.Tensor", "pixel_shuffle", "pixel_unshuffle",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward", "repeat",
+    "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward", "roll", "scatter.src",
+    "scatter.value", "scatter_add", "scatter_reduce.two", "tril", "triu",
 )  # fmt: skip
+_TRILINEAR = _operators("_trilinear")
+_COPYING_TWICE = _operators("_fft_c2r", "im2col")
+_RESIZING = _operators(  # with a table of source positions along each dimension
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact1d_backward", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact2d_backward", "_upsample_nearest_exact3d", "_upsample_nearest_exact3d_backward",
+    "upsample_bicubic2d", "upsample_bicubic2d_backward", "upsample_linear1d", "upsample_linear1d_backward",
+    "upsample_nearest1d", "upsample_nearest1d_backward", "upsample_nearest2d", "upsample_nearest2d_backward",
+    "upsample_nearest3d", "upsample_nearest3d_backward",
+)  # fmt: skip
+_ORDERED |= _RESIZING
+# How many times their inputs and results they take at most.
+_TIMES = {
+    func: times
+    for times, names in {
+        1: (
+            "_adaptive_avg_pool3d_backward", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors",
+            "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa",
+            "_upsample_bilinear2d_aa_backward", "dist", "histc", "isinf", "kthvalue", "ldexp.Tensor", "logsumexp",
+            "median", "nanmedian", "renorm", "soft_margin_loss_backward",
+        ),
+        2: (
+            "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "allclose",
+            "cholesky_inverse", "cholesky_solve", "geqrf", "linalg_cholesky_ex", "linalg_eig", "linalg_eigvals",
+            "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
+            "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_pinv.atol_rtol_tensor", "linalg_qr",
+            "linalg_solve_triangular", "lu_unpack", "mvlgamma", "ormqr", "triangular_solve",
+        ),
+        5: ("_unique", "_unique2", "isin.Tensor_Tensor", "unique_consecutive", "unique_dim", "unique_dim_consecutive"),
+        7: ("linalg_matrix_exp",),
+    }.items()
+    for func in _operators(*names)
+}  # fmt: skip
 _TURNING = _operators("_to_copy", "clone", "copy_")
 _ATTENDING = _operators(
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"

@@ -151,11 +151,14 @@ def _check_rows(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) 
 
 
 def _weighed(embeddings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Sum embeddings with a different weight for each element, as the gradient of a loss has."""
+    """Sum embeddings with a different weight for each element, as the gradient of a loss has.
+
+    The squares tell of other rows' values that were added or multiplied without a gradient, as a center is.
+    """
     flat = (torch.view_as_real(embeddings) if embeddings.is_complex() else embeddings).reshape(len(numbers), -1)
     rows, columns = torch.meshgrid(numbers.double() + 1, torch.arange(flat.shape[1]).double() + 1, indexing="ij")
     weights = torch.cos(1.7 * rows * columns.sqrt() + columns).to(flat.device, flat.dtype)
-    return (flat * weights).sum()
+    return ((flat + flat.square() / 2) * weights).sum()
 
 
 def _report(verdict: SplitVerdict) -> None:

@@ -41,6 +41,11 @@ def randn(*shape):
     return torch.randn(*shape, requires_grad=True)
 
 
+def positive(size):
+    root = torch.randn(size, size)
+    return (root @ root.T / size + torch.eye(size)).requires_grad_()
+
+
 def half(function):
     def run():
         with torch.autocast("cpu", torch.bfloat16):
@@ -101,6 +106,34 @@ CALLS = {
     "embedding bag": lambda: nn.EmbeddingBag(500, 16)(torch.arange(300) % 77, torch.arange(0, 300, 7)),
     "distances": lambda: torch.cdist(randn(60, 3), randn(50, 3)),
     "lstm": lambda: nn.LSTM(20, 40, 2)(randn(9, 5, 20))[0],
+    "matrix exponential": lambda: torch.matrix_exp(randn(120, 120) / 120),
+    "eigenvalues": lambda: torch.linalg.eigvalsh(positive(120)),
+    "eigenvalues of any matrix": lambda: torch.linalg.eigvals(randn(60, 60)).abs(),
+    "singular values": lambda: torch.linalg.svdvals(randn(120, 60)),
+    "pseudoinverse": lambda: torch.linalg.pinv(randn(120, 60)),
+    "qr": lambda: torch.linalg.qr(randn(200, 100))[0],
+    "cholesky": lambda: torch.cholesky_solve(randn(90, 20), torch.linalg.cholesky(positive(90))),
+    "inverse": lambda: torch.linalg.inv(positive(120)) + torch.linalg.solve(positive(120), randn(120, 120)),
+    "determinant": lambda: torch.linalg.slogdet(positive(90))[1] + torch.linalg.det(positive(30)),
+    "triangular": lambda: torch.linalg.solve_triangular(positive(90).tril(), randn(90, 30), upper=False),
+    "order statistics": lambda: randn(90, 90).kthvalue(3, dim=1)[0].sum() + randn(90, 90).median(),
+    "members": lambda: torch.isin(torch.arange(9000), torch.arange(300)) * randn(9000),
+    "distinct": lambda: randn(90, 90) * len((torch.rand(90, 90) * 9).long().unique()),
+    "log of a sum": lambda: randn(90, 90).logsumexp(1).sum() + torch.dist(randn(90, 90), randn(90, 90)),
+    "shifted windows": lambda: randn(4, 60, 60).roll((3, 3), (1, 2)) + randn(4, 60, 60).roll(3, 1),
+    "warped volumes": lambda: F.grid_sample(randn(2, 3, 12, 12, 12), randn(2, 12, 12, 12, 3), align_corners=False),
+    "warped images": lambda: F.grid_sample(randn(2, 3, 40, 40), randn(2, 40, 40, 2), align_corners=False),
+    "padded": lambda: F.pad(randn(2, 3, 40, 40), (2, 2, 2, 2), mode="reflect"),
+    "resized": lambda: F.interpolate(randn(2, 3, 40, 40).transpose(2, 3), scale_factor=2),
+    "resized volumes": lambda: F.interpolate(randn(2, 3, 9, 9, 9), scale_factor=2),
+    "resized by curves": lambda: F.interpolate(randn(2, 3, 40, 40), scale_factor=2, mode="bicubic"),
+    "resized lines": lambda: F.interpolate(randn(2, 3, 90), scale_factor=2, mode="linear"),
+    "made smaller": lambda: F.interpolate(randn(2, 3, 90, 90), size=(40, 40), mode="bilinear", antialias=True),
+    "bilinear form": lambda: F.bilinear(randn(90, 20), randn(90, 30), randn(10, 20, 30)),
+    "gathered": lambda: randn(90, 90).gather(1, torch.arange(8100).view(90, 90).T.remainder(90)),
+    "unfolded": lambda: F.unfold(randn(2, 3, 40, 40).expand(2, 3, 40, 40), 3).sum() + randn(90).unfold(0, 8, 2).sum(),
+    "inverse of a spectrum": lambda: torch.fft.irfft2(torch.fft.rfft2(randn(4, 60, 60))),
+    "soft margin": lambda: F.soft_margin_loss(randn(90, 90), torch.ones(90, 90)),
     "complex": lambda: torch.einsum("bik,iok->bok", torch.fft.rfft(randn(4, 8, 64)), randn(8, 8, 33) + 0j).abs(),
 }
 

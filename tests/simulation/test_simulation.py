@@ -488,5 +488,5 @@ def test_results_of_unique_are_as_long_as_their_storage(how):
     step()
     with mk.Tracker(device="cpu") as tracker:
         step()
-    assert estimate.confidence == "exact"
+    assert estimate.confidence == "workspace"  # of the search for equal ones
     assert estimate.peak_bytes == tracker.peak_bytes > 2 * ids.nbytes

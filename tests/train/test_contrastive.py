@@ -285,6 +285,17 @@ def whole_error(model, views, **settings):
     return relative_error(flat_gradient(model), flat_gradient(twin))
 
 
+class Centering(nn.Module):
+    """Subtracts the batch's mean, or divides by its deviation, without a gradient."""
+
+    def __init__(self, *, scales):
+        super().__init__()
+        self.scales = scales
+
+    def forward(self, x):
+        return x / x.detach().std(0) if self.scales else x - x.detach().mean(0)
+
+
 class TestEncodersMixingRows:
     @pytest.mark.parametrize(
         ("layer", "text"),
@@ -316,6 +327,13 @@ class TestEncodersMixingRows:
         with pytest.raises(ConfigError, match="depends on other rows"):  # each time
             cached_backward(model, views, info_nce, chunk_size=8)
         assert whole_error(model, views, check=False) > 1e-3
+
+    @pytest.mark.parametrize("scales", [False, True])
+    def test_are_rejected_if_they_center_without_a_gradient(self, scales):
+        """A sum of the embeddings has the same gradient, whatever was added to them."""
+        model, x = nn.Sequential(nn.Linear(6, 32), Centering(scales=scales)).double(), make_views()[0]
+        with pytest.raises(ConfigError, match="depends on other rows"):
+            cached_backward(model, x, lambda e: info_nce((e, e.roll(1, 0))), chunk_size=8)
 
     def test_one_chunk_is_the_whole_batch(self):
         model, views = Tower(nn.BatchNorm1d(32)).double(), make_views()

@@ -61,7 +61,15 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("fn", MIXING.values(), ids=MIXING)
+FOLLOWING = {
+    "a running sum": lambda model, part: model(part).cumsum(0),
+    "the row before": lambda model, part: torch.cat([part[:1], model(part)[:-1]]),
+    "numbers of rows": lambda model, part: torch.arange(len(model(part))),
+}
+"""What a row's result is among the first rows does not tell."""
+
+
+@pytest.mark.parametrize("fn", (MIXING | FOLLOWING).values(), ids=MIXING | FOLLOWING)
 def test_a_function_that_compares_rows_is_refused_once_the_batch_is_cut(rows, fn):
     model, trainer = make(room=200)
     with trainer.evaluation() as evaluate:
