@@ -2,9 +2,10 @@
 
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,13 +44,28 @@ def runs_eagerly(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def eagerly() -> AbstractContextManager[object]:
+@contextmanager
+def eagerly() -> Iterator[None]:
     """Return a context in which compiled code runs as it is written, and nothing is compiled.
 
     Otherwise torch.compile skips a function that is called under a dispatch mode: with ``fullgraph=True`` that is an
-    error, and without it the function stays uncompiled for good.
+    error, and without it the function stays uncompiled for good. Torch has one stance for all threads, whose blocks may
+    end in any order: the first to begin sets it, and the last to end sets it back.
     """
-    return torch.compiler.set_stance("force_eager") if is_loaded() else nullcontext()
+    if not is_loaded():
+        yield
+        return
+    with _LOCK:
+        if not _IN_EFFECT:
+            _IN_EFFECT.append(torch.compiler.set_stance("force_eager"))  # in effect from here
+        _IN_EFFECT.append(None)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _IN_EFFECT.pop()
+            if len(_IN_EFFECT) == 1:
+                _IN_EFFECT.pop().__exit__(None, None, None)
 
 
 def count_graphs() -> int:
@@ -62,10 +78,10 @@ def count_graphs() -> int:
 @contextmanager
 def running_eagerly(note: Callable[[], object]) -> Iterator[None]:
     """Run compiled functions and modules as they are written, and call ``note`` whenever one is called."""
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():  # loads torch.compile
-        warnings.filterwarnings("ignore", "Using `torch.compile", UserWarning)  # the hooks on all modules are memkit's
-        from torch._dynamo import eval_frame
+    from torch._dynamo import eval_frame
 
+    with eagerly(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `torch.compile", UserWarning)  # the hooks on all modules are memkit's
         choose = getattr(eval_frame, CHOOSE_CODE)
 
         def chosen(callback: Any) -> Any:
@@ -82,4 +98,6 @@ def running_eagerly(note: Callable[[], object]) -> Iterator[None]:
 
 CHOOSE_CODE = "_callback_from_stance"
 """Name of the function of torch._dynamo.eval_frame that chooses what runs when a compiled function is called."""
+_LOCK = threading.Lock()
+_IN_EFFECT: list[Any] = []  # torch's context, and an entry for each block of `eagerly` in it
 _counters: list[Any] = []  # torch's own, once they are there

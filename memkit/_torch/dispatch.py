@@ -19,6 +19,7 @@ from torch._C import (
 )
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import HigherOrderOperator, OpOverload  # that runs code which it is given; an ordinary one
+from torch.utils import _python_dispatch
 from torch.utils._mode_utils import no_dispatch  # runs below all modes
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each operator; documented, but its module is private
@@ -45,7 +46,20 @@ class LeanDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if _FLAGS and not num_modes():
+            for name in _FLAGS:
+                setattr(_python_dispatch, name, False)
 
+
+# PyTorch 2.8 has one pair of flags for the modes of all threads, and compiles nothing while they are set. Where modes end
+# in another order than they began, as in two threads, it leaves them set.
+_FLAGS = (
+    ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals")
+    else ()
+)
 _SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and all that it calls
 
 

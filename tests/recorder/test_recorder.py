@@ -553,6 +553,35 @@ def test_compiled_code_is_used_again_after_the_block(fullgraph, before):
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch says that it sees global module hooks
+def test_compiled_code_is_used_again_whichever_threads_block_ends_first():
+    """Torch has one stance for all threads: set back by the first block to end, it would stay what the second found."""
+    began, may_end, graphs = threading.Event(), threading.Event(), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def other():
+        with Recorder():
+            began.set()
+            may_end.wait()
+
+    torch.compiler.reset()
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend)
+    thread = threading.Thread(target=other)
+    with Recorder():
+        thread.start()
+        began.wait()
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4))  # in the other thread's block still
+    assert not graphs
+    may_end.set()
+    thread.join()
+    model(torch.ones(2, 4))
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch says that it sees global module hooks
 def test_compiled_model_is_recorded_eagerly():
     compiled = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), backend="eager")
     with Recorder() as recorder:
