@@ -240,7 +240,7 @@ class _LeavingOut(_Watching):
         finally:
             handle.remove()
             if self._is_entered:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self.__exit__(None, None, None)
 
     def _enter(self, module: nn.Module, _: Any) -> None:  # noqa: ARG002 - torch's signature
         if threading.get_ident() != self._thread:  # others may use the module, too

@@ -204,7 +204,7 @@ class CountApplied(LeanDispatchMode):
 
     def _leave(self) -> None:
         if current_modes()[-1:] == [self]:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
