@@ -37,6 +37,7 @@ __all__ = [
     "gradients_of",
     "have_tangents",
     "inputs_of",
+    "is_called_by_transform",
     "is_functorch_wrapped_tensor",
     "is_transforming",
     "keeps_graph",
@@ -119,6 +120,14 @@ def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | 
 def is_transforming() -> bool:
     """Return whether the code runs inside a transform of `torch.func`."""
     return maybe_current_level() is not None
+
+
+def is_called_by_transform() -> bool:
+    """Return whether a transform of `torch.func` is among the callers, also where torch has left it for an operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch._functorch."):
+        frame = frame.f_back
+    return frame is not None
 
 
 def have_tangents(tensors: Iterable[Tensor]) -> bool:

@@ -50,7 +50,7 @@ from memkit._tape.tape import (
 )
 from memkit._torch.compiler import uncompiled
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload, current_modes, fake_mode
-from memkit._torch.graph import current_backward, saving_hooks
+from memkit._torch.graph import current_backward, is_called_by_transform, saving_hooks
 from memkit._torch.operators import kernel_of
 from memkit._torch.script import as_written
 from memkit.train.offload import offload_activations
@@ -370,8 +370,8 @@ class _Taped(_Forward, LeanDispatchMode):
         """Count a tensor that was just saved, unless by a backward inside of the forward."""
         if current_backward() != _NO_BACKWARD:
             return
-        if self._num_saved + 1 == self._last_save and current_modes()[-1:] != [self]:
-            self._last_save = 0  # another mode was entered inside: it is not easy to leave before that
+        if self._num_saved + 1 == self._last_save and (current_modes()[-1:] != [self] or is_called_by_transform()):
+            self._last_save = 0  # another mode, or vmap, was entered inside: it is not easy to leave before that
         super()._count_saved()
 
     @classmethod

@@ -29,7 +29,7 @@ from memkit._torch.graph import saving_hooks
 from memkit.predict.plan.host import HostTimes
 from memkit.train.saved_tensors import treat_saved_tensors
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, gradients, one_in
+from tests.helpers import assert_refused, gradient_of, gradients, one_in
 from tests.zoo import CASES
 
 
@@ -703,6 +703,27 @@ def test_two_ways_to_save_tensors_are_refused():
         mk.errors.ConfigError,
         "two ways to save",
     )
+
+
+def test_a_plan_is_followed_through_vmap():
+    """Left in the middle of vmap, as soon as nothing more is treated, a mode would leave the dispatcher broken."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3))).double()
+    x = torch.randn(9, 4, dtype=torch.float64)
+
+    def loss_fn(model, x):
+        return torch.func.vmap(lambda row: (model(row) - row.roll(1, 0)).square().mean())(x).mean()
+
+    want = gradient_of(loss_fn(model, x), model)
+    plan = mk.plan_training(model, x, loss_fn, "sgd", activation_budget=0.1).saved_tensors
+    treated = treat_saved_tensors(plan)
+    for _ in range(3):
+        model.zero_grad()
+        with treated:
+            loss = loss_fn(model, x)
+        loss.backward()
+        torch.testing.assert_close(gradients(model), want, rtol=1e-13, atol=1e-13)
+    assert treated.num_recomputed > 0
 
 
 def test_a_plan_as_a_file():
