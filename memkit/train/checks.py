@@ -271,6 +271,16 @@ def warn_of_idle_step(caller: Caller) -> None:
     )
 
 
+def warn_of_accumulate_hooks(caller: Caller) -> None:
+    """Warn of hooks that see each micro-batch's sum so far."""
+    warn_user(
+        f"{caller.kind}: hooks that parameters have from register_post_accumulate_grad_hook run after every "
+        "micro-batch, on the sum so far: what they change is not what they would change in the gradient of the whole "
+        "batch. Way out, unless they only look: change gradients right before the step, by "
+        "optimizer.register_step_pre_hook(...)."
+    )
+
+
 def warn_of_foreign_gradients(caller: Caller) -> None:
     """Warn that gradients from another backward were present when a group began."""
     warn_user(

@@ -34,6 +34,7 @@ from memkit.train.checks import (
     refuse_own_step,
     refuse_torn,
     refuse_total,
+    warn_of_accumulate_hooks,
     warn_of_foreign_gradients,
     warn_of_idle_step,
 )
@@ -45,6 +46,7 @@ from memkit.train.gradients import (
     has_gradient,
     has_reentrant_checkpoint,
     have_gradients,
+    have_hooks_together,
     list_parameters,
     multiply_gradients,
     narrow_gradients,
@@ -137,7 +139,7 @@ class GradientSum:
         self._only_own: bool | None = None if self.shards is None else False
         self.predivisor: float | None = None
         self._count: Weight = 0.0
-        self._has_gradients = False
+        self._has_gradients = self._has_seen_hooks = False
         self.is_torn = self._is_closed = self._has_leftovers = False
         self.num_microbatches = 0
         self.num_steps = 0
@@ -358,7 +360,7 @@ class GradientSum:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
         root = None if weight == 1.0 else torch.full_like(scaled, weight)
-        if all_or_nothing and self._only_own and not has_accumulate_hooks(self._parameters):
+        if all_or_nothing and self._only_own and not self._has_hooks_for_backward():
             gradients = torch.autograd.grad(
                 scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
             )
@@ -371,6 +373,15 @@ class GradientSum:
             else:
                 torch.autograd.backward(scaled, root, retain_graph=retain_graph)
         self._has_gradients = have_gradients(self._parameters)  # the loss may not depend on them
+
+    def _look_for_hooks(self) -> None:
+        """Warn, before the first sum of two, of hooks that see it; those of ranks belong to their library."""
+        self._has_seen_hooks = True
+        if self.ranks is None and has_accumulate_hooks(self._parameters):
+            warn_of_accumulate_hooks(self._caller)
+
+    def _has_hooks_for_backward(self) -> bool:
+        return has_accumulate_hooks(self._parameters) or have_hooks_together(self._parameters)
 
     def _open(self) -> None:
         """Check for foreign gradients before the first backward, and for our own before a later one."""
@@ -389,6 +400,8 @@ class GradientSum:
             return
         if self._marks is not None and gradient_marks(self._parameters) != self._marks:
             refuse_changed_gradients(self._caller)
+        if not self._has_seen_hooks:
+            self._look_for_hooks()
         if self._factor is not None:
             self._unsettle(self._factor)
         if self._sum_dtype is not None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memkit._core.protocols import GradScaler
 from memkit._torch import foreach
 from memkit._torch.optimizers import states_of_scaler
-from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradient_dtype
+from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradient_dtype, hooks_of
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -68,7 +68,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether any post-accumulate hook exists, which `torch.autograd.grad` would not call."""
-    return any(accumulate_hooks(parameter) for parameter in parameters)
+    return any(map(accumulate_hooks, parameters))
+
+
+def have_hooks_together(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether a hook waits for several gradients, which fails in `torch.autograd.grad`."""
+    return any(
+        getattr(hook, "__module__", None) == torch.autograd.graph.__name__
+        for parameter in parameters
+        for hook in (hooks_of(parameter) or {}).values()
+    )
 
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:

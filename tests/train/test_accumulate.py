@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import warnings
 from itertools import pairwise, product
 
 import pytest
@@ -16,7 +17,7 @@ import memkit as mk
 from memkit._torch.optimizers import has_step_hooks
 from memkit.train import gradient_sum
 from tests.helpers import assert_refused, assert_same, flat_gradient, gradients, relative_error
-from tests.toys import out_of_memory
+from tests.toys import mean_square, out_of_memory
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
 
@@ -539,6 +540,46 @@ class TestInterruptedBackward:
 
         assert_same(run(True), run(False))
 
+    @pytest.mark.parametrize("num_parts", [1, 3])
+    @pytest.mark.parametrize("by_wrapper", [False, True])
+    def test_hooks_on_the_sum_so_far_are_told_of(self, num_parts, by_wrapper):
+        """What they change between two micro-batches is changed again after the next one."""
+        torch.manual_seed(0)
+        model, x, called = nn.Linear(3, 3), torch.randn(9, 3), []
+
+        def halve(parameter):
+            called.append(None)
+            parameter.grad.mul_(0.5)
+
+        model.weight.register_post_accumulate_grad_hook(halve)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train():
+            if by_wrapper:
+                mk.MemoryEfficientTrainingWrapper(
+                    model, optimizer, accumulation_steps=num_parts, probe=False
+                ).train_step(x, mean_square)
+                return
+            accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=num_parts)
+            for part in x.chunk(num_parts):
+                accumulator.backward(mean_square(model, part), count=len(part))
+                accumulator.step()
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            train()
+        assert len(called) == num_parts
+        assert [("on the sum so far" in str(each.message)) for each in told] == [True] * (num_parts > 1)
+
+    def test_hooks_on_several_gradients_at_once_are_called(self):
+        """Torch refuses them in torch.autograd.grad, by which a first step is all or nothing."""
+        model, called = nn.Linear(2, 1), []
+        torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda found: called.append(len(found)))
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer.train_step(torch.ones(4, 2), mean_square)
+        assert called == [2]
+
+    @pytest.mark.filterwarnings("ignore:.*register_post_accumulate_grad_hook run after every micro-batch")
     def test_gradient_hooks_are_always_called(self):
         model = nn.Linear(2, 1)
         called = []
