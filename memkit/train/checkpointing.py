@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 from memkit._core.errors import ConfigError
@@ -101,7 +103,7 @@ class Checkpointing(Closing):
             )
         chosen = BlockChoice(unwrap_model(model), choice, form)
         self.blocks, self.treatments = chosen.blocks, chosen.treatments
-        self._before = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
+        self._before = {name: _own_forward(block) for name, block in self.blocks.items()}
         for name, before in self._before.items():
             _refuse_other(form, name, before, self.treatments[name])
         is_setting = form != _FORM
@@ -161,6 +163,13 @@ def auto_blocks(model: nn.Module) -> dict[str, nn.Module]:
         return choose_blocks(unwrap_model(model), "auto")
     except ConfigError:  # no block with several layers
         return {}
+
+
+def _own_forward(block: nn.Module) -> Any:
+    """Return the forward that a block has beside its class's; None if there is none."""
+    if isinstance(block, torch.jit.ScriptModule) and "forward" not in vars(block):
+        vars(block)["forward"] = block.forward  # torch would put it there in the first call, in the treatment's place
+    return vars(block).get("forward")
 
 
 def _refuse_other(form: str, name: str, before: object, treatment: Treatment) -> None:

@@ -159,7 +159,8 @@ class TreatedForward:
         A call from within that forward (a block that calls itself for a child) runs plainly: the outer one covers it.
 
         Raises:
-            ConfigError: The block is to be recomputed in backward, but its inputs or parameters have tangents.
+            ConfigError: The block is to be recomputed in backward, but its inputs or parameters have tangents, or the
+                call is inside a transform of `torch.func`.
             StateError: The block is to be recomputed in backward, but has changed its input in place. From backward:
                 its input was changed unseen by autograd, which the first two forwards of each block are tested for.
         """
@@ -176,8 +177,10 @@ class TreatedForward:
         passed = _Passed((args, kwargs))
         if have_tangents(itertools.chain(passed.tensors, self._block.parameters())):
             self._refuse_tangents()
+        if is_transforming():
+            self._refuse_transform()
         versions = versions_of(passed.tensors)
-        if self._num_compared < _NUM_COMPARED and not (is_transforming() or devices.is_capturing()):
+        if self._num_compared < _NUM_COMPARED and not devices.is_capturing():
             self._num_compared += 1
             forward = _SameInputs(forward, self._refuse_unseen_write)
         forward = _AsPassed(forward, (args, kwargs), passed.held, Flags(passed.tensors))
@@ -211,6 +214,16 @@ class TreatedForward:
             return forward(*args, **kwargs)
         finally:
             self._running_in.discard(thread)
+
+    def _refuse_transform(self) -> NoReturn:
+        raise ConfigError(
+            f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
+            got="a call inside torch.func.vmap, torch.func.grad or another transform of functions: backward would run "
+            "the block again outside of it",
+            expected="a block that is called outside of transforms, or that is not recomputed",
+            fix="leave the block out of checkpoint=, or train without checkpoint= and offload=. A loss for each row "
+            "needs no vmap: losses with reduction='none' keep them.",
+        )
 
     def _refuse_tangents(self) -> NoReturn:
         raise ConfigError(

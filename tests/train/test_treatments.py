@@ -329,6 +329,45 @@ def test_a_block_whose_input_has_a_tangent_is_not_recomputed(derivative):
             gradients_with({"0": treatment})
 
 
+def per_sample(model, x):
+    return torch.func.vmap(lambda row: mean_square(model, row))(x).mean()
+
+
+def slopes(model, x):
+    return torch.func.vmap(torch.func.jacrev(model))(x).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [per_sample, slopes])
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+def test_a_block_inside_of_vmap_is_not_recomputed(treatment, loss_fn):
+    """Torch reports a tensor that escaped from vmap: backward runs the block outside of it."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3))
+    with (
+        Checkpointing(model, {"0": treatment}),
+        pytest.raises(
+            mk.errors.ConfigError, match=r"a call inside torch\.func\.vmap.*leave the block out of checkpoint="
+        ),
+    ):
+        loss_fn(model, torch.randn(6, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize(
+    "compile_block", [lambda block, x: torch.jit.trace(block, x), lambda block, _: torch.jit.script(block)]
+)
+def test_traced_and_scripted_blocks(compile_block, treatment):
+    x, block = torch.randn(6, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(4, 4), compile_block(block, x))
+    found = []
+    for choice in ({}, {"1": treatment}):
+        model.zero_grad()
+        with Checkpointing(model, choice):
+            mean_square(model, x).backward()
+        found.append(gradients(model))
+    assert_same(found[1], found[0])
+
+
 class WritesUnseen(nn.Module):
     """Masks a block's input after the block has run, as public models of speech do to their padding."""
 
