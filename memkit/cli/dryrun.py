@@ -294,8 +294,6 @@ def render(report: dict[str, Any]) -> str:
         replace(estimate, doubts=(), guesses=tuple(_first(estimate.guesses))).explain(),
     ]
     lines += _listed("written to a temporary folder and discarded", report["written"])
-    if report["is_compiled"]:
-        lines += ["", "The script compiles; here it ran eagerly. Compiled code often takes less."]
     return "\n".join(lines)
 
 

@@ -209,7 +209,14 @@ def run_child() -> None:
         "numbers": list(gpu.guesses.numbers),
         "other_way": requests.other_way,
         "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
-        "estimate": _estimate(gpu, (*_doubt_of_nothing(gpu, steps, ended), *_doubts_of_steps(steps, ended))).as_dict(),
+        "estimate": _estimate(
+            gpu,
+            (
+                *_doubt_of_nothing(gpu, steps, ended),
+                *_doubts_of_steps(steps, ended),
+                *((_COMPILES,) if is_compiled else ()),
+            ),
+        ).as_dict(),
     }
     if expected is None:
         np.save(folder / sizes.name, np.asarray(requests.sizes, dtype=np.int64))
@@ -226,6 +233,9 @@ def _doubt_of_nothing(gpu: VirtualGPU, steps: StepCounter, ended: str) -> tuple[
     if ended == _BY_ITSELF and not steps.has_gradients:
         return ("no gradient was seen: what training takes is not counted. Pass the arguments that training gets",)
     return ()
+
+
+_COMPILES = "the script calls torch.compile, and ran as written: compiled code often takes less, and can take more"
 
 
 def _doubts_of_steps(steps: StepCounter, ended: str) -> list[str]:
