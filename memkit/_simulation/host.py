@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memkit._simulation.tensors import Kernels, is_matrix, masks_bytes, selected_shape
+from memkit._torch import aten
 from memkit._torch.aten import ctc_loss, overloads, pack_padded_sequence
 from memkit._torch.convolution import ConvBackend, select_conv_backend
 from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
@@ -287,26 +288,24 @@ _RESIZING = _operators(  # with a table of source positions along each dimension
 )  # fmt: skip
 _ORDERED |= _RESIZING
 # How many times their inputs and results they take at most.
-_TIMES = {
-    func: times
-    for times, names in {
-        1: (
+_TIMES: dict[Any, int] = {
+    **dict.fromkeys(
+        _operators(
             "_adaptive_avg_pool3d_backward", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors",
             "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa",
             "_upsample_bilinear2d_aa_backward", "dist", "histc", "isinf", "kthvalue", "ldexp.Tensor", "logsumexp",
             "median", "nanmedian", "renorm", "soft_margin_loss_backward",
         ),
-        2: (
-            "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "allclose",
-            "cholesky_inverse", "cholesky_solve", "geqrf", "linalg_cholesky_ex", "linalg_eig", "linalg_eigvals",
-            "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
-            "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_pinv.atol_rtol_tensor", "linalg_qr",
-            "linalg_solve_triangular", "lu_unpack", "mvlgamma", "ormqr", "triangular_solve",
+        1,
+    ),
+    **dict.fromkeys(aten.LINEAR_ALGEBRA | _operators("allclose", "lu_unpack", "mvlgamma"), 2),
+    **dict.fromkeys(
+        _operators(
+            "_unique", "_unique2", "isin.Tensor_Tensor", "unique_consecutive", "unique_dim", "unique_dim_consecutive"
         ),
-        5: ("_unique", "_unique2", "isin.Tensor_Tensor", "unique_consecutive", "unique_dim", "unique_dim_consecutive"),
-        7: ("linalg_matrix_exp",),
-    }.items()
-    for func in _operators(*names)
+        5,
+    ),
+    **dict.fromkeys(aten.MATRIX_EXPONENTIAL, 7),
 }  # fmt: skip
 _TURNING = _operators("_to_copy", "clone", "copy_")
 _ATTENDING = _operators(

@@ -56,3 +56,15 @@ FUSED_RMS_NORM_BACKWARD = overloads("_fused_rms_norm_backward.default")
 
 FUSED_RMS_NORM = overloads("_fused_rms_norm.default") if FUSED_RMS_NORM_BACKWARD else frozenset()
 """The forward of RMSNorm as one operator: in 2.8 for Metal only."""
+
+LINEAR_ALGEBRA = overloads(
+    *("_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "cholesky_inverse"),
+    *("cholesky_solve", "geqrf", "linalg_cholesky_ex", "linalg_eig", "linalg_eigvals", "linalg_householder_product"),
+    *("linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex"),
+    *("linalg_lu_solve", "linalg_pinv", "linalg_qr", "linalg_solve_triangular", "ormqr", "triangular_solve"),
+)
+"""Operators that LAPACK runs on a CPU, and cuSOLVER or MAGMA on a card."""
+
+MATRIX_EXPONENTIAL = overloads("linalg_matrix_exp")
+FOURIER = overloads("_fft_c2c", "_fft_c2r", "_fft_r2c")
+SORTING = overloads("sort", "_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive")

@@ -154,6 +154,29 @@ def test_what_compiled_code_takes_is_not_known(target, where):
     assert not estimate.fits("1TiB")
 
 
+IN_LIBRARIES = {
+    "matrix exponential": lambda x: torch.matrix_exp(x),
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(x),
+    "inverse": lambda x: torch.linalg.inv(x),
+    "spectrum": lambda x: torch.fft.rfft2(x).abs(),
+    "order": lambda x: x.sort()[0],
+}
+
+
+@pytest.mark.parametrize("name", IN_LIBRARIES)
+def test_what_libraries_take_inside_is_not_known_on_a_card(name):
+    """cuSOLVER, cuFFT and CUB ask for memory of their own; LAPACK's has a bound."""
+    model, x = nn.Linear(32, 32), torch.rand(32, 32)
+
+    def loss_fn(model, x):
+        return IN_LIBRARIES[name](model(x)).square().mean()
+
+    estimate = mk.estimate_memory_usage(model, x, loss_fn, target="RTX 4090", optimizer="sgd")
+    assert (estimate.confidence, estimate.fits("1TiB")) == ("guessed", False)
+    assert any("of which the results are counted, not what it takes inside" in doubt for doubt in estimate.doubts)
+    assert mk.estimate_memory_usage(model, x, loss_fn, optimizer="sgd").fits("1GiB")
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # the estimate's doubt
 def test_what_flex_attention_takes_inside_is_not_known():
     """Its results have the fused kernel's sizes; without torch.compile it takes all scores as well."""

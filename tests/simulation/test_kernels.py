@@ -132,7 +132,7 @@ CALLS = {
     "bilinear form": lambda: F.bilinear(randn(90, 20), randn(90, 30), randn(10, 20, 30)),
     "gathered": lambda: randn(90, 90).gather(1, torch.arange(8100).view(90, 90).T.remainder(90)),
     "unfolded": lambda: F.unfold(randn(2, 3, 40, 40).expand(2, 3, 40, 40), 3).sum() + randn(90).unfold(0, 8, 2).sum(),
-    "inverse of a spectrum": lambda: torch.fft.irfft2(torch.fft.rfft2(randn(4, 60, 60))),
+    "inverse of a spectrum": lambda: torch.fft.irfft2(torch.fft.rfft2(randn(4, 60, 60))).square(),
     "soft margin": lambda: F.soft_margin_loss(randn(90, 90), torch.ones(90, 90)),
     "complex": lambda: torch.einsum("bik,iok->bok", torch.fft.rfft(randn(4, 8, 64)), randn(8, 8, 33) + 0j).abs(),
 }

@@ -191,6 +191,27 @@ def test_convolution_copies_other_memory_format():
     assert taken(call(in_order=False, backward=True))[0] == 3 * size + weight  # input and gradient
 
 
+def test_a_log_of_sums_takes_its_exponentials_and_a_roll_its_first_turn():
+    """Composed in C++, where no mode sees their parts: as much as the same written in Python."""
+
+    def peak(function):
+        with mk.VirtualGPU("RTX 4090") as gpu:
+            x = torch.zeros(1024, 4096, device="cuda")
+            torch.cuda.reset_peak_memory_stats()
+            function(x)
+            return gpu.peak_bytes - x.nbytes
+
+    def exponentials(x):
+        largest = x.amax(1, keepdim=True)
+        return (x - largest).exp_().sum(1).log_().add_(largest.squeeze(1))
+
+    size = 4 * 1024 * 4096
+    assert peak(lambda x: x.logsumexp(1)) == peak(exponentials) > size
+    assert peak(lambda x: x.roll((3, 5), (0, 1))) == peak(lambda x: x.roll(3, 0).roll(5, 1)) == 2 * size
+    assert peak(lambda x: x.roll(3, 0)) == size
+    assert peak(lambda x: x.T.roll(3, 0)) == 2 * size
+
+
 def test_the_gradient_of_a_bias_is_summed_in_parts():
     def call(bias):
         def made():

@@ -61,9 +61,10 @@ def test_an_estimate_on_a_card_runs_in_few_files(precision, most):
 
     # 2.8's optimizers make tensors, and the seam is asked where; this module's names include one with slots. Whose a
     # module is, is asked of names in this one; the seam is asked for a tensor's gradient, too. Random numbers that a
-    # step draws are guesses, parameters that fully_shard has gathered are its own, and compiled code is noted.
+    # step draws are guesses, parameters that fully_shard has gathered are its own, and compiled code is noted. So is
+    # what an optimizer has beside torch's own attributes.
     asked = {"_torch/fake.py", "_torch/tensors.py", "_core/attributes.py", "_core/installed.py"}
-    asked |= {"_simulation/draws.py", "_torch/ranks.py", "_torch/compiler.py"}
+    asked |= {"_simulation/draws.py", "_torch/ranks.py", "_torch/compiler.py", "_torch/optimizers.py"}
     files = files_of(estimate) - asked
     assert len(files) <= most, sorted(files)
     assert {"_simulation/simulation.py", "_simulation/cuda/allocator.py", "_recorder/recorder.py"} <= files

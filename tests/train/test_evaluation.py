@@ -63,7 +63,7 @@ MIXING = {
 
 FOLLOWING = {
     "a running sum": lambda model, part: model(part).cumsum(0),
-    "the row before": lambda model, part: torch.cat([part[:1], model(part)[:-1]]),
+    "the row before": lambda model, part: torch.cat([model(part)[:1], model(part)[:-1]]),
     "numbers of rows": lambda model, part: torch.arange(len(model(part))),
 }
 """What a row's result is among the first rows does not tell."""

@@ -560,6 +560,22 @@ def _loss(args: Sequence[Any], processors: Processors) -> Phases:
     return ((args[0].numel() * args[0].element_size(), *mean),)
 
 
+def _log_of_sum(args: Sequence[Any], _: Processors) -> Phases:
+    """`logsumexp_out_impl` in ReduceOps.cpp: the largest numbers, and the exponentials."""
+    x, dims = args[0], args[1]
+    dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
+    itemsize = x.element_size() if x.is_floating_point() or x.is_complex() else _FLOAT
+    num_summed = math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
+    return ((x.numel() // max(1, num_summed) * itemsize, x.numel() * itemsize),)
+
+
+def _roll(args: Sequence[Any], _: Processors) -> Phases:
+    """`roll_common` in TensorTransformations.h: one dimension after the other, and a copy of what is not contiguous."""
+    x, num_dims = args[0], len(args[1])
+    num_copies = max(num_dims - 1, 0 if x.is_contiguous() else 1)
+    return ((x.numel() * x.element_size(),) * num_copies,) if num_copies else ()
+
+
 def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
     """`mha_bwd` in flash_api.cpp: sums of the rows, and the gradient of the queries in float32."""
     batch, heads, rows, width = args[1].shape
@@ -1096,6 +1112,8 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     _aten.convolution_backward.default: _convolution_backward,
     **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product),
     **dict.fromkeys(_LOSSES, _loss),
+    _aten.logsumexp.default: _log_of_sum,
+    _aten.roll.default: _roll,
     **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
     **dict.fromkeys(overloads("masked_scatter.default", "masked_scatter_"), _masked_scatter),
 }
