@@ -46,20 +46,20 @@ class LeanDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if _FLAGS and not num_modes():
-            for name in _FLAGS:
-                setattr(_python_dispatch, name, False)
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+
+        def __exit__(self, *error: Any) -> None:
+            """Leave the mode, and nothing of it behind.
+
+            PyTorch 2.8 has one pair of flags for the modes of all threads, and compiles nothing while they are set.
+            Where modes end in another order than they began, as in two threads, it leaves them set.
+            """
+            super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            if not num_modes():
+                _python_dispatch._is_in_torch_dispatch_mode = False
+                _python_dispatch._is_in_non_infra_torch_dispatch_mode = False
 
 
-# PyTorch 2.8 has one pair of flags for the modes of all threads, and compiles nothing while they are set. Where modes
-# end in another order than they began, as in two threads, it leaves them set.
-_FLAGS = (
-    ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
-    if not hasattr(TorchDispatchMode, "ignore_compile_internals")
-    else ()
-)
 _SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and all that it calls
 
 
