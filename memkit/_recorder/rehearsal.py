@@ -36,6 +36,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit._core.attributes import UserState, attributes_of, has_attributes, set_attributes
+from memkit._core.code import global_names
 from memkit._core.errors import warn_user
 from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
@@ -1239,16 +1240,9 @@ def _held_by_function(fn: Any) -> Iterator[object]:
         for cell in getattr(fn, "__closure__", None) or ():
             yield _content_of(cell)
         code, variables = getattr(fn, "__code__", None), getattr(fn, "__globals__", {})
-        for name in _names_in(code) if code is not None else ():
+        for name in global_names(code) if code is not None else ():
             if name in variables:
                 yield variables[name]
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code looks up outside, and those of functions inside it."""
-    inside = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return frozenset(code.co_names).union(*inside)
 
 
 def _held_by_class(kind: type) -> Iterator[object]:

@@ -97,6 +97,15 @@ class WrittenBuffers:
             for name, each in own.items()
             if each is not None and type(each) in _PLAIN and not (each.requires_grad or each.is_inference())
         ]
+        self._unwritten = self._versions[:0]
+
+    def end(self) -> None:
+        """Call at the end of the forward: what it has not written to is to stay as it is, for its rerun."""
+        self._unwritten = [each for each in self._versions if version_of(each[2]) == each[3]]
+
+    def changed(self) -> str | None:
+        """Return the name of a buffer that was written to since the end of the forward; None if none was."""
+        return next((name for _, name, each, version in self._unwritten if version_of(each) != version), None)
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from memkit._core.attributes import attributes_of, has_attributes, set_attributes, slots_content
+from memkit._core.code import global_names
 from memkit._core.errors import InputError, NotSimulatedError, StateError
 from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
@@ -995,6 +996,6 @@ class StandIns:
             if id(cell) not in self._saved and cell != CellType():
                 self._saved[id(cell)] = cell, cell.cell_contents
                 cell.cell_contents = self._replaced(cell.cell_contents)
-        for name in function.__code__.co_names:
+        for name in global_names(function.__code__):
             if isinstance(function.__globals__.get(name), nn.Module):
                 self._replaced(function.__globals__[name])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memkit._core.errors import StateError
 from memkit._machine.random_state import GENERATORS
 from memkit._recovery.makeup import Makeup, WrittenBuffers
 from memkit._recovery.snapshot import RandomNumbers, held_generators
@@ -80,9 +81,24 @@ class Circumstances:
         self.kept, self.products = [], {}
         return kept, products
 
+    def over(self) -> None:
+        """Call at the end of the forward."""
+        self._buffers.end()
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Enter a block that reruns the chunks in order, except those whose graphs were kept."""
+        """Enter a block that reruns the chunks in order, except those whose graphs were kept.
+
+        Raises:
+            StateError: A buffer that the forward only reads was changed since.
+        """
+        if name := self._buffers.changed():
+            raise StateError(
+                "backward() through a function that ran in parts",
+                got=f"the buffer {name!r}, changed since the forward, whose parts run again in backward",
+                expected="buffers that are as they were in the forward",
+                fix="change the buffer after backward(), or pass its values as an argument.",
+            )
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))

@@ -458,6 +458,7 @@ class _ChunkedFunction(torch.autograd.Function):
         counted = [tensor for tensor in inputs if not tensor.is_inference()]
         versions = versions_of(counted)
         outputs, saved = call.collect(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
+        replay.over()
         if versions != versions_of(counted):
             raise InputError(
                 call.name,

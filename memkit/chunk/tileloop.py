@@ -100,7 +100,9 @@ class _Tiled(torch.autograd.Function):
         ctx.job, ctx.replay = job, Circumstances([x], job.module)
         ctx.save_for_backward(x, *params)
         with without_gradients():  # as in any autograd function; older autocast versions need it explicitly
-            return run_tiles(job, x, job.module)
+            y = run_tiles(job, x, job.module)
+        ctx.replay.over()
+        return y
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:

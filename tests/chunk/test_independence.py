@@ -399,3 +399,62 @@ def test_transforms_inside_of_a_function_of_a_module_pass():
             for call in (fn, lambda x: mk.chunked_map(fn, x, chunk_size=7, params=params))  # noqa: B023
         )
         assert_close(ours[:3], expected[:3])
+
+
+class Storing(nn.Module):
+    """Keeps an auxiliary loss in a list or a dict, as mixtures of experts do."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.linear, self.place, self.losses, self.store = nn.Linear(5, 4), place, [], {}
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.place == "losses":
+            self.losses.append(y.square().mean())
+        else:
+            self.store["kl"] = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize("place", ["losses", "store"])
+def test_a_loss_kept_in_a_list_or_a_dict_is_warned_of_too(place):
+    with pytest.warns(
+        mk.errors.MemkitWarning, match=rf"attribute '{place}'.*return it from the function, as one value"
+    ):
+        mk.chunked_map(Storing(place), torch.randn(300, 5), chunk_size=64)
+
+
+class Annealed(nn.Module):
+    def __init__(self, linear, *, counts):
+        super().__init__()
+        self.linear, self.counts = linear, counts
+        self.register_buffer("alpha", torch.ones(1))
+        self.register_buffer("num_rows", torch.tensor(0))
+
+    def forward(self, x):
+        if self.counts:
+            self.num_rows += len(x)
+        return self.linear(x * self.alpha).tanh()
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_a_buffer_that_is_changed_before_backward_is_an_error(is_tiled):
+    """As autograd's own for parameters: the rerun would see another one. What each forward counts is no such buffer."""
+    net, x = Annealed(nn.Linear(5, 4), counts=True), torch.randn(300, 5)
+    if is_tiled:
+        net, x = Annealed(nn.Conv1d(1, 2, 3, padding=1), counts=False), torch.randn(1, 1, 80)
+
+    def run():
+        if is_tiled:
+            return mk.tiled_apply(net, x, 32).square().mean()
+        return mk.chunked_map(net, x, chunk_size=64).square().mean()
+
+    first, second = run(), run()
+    first.backward()
+    second.backward()
+    loss = run()
+    net.alpha.mul_(0.5)
+    with pytest.raises(mk.errors.StateError, match=r"the buffer 'alpha', changed since the forward"):
+        loss.backward()
+    run().backward()
