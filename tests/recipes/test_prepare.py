@@ -20,6 +20,7 @@ import memkit as mk
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
 from memkit._core.units import format_bytes
 from memkit.predict.gpus import find_gpu
+from memkit.predict.plan.host import HostTimes
 from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -561,6 +562,40 @@ def test_another_models_optimizer_is_refused_before_planning():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match="none of which is a parameter of the model"):
         mk.prepare(make_model(), optimizer, digits(), loss_fn, budget="1GiB")
+
+
+def test_a_step_that_trains_nothing_is_not_planned():
+    """Only loss_fn unfreezes the model, so the step trains nothing: with the way out it does, and is planned."""
+
+    def within(model, x):
+        model.requires_grad_(True)
+        loss = mean_square(model, x)
+        model.requires_grad_(False)
+        return loss
+
+    model, x = nn.Linear(6, 6).requires_grad_(False), torch.ones(12, 6)
+    for rows in (12, 6, 3):
+        with pytest.warns(MemkitWarning, match="nothing was trained"):
+            assert_refused(
+                lambda rows=rows: plan_training(model, x, within, budget="1MiB", micro_batch_size=rows),
+                InputError,
+                r"^plan_training\(...\): got a step that trains nothing",
+                r"model.requires_grad_\(True\).$",
+            )
+    model.requires_grad_(True)
+    assert plan_training(model, x, mean_square, budget="1MiB").accumulation_steps == 1
+
+
+def test_the_time_of_a_step_has_all_optimizers(monkeypatch):
+    """Of four micro-batches two are tried; the optimizers are not taken for micro-batches."""
+    monkeypatch.setattr(HostTimes, "seconds", lambda *_: 1.0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), torch.ones(12, 6)
+
+    def seconds(*groups):
+        optimizers = [torch.optim.SGD(each, foreach=False) for each in groups]
+        return plan_training(model, x, mean_square, optimizers, budget="1MiB", micro_batch_size=3).predicted_seconds
+
+    assert seconds(model[0].parameters(), model[2].parameters()) == seconds(model.parameters())
 
 
 class WithTable(nn.Linear):

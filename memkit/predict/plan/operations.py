@@ -64,7 +64,7 @@ class StepTimes(LeanDispatchMode):
         kept_operators: Operators whose results a selective treatment keeps.
 
     Attributes:
-        parts: Seconds of each part: before the first micro-batch, of each micro-batch, of the optimizer's step.
+        parts: Seconds of each part: before the first micro-batch, of each micro-batch, of each optimizer's step.
         following: Of each part, Python's seconds if a dispatch mode followed its forward, and the operators there.
         forwards: Each block's forward, over all micro-batches.
     """

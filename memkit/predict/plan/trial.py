@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memkit._core.errors import InputError
 from memkit._gradients.loss import LossFn, call_loss_fn
 from memkit._recorder.recording import IntArray, Recording
 from memkit._simulation.guesses import Guesses
@@ -224,7 +225,7 @@ class StepTrials:
         if device_type == "cpu":
             num_states = 1 + len(arrangement.treatments) + (0 if tensors is None else tensors.num_random)
             required_bytes += torch.get_rng_state().nbytes * num_states + _NUMBERS_BYTES
-        seconds = self._seconds(trace.parts, arrangement)
+        seconds = self._seconds(trace.parts, arrangement, num_run)
         of_memory = {"beside_bytes": beside_bytes, "first_step_bytes": num_bytes.first_step}
         if plain is None:
             block_costs = self._block_costs(recorded, arrangement)
@@ -235,7 +236,7 @@ class StepTrials:
                 arrangement = replace(arrangement, tensors=replace(tensors, rehearsed=frozenset(forwards)))
             unseen = self.speeds.moving_seconds(tensors.offloaded_bytes)
             unseen += _MOVE_LAUNCHES * len(tensors.offloaded) * self.speeds.operator_seconds
-            following = trace.following[-2]  # of the last micro-batch
+            following = trace.following[num_run]  # of the last micro-batch
             unseen += _SAVE_FOLLOWING * following.mean_seconds * (tensors.last_save or len(tensors.saves))
             if tensors.needs_tape:
                 share = tensors.last_operator / len(tensors.operators) if tensors.last_operator else 1.0
@@ -308,6 +309,9 @@ class StepTrials:
                         if around is not None and watch.is_recording:
                             watched = _within(partial(around, watch), loss_fn)
                         num_bytes = train_step(batch, _announced(_noting_reads(watched, guesses, num_reads), trace))
+            num_run = min(most_steps, arrangement.accumulation_steps)
+            if len(trace.parts) == 1 + num_run:
+                self._refuse_idle_step()
             events = watch.recorder.events_since(0)
             beside_bytes = 0
             if self.held is not None:
@@ -321,18 +325,27 @@ class StepTrials:
                 events.live,
                 events.highest(),
                 beside_bytes,
-                min(most_steps, arrangement.accumulation_steps),
+                num_run,
             )
 
         return simulate(self.call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
-    def _seconds(self, parts: Sequence[float], arrangement: Arrangement) -> float:
-        before, *micro_batches, after = parts
+    def _refuse_idle_step(self) -> NoReturn:
+        raise InputError(
+            f"{self.call}(...)",
+            got="a step that trains nothing: no parameter of the optimizer got a gradient from the loss",
+            expected="a loss computed from the optimizer's parameters, which require gradients before and after it",
+            fix="compute the loss from them, and unfreeze them before this call rather than in loss_fn: "
+            "model.requires_grad_(True).",
+        )
+
+    def _seconds(self, parts: Sequence[float], arrangement: Arrangement, num_run: int) -> float:
         num_steps = arrangement.accumulation_steps
-        if len(micro_batches) == num_steps:
+        if num_run == num_steps:
             return sum(parts)
+        micro_batches, others = parts[1 : num_run + 1], (parts[0], *parts[num_run + 1 :])
         share = self.num_rows / (num_steps * arrangement.micro_batch_size)  # the last ones may be smaller
-        return before + after + share * (micro_batches[0] + (num_steps - 1) * micro_batches[-1])
+        return sum(others) + share * (micro_batches[0] + (num_steps - 1) * micro_batches[-1])
 
     def _block_costs(
         self, recorded: _Recorded, arrangement: Arrangement
