@@ -29,6 +29,7 @@ class Caller:
     others: str = ""
 
 
+_SPENT = "backward through the graph a second time"  # in torch's message
 ACCUMULATOR = Caller("GradientAccumulator", "accumulator")
 WRAPPER = Caller("MemoryEfficientTrainingWrapper", "trainer")
 
@@ -58,6 +59,37 @@ def check_loss(loss: object, *, call: str) -> None:
             expected="a single number with its graph",
             fix="reduce the loss to its mean or sum, and compute it with gradients enabled and not detached.",
         )
+
+
+def check_spent_graph(error: RuntimeError, *, call: str, is_in_loop: bool = False) -> None:
+    """Explain an error of a graph that an earlier backward freed, such as one that the micro-batches share.
+
+    Args:
+        error: What the loss or its backward raised; any other error is left to the caller.
+        call: The user's call, for the message.
+        is_in_loop: Whether the user's own loop computes the loss.
+
+    Raises:
+        StateError: It is such an error.
+    """
+    if _SPENT not in str(error):
+        return
+    what = "a loss whose graph another backward() has used already"
+    if is_in_loop:
+        raise StateError(
+            call,
+            got=what,
+            expected="a loss computed inside `with attempt as micro:` from the model and the micro-batch",
+            fix="compute there everything that has gradients: "
+            "`trainer.backward(criterion(model(micro[0]), micro[1]))`.",
+        ) from error
+    raise StateError(
+        call,
+        got=what,
+        expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
+        fix="remove loss.backward() from loss_fn, and compute inside loss_fn everything that has gradients: "
+        "`return criterion(model(batch[0]), batch[1])`.",
+    ) from error
 
 
 def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) -> float | torch.Tensor:

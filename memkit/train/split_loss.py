@@ -23,7 +23,7 @@ from memkit._recovery.batch import Attempt
 from memkit._torch.graph import inputs_of
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import after_forward, before_forward
-from memkit.train.checks import check_loss, read_count
+from memkit.train.checks import check_loss, check_spent_graph, read_count
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
@@ -234,7 +234,11 @@ class SplitLoss(Uncopied):
                     self._run_check(attempt, loss_fn)
                     continue
                 with attempt as micro:
-                    self._add(total, attempt, micro, loss_fn, leaves=None if is_checked else leaves)
+                    try:
+                        self._add(total, attempt, micro, loss_fn, leaves=None if is_checked else leaves)
+                    except RuntimeError as error:
+                        check_spent_graph(error, call=_CALL_LOSS)
+                        raise
                     attempt.is_added = is_checked = True
         finally:
             self.is_checking, self._driver.current, watch.loss_fn = False, None, None

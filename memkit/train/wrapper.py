@@ -31,6 +31,7 @@ from memkit.train.checks import (
     check_loss,
     check_own_state,
     check_reduction,
+    check_spent_graph,
     read_count,
     refuse_closed,
 )
@@ -59,7 +60,7 @@ _CALL = WRAPPER.kind
 _STATE = ("accumulator", "scaler", "sizes")
 _STEP = "trainer.train_step(batch, loss_fn)"
 # In torch's errors:
-_OWN_BACKWARD, _NO_HOOKS = "backward through the graph a second time", "don't yet support saved tensor hooks"
+_NO_HOOKS = "don't yet support saved tensor hooks"
 Reduction = Literal["mean", "sum"]
 OnOom = Literal["exact", "inexact", "raise"]
 
@@ -528,7 +529,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             check_loss(loss, call="trainer.backward(loss)")
         check_reduction(reduction, has_count=count is not None, needs_count=True, call="trainer.backward")
         loss_with_count = Loss(mean=loss, count=count) if reduction == "mean" else Loss(sum=loss, count=count)
-        self._backward(loss_with_count, "trainer.backward(loss)")
+        try:
+            self._backward(loss_with_count, "trainer.backward(loss)")
+        except RuntimeError as error:
+            check_spent_graph(error, call="trainer.backward(loss)", is_in_loop=True)
+            raise
 
     def _backward(self, loss: Loss, call: str) -> None:
         attempt = self._driver.current
@@ -739,15 +744,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                     fix="write MemoryEfficientTrainingWrapper(model, optimizer) without checkpoint= and offload=, or "
                     "compute the inner gradients with torch.autograd.grad(loss, parameters, create_graph=True).",
                 ) from error
-            if _OWN_BACKWARD not in str(error):
-                raise
-            raise StateError(
-                _STEP,
-                got="a loss whose graph another backward() has used already",
-                expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
-                fix="remove loss.backward() from loss_fn, and compute inside loss_fn everything that has gradients: "
-                "`return criterion(model(batch[0]), batch[1])`.",
-            ) from error
+            check_spent_graph(error, call=_STEP)
+            raise
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> Loss:
         if not self._has_context:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memkit as mk
 from memkit.errors import ConfigError, InputError, InputTypeError, StateError
+from tests.helpers import assert_refused
 from tests.toys import mean_square, trainer_of
 
 CRITERION = nn.CrossEntropyLoss()
@@ -451,3 +452,48 @@ def test_what_a_forward_writes_into_new_batches_is_no_reason_to_warn(num_parts):
     for _ in range(3 if num_parts == 1 else 1):
         trainer.train_step(whole, _policy_loss)
     assert set(whole) == ({"x", "old"} if num_parts == 1 else {"x"})
+
+
+def test_a_batch_with_a_graph_is_refused_with_a_way_out_that_works():
+    """Features of an encoder outside: the first micro-batch's backward frees their graph, which the second one needs."""
+    torch.manual_seed(0)
+    models = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 1)}).double()
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def plain():
+        return mean_square(models["head"], models["encoder"](x))
+
+    plain().backward()
+    right = [each.grad for each in models.parameters()]
+    models.zero_grad()
+    optimizer, got = torch.optim.SGD(models.parameters(), lr=0.0), []
+    optimizer.register_step_pre_hook(lambda *_: got.extend(each.grad for each in models.parameters()))
+
+    def by_step(batch, loss):
+        mk.MemoryEfficientTrainingWrapper(models, optimizer, accumulation_steps=2).train_step(batch, loss)
+
+    def by_loop(batch, loss):
+        trainer = mk.MemoryEfficientTrainingWrapper(models, optimizer, accumulation_steps=2)
+        for attempt in trainer.microbatches(batch):
+            with attempt as micro:
+                trainer.backward(loss(models, micro))
+        trainer.step()
+
+    def by_split(batch, loss):
+        models.zero_grad()
+        mk.SplitLoss(models, num_microbatches=2)(batch, loss).backward()
+        optimizer.step()
+
+    def of_head(models, micro):
+        return mean_square(models["head"], micro)
+
+    def of_all(models, micro):
+        return mean_square(models["head"], models["encoder"](micro))
+
+    for run, where in ((by_step, "inside loss_fn"), (by_loop, "there"), (by_split, "inside loss_fn")):
+        wanted = f"another backward.* has used.*compute {where} everything that has gradients: `.*`.$"
+        assert_refused(lambda run=run: run(models["encoder"](x), of_head), StateError, wanted)
+        models.zero_grad()
+        got.clear()
+        run(x, of_all)
+        torch.testing.assert_close(got, right)
