@@ -455,7 +455,7 @@ def test_what_a_forward_writes_into_new_batches_is_no_reason_to_warn(num_parts):
 
 
 def test_a_batch_with_a_graph_is_refused_with_a_way_out_that_works():
-    """Features of an encoder outside: the first micro-batch's backward frees their graph, which the second one needs."""
+    """Features of an encoder outside: the first micro-batch's backward frees the graph that the second one needs."""
     torch.manual_seed(0)
     models = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 1)}).double()
     x = torch.randn(8, 3, dtype=torch.float64)

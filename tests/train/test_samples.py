@@ -62,7 +62,25 @@ def of_tuples(model, batch):
     return (model(pictures) * torch.tensor(labels)).mean()
 
 
+def of_labels(model, batch):
+    assert len(batch["image"]) == len(batch["label"])
+    labels = [float(each["id"] if isinstance(each, dict) else each or 0) for each in batch["label"]]
+    return (model(batch["image"]) * torch.tensor(labels, dtype=torch.float64)).mean()
+
+
+SCALARS = list(torch.arange(6.0))
 BATCHES = {
+    "0-dim labels, as a custom collate function leaves them": ({"image": images(6), "label": SCALARS}, of_labels),
+    "0-dim labels of stacked images": (
+        {"image": torch.stack(images(6, is_even=True)), "label": tuple(SCALARS), "size": [5, 6, 3]},
+        of_labels,
+    ),
+    "0-dim arrays, of which one lacks": (
+        {"image": images(6), "label": [each.numpy() for each in SCALARS[1:]] + [None]},
+        of_labels,
+    ),
+    "dicts of 0-dim labels": ({"image": images(6), "label": [{"id": each} for each in SCALARS]}, of_labels),
+    "numbers": ({"image": images(6), "label": [4, 0, 1.5, 2, 3, 5]}, of_labels),
     "a list of images": (images(6), of_samples),
     "a list of images of one size": (images(6, is_even=True), of_samples),
     "as many channels as images": (images(4, 4, is_even=True), of_samples),
@@ -96,7 +114,7 @@ def gradient(batch, loss_fn, channels, **settings):
     return before - model.layer.weight.detach(), result
 
 
-@pytest.mark.filterwarnings("ignore:.*list of entries of one kind")
+@pytest.mark.filterwarnings("ignore:.*list of entries of one kind", "ignore:.*as many values as the batch has rows")
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("name", BATCHES)
 def test_samples_are_never_cut_inside(name, probe):
