@@ -59,6 +59,7 @@ from memkit.recipes.order import ResumableLoader
 from memkit.recipes.planned_kinds import RehearsedBatches, suit_all
 from memkit.train.checkpointing import auto_blocks
 from memkit.train.checks import Caller
+from memkit.train.gradients import gradients_set_aside
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import check_owner, list_optimizers
 from memkit.train.samples import mark_samples, unmark_samples
@@ -836,17 +837,14 @@ def _on_a_copy(
 def _leaving_others(loss_fn: LossFn) -> Iterator[None]:
     """Undo what the block's steps change in the networks and objects that a loss function holds."""
     networks = nn.ModuleList(each for each in Attributes([loss_fn]).holders() if isinstance(each, nn.Module))
-    gradients = [(each, each.grad) for each in networks.parameters()]
     watch = StateWatch(nn.ModuleList())  # what the loss function holds is restored, its networks' parameters too
     watch.loss_fn = loss_fn
     before = Rollback(watch, is_trial=True)
     try:
-        networks.zero_grad()  # what is added to them is added to new ones
-        yield
+        with gradients_set_aside(networks.parameters()):
+            yield
     finally:
         before.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _time_step(run_for_real: RunForReal, batch: Any, arrangement: Arrangement) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -176,6 +177,19 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
     if gradient is not None:
         assign_gradient_dtype(parameter, gradient.dtype)
         parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def gradients_set_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Run the block without gradients, and put them back: what a backward leaves in the block goes to new ones."""
+    held = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in held:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:

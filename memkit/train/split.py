@@ -384,7 +384,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
     return with_children(tree, [map_leaves(fn, child, is_leaf) for child in children])  # type: ignore[no-any-return]
 
 
-def values_taken_for_rows(batch: Any) -> list[Any] | None:
+def values_taken_for_rows(batch: Any) -> Sequence[Any] | None:
     """Return a list of plain values that is cut because there are as many as rows; None if there is none.
 
     Args:

@@ -24,6 +24,7 @@ from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
 from memkit._tape.plan import SavedTensorPlan
 from memkit._torch.compiler import count_graphs
+from memkit._torch.modules import all_parameters
 from memkit.train.blocks import Choice
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.checks import (
@@ -40,7 +41,7 @@ from memkit.train.drive import BatchDriver
 from memkit.train.evaluation import Evaluation, EvaluationBlock
 from memkit.train.forecast import PartPlanner
 from memkit.train.gradient_sum import GradientSum
-from memkit.train.gradients import list_parameters
+from memkit.train.gradients import gradients_set_aside, list_parameters
 from memkit.train.models import device_of, evaluating, exchanges_statistics
 from memkit.train.offload import make_offload, read_offload
 from memkit.train.owners import check_owner, list_optimizers, read_model
@@ -719,10 +720,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, then undo all side effects."""
-        rollback = Rollback(self._driver.state_watch, is_trial=True)
-        with rollback.undone(), contextlib.nullcontext() if self._offload is None else self._offload.of_any_size():
+        rollback, trained = Rollback(self._driver.state_watch, is_trial=True), list_parameters(self._optimizers)
+        # A reversible block's backward leaves gradients of its own.
+        aside = gradients_set_aside([*all_parameters(self.model), *trained])
+        of_any_size = contextlib.nullcontext() if self._offload is None else self._offload.of_any_size()
+        with rollback.undone(), aside, of_any_size:
             loss = self._evaluate(micro, loss_fn).value
-            torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
+            torch.autograd.grad(loss, trained, allow_unused=True)
 
     def _run_all(self, run: BatchRun, loss_fn: LossFn) -> None:
         self._batch_run, self._num_steps_before = run, self._sum.num_steps

@@ -278,6 +278,42 @@ def test_a_rehearsal_leaves_no_trace_in_what_the_loss_holds(how):
     assert_same(found, expected)
 
 
+class Again(torch.autograd.Function):
+    """Runs a block again in backward, as reversible networks do: its parameters get their gradients in ``.grad``."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.x, ctx.block = x.detach(), block
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block(x), gradient)
+        return x.grad, None
+
+
+def test_a_rehearsal_leaves_no_gradients_of_a_reversible_network():
+    """They are not told of as those of another backward, and are not in the step's."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 4)]).double()
+    x, got = torch.randn(8, 3, dtype=torch.float64), []
+
+    def loss_fn(model, x):
+        return Again.apply(model[0](x), model[1]).square().mean()
+
+    model[1](model[0](x)).square().mean().backward()
+    expected = [each.grad for each in model.parameters()]
+    model.zero_grad()
+    with trainer_of(
+        model, memory="20MiB", on_gradients=lambda model: got.extend(each.grad.clone() for each in model.parameters())
+    ) as trainer:
+        trainer.train_step(x, loss_fn)
+    torch.testing.assert_close(got, expected)
+
+
 def test_manager_supplies_budget_and_gets_phases():
     model = mlp()
     memory = mk.MemoryManager("cpu")
