@@ -409,10 +409,22 @@ def _in_step(group: Sequence[Note]) -> list[list[Term]]:
     for kind, number in kinds[0].items():
         if not all(each[kind] == number for each in kinds):
             continue
-        if number == 1 or not any(_may_be_of_samples(number, weight) for weight, _ in group):
+        is_of_samples = (
+            any(_may_be_of_samples(number, weight) for weight, _ in group) if number > 1 else _in_loop(kind, group)
+        )
+        if not is_of_samples:
             of_kind = [each for _, terms in group for each in terms if each.operators == kind]
             columns += [of_kind[place::number] for place in range(number)]
     return columns
+
+
+def _in_loop(kind: tuple[str, ...], group: Sequence[Note]) -> bool:
+    """Return whether a term is one of those that a loop over samples adds up: each has other additions above it."""
+    alike = _without_additions(kind)
+    if len(alike) == len(kind):  # most losses
+        return False
+    numbers = [each[alike] for each in _divided_terms(group)]
+    return all(numbers) and _are_of_samples(numbers, group)
 
 
 def _lacks_terms(group: Sequence[Note]) -> bool:
@@ -424,15 +436,33 @@ def _lacks_terms(group: Sequence[Note]) -> bool:
     found = [list(map(_OPERATORS, terms)) for _, terms in group]
     if found.count(found[0]) == len(found):  # nearly always
         return False
-    kinds = [Counter(each.operators for each in terms if each.factors) for _, terms in group]
+    kinds = _divided_terms(group)
     if not all(kinds) or any(isinstance(weight, Tensor) or weight <= 1 for weight, _ in group):
         return False
     for kind in set().union(*kinds):
         numbers = [each[kind] for each in kinds]
-        is_of_samples = all(number % weight == 0 for number, (weight, _) in zip(numbers, group, strict=True))
-        if len(set(numbers)) > 1 and not is_of_samples:
+        if len(set(numbers)) > 1 and not _are_of_samples(numbers, group):
             return True
     return False
+
+
+def _divided_terms(group: Sequence[Note]) -> list[Counter[tuple[str, ...]]]:
+    """Count the terms of each kind that are divided by something, in each micro-batch."""
+    return [Counter(_without_additions(each.operators) for each in terms if each.factors) for _, terms in group]
+
+
+def _without_additions(operators: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the kind of a term, whatever place it has in a sum that Python adds up one by one."""
+    return tuple(each for each in operators if not each.startswith("AddBackward"))
+
+
+def _are_of_samples(numbers: Sequence[int], group: Sequence[Note]) -> bool:
+    """Return whether each micro-batch has one or several terms of a kind for each of its items."""
+    weights = [weight for weight, _ in group]
+    return all(
+        not isinstance(weight, Tensor) and weight > 1 and number % weight == 0
+        for number, weight in zip(numbers, weights, strict=True)
+    )
 
 
 def _may_be_of_samples(num_terms: int, weight: Factor) -> bool:

@@ -321,3 +321,49 @@ def test_a_mean_that_some_micro_batches_lack_is_told_of(counts, warns):
             parts = layer(torch.randn(4, 4)).chunk(2)[:number]
             accumulator.backward(sum(each.square().mean() for each in parts), count=count)
             accumulator.step()
+
+
+def summed_in_a_loop(model, samples):
+    return sum(model(each).square().sum() for each in samples) / len(samples)
+
+
+def means_in_a_loop(model, samples):
+    total = sum(model(each).square().mean() for each in samples) / len(samples)
+    return total + 0.1 * model.weight.square().mean()
+
+
+def two_means_in_a_loop(model, samples):
+    total = 0.0
+    for each in samples:
+        total = total + F.mse_loss(model(each), each) + 0.5 * model(each).abs().mean()
+    return total / len(samples)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (4, 4), (3, 3)])
+@pytest.mark.parametrize("loss_fn", [summed_in_a_loop, means_in_a_loop, two_means_in_a_loop])
+def test_a_loop_over_samples_of_different_sizes_is_a_mean_over_them(loss_fn, sizes):
+    """Python's sum has each sample's loss at a place of its own, in which no two micro-batches need agree."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3, dtype=torch.float64)
+    samples = [torch.randn(number, 3, dtype=torch.float64) for number in (2, 7, 4, 1, 6, 3, 5, 8)[: sum(sizes)]]
+    loss_fn(model, samples).backward()
+    expected, model.weight.grad = model.weight.grad, None
+    model.zero_grad()
+    optimizer, got = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: got.append(model.weight.grad.clone()))
+    accumulator = GradientAccumulator(optimizer, accumulation_steps=2)
+    for part in (samples[: sizes[0]], samples[sizes[0] :]):
+        accumulator.backward(loss_fn(model, part), count=len(part))
+        accumulator.step()
+    torch.testing.assert_close(got, [expected])
+
+
+def test_three_means_that_are_no_loop_are_compared():
+    """The control: means over selected rows, fewer than samples."""
+    layer = nn.Linear(4, 4)
+    accumulator = GradientAccumulator(torch.optim.SGD(layer.parameters(), lr=0.1), accumulation_steps=2)
+    with told("means over different numbers of items", warns=True):
+        for numbers in ((1, 2, 3), (3, 1, 4)):
+            y = layer(torch.randn(4, 4))
+            accumulator.backward(sum(y[:number].square().mean() for number in numbers), count=4)
+            accumulator.step()
