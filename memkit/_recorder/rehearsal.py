@@ -87,6 +87,7 @@ _UNSET: Any = object()  # the value of a variable that has none
 _GLOBAL_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]})
 _CONTAINERS = (list, dict, set, collections.deque)
 _NUMBERS = (bytearray, array.array)
+_BUILTIN_METHODS = (types.BuiltinMethodType, types.MethodWrapperType)
 # Of the standard library, with what is the user's.
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, UserState, *_WEAK)
@@ -730,7 +731,7 @@ class Attributes:
 
     def _note(self, value: Any) -> Sequence[object]:
         """Save the state of one object; return the objects that it holds."""
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, *_BUILTIN_METHODS)):
             return self._note_function(value)
         if isinstance(value, type):
             self._variables += _assigned_in(value)
@@ -777,8 +778,9 @@ class Attributes:
     def _note_optimizer(self, value: Any, apart: Container[int]) -> Sequence[object]:
         """Save an optimizer's attributes; of one that the training itself steps, those alone that hooks may write."""
         is_optimizer = isinstance(value, torch.optim.Optimizer)
+        groups = getattr(value, "param_groups", ())  # a wrapper around an optimizer may have none
         is_whole = self._of_training["with_optimizers"] and not (
-            is_optimizer and all(id(each) in apart for group in value.param_groups for each in group["params"])
+            is_optimizer and all(id(each) in apart for group in groups for each in group["params"])
         )
         if not (is_whole or is_optimizer):
             return ()
@@ -786,6 +788,11 @@ class Attributes:
             self._of_hooks.add(id(value))
         own = self._attributes_of(value)
         self._owners += [(value, own)] if own else []
+        if is_whole and is_optimizer and self._is_for_rerun:
+            # What a schedule writes is told of. Tensors are watched where the loss itself holds them: here they would
+            # be all parameters and their states.
+            self._containers += [(group, group.copy()) for group in groups]
+            own = own_attributes(own)
         return list(own.values())
 
     def _note_container(self, value: Any) -> Sequence[object]:
@@ -1220,7 +1227,9 @@ def _may_hold_state(value: object) -> bool:
         return True
     if isinstance(value, type):
         return _is_users(value)
-    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)):
+    if isinstance(value, _BUILTIN_METHODS):  # log = history.append
+        return isinstance(value.__self__, (*_CONTAINERS, *_NUMBERS))
+    if isinstance(value, (types.ModuleType, torch.optim.Optimizer)):
         return False
     is_own = isinstance(value, _WRAPPERS) or _is_users(kind)
     return (is_own and has_attributes(value)) or isinstance(value, random_state.GENERATORS)
@@ -1235,6 +1244,8 @@ def _held_by_function(fn: Any) -> Iterator[object]:
         yield from (fn.func, *fn.args, *fn.keywords.values())
     elif isinstance(fn, types.MethodType):
         yield from (fn.__self__, fn.__func__)
+    elif isinstance(fn, _BUILTIN_METHODS):
+        yield fn.__self__
     else:
         yield from (fn.__defaults__ or (), fn.__kwdefaults__ or {})
         for cell in getattr(fn, "__closure__", None) or ():

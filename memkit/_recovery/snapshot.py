@@ -86,9 +86,9 @@ class StateWatch:
         # A rollback looks after the model's own parameters, also where the loss function reaches them in its closure.
         mine = set(map(id, all_parameters(self.module)))
         apart = mine if is_trial or self.changes_attributes else set()
-        how: dict[str, Any] = {"apart": apart, "gradients_but_of": mine}
+        how: dict[str, Any] = {"apart": apart, "gradients_but_of": mine, "with_optimizers": True}
         if is_trial:
-            return Attributes([self.loss_fn], content="saved", trained=(), with_optimizers=True, **how)
+            return Attributes([self.loss_fn], content="saved", trained=(), **how)
         # A compiler's state in the model's own modules is not the user's.
         own = tuple({type(each) for each in self.module.modules()}) if self._is_compiled else ()
         return Attributes([self.loss_fn], content="versions", is_for_rerun=True, except_for=own, **how)

@@ -3,6 +3,7 @@
 import array
 import collections
 import copy
+import functools
 import itertools
 import random
 import types
@@ -87,8 +88,30 @@ class Losses:
 
         return loss_fn
 
+    def of_bound_method(self):
+        log = [].append
 
-PLACES = ("of_global", "of_closure", "of_class", "of_function", "of_tensor", "of_array")
+        def loss_fn(model, x):
+            log(1.0)
+            return len(log.__self__) * model(x).square().mean()
+
+        return loss_fn
+
+    def of_partial(self):
+        count = functools.partial({}.__setitem__, "count")
+
+        def loss_fn(model, x):
+            held = count.func.__self__
+            count(held.get("count", 0) + 1)
+            return held["count"] * model(x).square().mean()
+
+        return loss_fn
+
+
+PLACES = (
+    *("of_global", "of_closure", "of_class", "of_function", "of_tensor", "of_array"),
+    *("of_bound_method", "of_partial"),
+)
 
 
 def wrapper(model, optimizer, x, loss_fn, **settings):

@@ -21,7 +21,7 @@ from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit.train.checkpointing import Checkpointing
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused, assert_same
-from tests.toys import mean_square, trainer_of
+from tests.toys import mean_square, out_of_memory, trainer_of
 
 
 class Late(nn.Module):
@@ -810,6 +810,54 @@ def test_parameters_that_a_failed_attempt_has_moved_are_told_of_in_any_step(fail
     texts = [str(each.message) for each in told]
     assert sum("had moved parameters that the model's forward trains itself" in each for each in texts) == 1
     assert sum("had changed what loss_fn holds" in each for each in texts) == counts
+
+
+@pytest.mark.filterwarnings("ignore:.*out of memory with:memkit.MemkitWarning")
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_schedule_that_a_failed_attempt_has_stepped_is_told_of(fails):
+    """That of a critic or a temperature; as the way out says, it is stepped after the step."""
+
+    def train(fails, *, steps_inside=True):
+        torch.manual_seed(0)
+        model, num_calls = nn.Linear(4, 4).double(), itertools.count()
+        other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+        other.step()
+
+        def loss_fn(model, x):
+            if steps_inside:
+                schedule.step()
+            loss = model(x).square().mean() * other.param_groups[0]["lr"]
+            if next(num_calls) == fails:
+                out_of_memory()
+            return loss
+
+        with trainer_of(model) as trainer:
+            for x in torch.randn(3, 8, 4, dtype=torch.float64):
+                trainer.train_step(x, loss_fn)
+                if not steps_inside:
+                    schedule.step()
+        return list(model.parameters())
+
+    with pytest.warns(
+        mk.MemkitWarning, match=r"had changed what loss_fn holds \(ExponentialLR\._last_lr.*after the step"
+    ):
+        train(fails)
+    torch.testing.assert_close(train(fails, steps_inside=False), train(None, steps_inside=False), rtol=0, atol=1e-12)
+
+
+def test_a_loss_that_reads_a_schedule_is_found_to_change_nothing():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+    watch = StateWatch(model)
+    watch.loss_fn = lambda model, x: model(x).sum() * schedule.get_last_lr()[0] * optimizer.param_groups[0]["lr"]
+    rollback = Rollback(watch)
+    watch.loss_fn(model, torch.ones(2, 4)).backward()
+    assert not rollback.held.differ()
+    rollback.learn()
+    assert rollback.held is None
 
 
 class StatisticsOfLayers(torch.optim.SGD):
