@@ -34,7 +34,6 @@ from memkit.train.split import (
     list_tensors,
     rows_left_out,
     survey_packed,
-    values_taken_for_rows,
 )
 from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
@@ -321,13 +320,6 @@ class BatchDriver:
             doubt, is_due = doubt_of_columns(part.data, is_checked=watch.is_on or watch.is_simulated)
             if is_due and self._split_fn is None:
                 self._split_watch.say(f"{self._means.call}: {doubt}", "columns")
-        if num_parts > 1 and self._has_samples and (values := values_taken_for_rows(part.data)):
-            self._split_watch.say(
-                f"{self._means.call}: {values!r:.60} in the batch has as many values as the batch has rows, and is cut "
-                "with them. Way out: make it a tensor if it has one value for each row, or a tuple if it belongs to "
-                "all rows.",
-                "values",
-            )
         pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn, call=self._call_of_split)
         if self._split_fn is not None and num_parts > 1:
             left_out = rows_left_out(part.data, [data for data, _ in pieces])

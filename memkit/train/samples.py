@@ -46,7 +46,7 @@ def mark_samples(batch: Any) -> Any:
 
     A list or tuple inside the batch is one if there is an entry for each row, and the entries are of one kind (tensors
     of one dtype and number of dimensions, mappings that share keys, tuples of one length, or other objects), or have no
-    rows themselves; a tuple of plain values is none. A batch that is a list is one itself if the first dimensions of
+    rows themselves; a list of plain values is none. A batch that is a list is one itself if the first dimensions of
     its tensors differ (of two or three tensors, only the first ones), or if it has none; where they agree, if it has
     four entries or more and they are not integers, or if the entries are tuples. A batch that is a tuple holds columns.
 
@@ -61,7 +61,7 @@ def _mark_samples(batch: Any) -> Any:
     every: list[tuple[Any, str]] = []
     sizes: set[int] = set()
     _search(batch, every, sizes, is_whole=True)
-    found = [each for each in every if each[1] not in {"described", "values"}]
+    found = [each for each in every if each[1] != "described"]
     if not found and len(sizes) > 1:
         return _as_one_sample(batch)
     is_alone = not sizes
@@ -73,8 +73,6 @@ def _mark_samples(batch: Any) -> Any:
         lengths = set(map(len, described))
         num_rows = lengths.pop() if len(lengths) == 1 else None
     marked |= {id(node): SampleList(node) for node in described if len(node) == num_rows}
-    values = [node for node, reading in every if reading == "values"]
-    marked |= {id(node): SampleList(node, is_guess=True) for node in values if len(node) == num_rows}
     return _replace(batch, lambda node: marked.get(id(node), node)) if marked else batch
 
 
@@ -157,9 +155,8 @@ def _search(node: Any, found: list[tuple[Any, str]], sizes: set[int], *, is_whol
     if isinstance(node, PLAIN):
         return
     kind = type(node)
-    reading: str | None
-    if kind in (list, tuple) and not is_whole and (reading := _reading_without_rows(node)):
-        found.append((node, reading))
+    if kind in (list, tuple) and not is_whole and _is_described(node):
+        found.append((node, "described"))
         return
     if kind is list or (kind is tuple and not is_whole):
         reading = _reading(node, is_whole=is_whole)
@@ -170,16 +167,9 @@ def _search(node: Any, found: list[tuple[Any, str]], sizes: set[int], *, is_whol
         _search(child, found, sizes)
 
 
-def _reading_without_rows(node: Sequence[Any]) -> Literal["described", "values"] | None:
-    """Return what a list holds whose entries have no rows themselves; None if one has.
-
-    Boxes' names, 0-dim tensors or lists of tokens describe samples. Plain values in a list may as well be the size of
-    an image; in a tuple they belong to all rows.
-    """
-    if all(isinstance(each, PLAIN) for each in node):
-        is_text = all(isinstance(each, (str, bytes)) for each in node)  # cut as a column
-        return "values" if type(node) is list and not is_text else None
-    return "described" if all(map(_has_no_rows, node)) else None
+def _is_described(node: Sequence[Any]) -> bool:
+    """Return whether a list has entries without rows themselves: boxes' names, 0-dim tensors, lists of tokens."""
+    return not all(isinstance(each, PLAIN) for each in node) and all(map(_has_no_rows, node))
 
 
 def _has_no_rows(node: Any) -> bool:

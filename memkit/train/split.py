@@ -164,8 +164,8 @@ def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None, call
         The parts with their numbers of rows, in order. A single part is the batch itself.
 
     Raises:
-        InputError: A list holds as many tensors as there are rows, and these as many rows; or a mask is square, and so
-            may belong to all rows.
+        InputError: A list holds as many numbers as there are rows, so it may be one per row or a size shared by all; or
+            as many tensors, and these as many rows; or a mask is square, and so may belong to all rows.
     """
     rows = count_rows(batch) if num_rows is None else num_rows
     num_parts = max(1, min(num_parts, rows))
@@ -384,16 +384,6 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
     return with_children(tree, [map_leaves(fn, child, is_leaf) for child in children])  # type: ignore[no-any-return]
 
 
-def values_taken_for_rows(batch: Any) -> Sequence[Any] | None:
-    """Return a list of plain values that is cut because there are as many as rows; None if there is none.
-
-    Args:
-        batch: The batch, as `mark_samples` returns it.
-    """
-    guesses = (leaf.items for leaf in list_leaves(batch) if isinstance(leaf, SampleList) and leaf.is_guess)
-    return next((each for each in guesses if all(isinstance(value, PLAIN) for value in each)), None)
-
-
 def list_leaves(batch: Any) -> list[Any]:
     """List everything in the containers of a batch, as `mark_samples` returns it."""
     leaves: list[Any] = []
@@ -548,7 +538,7 @@ def _is_column(node: Any, rows: int) -> bool:
 
 
 def _refuse_ambiguous(batch: Any, num_rows: int, call: str) -> None:
-    """Refuse a list of tensors that may be samples or columns, and a mask that may belong to all rows."""
+    """Refuse a list that may hold one value per row or just happen to be as long, such as the size [224, 224, 3, 1]."""
     nodes = [batch]
     while nodes:
         node = nodes.pop()
@@ -564,8 +554,19 @@ def _refuse_ambiguous(batch: Any, num_rows: int, call: str) -> None:
                     fix="make it a list of tuples, [(each,) for each in entries], if it has one entry per row, or a "
                     "dict of its entries if these have one row for each.",
                 )
+        elif type(node) is list and len(node) == num_rows and _is_plain(node) and not _is_column(node, num_rows):
+            raise InputError(
+                call,
+                got=f"{node!r:.60}, as many values as the batch has rows",
+                expected="an unambiguous choice between one value per row and one value for all rows",
+                fix="make it a tensor if it has one value per row, or a tuple if it belongs to all rows.",
+            )
         elif not isinstance(node, PLAIN):
             nodes += children_of(node) or ()
+
+
+def _is_plain(node: Sequence[Any]) -> bool:
+    return bool(node) and all(isinstance(value, PLAIN) for value in node)
 
 
 def _refuse_mask(tensor: torch.Tensor, call: str) -> None:
