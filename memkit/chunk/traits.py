@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memkit._core.attributes import attributes_of
-from memkit._torch.modules import MACHINERY, children_of
+from memkit._torch.modules import MACHINERY, buffers_of, children_of, parameters_of
 from memkit.chunk.held import searched, variables_of
 
 _WORDS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
@@ -43,8 +44,8 @@ def traits_of(fn: object, others: Iterable[object] = (), *, with_counting: bool 
     """Return what decides how a function works, without references to its modules.
 
     These are the modules that it uses, with their children, modes, and attributes that are numbers, text, or small
-    containers of these; the same of its variables and its bound arguments. What runs for inspection were seen to change
-    is left out (see `Moving`): counters, caches.
+    containers of these, and the shapes of tensors; the same of its variables and its bound arguments. What runs for
+    inspection were seen to change is left out (see `Moving`): counters, caches.
 
     Args:
         fn: The function.
@@ -56,6 +57,9 @@ def traits_of(fn: object, others: Iterable[object] = (), *, with_counting: bool 
     for owner, values in _owners(fn):
         names, words = _plain(owner, values, left_out)
         found += (id(owner), type(owner), names, *words)
+        if isinstance(owner, nn.Module):
+            members = *parameters_of(owner).values(), *buffers_of(owner).values()
+            found += [None if each is None or is_lazy(each) else each.shape for each in members]
     return (*found, *map(plain, others))
 
 
@@ -126,6 +130,8 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
         return id(value.__code__)
     if kind is BuiltinFunctionType:
         return id(value)
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        return kind, value.shape
     if depth and isinstance(value, tuple | list | dict) and len(value) <= _MOST_ITEMS:
         items = (*value, *value.values()) if isinstance(value, dict) else value
         return (kind, *[plain(each, depth - 1) for each in items])

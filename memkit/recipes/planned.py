@@ -908,5 +908,5 @@ def _refuse(
         f"{call}(..., budget={_shown(budget)})",
         got=f"a step that needs {needs}, {cut}{treated}; its largest holders are {holders}",
         expected=f"a plan that needs at most {format_bytes(budget_bytes)}",
-        fix=" ".join([f"pass a budget of at least {nearest.required_bytes} bytes, or a smaller model.", *notes]),
+        fix=" ".join([f"pass budget='{nearest.required_bytes}B' or more, or a smaller model.", *notes]),
     )

@@ -172,6 +172,44 @@ def test_a_budget_holds_when_a_number_has_changed(make):
         assert tracker.peak_bytes - x.nbytes - y.nbytes <= 2 * 2**20
 
 
+class Matching(nn.Module):
+    """Compares rows with keys, of which there may be more later: a memory bank, a codebook that grows."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.project = place, nn.Linear(8, 16)
+        self.grow(20)
+
+    def grow(self, num_keys):
+        keys = torch.randn(num_keys, 16)
+        if self.place == "buffer":
+            self.register_buffer("keys", keys)
+        else:
+            self.keys = nn.Parameter(keys) if self.place == "parameter" else keys
+
+    def forward(self, x):
+        return (self.project(x) @ self.keys.T).softmax(1).square().sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("place", ["parameter", "buffer", "attribute"])
+def test_a_budget_holds_when_a_tensor_has_grown(place):
+    net, x = Matching(place), torch.randn(5000, 8)
+    processor = mk.ChunkedProcessor(net, memory_budget="1MiB")
+    for num_keys in (20, 1000):
+        net.grow(num_keys)
+        with torch.no_grad(), mk.Tracker(device="cpu") as tracker:
+            y = processor(x)
+        assert tracker.peak_bytes - x.nbytes - y.nbytes - net.keys.nbytes <= 2**20
+
+
+def test_rows_are_checked_again_when_a_norm_has_lost_its_statistics():
+    net, x = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).eval(), torch.randn(300, 5)
+    processor = mk.ChunkedProcessor(net, chunk_size=64)
+    processor(x)
+    net[1].running_mean = net[1].running_var = None
+    assert_refused(lambda: processor(x), mk.errors.InputError, MIXES)
+
+
 def test_a_budget_holds_after_a_number_had_many_values():
     field, x = Field(), torch.randn(2000, 8)
     processor = mk.ChunkedProcessor(field, memory_budget="1MiB")
