@@ -121,10 +121,10 @@ def test_a_module_that_is_not_there_says_so(capfd):
     assert "No module named 'json.none'" in unfolded(out)
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("forked")
 def test_what_compiled_code_takes_is_not_known(capfd):
     """A dry run runs it as written: the figures are there, but it does not say that the script fits."""
-    code, out, _ = dryrun(capfd, "train.py", "--gpu", "RTX 4090", "--steps", "2", "--json", "--", "--compile")
+    code, out, _ = dryrun(capfd, "compiles.py", "--gpu", "RTX 4090", "--steps", "2", "--json")
     report = json.loads(out)
     assert (code, report["verdict"], report["fits"], report["is_compiled"]) == (3, "not known", None, True)
     assert any("calls torch.compile, and ran as written" in doubt for doubt in report["estimate"]["doubts"])

@@ -28,7 +28,7 @@ RELATIVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", one_in(3, PLANTED, slow=RELATIVES))
+@pytest.mark.parametrize("name", one_in(4, PLANTED, slow=RELATIVES))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_planted_leak_is_the_only_one_named(name, tmp_path):
     planted = PLANTED[name]
@@ -42,7 +42,7 @@ def test_planted_leak_is_the_only_one_named(name, tmp_path):
     assert expected in reports[:4], "named at the fourth check at the latest"
 
 
-@pytest.mark.parametrize("name", one_in(3, CLEAN, slow=RELATIVES))
+@pytest.mark.parametrize("name", one_in(5, CLEAN, slow=RELATIVES))
 def test_clean_script_raises_no_alarm(name, tmp_path):
     found, _ = run_script(CLEAN[name], tmp_path)
     assert len(found) >= 3

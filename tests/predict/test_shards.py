@@ -75,7 +75,7 @@ def assert_replicated_equal(name, ranks):
         assert found[part] == expected[part], part
 
 
-@pytest.mark.parametrize("name", one_in(2, SHARDED))
+@pytest.mark.parametrize("name", one_in(3, SHARDED))
 def test_equals_a_real_sharded_step(name, real):
     assert_sharded_equal(name, real)
 
@@ -85,7 +85,7 @@ def test_equals_a_real_replicated_step(name, real):
     assert_replicated_equal(name, real)
 
 
-@pytest.mark.parametrize("name", one_in(2, SHARDED))
+@pytest.mark.parametrize("name", one_in(3, SHARDED))
 def test_negative_control_without_gathered_parameters(name, real):
     """Negative control: without them no case is equal."""
     recording = rank_run(name).recording

@@ -122,7 +122,7 @@ PERSISTENT = ["persistent workers", "persistent workers, own generator"]
 
 @pytest.mark.filterwarnings("ignore:.* has persistent workers")  # this data set draws no random numbers
 @pytest.mark.parametrize(
-    "kind", one_in(2, ["shuffled", "own generator", *PERSISTENT, "resumable", "workers", "distributed"])
+    "kind", one_in(3, ["shuffled", "own generator", *PERSISTENT, "resumable", "workers", "distributed"])
 )
 def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
     whole, expected = make(orders(kind), val_loader=loader_of(50), validate_every=7)

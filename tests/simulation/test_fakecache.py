@@ -61,8 +61,11 @@ def counts(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        *((name, "cpu") for name in ("resnet", "lstm", "packed_lengths")),
-        *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("encoder_bfloat16", "message_passing")),
+        *((name, "cpu") for name in ("resnet", "packed_lengths")),
+        *(
+            pytest.param(name, "cpu", marks=pytest.mark.slow)
+            for name in ("lstm", "encoder_bfloat16", "message_passing")
+        ),
         ("message_passing", "RTX 4090"),
         *(pytest.param(name, "RTX 4090", marks=pytest.mark.slow) for name in ("resnet", "encoder_bfloat16", "lstm")),
     ],

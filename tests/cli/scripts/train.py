@@ -16,7 +16,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--steps", type=int, default=1000)
 parser.add_argument("--out", default="runs/first")
-parser.add_argument("--compile", action="store_true")
 
 
 def main():
@@ -29,8 +28,6 @@ def main():
     data = TensorDataset(torch.randn(256, 64), torch.randint(10, (256,)))
     loader = DataLoader(data, batch_size=32, shuffle=True, num_workers=1, pin_memory=True)
     model = perceptron(args.width).to("cuda")
-    if args.compile:
-        model = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cuda")
     for step, (x, y) in enumerate(loader):
