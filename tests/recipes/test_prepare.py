@@ -260,7 +260,8 @@ def three_steps(plan):
     return num_ooms, torch.cuda.max_memory_reserved()
 
 
-@pytest.mark.parametrize("share", [0.8, pytest.param(0.6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.8, 0.6])
 def test_a_plan_for_a_whole_card_uses_what_the_allocator_can_free(share):
     """Its allocator would like to keep more than there is; with a limit it frees its cache, and runs all the same."""
     card = find_gpu("RTX 3090")
@@ -464,6 +465,7 @@ def test_wrong_arguments(changed, error, message):
     assert_refused(lambda: plan_training(**given), error, message)
 
 
+@pytest.mark.slow
 def test_a_card_as_a_record():
     card = replace(find_gpu("RTX 4090"), name="mine")
     plan = plan_training(make_model(), digits(), loss_fn, budget=card)
@@ -824,7 +826,7 @@ def two_optimizers(model):
     return [torch.optim.Adam(first.parameters()), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
 
 
-@pytest.mark.parametrize("measure", [False, True])
+@pytest.mark.parametrize("measure", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_optimizers_take_the_steps_of_a_loop(measure):
     images, labels = digits()
     batch = images.double(), labels

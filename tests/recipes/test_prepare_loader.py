@@ -174,7 +174,7 @@ def test_forwards_of_other_kinds_of_the_loader_are_no_news():
         loss_fn(model, loader.dataset[1])
 
 
-@pytest.mark.parametrize("is_loop", [False, True])
+@pytest.mark.parametrize("is_loop", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_warns_once_of_unrehearsed_batch(is_loop):
     """Also where it runs the operators of the others: a longer one takes more than the budget."""
     loader, model = tokens((1, 700), (1, 30)), Reader()
@@ -307,7 +307,8 @@ class OwnLoader:
         return iter(self.batches)
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((8,), marks=pytest.mark.slow), (8, 5)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(8,), (8, 5)])
 def test_kernels_are_measured_for_a_loader_too(sizes):
     """The bound for what convolutions take inside is more than the budget, and what they take is not."""
     model, batches = net(), images(*sizes)

@@ -153,7 +153,7 @@ def search(names, places, expected, **settings):
     return num_done, num_undone, wrong
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("is_kept", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("model_name", "optimizer_name"),
     [("mlp", "adamw"), pytest.param("conv", "nesterov, two groups", marks=pytest.mark.slow)],

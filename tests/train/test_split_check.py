@@ -23,7 +23,7 @@ from memkit.train.split_check import Computation, Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same, gradient_of, one_in, relative_error
+from tests.helpers import assert_same, gradient_of, one_in, one_in_product, relative_error
 from tests.search.batches import Data, cast, make_fields
 from tests.search.doing import tell
 from tests.search.losses import LOSSES
@@ -256,9 +256,8 @@ def case(name, setting="float32"):
 
 
 def in_float64_too(names):
-    in_float64 = [pytest.param(name, "float64", marks=pytest.mark.slow) for name in names if name in OWN]
-    in_float64[::3] = [each.values for each in in_float64[::3]]
-    return [(name, "float32") for name in names] + in_float64
+    """Each in float32, and those that are no losses or traits in float64; a third of all by default."""
+    return one_in_product(3, names, ["float32"]) + one_in_product(3, filter(OWN.__contains__, names), ["float64"])
 
 
 @pytest.mark.parametrize(("name", "setting"), in_float64_too(EXACT))
