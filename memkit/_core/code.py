@@ -1,4 +1,4 @@
-"""What compiled Python code looks up outside of itself."""
+"""Names that compiled Python code looks up outside of itself."""
 
 from __future__ import annotations
 

@@ -789,8 +789,8 @@ class Attributes:
         own = self._attributes_of(value)
         self._owners += [(value, own)] if own else []
         if is_whole and is_optimizer and self._is_for_rerun:
-            # What a schedule writes is told of. Tensors are watched where the loss itself holds them: here they would
-            # be all parameters and their states.
+            # A schedule writes into the groups, which is told of. Tensors are watched where the loss itself holds them:
+            # here they would be all parameters and their states.
             self._containers += [(group, group.copy()) for group in groups]
             own = own_attributes(own)
         return list(own.values())

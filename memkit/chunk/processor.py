@@ -66,7 +66,7 @@ class ChunkedProcessor:
         InputTypeError: ``memory_budget`` is not a size.
 
     Memory cost: for each call, the result, the gradients it creates, and the memory of one chunk; never more than the
-    budget beyond the result.
+    budget beyond the result, unless the work of a chunk depends on the values of its rows.
 
     Time cost: the first call of a kind runs about one and a half extra chunks, forward and backward, to measure.
 

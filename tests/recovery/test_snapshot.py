@@ -151,7 +151,24 @@ def test_buffers_of_each_dtype_are_compared_by_their_bits(dtype):
     assert not are_same(one[:, ::2], other[:, ::2])
 
 
-def test_conjugated_and_quantized_buffers_are_compared():
+def test_a_buffer_of_another_dtype_is_another_one():
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.zeros(600, 600))
+    rollback = Rollback(StateWatch(model))
+    model.table.data = model.table.data.half()
+    assert rollback.buffers.differ()
+    rollback.learn()
+    assert [each.copy is not None for each in rollback.buffers.entries.values()] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz:UserWarning")
+def test_quantized_buffers_are_compared():
+    one, other = (torch.quantize_per_tensor(torch.arange(4.0) + shift, 0.1, 0, torch.qint8) for shift in (0, 1))
+    assert are_same(one, one.clone())
+    assert not are_same(one, other)
+
+
+def test_conjugated_buffers_are_compared():
     one = torch.randn(4, 2, dtype=torch.complex64)
     assert are_same(one.conj(), one.clone().conj())
     assert are_same(one.conj().imag, one.clone().conj().imag)

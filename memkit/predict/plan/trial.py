@@ -116,7 +116,7 @@ class Trial:
 
 
 class StepBytes(NamedTuple):
-    """What the allocations of a planned step do not show.
+    """Bytes that the allocations of a planned step do not show.
 
     Attributes:
         left: Bytes that each micro-batch keeps until the end of the step.
