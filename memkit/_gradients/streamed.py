@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -290,7 +290,9 @@ def _is_cut(value: object) -> bool:
 
 def num_rows_of(rows: Sequence[Any], call: str) -> int:
     """Return the number of rows of the split tensors; refuse different numbers, and calls without such a tensor."""
-    counts = {len(each) for each in rows if _is_cut(each)}
+    cut = [each for each in rows if _is_cut(each)]
+    refuse_sparse(call, cut)
+    counts = set(map(len, cut))
     if len(counts) != 1:
         raise InputError(
             call,
@@ -299,3 +301,16 @@ def num_rows_of(rows: Sequence[Any], call: str) -> int:
             fix="bind values that belong to no row to the function itself, for example with functools.partial.",
         )
     return counts.pop()
+
+
+def refuse_sparse(call: str, rows: Iterable[Tensor]) -> None:
+    """Refuse sparse tensors as rows, of which torch cannot take a slice."""
+    sparse = next((each for each in rows if each.layout not in (torch.strided, torch.jagged)), None)
+    if sparse is not None:
+        raise InputError(
+            call,
+            got=f"rows in a sparse tensor ({sparse.layout}), of which torch takes no slices",
+            expected="strided tensors",
+            fix="pass the numbers of the rows, torch.arange(len(x)), to a function that looks them up, "
+            "lambda rows: fn(x.index_select(0, rows)) with x = x.to_sparse_coo(); or pass x.to_dense().",
+        )

@@ -57,7 +57,7 @@ from memkit._torch.modules import (
 from memkit._torch.operators import schema_of
 from memkit._torch.optimizers import own_attributes
 from memkit._torch.ranks import gathered_parameters
-from memkit._torch.tensors import bit_sums, leaf_gradient, storage_key, version_of
+from memkit._torch.tensors import bit_sums, is_view, leaf_gradient, storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
@@ -153,6 +153,7 @@ class Rehearsal:
         has_several_per_row: Whether draws were matched to rows of which a row of the batch has several: they may be in
             another order, as where a forward joins labeled rows and three times as many others.
         has_permutations: Whether a permutation was drawn.
+        has_draws_for_all: Whether fewer rows drew as many random numbers as all: they belong to no row.
         has_branches: Whether Python branched on the value of a tensor, so that other rows may take the other branch.
         counts_in_backward: Whether an embedding that is trained divides a row's gradient by its count in the batch.
     """
@@ -176,7 +177,7 @@ class Rehearsal:
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self._is_dirty, self.most_elements, self.is_backward = False, 0, False
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
-        self.has_several_per_row = self.counts_in_backward = False
+        self.has_several_per_row = self.has_draws_for_all = self.counts_in_backward = False
 
     @contextlib.contextmanager
     def run(
@@ -293,9 +294,13 @@ class Rehearsal:
     def draws_are_rows(self) -> bool:
         """Whether all random numbers of the runs were matched to rows: parts then drew those of the whole."""
         is_matched = not (self.has_unmatched_draws or self.has_several_per_row or self.has_permutations)
-        host = random_state.capture_host()
         have_drawn = any(each.have_drawn() for each in (self._attributes, *self._found))
-        return is_matched and random_state.is_same_state(self._random.host, host) and not have_drawn
+        return is_matched and not self.has_drawn_on_the_host and not have_drawn
+
+    @property
+    def has_drawn_on_the_host(self) -> bool:
+        """Whether the last run has drawn from Python's random or NumPy."""
+        return not random_state.is_same_state(self._random.host, random_state.capture_host())
 
     def changed(self) -> list[str]:
         """Return the names of module attributes that the runs since the last `undo` have changed."""
@@ -351,6 +356,8 @@ class Rehearsal:
             else:
                 self.has_unmatched_draws |= span is not None
             return out
+        if values is not None and values.shape == kept.shape and span is not None and span.number is None:
+            self.has_draws_for_all |= span.stop - span.start < span.total
         if values is not None and values.shape == kept.shape and not kept.is_kept:
             return out  # the same numbers, from the same state
         rows = None if values is None or span is None else _rows_of(kept, values.shape, span)
@@ -645,6 +652,7 @@ class Attributes:
         self._owners: list[tuple[Any, dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: list[_HeldTensor] = []
+        self._leaves: list[tuple[Tensor, bool]] = []
         self._arrays: list[_HeldArray] = []
         self._containers = list(containers)
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # of modules, beside what they were
@@ -659,13 +667,12 @@ class Attributes:
                 continue
             if _may_hold_state(value):
                 self._seen.add(id(value))
-                todo.extend(self._note(value))
-                if gradients_but_of is not None and _is_trained(value) and id(value) not in gradients_but_of:
-                    self._gradients.append((value, value.grad))
-                    todo.append(value.grad)  # something may be added to it in place
+                todo.extend((*self._note(value), *self._note_gradient(value)))
             elif isinstance(value, _OPTIMIZING):
                 self._seen.add(id(value))
                 todo.extend(self._note_optimizer(value, apart))
+            elif isinstance(value, Tensor) and value.is_leaf:  # without a storage: a stand-in
+                self._leaves.append((value, value.requires_grad))
         if gathered := gathered_parameters(owner for owner, _ in self._owners):
             self._containers = [pair for pair in self._containers if id(pair[0]) not in gathered]
             self._tensors = [held for held in self._tensors if id(held.tensor) not in gathered]
@@ -742,7 +749,9 @@ class Attributes:
             held = value.values() if isinstance(value, types.MappingProxyType) else value
             return list(held) if len(value) <= _MAX_ITEMS else ()
         if isinstance(value, Tensor):
-            self._tensors.append(_HeldTensor(value, value.detach(), _gradient_of(value), value.requires_grad))
+            self._tensors.append(
+                _HeldTensor(value, value.detach(), _gradient_of(value), value.requires_grad, value.is_leaf)
+            )
             own = dict(vars(value))  # p.num_steps, as some optimizers and averages keep it
             self._owners += [(value, own)] if own else []
             return list(own.values())
@@ -759,6 +768,13 @@ class Attributes:
             self._hooks += [(each, dict(each)) for each in registered]
             hooks = _hooks_of(value)
         return [*own.values(), *hooks, type(value)]
+
+    def _note_gradient(self, value: object) -> Sequence[object]:
+        but_of = self._of_training["gradients_but_of"]
+        if but_of is None or not _is_trained(value) or id(value) in but_of:
+            return ()
+        self._gradients.append((value, value.grad))
+        return (value.grad,)  # something may be added to it in place
 
     def _note_class(self, kind: type) -> Sequence[object]:
         """Save what a class's functions, and those that they call, assign to; return what they, and it, hold."""
@@ -833,6 +849,8 @@ class Attributes:
         self._restore_gradients()
         for generator, state in self._generators:
             random_state.set_generator_state(generator, state)
+        for leaf, is_trained in self._leaves:
+            _drop_graph(leaf, is_trained=is_trained)
         lost = [tuple(held.array.shape) for held in self._arrays if not held.restore()]
         lost += [tuple(held.tensor.shape) for held in self._tensors if not held.restore()]
         if lost:
@@ -1100,6 +1118,7 @@ class _HeldTensor(NamedTuple):
     same: Tensor
     gradient: Tensor | None
     is_trained: bool
+    is_leaf: bool
     version: int | None = None
     content: Tensor | None = None
     sums: list[int] | None = None
@@ -1127,8 +1146,8 @@ class _HeldTensor(NamedTuple):
 
     def restore(self) -> bool:
         """Restore all of it; False if its content has changed and was not saved."""
-        if self.tensor.requires_grad != self.is_trained and self.tensor.is_leaf:
-            self.tensor.requires_grad_(self.is_trained)
+        if self.is_leaf:
+            _drop_graph(self.tensor, is_trained=self.is_trained)
         if self._gradient_now is not self.gradient:
             self.tensor.grad = self.gradient
         if not self.has_changed():
@@ -1140,6 +1159,14 @@ class _HeldTensor(NamedTuple):
         if self.content is not None:
             self.same.data.copy_(self.content)
         return self.content is not None
+
+
+def _drop_graph(leaf: Tensor, *, is_trained: bool) -> None:
+    """Make a tensor the leaf again that it was, without the graph of what a run has written to it."""
+    if not leaf.is_leaf and not is_view(leaf):
+        leaf.detach_()
+    if leaf.requires_grad != is_trained and leaf.is_leaf:
+        leaf.requires_grad_(is_trained)
 
 
 def _gradient_of(tensor: Tensor) -> Tensor | None:

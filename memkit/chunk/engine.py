@@ -26,6 +26,7 @@ from memkit._gradients.streamed import (
     accumulator_dtype,
     refuse_reentrant,
     refuse_second_derivative,
+    refuse_sparse,
     refuse_transforms,
     spans,
     without_hooks,
@@ -40,7 +41,7 @@ from memkit._torch.tensors import versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.gather import Gathered
-from memkit.chunk.independence import NUM_PROBED, check_independence
+from memkit.chunk.independence import NUM_PROBED, check_independence, warn_of_draws
 from memkit.chunk.params import used_parameters
 from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
@@ -89,6 +90,7 @@ class ChunkedCall:
     # Set by `run`. No tensor that needs a gradient may be stored here: autograd must be able to free those.
     _num_rows: int = field(init=False)
     _head: int = field(init=False, default=0)  # rows of a first short chunk
+    _draws_for_all: bool = field(init=False, default=False)  # random numbers that belong to no row
     _differentiates: bool = field(init=False, default=False)  # the function takes gradients itself, which need graphs
     _arguments: list[Any] = field(init=False)  # leaves of (args, kwargs), None in place of chunk rows
     _tree: pytree.TreeSpec = field(init=False)
@@ -146,6 +148,8 @@ class ChunkedCall:
             self.size, self.num_kept = self.plan.chunk_size, self.plan.num_kept
             self.num_partly_kept = self.plan.num_partly_kept
             self._warn_of_one_row(inputs)
+        if self._draws_for_all and self._num_rows > self.chunk_size:
+            warn_of_draws(self.name)
         return tensors
 
     def _warn_of_one_row(self, inputs: Sequence[Tensor]) -> None:
@@ -197,6 +201,7 @@ class ChunkedCall:
                 expected="tensors, which are cut into rows",
                 fix="pass torch.from_numpy(x).",
             )
+        refuse_sparse(self.name, tensors)
         if num_rows is None:
             num_rows = shapes[0][0] if shapes and shapes[0] else -1
         if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
@@ -223,12 +228,8 @@ class ChunkedCall:
     def collect(self, tensors: CallTensors, replay: Circumstances) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward of a call, after which a backward may follow: see `Assembly.collect`."""
         collected = self._collect(tensors, replay)
-        if self._num_rows > self.chunk_size and replay.drew_on_the_host:
-            warn_user(
-                f"{self.name}: the function drew random numbers from Python's random or NumPy, anew for each chunk, "
-                "where one call with all rows draws once. Way out: draw before the call what belongs to all rows, such "
-                "as whether a layer is skipped; draw what belongs to each row with torch."
-            )
+        if self._num_rows > self.chunk_size and replay.drew_on_the_host and not self._draws_for_all:
+            warn_of_draws(self.name)
         return collected
 
     def _collect(self, tensors: CallTensors, replay: Circumstances) -> tuple[list[Tensor], list[Tensor]]:
@@ -344,7 +345,7 @@ class ChunkedCall:
             rows.requires_grad_(tensor.requires_grad)
             for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
-        check_independence(
+        self._draws_for_all = check_independence(
             lambda *rows: (self._call(rows, len(rows[0])), self._result),
             first,
             call=self.name,

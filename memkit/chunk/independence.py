@@ -34,9 +34,9 @@ _OF_SUMS, _TIMES_EPS = torch.finfo(torch.float32).eps ** 0.5, 8  # of few rows: 
 _TIMES_ROUNDING = 100  # a difference beyond this many times that of rounding is real
 _MOST_WAYS = 64  # that are remembered of a module: a function may hold a number that is another in each step
 _NUMBERS = (bool, int, float, str, type(None))
-# Cache of what passed, by how it was called and the traits of that time: by the module, or by the code of a function of
-# several or none.
-_PASSED: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
+# Cache of what passed, by how it was called and the traits of that time, and whether it draws for all rows at once: by
+# the module, or by the code of a function of several or none.
+_PASSED: weakref.WeakKeyDictionary[Any, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
 
 
 def check_independence(
@@ -47,7 +47,7 @@ def check_independence(
     behind: Callable[..., Any] | None = None,
     unbatched: str | None = None,
     others: Sequence[object] = (),
-) -> None:
+) -> bool:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
     A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this
@@ -69,6 +69,9 @@ def check_independence(
         unbatched: The way out where rows are mixed because they are the channels of one volume; None otherwise.
         others: What ``fn`` passes to the user's function besides rows.
 
+    Returns:
+        Whether it draws random numbers that belong to no row, as for a layer that is skipped: see `warn_of_draws`.
+
     Raises:
         InputError: A row's result depends on another row (the first module in which this happens is named), on the
             number of rows or on earlier calls; or a call changes a buffer; or gradients depend on other rows.
@@ -81,7 +84,7 @@ def check_independence(
     behind = fn if behind is None else behind  # not `or`: an empty module is false, a compiled one has no truth value
     modules, way, code = modules_of(behind), _way(behind), _code_of(behind)
     home = modules[0] if len(modules) == 1 else code
-    passed = _PASSED.setdefault(home, set()) if home is not None else set()
+    passed = _PASSED.setdefault(home, {}) if home is not None else {}
     leaves = pytree.tree_leaves(tuple(rows))
     others = [*others, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))]
 
@@ -91,22 +94,35 @@ def check_independence(
     def key() -> Hashable:
         return way if is_known else code, torch.is_grad_enabled(), traits_of(behind, others)
 
-    if is_known and key() in passed:
-        return
+    known = key()
+    if is_known and known in passed:
+        return passed[known]
     count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
     if count < 2 or any(isinstance(leaf, FakeTensor) for leaf in leaves):
-        return  # an estimate has no values to compare: the first real call is checked
+        return False  # an estimate has no values to compare: the first real call is checked
     probes = Probes(behind, others)
     with contextlib.closing(probes.runs):
         check = _Check(fn, tuple(rows), call, count, probes)
         arguments, result = check.refuse_mixed(unbatched)
-        if is_known or key() not in passed:
+        draws_for_all = passed.get(known)
+        if is_known or draws_for_all is None:
             check.refuse_other_results(arguments, result)
             if isinstance(result, Loss):
                 check.refuse_other_sums()
+            draws_for_all = probes.runs.has_draws_for_all or probes.runs.has_drawn_on_the_host
     if len(passed) >= _MOST_WAYS:
         passed.clear()
-    passed.add(key())  # of now: the check has seen which traits calls change
+    passed[key()] = draws_for_all  # of now: the check has seen which traits calls change
+    return draws_for_all
+
+
+def warn_of_draws(call: str) -> None:
+    """Tell the user that each chunk draws what one call with all rows draws once."""
+    warn_user(
+        f"{call}: the function draws random numbers that belong to no row, or from Python's random or NumPy, anew for "
+        "each chunk, where one call with all rows draws once. Way out: draw before the call what belongs to all rows, "
+        "such as whether a layer is skipped; draw what belongs to each row with torch, in the shape of the rows."
+    )
 
 
 # Arguments, their result, its rows that another row has changed, and the modules in which this happens.
@@ -183,19 +199,34 @@ class _Check:
         arguments, culprits = self._with_nan(rows), list[str]()
         with _watched(self.probes.modules, self.count, self._poisoned, culprits):
             result = self._run(arguments)
-        bad = set().union(*(_bad_rows(leaf, self.count) for leaf in pytree.tree_leaves(result)))
-        return arguments, result, bad, culprits
+        bad = [_bad_rows(leaf, self.count) for leaf in pytree.tree_leaves(result)]
+        if not set().union(*bad) <= {self._poisoned}:
+            bad = self._without_own(bad, rows)
+        return arguments, result, set().union(*bad), culprits
 
-    def _with_nan(self, rows: tuple[Any, ...]) -> tuple[Any, ...]:
-        def poison(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                return value
-            part = value.detach()[: self.count]
+    def _without_own(self, bad: Sequence[set[int]], rows: tuple[Any, ...]) -> list[set[int]]:
+        """Leave out the rows of each leaf that are NaN without one in the arguments: an empty ray divides 0 by 0."""
+        result = self._run(self._with_nan(rows, value=None))
+        own = [_bad_rows(leaf, self.count) for leaf in pytree.tree_leaves(result)]
+        others = set(range(self.count)) - {self._poisoned}
+        if any(others <= each for each in own):
+            warn_user(
+                f"{self.call}: could not check that each row is computed from that row alone: the first {self.count} "
+                "rows give NaN by themselves. Way out: call it first with rows that give numbers, or pass check=False."
+            )
+        return [found - mine for found, mine in zip(bad, own, strict=True)] if len(own) == len(bad) else list(bad)
+
+    def _with_nan(self, rows: tuple[Any, ...], value: float | None = math.nan) -> tuple[Any, ...]:
+        def poison(given: Any) -> Any:
+            if not isinstance(given, Tensor) or given.dim() == 0:
+                return given
+            part = given.detach()[: self.count]
             if not may_be_nan(part):
                 return part
             part = torch.nan_to_num(part)  # NaN in the user's data is not a sign of mixing
-            part[self._poisoned] = math.nan
-            return part.requires_grad_(value.requires_grad)  # the function may take a row's own gradient
+            if value is not None:
+                part[self._poisoned] = value
+            return part.requires_grad_(given.requires_grad)  # the function may take a row's own gradient
 
         return tuple(pytree.tree_map(poison, rows))
 

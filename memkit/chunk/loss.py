@@ -15,7 +15,7 @@ from memkit._gradients.loss import Loss
 from memkit._gradients.streamed import accumulator_dtype, num_rows_of, refuse_transforms, sum_of_chunks
 from memkit._torch import pytree
 from memkit._torch.compiler import runs_eagerly
-from memkit.chunk.independence import check_independence
+from memkit.chunk.independence import check_independence, warn_of_draws
 from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.params import check_function, function_name, used_parameters
@@ -116,9 +116,10 @@ def loss_call(
     tensors = [each for each in pytree.tree_leaves(rows) if isinstance(each, Tensor)]
     refuse_transforms(call, tensors, "inside the transform, call the function itself: fn(*rows).mean().")
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
-    if check:
-        check_independence(fn, rows, call=call)
+    draws_for_all = check and check_independence(fn, rows, call=call)
     chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
+    if draws_for_all and problem.num_rows > chunk_size:
+        warn_of_draws(call)
     total, count, dtype = problem.run(problem.rows, chunk_size)
     if reduction == "mean":
         total = _mean(total, count)

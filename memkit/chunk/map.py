@@ -49,7 +49,7 @@ def chunked_map(
         fn: A module or function that treats each row independently. It is run again in the backward pass, with the same
             random numbers: torch's (CPU and the current accelerator), NumPy's and Python's.
         *rows: Its arguments, or containers of them. Tensors have shape (n, ...), all with the same n, any dtype and
-            layout; everything else is passed to each call unchanged.
+            strides; everything else is passed to each call unchanged.
         chunk_size: Rows per call. ``"auto"`` tries some sizes on the first rows, forward and backward, in every call; a
             `ChunkedProcessor` remembers the result.
         memory_budget: With ``"auto"``, the peak memory of the call beyond its arguments and its result, in bytes or as

@@ -477,7 +477,12 @@ def _collect(batch: Any, leaves: list[Any]) -> None:
 def _slice(node: Any, rows: slice, num_rows: int) -> Any:
     """Take rows of a batch that `mark_samples` has returned."""
     if isinstance(node, ARRAYS):
-        return node[rows] if node.ndim > 0 else node
+        if node.ndim == 0:
+            return node
+        if isinstance(node, torch.Tensor) and not node.requires_grad:
+            # Else what a part's forward writes into it (coordinates += update) would join the graphs of all parts.
+            return node[rows].detach()
+        return node[rows]
     if isinstance(node, SampleList):
         return node.with_items(node.items[rows])
     if type(node) in (tuple, list) and _is_column(node, num_rows):

@@ -73,6 +73,27 @@ def test_ignores_existing_nan():
     assert_refused(lambda: check(lambda x: x - x[1:].mean(0), rows), mk.errors.InputError, "its own code")
 
 
+def test_rows_that_give_nan_by_themselves_do_not_mix():
+    """A renderer's disparity divides 0 by 0 where no sample is hit; other results of that row are compared."""
+
+    def rendered(x):
+        hits = (x - x.mean(1, keepdim=True)).relu().sum(1)
+        return {"disparity": hits * 0 / hits, "color": x.sum(1)}
+
+    rows = torch.randn(8, 3)
+    rows[2] = 1.0
+    assert rendered(rows)["disparity"].isnan().tolist() == [row == 2 for row in range(8)]
+    check(rendered, rows)
+    mixed = lambda x: {**rendered(x), "color": x.sum(1) + x.mean()}  # noqa: E731
+    assert_refused(lambda: check(mixed, rows), mk.errors.InputError, "its own code")
+    assert_refused(lambda: check(lambda x: rendered(x - x[3:].mean(0)), rows), mk.errors.InputError, "its own code")
+
+
+def test_rows_that_all_give_nan_prove_nothing_and_it_is_said():
+    with pytest.warns(mk.errors.MemkitWarning, match="rows give NaN by themselves. Way out: call it first with rows"):
+        check(lambda x: x.mean(0) * x * 0 / 0, torch.randn(16, 4))
+
+
 def test_leaves_no_trace():
     model = mlp(nn.BatchNorm1d(8), nn.Dropout())
     before, x = copy.deepcopy(model.state_dict()), torch.randn(20, 4, requires_grad=True)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from memkit._core.errors import InputError, MemkitWarning
 from memkit._recovery.snapshot import RandomNumbers
+from memkit.chunk.loss import chunked_loss
 from memkit.chunk.map import chunked_map
 from memkit.chunk.tiled import tiled_apply
 from tests.helpers import assert_refused
@@ -210,7 +211,9 @@ def test_tiles_draw_the_same_again():
     torch.testing.assert_close(gradient(tiled), gradient(rows))
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["python", "numpy"])
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.random, lambda: torch.rand([]).item()], ids=["python", "numpy", "torch"]
+)
 def test_warns_of_random_numbers_that_belong_to_all_rows(draw):
     """A layer that is skipped by chance would be skipped in some chunks only."""
     x = torch.randn(8, 4, requires_grad=True)
@@ -218,12 +221,36 @@ def test_warns_of_random_numbers_that_belong_to_all_rows(draw):
     def sometimes(x):
         return x * 2 if draw() < 0.5 else x
 
-    with pytest.warns(MemkitWarning, match="anew for each chunk.*Way out"):
-        chunked_map(sometimes, x, chunk_size=2)
+    for call in (
+        lambda: chunked_map(sometimes, x, chunk_size=2),
+        lambda: chunked_map(sometimes, x, chunk_size=2),  # another time, where the check is known to pass
+        lambda: chunked_loss(sometimes, x, chunk_size=2),
+    ):
+        with pytest.warns(MemkitWarning, match="anew for each chunk.*Way out") as told:
+            call()
+        assert len(told) == 1
     with warnings.catch_warnings(record=True) as seen:
         chunked_map(sometimes, x, chunk_size=8)  # one chunk draws once, as the plain call does
+        chunked_loss(sometimes, x, chunk_size=8)
         chunked_map(lambda x: torch.dropout(x, 0.5, train=True), x, chunk_size=2)
     assert not seen
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")  # torch's own
+def test_sparse_rows_are_refused_and_the_way_out_works(layout):
+    weight, dense = torch.randn(5, 4, dtype=torch.float64, requires_grad=True), torch.randn(30, 5, dtype=torch.float64)
+    x = (dense * (dense > 0.5)).to_sparse(layout=layout)
+    fn = lambda rows: rows @ weight  # noqa: E731
+    for call in (chunked_map, chunked_loss):
+        message = rf"sparse tensor \({layout}\).*torch.arange\(len\(x\)\)"
+        assert_refused(lambda: call(fn, x, chunk_size=8, params=[weight]), InputError, message)  # noqa: B023
+    fn(x.to_dense()).square().sum().backward()
+    expected, weight.grad = weight.grad, None
+    x = x.to_sparse_coo()
+    rows = torch.arange(len(x))
+    chunked_map(lambda rows: fn(x.index_select(0, rows)), rows, chunk_size=8, params=[weight]).square().sum().backward()
+    torch.testing.assert_close(weight.grad, expected)
 
 
 def test_another_number_of_tensors_for_some_chunks_is_refused():

@@ -229,6 +229,75 @@ def writing_loss(model, batch):
     return (model(batch) - y).square().mean()
 
 
+class Moving(nn.Module):
+    """Moves the points that it is given, with a graph, as E(n)-equivariant networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+
+    def forward(self, hidden, points):
+        points += self.first(hidden).tanh()
+        points[:, 1:] += self.second(hidden).tanh()[:, 1:]
+        return points
+
+
+def moved(model, batch):
+    return model(*batch).square().mean()
+
+
+def points(num_rows=32):
+    return tuple(torch.randn(num_rows, 8, dtype=torch.float64) for _ in range(2))
+
+
+@pytest.mark.parametrize("settings", [{}, {"probe": False}, {"memory": "100MiB"}, {"offload": {"activations"}}])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_model_that_moves_its_batch_trains_as_in_a_plain_loop(settings, num_parts):
+    def train(make_step):
+        torch.manual_seed(0)
+        model = Moving()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        step = make_step(model, optimizer)
+        for _ in range(3):
+            step(points())
+        return list(model.parameters())
+
+    def plain(model, optimizer):
+        def step(batch):
+            moved(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def wrapped(model, optimizer):
+        if "memory" not in settings:
+            settings["accumulation_steps"] = num_parts
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings)
+        return lambda batch: trainer.train_step(batch, moved)
+
+    torch.testing.assert_close(train(wrapped), train(plain))
+
+
+def test_estimates_of_a_model_that_moves_its_batch_are_exact():
+    model = Moving()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        moved(model, points(512)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with mk.Tracker(device="cpu", workspace=True) as tracker:
+        step()
+    estimate = mk.estimate_memory_usage(model, batch := points(512), loss_fn=moved, optimizer=optimizer)
+    assert estimate.peak_bytes == tracker.peak_bytes
+    plan = mk.plan_training(model, batch, moved, optimizer, budget="64MiB")
+    assert plan.predicted_peak_bytes == tracker.peak_bytes
+    assert not batch[1].requires_grad
+
+
 @pytest.mark.parametrize("kind", [dict, collections.UserDict])
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}, {"memory": "100MiB"}])
 def test_a_retry_gets_the_batch_as_it_was(kind, settings):
