@@ -67,4 +67,4 @@ LINEAR_ALGEBRA = overloads(
 
 MATRIX_EXPONENTIAL = overloads("linalg_matrix_exp")
 FOURIER = overloads("_fft_c2c", "_fft_c2r", "_fft_r2c")
-SORTING = overloads("sort", "_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive")
+UNIQUE = overloads("_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive")

@@ -159,7 +159,11 @@ IN_LIBRARIES = {
     "eigenvalues": lambda x: torch.linalg.eigvalsh(x),
     "inverse": lambda x: torch.linalg.inv(x),
     "spectrum": lambda x: torch.fft.rfft2(x).abs(),
-    "order": lambda x: x.sort()[0],
+    "order of long rows": lambda x: x.repeat(1, 200).sort(1)[0],
+    "stable order": lambda x: x.repeat(200, 1).sort(stable=True, dim=0)[0],
+    "largest of a long row": lambda x: x.repeat(1, 200).topk(5000)[0],
+    "median": lambda x: x.repeat(1, 200).median(),
+    "most frequent": lambda x: x.mode()[0],
 }
 
 

@@ -576,3 +576,54 @@ def test_gradients_of_bags_are_counted(mode):
         before = gpu.allocated_bytes
         bag(torch.zeros(16, 8, dtype=torch.int64, device="cuda")).sum().backward()
         assert gpu.allocated_bytes - before >= 10_000 * 64 * 4
+
+
+# ------------------------------------------------------------------------------------------------------- selection
+
+FLOAT, PLACE = 4, 8
+
+
+def blocks(*sizes):
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+# Of a tensor: the call, the bytes of its results, and what it takes beside them by the code of its kernels.
+SELECTIONS = {
+    "a few of short rows": ((5000, 64), lambda x: x.topk(2), (10_000 * FLOAT, 10_000 * PLACE), ()),
+    "a few of columns": ((64, 5000), lambda x: x.t().topk(2), (10_000 * FLOAT, 10_000 * PLACE), (320_000 * FLOAT,)),
+    "a few of a long row": (  # 652 blocks of 256 threads with 6 numbers each, on 128 multiprocessors
+        (1_000_000,),
+        lambda x: x.topk(100),
+        (100 * FLOAT, 100 * PLACE),
+        (FLOAT, 2 * 4, 2 * 4, 652 * 512, 256 * 4, 652 * 4, 652 * 4, (32 + 1) * 16),
+    ),
+    "rows": ((100, 1000), lambda x: x.sort(1), (100_000 * FLOAT, 100_000 * PLACE), (1000 * PLACE,)),
+    "columns": ((100, 1000), lambda x: x.sort(0), (100_000 * FLOAT, 100_000 * PLACE), (100 * PLACE,)),
+    "median": ((1000,), lambda x: x.median(), (FLOAT,), (1000 * FLOAT, 1000 * PLACE, 1000 * PLACE)),
+    "sums of rows": ((100, 1000), lambda x: x.cumsum(1), (100_000 * FLOAT,), ()),
+    "sums of a line": ((100_000,), lambda x: x.cumsum(0), (100_000 * FLOAT,), ((32 + 98) * 16,)),
+    "a draw by weights": ((100, 1000), lambda x: x.multinomial(1), (100 * PLACE,), (100_000 * FLOAT,)),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_selections_take_what_their_kernels_allocate(name):
+    shape, call, results, inside = SELECTIONS[name]
+
+    def prepared():
+        x = torch.ones(shape, device="cuda")
+        return lambda: call(x)
+
+    peak, left, _ = taken(prepared)
+    assert (peak, left) == (blocks(*results, *inside), blocks(*results))
+
+
+def test_a_router_of_experts_is_known_to_the_byte():
+    router, tokens = nn.Linear(64, 8), torch.rand(4096, 64)
+
+    def loss_fn(model, tokens):
+        weights, experts = model(tokens).softmax(1).topk(2)
+        return (weights * experts).square().mean()
+
+    estimate = mk.estimate_memory_usage(router, tokens, loss_fn, target="RTX 4090", optimizer="sgd")
+    assert estimate.confidence == "exact"

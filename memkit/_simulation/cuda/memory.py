@@ -35,6 +35,7 @@ from memkit._simulation.cuda.recurrent import (
     recurrent_bound,
     recurrent_order,
 )
+from memkit._simulation.cuda.selection import SELECTING
 from memkit._simulation.cuda.tensors import CARD, convolution_format, is_undivided, run_divided
 from memkit._simulation.tensors import is_mask, is_matrix, masks_bytes, num_selected, selected_shape
 from memkit._torch import aten
@@ -1114,6 +1115,7 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     **dict.fromkeys(_LOSSES, _loss),
     _aten.logsumexp.default: _log_of_sum,
     _aten.roll.default: _roll,
+    **SELECTING,
     **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
     **dict.fromkeys(overloads("masked_scatter.default", "masked_scatter_"), _masked_scatter),
 }

@@ -29,6 +29,7 @@ from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.cuda.ctc import CTC
 from memkit._simulation.cuda.recurrent import LAYERS, RECURRENT
+from memkit._simulation.cuda.selection import MAY_ASK, asks_library
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.tensors import COMPRESSED, Tensors, has_values
 from memkit._torch import aten
@@ -81,8 +82,6 @@ _SCALING = aten.amp_foreach_non_finite_check_and_unscale_
 _RESCALING = aten.amp_update_scale_
 _UPDATING = (aten.fused_sgd_, aten.fused_adagrad_)  # in place, and without a shape function
 _NEVER_RUN = frozenset({_SCALING, _RESCALING, *_UPDATING})
-# Of libraries that ask for memory of their own: cuSOLVER, MAGMA, cuFFT and CUB.
-_IN_LIBRARIES = aten.LINEAR_ALGEBRA | aten.MATRIX_EXPONENTIAL | aten.FOURIER | aten.SORTING
 # Operators that have a kernel on CUDA, but decompose into others on other devices.
 _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default)
 _DATA_OF: Any = TensorBase.data
@@ -164,7 +163,8 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         running = self._running
         was_inside = getattr(running, "is_inside", False)
         running.is_inside = True
-        if func in _IN_LIBRARIES and any(isinstance(each, Tensor) and each.is_cuda for each in args):
+        on_card = func in MAY_ASK and any(isinstance(each, Tensor) and each.is_cuda for each in args)
+        if on_card and asks_library(func, args, kwargs):
             self.guesses.runs_whole(func)
         try:
             return super().run(func, types, args, kwargs)
