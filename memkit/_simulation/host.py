@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit._simulation.ctc import CTC
 from memkit._simulation.tensors import Kernels, is_matrix, masks_bytes, selected_shape
 from memkit._torch import aten
-from memkit._torch.aten import ctc_loss, overloads, pack_padded_sequence
+from memkit._torch.aten import ctc_loss_backward, overloads, pack_padded_sequence
 from memkit._torch.convolution import ConvBackend, select_conv_backend
-from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
 from memkit._torch.machine import onednn_version
 
 _aten = torch.ops.aten
@@ -80,6 +80,8 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:  # noqa: C
     if func is _aten.convolution_backward.default:
         grad, x, weight = args[:3]
         return _convolution(x, weight, grad, (x, weight, None, *args[4:10])) + _depthwise_sums(x, weight)
+    if func in _CTC_BACKWARD:
+        return _nbytes(args[6])  # the same sums as the forward's, from the end
     if func is pack_padded_sequence:
         return _nbytes(out[0])  # the rows of each step, before they are concatenated
     if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():  # at most what it would otherwise keep
@@ -234,19 +236,9 @@ def _grouped_product(x: Tensor, y: Tensor, offsets: Tensor | None = None, *_: An
     return x.new_empty_strided([*groups, num_rows, num_columns], strides)
 
 
-def _ctc_loss(log_probs: Tensor, _: Tensor, __: Any, target_lengths: Any, *___: Any) -> tuple[Tensor, Tensor]:
-    """Make the tensor saved for the backward, of twice the longest target's length: a blank precedes each symbol."""
-    if isinstance(target_lengths, FakeTensor):
-        if target_lengths.constant is None:
-            raise DynamicOutputShapeException(ctc_loss.Tensor)
-        target_lengths = target_lengths.constant.tolist()
-    num_steps, num_rows = log_probs.shape[:2]
-    return log_probs.new_empty(num_rows), log_probs.new_empty(num_rows, num_steps, 2 * max(target_lengths) + 1)
-
-
 INSTEAD: Kernels = {
     **dict.fromkeys(_operators("_grouped_mm"), _grouped_product),
-    **dict.fromkeys((ctc_loss.default, ctc_loss.Tensor), _ctc_loss),
+    **CTC,
 }
 """By operator, a function of arguments that its shape function rejects; returns the kernel's result."""
 
@@ -277,6 +269,7 @@ _ORDERED = _operators(  # they copy inputs that are not contiguous
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward", "roll", "scatter.src",
     "scatter.value", "scatter_add", "scatter_reduce.two", "tril", "triu",
 )  # fmt: skip
+_CTC_BACKWARD = {ctc_loss_backward.default, ctc_loss_backward.Tensor}
 _TRILINEAR = _operators("_trilinear")
 _COPYING_TWICE = _operators("_fft_c2r", "im2col")
 _RESIZING = _operators(  # with a table of source positions along each dimension

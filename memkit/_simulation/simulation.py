@@ -31,6 +31,7 @@ from memkit._machine.devices import allocator_settings
 from memkit._recorder.recorder import UNSHARD, Recorder, StepPosition
 from memkit._recorder.recording import Recording
 from memkit._recorder.rehearsal import Attributes
+from memkit._simulation.ctc import ctc_loss
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches
 from memkit._simulation.cuda.history import History
@@ -240,6 +241,7 @@ def _reading() -> list[Patches]:
         Patches(FakeTensor, "numbers that code reads from tensors without data are guessed and counted", values),
         Patches(rnn_functions, "lengths of packed rows have data", padding),
         Patches(functional, "one-hot tensors are made as with data", {"one_hot": makes_one_hot(functional.one_hot)}),
+        Patches(functional, "CTC loss reads its lengths", {"ctc_loss": ctc_loss}),
     ]
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError, InputTypeError, warn_user
+from memkit._core.errors import InputError, InputTypeError, MemkitError, warn_user
 from memkit._gradients.captured import CapturedTensors
 from memkit._gradients.streamed import (
     accumulator_dtype,
@@ -31,6 +31,7 @@ from memkit._gradients.streamed import (
     spans,
     without_hooks,
 )
+from memkit._recovery.attempt import Done, Failed, attempt
 from memkit._tape.kept import KeptResults
 from memkit._tape.references import Run
 from memkit._torch import foreach, pytree
@@ -340,12 +341,29 @@ class ChunkedCall:
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if not self.check:
             return
-        length = min(NUM_PROBED, self._num_rows, *([self.size] if isinstance(self.size, int) else []))
+        size = self.size if isinstance(self.size, int) else NUM_PROBED
+        if size > 1:
+            self._draws_for_all = self._check_rows(inputs, min(NUM_PROBED, self._num_rows, size))
+            return
+        # One row alone shows nothing; but the function may have no memory for two, or refuse them.
+        outcome = attempt(self._check_rows, inputs, min(2, self._num_rows), others=(Exception,))
+        if isinstance(outcome, Failed) and isinstance(outcome.error, MemkitError):
+            raise outcome.error
+        if isinstance(outcome, Done):
+            self._draws_for_all = outcome.result
+        else:
+            warn_user(
+                f"{self.name}: could not check that each row is computed from that row alone: with two rows the "
+                f"function raised {outcome.description}. Way out: call it first with two small rows, or pass "
+                "check=False."
+            )
+
+    def _check_rows(self, inputs: Sequence[Tensor], length: int) -> bool:
         first = [
             rows.requires_grad_(tensor.requires_grad)
             for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
         ]
-        self._draws_for_all = check_independence(
+        return check_independence(
             lambda *rows: (self._call(rows, len(rows[0])), self._result),
             first,
             call=self.name,

@@ -125,6 +125,33 @@ def test_chunked_calls_reject_mixed_rows_unless_check_is_off():
         call(check=False)
 
 
+@pytest.mark.parametrize("fn", [nn.BatchNorm1d(4), lambda x: x - x.mean(0)], ids=["norm", "mean"])
+def test_chunks_of_one_row_are_checked_with_two(fn):
+    assert_refused(
+        lambda: mk.chunked_map(fn, torch.randn(6, 4), chunk_size=1), mk.errors.InputError, "depends on other"
+    )
+
+
+def for_one_row_alone(x):
+    if len(x) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+    return x * 2
+
+
+def of_one_row(x):
+    assert len(x) == 1
+    return x * 2
+
+
+@pytest.mark.parametrize("fn", [for_one_row_alone, of_one_row])
+def test_a_function_that_cannot_run_two_rows_is_not_checked_and_it_is_said(fn):
+    x = torch.randn(6, 4)
+    with pytest.warns(mk.errors.MemkitWarning, match="could not check that each row .* with two rows .* check=False"):
+        out = mk.chunked_map(fn, x, chunk_size=1)
+    assert torch.equal(out, x * 2)
+    assert torch.equal(mk.chunked_map(fn, x, chunk_size=1, check=False), x * 2)
+
+
 PROBABILITIES = nn.Sequential(mlp(), nn.Sigmoid())
 
 

@@ -1,9 +1,11 @@
-"""CTC loss on the virtual GPU takes what CUDA's kernels take, however its lengths come."""
+"""CTC loss takes what its kernels take, on the virtual GPU and on the CPU, however its lengths come."""
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
+import memkit as mk
 from memkit.errors import NotSimulatedError
 from memkit.predict.virtual_gpu import VirtualGPU
 
@@ -80,3 +82,30 @@ def test_what_cudnn_would_run_is_refused():
         peaks(100, 8, targets=targets)
     assert peaks(100, 8, targets=targets.long())
     assert peaks(100, 8, targets=targets, blank=7)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("make", [list, torch.tensor], ids=["lists", "tensors"])
+def test_on_the_cpu_a_step_takes_what_was_estimated(make, reduction):
+    """The backward takes as much as the forward has saved, which the longest target decides, here most of the peak."""
+    model = nn.Linear(8, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(60, 3, 8), torch.ones(3, 50, dtype=torch.long)
+
+    def loss_fn(model, batch):
+        lengths = make([60, 59, 58]), make([50, 20, 10])
+        loss = functional.ctc_loss(model(batch[0]).log_softmax(-1), batch[1], *lengths, reduction=reduction)
+        return loss.mean()
+
+    def step():
+        loss_fn(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with mk.Tracker(device="cpu", workspace=True) as tracker:
+        step()
+    estimate = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    least, most = estimate.peak_interval
+    assert least < tracker.peak_bytes
+    assert abs(most - tracker.peak_bytes) < 64  # lengths are copied as numbers

@@ -11,11 +11,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, cuda, nn
-from torch.nn import functional
 
 from memkit._core.errors import StateError
 from memkit._core.protocols import SimulatedGpu
-from memkit._simulation.cuda.ctc import ctc_loss
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.recurrent import flatten_parameters
 from memkit._simulation.cuda.tensors import CARD, CudaTensors, convolution_format
@@ -87,7 +85,6 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             "weights of recurrent layers move into one buffer",
             {"flatten_parameters": flatten_parameters},
         ),
-        Patches(functional, "CTC loss reads its lengths", {"ctc_loss": ctc_loss}),
         Patches(Tensor, "Python methods of CUDA tensors", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data can be saved", {"__reduce_ex__": _reduced}),
         Patches(cuda.nvtx, "marks for NVIDIA's profiler are ignored", dict.fromkeys(_NVTX, _nothing)),

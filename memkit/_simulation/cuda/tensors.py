@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from memkit._core.attributes import attributes_of, set_attributes
 from memkit._core.errors import NotSimulatedError, StateError
 from memkit._recorder.recorder import StepPosition
+from memkit._simulation.ctc import CTC
 from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
-from memkit._simulation.cuda.ctc import CTC
 from memkit._simulation.cuda.recurrent import LAYERS, RECURRENT
 from memkit._simulation.cuda.selection import MAY_ASK, asks_library
 from memkit._simulation.leftovers import Patches, applied
