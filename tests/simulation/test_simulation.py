@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
@@ -492,3 +493,42 @@ def test_results_of_unique_are_as_long_as_their_storage(how):
         step()
     assert estimate.confidence == "workspace"  # of the search for equal ones
     assert estimate.peak_bytes == tracker.peak_bytes > 2 * ids.nbytes
+
+
+PLACES = torch.zeros(2, dtype=torch.int64)
+# Tensors on the host among those on the card: kernels refuse them.
+MIXED = {
+    "the weight of a convolution": lambda: F.conv2d(on_card(2, 3, 8, 8), torch.ones(1, 3, 3, 3)),
+    "the input of a convolution": lambda: F.conv2d(torch.ones(2, 3, 8, 8), on_card(1, 3, 3, 3)),
+    "the bias of a convolution": lambda: F.conv2d(on_card(2, 3, 8, 8), on_card(1, 3, 3, 3), torch.ones(1)),
+    "a recurrent layer": lambda: nn.LSTM(6, 5)(on_card(3, 2, 6)),
+    "an embedding": lambda: nn.Embedding(5, 2)(on_card(4).long()),
+    "rows on the host, places on the card": lambda: torch.randn(4, 6)[on_card(2).long()],
+    "rows on the card, values on the host": lambda: on_card(4, 6).index_put_(
+        (torch.zeros(2).long(),), torch.ones(2, 6)
+    ),
+    "a sum on the host": lambda: torch.randn(4, 6).add_(on_card(4, 6)),
+    "a product": lambda: on_card(4, 6) @ torch.ones(6, 4),
+}
+TOGETHER = {
+    "a number on the host": lambda: on_card(4, 6) * torch.tensor(2.0),
+    "places on the host": lambda: on_card(4, 6)[PLACES],
+    "a number put at places on the host": lambda: on_card(4, 6).index_put_((PLACES,), torch.tensor(1.0)),
+    "a copy": lambda: torch.zeros(4, 6).copy_(on_card(4, 6)),
+}
+
+
+def on_card(*sizes):
+    return torch.ones(sizes, device="cuda")
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tensors_of_two_devices_are_refused_as_on_a_card(name):
+    with mk.VirtualGPU("RTX 4090"), pytest.raises(RuntimeError, match="two devices"):
+        MIXED[name]()
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_tensors_of_two_devices_that_go_together_run(name):
+    with mk.VirtualGPU("RTX 4090"):
+        assert TOGETHER[name]().shape

@@ -33,6 +33,7 @@ from memkit._simulation.cuda.selection import MAY_ASK, asks_library
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.tensors import COMPRESSED, Tensors, has_values
 from memkit._torch import aten
+from memkit._torch.aten import overloads
 from memkit._torch.cuda import Rules
 from memkit._torch.dispatch import DispatchKey, TensorBase, no_dispatch, private_backend_name as private_name
 from memkit._torch.fake import (
@@ -84,6 +85,13 @@ _UPDATING = (aten.fused_sgd_, aten.fused_adagrad_)  # in place, and without a sh
 _NEVER_RUN = frozenset({_SCALING, _RESCALING, *_UPDATING})
 # Operators that have a kernel on CUDA, but decompose into others on other devices.
 _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default)
+# Operators with shape functions that take tensors of several devices.
+_CHOOSING = overloads("index.Tensor", "index_put.default", "index_put_.default", "_unsafe_index_put.default")
+_UNCHECKED = frozenset({*_CHOOSING, *RECURRENT}) | overloads(
+    "convolution.default", "convolution_backward.default", "embedding.default", "_embedding_bag.default",
+    "masked_select.default", "slice_scatter.default", "diagonal_scatter.default", "bincount.default",
+)  # fmt: skip
+_COPYING = overloads("copy_.default", "resize_as_.default", "set_")
 _DATA_OF: Any = TensorBase.data
 _DATA = "data_on_host"  # attribute of parameters that were moved to the GPU: their previous tensor
 
@@ -157,6 +165,8 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
         PyTorch really computes with known values; it must not try to compute on the GPU with those of ``moved``.
         """
+        if func in _UNCHECKED:
+            _refuse_mixed(func, args)
         known = [(each, each.constant) for each in moved if isinstance(each, FakeTensor) and each.constant is not None]
         for tensor, _ in known:
             tensor.constant = None
@@ -305,10 +315,34 @@ def _for_autograd(device: torch.device) -> torch.device:
     return torch.device("lazy", device.index or 0) if device.type in ("cuda", "lazy") else device
 
 
+def _refuse_mixed(func: Any, args: Sequence[Any]) -> None:
+    """Refuse tensors on the card together with others on the host, as kernels do.
+
+    A number in a tensor on the host may go with tensors on the card, and rows on the card may be chosen by places on
+    the host.
+
+    Raises:
+        RuntimeError: As a card's: "Expected all tensors to be on the same device".
+    """
+    if func in _CHOOSING:
+        args = (args[0], *args[2:3]) if args[0].is_cuda else args
+    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    first = next((each for each in tensors if each.is_cuda), None)
+    other = next((each for each in tensors if not each.is_cuda and (each.dim() or each is tensors[0])), None)
+    if first is not None and other is not None:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {CARD} and "
+            f"{other.device}! (when {func} was given tensors of shape {tuple(first.shape)} and {tuple(other.shape)})"
+        )
+
+
 def _writes_to_host(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator writes into a tensor that has data."""
+    """Whether an operator writes into a tensor that has data; what is on the card may only be copied to it."""
     is_real = bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor)
-    return is_real and schema_of(func).is_mutable
+    writes = is_real and schema_of(func).is_mutable
+    if writes and func not in _COPYING:
+        _refuse_mixed(func, args)
+    return writes
 
 
 def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
