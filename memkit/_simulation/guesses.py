@@ -29,12 +29,14 @@ from memkit._torch.fake import FakeTensor
 from memkit._torch.files import WRAPPERS
 
 READ = "aten._local_scalar_dense.default"  # the operator behind `Tensor.item`
+_COMPARING_TENSORS = frozenset({"aten.allclose.default", "aten.equal.default"})
 KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same, and known
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
 _INDEXING = ("BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_OP")  # the last one since Python 3.14, and for arithmetic
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _FILLING = str(_TORCH / "nn" / "init.py")  # fills weights with random numbers
+_ASSERTING = str(_TORCH / "testing")  # raises an error where numbers differ
 _SIZING = tuple(str(_MEMKIT / name) for name in ("points", "voxel"))  # as many cells as the values say
 # Files whose frames are between the code that reads a number and the answer.
 _BETWEEN = (
@@ -169,6 +171,8 @@ class Guesses(Counter[str]):
         if is_place and operation_of(_frame((*_BETWEEN, str(_MEMKIT)))) in _INDEXING:  # modes may stand between
             self.place = line
             return 0  # the only place that each dimension has
+        if name in _COMPARING_TENSORS:
+            return self._branched(_site(), line, natural=False, contrary=self.answers.truth)
         self._note_number(line)
         if num_tensors > 1 or dtype is torch.bool:
             return self.answers.truth
@@ -276,6 +280,8 @@ def _site() -> Site:
     """Find how the reading code uses the answer. Where memkit trains, it uses it only for weights and checks."""
     frame = _frame()
     file = frame.f_code.co_filename
+    if file.startswith(_ASSERTING):
+        return Site(Use.GUARD, passing=True)
     is_harmless = file.startswith(str(_MEMKIT)) and not file.startswith(_SIZING)
     return Site(Use.TEXT) if is_harmless else site_of(frame)
 

@@ -45,6 +45,7 @@ from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors, makes_one_hot, pads_packed
 from memkit._torch.compiler import running_eagerly
 from memkit._torch.cuda import Rules, rules_of
+from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.modules import PAD_PACKED, rnn_functions
 from memkit._torch.pytree import children_of, tree_leaves
@@ -548,7 +549,8 @@ class TrainingStep:
 
         def run(model: nn.Module, optimizer: Any, loss_fn: LossFn, batch: Any) -> Record:
             with noting_failures(call, model, batch, guesses), spread(model, optimizer, place.device_type) as part:
-                given = Attributes([batch])
+                with no_dispatch():  # tensors of an object that has no stand-ins are real
+                    given = Attributes([batch])
                 for watch in simulation.passes():
                     num_before = guesses.num_true
                     with watch:
@@ -566,7 +568,8 @@ class TrainingStep:
         for number in range(self.accumulation_steps):
             if number > 1 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
                 break  # a third micro-batch starts from the same memory as the second
-            given.restore()  # an earlier pass may have left its results in the batch; each real step has its own
+            with no_dispatch():
+                given.restore()  # an earlier pass may have left its results in the batch; each real step has its own
             loss, kept = loss_of(part.model, batch, loss_fn, device_type, self.precision)
             outputs.append(kept)
             if self.accumulation_steps > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -807,7 +808,11 @@ class _Converter(FakeTensorConverter):
             self.storages[storage_key(storage)] = t.device, storage.nbytes()
         if t.dtype is torch.bool and has_values(t):  # a mask on the host beside tensors of the card
             kwargs["make_constant"] = True
-        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+        if t.is_leaf:
+            return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+        with warnings.catch_warnings():  # torch looks for a gradient of this one too
+            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+            return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
     def invalidate_constant_aliases(self, tensor: Tensor) -> None:
         """Forget the values of other tensors in the same storage, which a sparse one does not have."""

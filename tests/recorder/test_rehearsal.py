@@ -298,6 +298,42 @@ def test_estimates_of_a_model_that_moves_its_batch_are_exact():
     assert not batch[1].requires_grad
 
 
+class Graph:
+    """As those of graph libraries: a step writes features into its dict, over those of the last step."""
+
+    def __init__(self):
+        self.features = {"x": torch.randn(64, 8)}
+
+
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_a_step_that_replaces_what_its_batch_object_holds_is_estimated_in_the_middle_of_training(is_detached):
+    model, graph = nn.Linear(8, 8), Graph()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model, graph):
+        hidden = model(graph.features["x"])
+        if "hidden" in graph.features:
+            hidden = hidden + 0.1 * graph.features["hidden"].detach()
+        graph.features["hidden"] = hidden.detach() if is_detached else hidden
+        return hidden.square().mean()
+
+    def step():
+        loss_fn(model, graph).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    kept = graph.features["hidden"]
+    with mk.Tracker(device="cpu", workspace=True) as tracker:
+        step()
+    graph.features["hidden"] = kept
+    estimate = mk.estimate_memory_usage(model, graph, loss_fn=loss_fn, optimizer=optimizer)
+    assert 0 <= estimate.peak_bytes - tracker.peak_bytes <= kept.nbytes  # what the step replaces counts to its end
+    advice = mk.advise(model, graph, loss_fn, optimizer=optimizer)
+    assert 0 <= advice.peak_bytes - tracker.peak_bytes <= kept.nbytes
+    assert graph.features["hidden"] is kept
+
+
 @pytest.mark.parametrize("kind", [dict, collections.UserDict])
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}, {"memory": "100MiB"}])
 def test_a_retry_gets_the_batch_as_it_was(kind, settings):

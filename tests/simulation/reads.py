@@ -291,6 +291,17 @@ def checked(m, x):
     return y.sum()
 
 
+def compared(m, x):
+    y = m(x)
+    same = y.clone()
+    assert torch.allclose(y, same), "differs"
+    assert torch.equal(y, same)
+    if not torch.equal(y, same):
+        raise ValueError("differs")
+    torch.testing.assert_close(y, same)
+    return y.sum()
+
+
 def scaled(m, x):
     scale = m(x).abs().max().item()
     return m(x).sum() / scale + m(x).sum() * scale
@@ -317,5 +328,5 @@ def best_row(m, x):
 
 ORDINARY = (
     logged, appended, averaged, accuracy, norm_clipped, not_a_number, watched_for_anomalies, skipped_if_not_finite,
-    checked, scaled, weighted, printed_by_numpy, best_row,
+    checked, compared, scaled, weighted, printed_by_numpy, best_row,
 )  # fmt: skip

@@ -32,7 +32,7 @@ from memkit._simulation.simulation import (
     simulate,
 )
 from memkit._simulation.tensors import StandIns, StorageCopies
-from memkit._torch.dispatch import LeanDispatchMode
+from memkit._torch.dispatch import LeanDispatchMode, no_dispatch
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.speeds import num_flops
 from memkit.train.split import SplitFn
@@ -171,12 +171,15 @@ def _observe(
         seen = _Seen(model, has_data=has_data)  # before names change
         change(step, stack)
         made = step.make_optimizers(step.model.parameters())
-        run, given = step.begin(made, stack), Attributes([step.batch])
+        run = step.begin(made, stack)
+        with no_dispatch():  # tensors of an object that has no stand-ins are real
+            given = Attributes([step.batch])
         with first:
             first.hold(model, step.batch)
             with Operations() as operations, seen.watching(made):
                 run()
-        given.restore()
+        with no_dispatch():
+            given.restore()
         second = simulation.watch()
         with second:
             second.hold(model, step.batch)
