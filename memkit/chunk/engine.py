@@ -370,7 +370,16 @@ class ChunkedCall:
             behind=self.fn,
             unbatched=without_batch(self.fn, first),
             others=self._arguments,
+            pick=lambda numbers: self._picked(inputs, numbers),
+            whole=[tensor for tensor, pick in zip(inputs, self._picks, strict=True) if pick is None],
         )
+
+    def _picked(self, inputs: Sequence[Tensor], numbers: Tensor) -> list[Tensor]:
+        rows = []
+        for tensor, pick in zip(inputs, self._picks, strict=True):
+            places = numbers.to(tensor.device) if pick is None else pick.index_select(0, numbers.to(pick.device))
+            rows.append(tensor.detach().index_select(0, places).requires_grad_(tensor.requires_grad))
+        return rows
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
         filled = list(self._arguments)

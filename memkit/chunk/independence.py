@@ -47,6 +47,8 @@ def check_independence(
     behind: Callable[..., Any] | None = None,
     unbatched: str | None = None,
     others: Sequence[object] = (),
+    pick: Callable[[Tensor], Sequence[Any]] | None = None,
+    whole: Sequence[object] = (),
 ) -> bool:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
@@ -56,9 +58,10 @@ def check_independence(
     function that refuses NaN runs twice without, with another row's values in that row the second time, and other
     rows' results must stay. Then it runs on all of the rows but the first, without NaN, which comparisons swallow,
     from the state that the first run left: their results must be the same, or they depend on other rows, on the
-    number of rows, on a row's place, or on earlier calls. A `Loss` has no rows: its sum and count must be those of its
-    parts together. What the function changes is restored; a function that changes float buffers is refused too, since
-    each chunk would see different ones.
+    number of rows, on a row's place, or on earlier calls. Once more it is compared without those rows that hold the
+    largest and smallest integers of all: the longest of several sentences, the only one of its class. A `Loss` has no
+    rows: its sum and count must be those of its parts together. What the function changes is restored; a function that
+    changes float buffers is refused too, since each chunk would see different ones.
 
     Args:
         fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
@@ -68,6 +71,8 @@ def check_independence(
         behind: The user's function that ``fn`` calls, if different; its modules are named in the message.
         unbatched: The way out where rows are mixed because they are the channels of one volume; None otherwise.
         others: What ``fn`` passes to the user's function besides rows.
+        pick: Returns ``rows`` of other numbers, given as a tensor.
+        whole: All rows of the arguments, as far as they are integers or booleans.
 
     Returns:
         Whether it draws random numbers that belong to no row, as for a layer that is skipped: see `warn_of_draws`.
@@ -79,7 +84,7 @@ def check_independence(
     Warns:
         MemkitWarning: A call leaves a result with a graph in an attribute of a module, as an auxiliary loss.
 
-    Time cost: two forwards of at most 8 rows; for a module, once until its traits change.
+    Time cost: two forwards of at most 8 rows, four with integers; for a module, once until its traits change.
     """
     behind = fn if behind is None else behind  # not `or`: an empty module is false, a compiled one has no truth value
     modules, way, code = modules_of(behind), _way(behind), _code_of(behind)
@@ -109,6 +114,8 @@ def check_independence(
             check.refuse_other_results(arguments, result)
             if isinstance(result, Loss):
                 check.refuse_other_sums()
+            if pick is not None and (found := _standing_out(whole, count)) is not None:
+                check.refuse_standing_out(tuple(pick(found[0])), found[1])
             draws_for_all = probes.runs.has_draws_for_all or probes.runs.has_drawn_on_the_host
     if len(passed) >= _MOST_WAYS:
         passed.clear()
@@ -314,9 +321,22 @@ class _Check:
                     fix="change the parameter after the step.",
                 )
 
-    def refuse_other_results(self, arguments: tuple[Any, ...], result: Any) -> None:
+    def refuse_standing_out(self, rows: tuple[Any, ...], num_first: int) -> None:
+        """Refuse a function whose results for rows depend on the first ones, which have the largest integers of all."""
+        arguments = tuple(pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, rows))
+        count = next(len(each) for each in pytree.tree_leaves(rows) if isinstance(each, Tensor) and each.dim())
+        check = _Check(self.fn, rows, self.call, count, self.probes.again())
+        with contextlib.closing(check.probes.runs):
+            outcome = unless_failed((Exception,), check._run, arguments)
+            if isinstance(outcome, Failed):  # rows in another order may be refused
+                return
+            check.refuse_other_results(arguments, outcome.result, num_first)
+            if isinstance(outcome.result, Loss):
+                check.refuse_other_sums()
+
+    def refuse_other_results(self, arguments: tuple[Any, ...], result: Any, num_first: int = 1) -> None:
         """Refuse a function that gives a row another result among fewer rows, or after an earlier call."""
-        span = Span(1, self.count, self.count) if self.count > 2 else Span(0, 1, self.count)
+        span = Span(num_first, self.count, self.count) if self.count > 2 else Span(0, 1, self.count)
 
         def part(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
@@ -431,6 +451,33 @@ def _leaf_distance(one: Any, other: Any, *, span: Span, left_out: int) -> float:
         return 0.0
     found = float(differences.amax() / a.where(a.isfinite(), 0.0).abs().amax())
     return found if not may_be_nan(one) or found > torch.finfo(one.dtype).eps ** 0.5 else 0.0
+
+
+def _standing_out(whole: Sequence[object], count: int) -> tuple[Tensor, int] | None:
+    """Return the numbers of some rows, and of how many the first ones hold the largest and smallest integers.
+
+    Of booleans the sums count, as lengths. The other rows lie between these. None if there are none.
+    """
+    first: dict[int, None] = {}
+    between: Tensor | None = None
+    for each in whole:
+        if not isinstance(each, Tensor) or may_be_nan(each) or each.dim() == 0 or not each.numel():
+            continue
+        rows = each.detach().reshape(len(each), -1)
+        keys = (rows.sum(1) if rows.dtype is torch.bool else rows.amax(1)).cpu()
+        below, above = keys < keys.max(), keys > keys.min()
+        if between is not None:
+            below, above = below & between, above & between
+        if bool((below & above).any()):
+            first |= dict.fromkeys((int(keys.argmax()), int(keys.argmin())))
+            between = below & above
+        elif bool(below.any()):
+            first[int(keys.argmax())] = None
+            between = below
+    if between is None or len(first) >= count:
+        return None
+    others = between.nonzero().flatten()[: count - len(first)]
+    return torch.cat([torch.tensor(list(first)), others]), len(first)
 
 
 def _distance_of_sums(whole: Tensor, *parts: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, SupportsIndex
 
 import torch
@@ -116,7 +117,7 @@ def loss_call(
     tensors = [each for each in pytree.tree_leaves(rows) if isinstance(each, Tensor)]
     refuse_transforms(call, tensors, "inside the transform, call the function itself: fn(*rows).mean().")
     problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
-    draws_for_all = check and check_independence(fn, rows, call=call)
+    draws_for_all = check and check_independence(fn, rows, call=call, pick=partial(_picked, rows), whole=tensors)
     chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
     if draws_for_all and problem.num_rows > chunk_size:
         warn_of_draws(call)
@@ -124,6 +125,15 @@ def loss_call(
     if reduction == "mean":
         total = _mean(total, count)
     return total.to(dtype)
+
+
+def _picked(rows: tuple[Any, ...], numbers: Tensor) -> tuple[Any, ...]:
+    def picked(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        return value.detach().index_select(0, numbers.to(value.device)).requires_grad_(value.requires_grad)
+
+    return tuple(pytree.tree_map(picked, rows))
 
 
 class _Problem:

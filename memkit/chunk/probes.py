@@ -51,7 +51,8 @@ class Probes:
         runs: The runs; close it at the end.
     """
 
-    def __init__(self, fn: object, others: Iterable[object] = ()) -> None:
+    def __init__(self, fn: object, others: Sequence[object] = ()) -> None:
+        self._of = fn, others
         self.modules = modules_of(fn)
         self.runs = Rehearsal([fn, *self.modules, *others], as_called=True, except_for=(LazyModuleMixin,))
         owners = [pair for module in self.modules for pair in module.named_modules()]
@@ -59,6 +60,10 @@ class Probes:
         self._parameters = list(_members(owners, lambda owner: owner.named_parameters(recurse=False)))
         self._moving = Moving(fn)
         self._owners = [(path, owner, {id(each) for _, each in _kept_in(owner)}) for path, owner in owners]
+
+    def again(self) -> Probes:
+        """Return probes of the same function, for rows that have nothing to do with those of these runs."""
+        return Probes(*self._of)
 
     @contextlib.contextmanager
     def run(self, span: Span | None = None, **how: Any) -> Iterator[None]:
@@ -118,7 +123,7 @@ def _members(
 
 
 @contextlib.contextmanager
-def undone(fn: object, others: Iterable[object] = ()) -> Iterator[Probes]:
+def undone(fn: object, others: Sequence[object] = ()) -> Iterator[Probes]:
     """Undo after the block what it has changed by calling a function: see `Probes`."""
     probes = Probes(fn, others)
     with contextlib.closing(probes.runs), probes.run():

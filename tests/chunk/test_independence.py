@@ -152,6 +152,56 @@ def test_a_function_that_cannot_run_two_rows_is_not_checked_and_it_is_said(fn):
     assert torch.equal(mk.chunked_map(fn, x, chunk_size=1, check=False), x * 2)
 
 
+# Of 300 rows with lengths, of which few are long: results that depend on the longest, and others that do not.
+BY_LENGTHS = {
+    "a share of the longest": lambda x, n: x[:, 0] * (n / n.max())[:, None],
+    "a mean up to the longest": lambda x, n: x[:, : int(n.max())].mean(1),
+    "a code as wide as the longest": lambda x, n: x[:, 0] * F.one_hot(n).double().mean(1, keepdim=True),
+    "a test for long ones": lambda x, n: x[:, 0] * (2 if (n == 9).any() else 1),
+    "a number of long ones": lambda x, n: x[:, 0] * (1 + (n == 9).sum()),
+    "a number of lengths": lambda x, n: x[:, 0] / len(n.unique()),
+    "a mean of long ones": lambda x, n: x[:, 0] + (x[n == 9].mean() if (n == 9).any() else 0),
+    "the shortest": lambda x, n: x[:, 0] * (n - n.min())[:, None],
+    "a number of marks": lambda x, n: x[:, 0] * (torch.arange(9) < n[:, None]).sum(),
+}
+OF_EACH_LENGTH = {
+    "a sum up to its own": lambda x, n: (x * (torch.arange(9) < n[:, None])[..., None]).sum(1) / n[:, None],
+    "trimmed to the longest": lambda x, n: (
+        x[:, : int(n.max())] * (torch.arange(int(n.max())) < n[:, None])[..., None]
+    ).sum(1),
+    "packed": lambda x, n: nn.utils.rnn.pad_packed_sequence(
+        nn.utils.rnn.pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False), batch_first=True
+    )[0].sum(1),
+}
+
+
+def with_lengths():
+    lengths = torch.randint(2, 4, (300,))
+    lengths[::50] = 9
+    lengths[25] = 1
+    return torch.randn(300, 9, 4, dtype=torch.float64), lengths.roll(20)
+
+
+CALLS = {
+    "map": lambda fn, *rows: mk.chunked_map(fn, *rows, chunk_size=64),
+    "loss": lambda fn, *rows: mk.chunk.chunked_loss(lambda x, n: fn(x, n).square(), *rows, chunk_size=64),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", BY_LENGTHS)
+def test_rows_that_are_compared_with_the_largest_integers_are_refused(name, call):
+    rows = with_lengths()
+    assert_refused(lambda: CALLS[call](BY_LENGTHS[name], *rows), mk.errors.InputError, "on the values of other rows")
+
+
+@pytest.mark.parametrize("name", OF_EACH_LENGTH)
+def test_rows_with_integers_of_their_own_pass(name):
+    fn, rows = OF_EACH_LENGTH[name], with_lengths()
+    assert_close(CALLS["map"](fn, *rows), fn(*rows))
+    assert_close(CALLS["loss"](fn, *rows), fn(*rows).square().mean())
+
+
 PROBABILITIES = nn.Sequential(mlp(), nn.Sigmoid())
 
 
