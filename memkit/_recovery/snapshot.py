@@ -243,7 +243,7 @@ class _Entry:
     gradient_copy: torch.Tensor | None = None
     is_leaf: bool = True
     mark: tuple[int, int] | None = None  # of one that is not copied, or too large to keep the copy if it is not needed
-    digest: int | None = None  # of a large buffer that earlier forwards left unchanged
+    digest: int | None = None  # of a large buffer that earlier forwards left unchanged; a sparse one has none
 
 
 class BufferSnapshot:
@@ -268,7 +268,7 @@ class BufferSnapshot:
         for owner in holders:
             for name, buffer in buffers_of(owner).items():
                 key = owner, name
-                if buffer is None or is_lazy(buffer) or key in still:
+                if buffer is None or is_lazy(buffer) or key in still or buffer.layout is not torch.strided:
                     self.entries[key] = _Entry(buffer, None, mark=_mark(buffer), digest=still.get(key))
                 else:
                     copied[key] = buffer
@@ -412,6 +412,11 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     return list({id(each): each for owner in owners for each in _held_generators(owner)}.values())
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be copied and compared in place; a sparse one has no bytes of its own."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_inference())
+
+
 class AttributeStates:
     """Saved attributes of modules, with the contents of their lists, dictionaries and non-trainable tensors.
 
@@ -428,14 +433,15 @@ class AttributeStates:
         buffers = {id(each) for each in watch.module.buffers()}
         gathered = gathered_parameters(watch.module.modules())
         frozen = [each for each in all_parameters(watch.module) if not each.requires_grad and id(each) not in gathered]
+        frozen = [each for each in frozen if _is_dense(each)]
+        plain = [each for each in self._attributes.plain_tensors() if _is_dense(each) and id(each) not in buffers]
         saved = _worth_saving(frozen, _MOST_FROZEN_BYTES if is_trial else 0)
         self._tensors = [
             (each, version_of(each), cloned(each) if is_saved else None)
             for each, is_saved in (
-                *((each, each.nbytes <= largest_bytes) for each in self._attributes.plain_tensors()),
+                *((each, each.nbytes <= largest_bytes) for each in plain),
                 *zip(frozen, saved, strict=True),
             )
-            if each.layout is torch.strided and not (each.is_nested or each.is_inference() or id(each) in buffers)
         ]
         # Writes through `.data`, as to a codebook, make no new version. Only trials read all of the frozen parameters.
         digested = (torch.Tensor, nn.Parameter) if is_trial else (torch.Tensor,)

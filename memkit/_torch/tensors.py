@@ -145,6 +145,11 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ()
 
 
+def bytes_held(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's values, and of the indices of a sparse one."""
+    return sum(part.nbytes for part in strided_parts(tensor.detach()))
+
+
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 """Returns the number of C++ references to a tensor."""
 

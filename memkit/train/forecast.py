@@ -22,6 +22,7 @@ from memkit._recorder.recording import Recording
 from memkit._recovery.attempt import Done, Result, attempt
 from memkit._torch import pytree
 from memkit._torch.modules import all_parameters
+from memkit._torch.tensors import bytes_held
 from memkit.train.checkpointing import may_recompute
 from memkit.train.gradients import list_parameters
 from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
@@ -374,7 +375,7 @@ def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     parameters = all_parameters(model)
     held: list[Any] = [*parameters, *model.buffers(), *(each.grad for each in parameters)]
     held += pytree.tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
-    return sum({id(each): each.nbytes for each in held if isinstance(each, torch.Tensor)}.values())
+    return sum({id(each): bytes_held(each) for each in held if isinstance(each, torch.Tensor)}.values())
 
 
 def _recorded(part: Any, rehearse: Callable[[Any], None]) -> Recording:

@@ -20,7 +20,7 @@ from memkit._machine.devices import has_room, release_cached_memory
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failure, attempt
-from memkit._torch.tensors import put_back, strided_parts
+from memkit._torch.tensors import bytes_held, put_back
 from memkit.train.chunked_steps import ChunkedStep, OomCount, close_all
 from memkit.train.gradients import local_part
 from memkit.train.offload_files import map_file
@@ -265,7 +265,7 @@ def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    return sum(part.nbytes for part in strided_parts(local_part(tensor.detach())))
+    return bytes_held(local_part(tensor.detach()))
 
 
 class _Kept:

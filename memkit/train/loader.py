@@ -18,6 +18,7 @@ from memkit._core.units import format_bytes
 from memkit._core.words import ForeignWords, refuse_call
 from memkit._machine import devices, host, random_state
 from memkit._torch import pytree
+from memkit._torch.tensors import bytes_held
 from memkit.train.split import Tree, map_leaves
 
 _LOGGER = logging.getLogger("memkit")
@@ -236,5 +237,6 @@ def _batch_bytes(dataset: Dataset[Any], batch_size: int) -> int | None:
         return None
     with random_state.preserved():
         leaves = pytree.tree_leaves(dataset[0])
-    sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
+    sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray)]
+    sizes += [bytes_held(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return batch_size * sum(sizes) if sizes else None

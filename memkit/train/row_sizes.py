@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memkit._torch.fake import FakeTensor
+from memkit._torch.tensors import bytes_held
 from memkit.train.samples import SampleList
 from memkit.train.split import join_rows, list_leaves, list_tensors, take_rows
 
@@ -41,7 +42,7 @@ class RowSizes:
         Reading them waits for the tensor's device.
         """
         if isinstance(self.entry, SampleList):
-            return [sum(each.nbytes for each in list_tensors(item)) for item in self.entry.items]
+            return [sum(map(bytes_held, list_tensors(item))) for item in self.entry.items]
         widths: list[int] = (_widths(self.entry.flatten(1)) if self.entry.dim() > 1 else self.entry).tolist()
         return widths
 

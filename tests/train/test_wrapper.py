@@ -608,3 +608,52 @@ def test_transforms_of_functions_beside_saved_tensor_hooks_are_refused_by_name(s
     assert train()
     with pytest.raises(mk.errors.ConfigError, match=r"torch\.func\.grad.*without checkpoint= and offload="):
         train(**settings)
+
+
+# ------------------------------------------------------------------------------------------ sparse matrices
+
+
+class OnGraph(nn.Module):
+    """A graph network with its adjacency as a sparse matrix: in a buffer, an attribute or a list."""
+
+    def __init__(self, place, layout):
+        super().__init__()
+        adjacency = (torch.rand(30, 30) < 0.2).double().to_sparse(layout=layout)
+        self.linear, self.words = nn.Linear(4, 4).double(), nn.Embedding(30, 4, sparse=True).double()
+        self.place, self.adjacencies = place, [adjacency] if place == "list" else None
+        if place == "buffer":
+            self.register_buffer("adjacency", adjacency)
+        else:
+            self.adjacency = adjacency if place == "attribute" else None
+
+    def forward(self, x):
+        adjacency = self.adjacencies[0] if self.place == "list" else self.adjacency
+        return torch.sparse.mm(adjacency, self.linear(x) + self.words(torch.arange(30)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")  # torch's own
+@pytest.mark.parametrize("settings", [{}, {"checkpoint": {"linear": "full"}}, {"offload": {"activations"}}], ids=str)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+@pytest.mark.parametrize("place", ["attribute", "list", "buffer"])
+def test_a_model_with_a_sparse_matrix_trains_as_in_a_plain_loop(place, layout, settings):
+    def train(make_step):
+        torch.manual_seed(0)
+        model = OnGraph(place, layout)
+        step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            step(torch.randn(30, 4, dtype=torch.float64))
+        return list(model.parameters())
+
+    def plain(model, optimizer):
+        def step(x):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def wrapped(model, optimizer):
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings)
+        return lambda x: trainer.train_step(x, lambda model, x: model(x).square().mean())
+
+    torch.testing.assert_close(train(wrapped), train(plain))
