@@ -30,6 +30,7 @@ ENGINE = _engine_run_backward.__code__
 __all__ = [
     "ENGINE",
     "accumulate_gradients",
+    "asks_for_whole_backward",
     "at_end_of_backward",
     "current_backward",
     "current_node",
@@ -209,3 +210,9 @@ def _saved_without_hooks(node: Any, name: str) -> list[Any]:
         if collects:
             gc.enable()
     return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def asks_for_whole_backward(node: Any) -> bool:
+    """Return whether a node's function, written in Python, refuses a backward with given inputs."""
+    backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    return "_is_checkpoint_valid" in getattr(getattr(backward, "__code__", None), "co_names", ())

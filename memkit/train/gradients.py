@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from memkit._core.protocols import GradScaler
 from memkit._torch import foreach
+from memkit._torch.graph import asks_for_whole_backward
 from memkit._torch.optimizers import states_of_scaler
 from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradient_dtype, hooks_of
 
@@ -159,8 +160,11 @@ def graph_nodes(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    """Return whether the graph has a `checkpoint(use_reentrant=True)`, which refuses a backward with given inputs."""
-    return any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(loss))
+    """Return whether the graph has a checkpoint that refuses a backward with given inputs.
+
+    `checkpoint(use_reentrant=True)` does, and so do those of reversible networks.
+    """
+    return any(map(asks_for_whole_backward, graph_nodes(loss)))
 
 
 def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:

@@ -475,10 +475,10 @@ class Examination:
             return self._not_checked()
         if not _is_finite(whole.vectors):
             return (yield from self._judge_not_finite())
-        if not _norm(whole.vectors):
-            return self._uninformative("the gradient of the rows that were checked is zero")
         after_whole = self._written_buffers()
         found = yield from self._run_parts()
+        if not _norm(whole.vectors) and (found is None or not _norm(found[0].vectors)):
+            return self._uninformative("the gradient of the rows that were checked is zero")
         if found is None:
             if self._suspects and not self._attempt.is_out_of_memory:  # such as BatchNorm, which refuses a single row
                 return SplitVerdict(exact=False, modules=self._suspects)

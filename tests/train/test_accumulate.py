@@ -424,6 +424,55 @@ class TestSideBySide:
         got = stepped_gradient(accumulator, model, (((loss(part), len(part)), {}) for part in x.split(13)))
         assert relative_error(got, full_batch_gradient(row_loss)) <= 1e-14
 
+    @pytest.mark.parametrize("settings", [{}, {"on_oom": "raise"}, {"accumulation_steps": 2}], ids=str)
+    def test_checkpoints_of_other_libraries_that_refuse_given_inputs(self, settings):
+        """As in memcnn's reversible networks."""
+
+        class Reversed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, fn, x, *weights):
+                ctx.fn, ctx.num_weights = fn, len(weights)
+                ctx.save_for_backward(x)
+                with torch.no_grad():
+                    return fn(x)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                if not torch.autograd._is_checkpoint_valid():
+                    raise RuntimeError("not compatible with .grad()")
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                with torch.enable_grad():
+                    y = ctx.fn(x)
+                torch.autograd.backward(y, gradient)
+                return None, x.grad, *(None,) * ctx.num_weights
+
+        def train(make_step):
+            torch.manual_seed(0)
+            first, inside, last = (nn.Linear(4, 4).double() for _ in range(3))
+            model = nn.ModuleList([first, inside, last])
+            step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                step(torch.randn(8, 4, dtype=torch.float64))
+            return list(model.parameters())
+
+        def loss_fn(model, x):
+            first, inside, last = model
+            return last(Reversed.apply(inside, first(x), *inside.parameters())).square().mean()
+
+        def plain(model, optimizer):
+            def step(x):
+                loss_fn(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return step
+
+        def wrapped(model, optimizer):
+            trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings)
+            return lambda x: trainer.train_step(x, loss_fn)
+
+        torch.testing.assert_close(train(wrapped), train(plain))
+
     def test_two_optimizers_are_clipped_jointly(self):
         torch.manual_seed(0)
         a, b = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -600,6 +600,18 @@ def of_mixing_generator(nets, rows):
     return of_generator(nets, rows) + nets["G"](rows).std()
 
 
+@pytest.mark.parametrize("share", [0.98, 2.0], ids=["above", "below"])
+def test_a_whole_whose_gradient_is_zero_is_compared_with_its_parts(share):
+    """A mean that is clamped: of the whole batch it is above the limit, of a part it may be below."""
+    model, rows = net(), torch.randn(ROWS, 6)
+    limit = share * mean_square(model, rows).item()
+
+    def loss_fn(model, rows):
+        return mean_square(model, rows).clamp(max=limit)
+
+    assert check_split(model, rows, loss_fn).exact is (share > 1)
+
+
 @pytest.mark.parametrize("name", ["G", "D"])
 @pytest.mark.parametrize("loss", [of_discriminator, of_generator, of_mixing_generator])
 @pytest.mark.parametrize("before", [True, False])
