@@ -27,6 +27,7 @@ from memkit._core.code import global_names
 from memkit._core.errors import InputError, NotSimulatedError, StateError
 from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
+from memkit._simulation.dtypes import CHECKED, refuse_dtypes
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
 from memkit._torch.dispatch import (
@@ -279,6 +280,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if self.guesses.place is not None:
             is_blank = func is _aten.select.int and isinstance(args[0], FakeTensor) and args[0].constant is None
             self.guesses.selected(has_values=not is_blank)
+        if func in CHECKED:
+            refuse_dtypes(func, args)
         if types in _WITHOUT_FAKES and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
             return func(*args, **kwargs)
         if func in self._results:
