@@ -382,7 +382,8 @@ class Examination:
             return found
         if way.is_smaller:  # too few rows to overrule a larger comparison
             return verdict
-        if self._was_unequal_sorted:
+        # Real parts may each have one of the longest rows; those of the next batch need not.
+        if self._was_unequal_sorted or (way.is_real and verdict.loss == "rows"):
             return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
         return found
 

@@ -600,6 +600,20 @@ def of_mixing_generator(nets, rows):
     return of_generator(nets, rows) + nets["G"](rows).std()
 
 
+@pytest.mark.parametrize(("num_rows", "num_long"), [(16, 2), (16, 3), (64, 1), (64, 4)])
+@pytest.mark.parametrize("name", ["a share of the longest", "a mean up to the longest"])
+def test_losses_that_depend_on_the_longest_row_are_not_called_equal(name, num_rows, num_long):
+    """Both halves may have one of the longest rows: these parts are equal then, others are not."""
+    loss_fn = {
+        "a share of the longest": lambda model, b: (model(b[0][:, 0]) * (b[1] / b[1].max())[:, None]).square().mean(),
+        "a mean up to the longest": lambda model, b: model(b[0][:, : int(b[1].max())]).mean(1).square().mean(),
+    }[name]
+    lengths = torch.randint(1, 4, (num_rows,))
+    lengths[torch.randperm(num_rows)[:num_long]] = 9
+    verdict = check_split(net(), (torch.randn(num_rows, 9, 6), lengths), loss_fn)
+    assert verdict.exact is False or "of the same rows in another order do not" in verdict.reason
+
+
 @pytest.mark.parametrize("share", [0.98, 2.0], ids=["above", "below"])
 def test_a_whole_whose_gradient_is_zero_is_compared_with_its_parts(share):
     """A mean that is clamped: of the whole batch it is above the limit, of a part it may be below."""
