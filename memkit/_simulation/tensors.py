@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from memkit._core.attributes import attributes_of, has_attributes, set_attributes, slots_content
@@ -30,6 +31,7 @@ from memkit._recorder.recorder import StepPosition
 from memkit._simulation.dtypes import CHECKED, refuse_dtypes
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
+from memkit._torch.aten import overloads
 from memkit._torch.dispatch import (
     HigherOrderOperator,
     LeanDispatchMode,
@@ -282,6 +284,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             self.guesses.selected(has_values=not is_blank)
         if func in CHECKED:
             refuse_dtypes(func, args)
+        if func in _CHOOSING and any(map(_is_mask_of_bytes, args[1])):
+            args = args[0], [each.bool() if _is_mask_of_bytes(each) else each for each in args[1]], *args[2:]
         if types in _WITHOUT_FAKES and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
             return func(*args, **kwargs)
         if func in self._results:
@@ -295,6 +299,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         except DynamicOutputShapeException:
             self._num_answers += 1
             return self._selection(func, *args)
+        if _writes_to_lists(func):
+            increment_version(args[0])
         if self._has_known or func in _FINDING:
             self.note_known(func, args, out)
         return self._counted(out, func, args, kwargs) if func in _COUNTING else out
@@ -795,6 +801,17 @@ class _Looks(LeanDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _is_mask_of_bytes(index: Any) -> bool:
+    """Whether an index is a mask as it was before `torch.bool`, which kernels take and shape functions refuse."""
+    return isinstance(index, Tensor) and index.dtype is torch.uint8
+
+
+@cache
+def _writes_to_lists(func: Any) -> bool:
+    """Whether an operator writes to lists of tensors: their versions are counted by its kernels, not by autograd."""
+    return bool(schema_of(func).name.startswith("aten::_foreach_") and schema_of(func).is_mutable)
+
+
 class _Converter(FakeTensorConverter):
     """Fakes tensors that a step finds outside the replaced objects, and remembers gradients it may touch."""
 
@@ -853,6 +870,7 @@ _KEPT = {
     _aten.view.default, _aten.expand.default, _aten.squeeze.default, _aten.squeeze.dim,
     _aten.unsqueeze.default, _aten.select.int, _aten.slice.Tensor, _aten.t.default, _aten.transpose.int,
 }  # fmt: skip
+_CHOOSING = overloads("index.Tensor", "index_put.default", "index_put_.default", "_unsafe_index_put.default")
 _FINDING = frozenset({*_IS_FINITE, *_COMPARED, *_WITH_INFINITY})  # known even if their inputs are not
 
 

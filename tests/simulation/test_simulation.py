@@ -50,9 +50,9 @@ def files_of(call):
     return found
 
 
-# Three of them are `_machine/devices.py`, as the allocator's settings are those of the environment,
-# `_recorder/rehearsal.py`, as what the loss function's objects hold is restored, and `_simulation/dtypes.py`, as kernels
-# refuse dtypes that shape functions accept.
+# Three of them are `_machine/devices.py`, as the settings of the allocator are those of the environment,
+# `_recorder/rehearsal.py`, as what the objects of the loss function hold is restored, and `_simulation/dtypes.py`, as
+# kernels refuse dtypes that shape functions accept.
 @pytest.mark.parametrize(("precision", "most"), [(None, 20), ("bf16-mixed", 21)])
 def test_an_estimate_on_a_card_runs_in_few_files(precision, most):
     model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
@@ -533,3 +533,34 @@ def test_tensors_of_two_devices_are_refused_as_on_a_card(name):
 def test_tensors_of_two_devices_that_go_together_run(name):
     with mk.VirtualGPU("RTX 4090"):
         assert TOGETHER[name]().shape
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_a_backward_through_weights_that_a_step_has_changed_fails_as_on_a_card(make, foreach):
+    """As in a GAN whose generator is trained by scores from before the discriminator's step."""
+    with mk.VirtualGPU("RTX 4090"):
+        judge, maker = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda(), nn.Linear(4, 4).cuda()
+        optimizer = make(judge.parameters(), lr=0.1, foreach=foreach)
+        score = judge(maker(torch.ones(8, 4, device="cuda")))
+        score.square().mean().backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            score.mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8:UserWarning")  # torch's own
+@pytest.mark.parametrize("target", ["cpu", "RTX 4090"])
+def test_masks_of_bytes_choose_as_masks_of_booleans(target):
+    model, mask = nn.Linear(4, 4), torch.tensor([True, False, True, True, False, True])
+
+    def estimate(mask):
+        def loss_fn(model, batch):
+            x, mask = batch
+            return model(x)[mask].sum()
+
+        return mk.estimate_memory_usage(
+            model, (torch.ones(6, 4), mask), loss_fn=loss_fn, target=target, optimizer="sgd"
+        )
+
+    assert estimate(mask.byte()).peak_bytes == estimate(mask).peak_bytes
