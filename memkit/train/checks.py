@@ -12,6 +12,7 @@ import torch
 from memkit._core.errors import FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss
+from memkit._recovery.attempt import Done, unless_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,10 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
         # Metal has no float64; float32 counts exactly up to 16 million.
         weight = count.detach().to(torch.float32 if count.device.type == "mps" else torch.float64).reshape(())
         return torch.where(weight >= 0, weight, math.nan)  # for `refuse_total`
-    try:
-        number = math.nan if isinstance(count, bool | str) else float(count)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
+    number = math.nan
+    if not isinstance(count, bool | str):
+        outcome = unless_failed((TypeError, ValueError, RuntimeError), float, count)
+        number = outcome.result if isinstance(outcome, Done) else math.nan
     if isinstance(count, torch.Tensor) and count.numel() != 1:
         raise InputError(
             call,
