@@ -213,7 +213,7 @@ class MemoryEfficientTrainLoop:
             self._state.restore(**self.objects())
             if self._looks_for_unsaved:
                 data = getattr(self._loader, "dataset", None)
-                self._unsaved = UnsavedState(self._loss_fn, data, self._parts.values())
+                self._unsaved = UnsavedState(self._loss_fn, data, self._position.samplers, self._parts.values())
         self._timeline.restart()
         self._began = time.monotonic(), self.num_steps
         with self._stop, self._make_bar(num_epochs) as bar:

@@ -14,6 +14,7 @@ from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.snapshot import HeldState
 from memkit._torch.tensors import bit_sums
 from memkit.recipes.order import reading_changes
+from memkit.recipes.samplers import Samplers
 
 
 class UnsavedState:
@@ -24,11 +25,13 @@ class UnsavedState:
     Args:
         loss_fn: The loss function.
         data: The data set; None if there is none.
+        samplers: The samplers of its loader.
         saved: Objects whose state is saved; the modules among them are left out, with their children.
     """
 
-    def __init__(self, loss_fn: object, data: object, saved: Iterable[object]) -> None:
-        self._data = Attributes([data])
+    def __init__(self, loss_fn: object, data: object, samplers: Samplers, saved: Iterable[object]) -> None:
+        self._data, self._samplers = Attributes([data]), samplers
+        samplers.note()
         self._holders = _holders(Attributes([loss_fn]), saved)
         self._before = dict(self._sums())
 
@@ -58,6 +61,13 @@ class UnsavedState:
             )
         if of_data:
             warn_user(f"{call}: {reading_changes(of_data)} Way out: compute it from seed, epoch and index.")
+        if of_samplers := self._samplers.changed():
+            warn_user(
+                f"{call}: an epoch changes what a sampler of the loader keeps ({list_some(of_samplers, 3)}), and that "
+                "is not saved: a resumed run begins with it anew, and its batches differ. Way out: draw the order from "
+                "the epoch, in a sampler with set_epoch(epoch), which the loop calls, or from a torch.Generator that "
+                "the sampler holds; or give it state_dict() and load_state_dict()."
+            )
         if self._data.have_drawn():
             warn_user(
                 f"{call}: the data set has drawn from a random generator of its own, and that is not saved: a resumed "
