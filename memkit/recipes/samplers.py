@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
 from memkit._core.printable import counted
 from memkit._core.protocols import ResumableOrder, Stateful
 from memkit._machine import random_state
+from memkit._recorder.rehearsal import Attributes
 
 _PLAIN = (bool, int, float, str)
 _SAMPLERS, _LOADERS = ("sampler", "batch_sampler"), ("loader", "dataloader")
 
 
+def held_apart(roots: Sequence[object]) -> Attributes:
+    """Return what functions and modules hold, but for loaders and their data, which are looked at by themselves."""
+    return Attributes(roots, except_for=(Dataset, DataLoader, Sampler))
+
+
 class Samplers:
     """The samplers of a loader, at any depth, with the loaders around them.
 
-    Saved are the torch generators that they hold, and what a sampler's own ``state_dict`` returns.
+    Saved are the torch generators that they, and their ``collate_fn``, hold, and what a sampler's own ``state_dict``
+    returns.
 
     Args:
         loader: The loader.
+
+    Attributes:
+        collate_fns: The user's functions that make batches.
     """
 
     def __init__(self, loader: Any) -> None:
         nodes = list(_nodes_of(loader, set()))
+        found = [getattr(node, "collate_fn", None) for node, _ in nodes]
+        self.collate_fns = [each for each in found if not getattr(each, "__module__", "torch.").startswith("torch.")]
         held = [each for node, _ in nodes for each in attributes_of(node).values() if isinstance(each, torch.Generator)]
+        held += held_apart(self.collate_fns).torch_generators()
         own = {id(each): each for each in held if each is not torch.default_generator}
         self._generators: list[torch.Generator] = list(own.values())
         samplers = [node for node, is_sampler in nodes if is_sampler and not isinstance(node, ResumableOrder)]
@@ -48,7 +61,11 @@ class Samplers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`, into a loader built like the saved one."""
+        """Restore `state_dict`, into a loader built like the saved one.
+
+        Warns:
+            MemkitWarning: It has other generators and samplers; nothing is restored.
+        """
         saved, present = (
             (len(state["generators"]), len(state["samplers"])),
             (len(self._generators), len(self._stateful)),
