@@ -75,21 +75,28 @@ def check_spent_graph(error: RuntimeError, *, call: str, is_in_loop: bool = Fals
     """
     if _SPENT not in str(error):
         return
-    what = "a loss whose graph another backward() has used already"
+    what = (
+        "a loss whose graph another backward() has used already: that of an earlier micro-batch, if the model carries "
+        "tensors from call to call, or an inner one"
+    )
+    carried = (
+        "reset what the model carries, such as the membranes of a spiking network, before its first call for each "
+        "micro-batch"
+    )
     if is_in_loop:
         raise StateError(
             call,
             got=what,
             expected="a loss computed inside `with attempt as micro:` from the model and the micro-batch",
-            fix="compute there everything that has gradients: "
+            fix=f"{carried}; compute there everything that has gradients: "
             "`trainer.backward(criterion(model(micro[0]), micro[1]))`.",
         ) from error
     raise StateError(
         call,
         got=what,
         expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
-        fix="remove loss.backward() from loss_fn, and compute inside loss_fn everything that has gradients: "
-        "`return criterion(model(batch[0]), batch[1])`.",
+        fix=f"{carried}, in loss_fn; remove loss.backward() from loss_fn, and compute inside loss_fn everything that "
+        "has gradients: `return criterion(model(batch[0]), batch[1])`.",
     ) from error
 
 
