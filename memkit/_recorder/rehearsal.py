@@ -93,6 +93,7 @@ _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
 _WRAPPERS = (collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, UserState, *_WEAK)
 _OPTIMIZING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _WORDS = frozenset({bool, int, float, str, type(None)})
+_COUNTED = frozenset({bool, int, float, str})
 _RESULTS = frozenset({Tensor, np.ndarray, tuple, list, dict, *_WORDS})
 _WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
 # Internals of every module; a forward does not change them.
@@ -957,6 +958,37 @@ class Attributes:
         others = [f"{num_others} of its lists, dicts, arrays and tensors"] if num_others else []
         return [*sorted(names), *others]
 
+    def changed_numbers(self, except_for: Container[int] = ()) -> list[str]:
+        """Return the names of numbers and words that have changed, and of NumPy's and Python's generators that drew.
+
+        Args:
+            except_for: Ids of objects whose attributes do not count.
+        """
+        names = set[str]()
+        for owner, before in self._owners:
+            if id(owner) not in except_for and not isinstance(owner, types.FunctionType):
+                now, kind = self._attributes_of(owner), type(owner)
+                missing = {name: getattr(kind, name, None) for name in now.keys() - before.keys()}  # a count in a class
+                both = (missing | before).items()
+                names |= {f"{kind.__name__}.{name}" for name, each in both if _is_another_number(each, now.get(name))}
+        for each in self._variables:
+            if _is_another_number(each.value, each.now):
+                names.add(f"the variable {each.name}")
+        for generator, state in self._generators:
+            is_saved = isinstance(generator, torch.Generator)
+            if not (is_saved or random_state.is_same_state(random_state.generator_state(generator), state)):
+                names.add(f"a {type(generator).__name__}")
+        return sorted(names)
+
+    def owners(self) -> list[object]:
+        """Return the objects whose attributes were saved."""
+        return [owner for owner, _ in self._owners]
+
+    def torch_generators(self) -> list[torch.Generator]:
+        """Return torch's generators, but for the global one, in the order in which they are found."""
+        found = [each for each, _ in self._generators if isinstance(each, torch.Generator)]
+        return [each for each in found if each is not torch.default_generator]
+
     def hold(self, value: object) -> bool:
         """Whether an object is among the roots or what they hold."""
         return id(value) in self._seen
@@ -1052,7 +1084,8 @@ class _Variable:
     value: Any
 
     @property
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """Its present value."""
         if isinstance(self.place, dict):
             return self.place.get(self.name, _UNSET)
         if isinstance(self.place, type):
@@ -1060,7 +1093,7 @@ class _Variable:
         return _content_of(self.place)
 
     def has_changed(self) -> bool:
-        return self._now is not self.value
+        return self.now is not self.value
 
     def restore(self) -> None:
         if not self.has_changed():
@@ -1309,6 +1342,11 @@ def _is_equal(one: object, other: object) -> bool:
         return True
     is_shape = isinstance(one, tuple) and all(type(each) in _WORDS for each in one)
     return type(one) is type(other) and (type(one) in _WORDS or is_shape) and bool(one == other)
+
+
+def _is_another_number(one: object, other: object) -> bool:
+    """Whether both are numbers, or both are words, and differ; None is neither: a value that is read once stays."""
+    return type(one) is type(other) and type(one) in _COUNTED and one != other
 
 
 def _refill(container: Any, copy: Any) -> None:

@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, final
 
+import torch
 from torch import nn
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, warn_user
+from memkit._core.printable import counted
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
@@ -22,6 +24,7 @@ from memkit.memory.summary import memory_figures
 from memkit.recipes.loss_state import UnsavedState, undone_in_loss
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
+from memkit.recipes.samplers import held_apart
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_line
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
@@ -213,7 +216,9 @@ class MemoryEfficientTrainLoop:
             self._state.restore(**self.objects())
             if self._looks_for_unsaved:
                 data = getattr(self._loader, "dataset", None)
-                self._unsaved = UnsavedState(self._loss_fn, data, self._parts.values())
+                self._unsaved = UnsavedState(
+                    self.trainer.model, self._loss_fn, data, self._position.samplers, self._parts.values()
+                )
         self._timeline.restart()
         self._began = time.monotonic(), self.num_steps
         with self._stop, self._make_bar(num_epochs) as bar:
@@ -275,6 +280,7 @@ class MemoryEfficientTrainLoop:
             "num_steps": self.num_steps,
             "validated_at": self._validated_at,
             "position": self._position.state_dict(),
+            "generators": [each.get_state() for each in self._generators()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -294,8 +300,22 @@ class MemoryEfficientTrainLoop:
                 "state=mk.TrainingStateManager(...) to the loop, which resumes by itself.",
             )
         self._position.load_state_dict(state["position"])
+        generators, states = self._generators(), state["generators"]
+        if len(generators) == len(states):
+            for generator, each in zip(generators, states, strict=True):
+                generator.set_state(each)
+        else:
+            warn_user(
+                f"{_CALL}: the state was saved with {counted(len(states), 'generator')} of the model and loss_fn, and "
+                f"now they hold {len(generators)}: these are left as they are, and what they draw differs from a run "
+                "that was not stopped. Way out: build the model and loss_fn as they were when the state was saved."
+            )
         self.num_steps = self._saved_at = state["num_steps"]
         self._validated_at = state["validated_at"]
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators, but for the global ones, that the model and the loss function draw from."""
+        return held_apart([self.trainer.model, self._loss_fn]).torch_generators()
 
     def _run_epoch(self, bar: Any) -> None:
         batches, timeline = self._position.batches(), self._timeline

@@ -22,9 +22,10 @@ from memkit.recipes.order import (
     plain_attributes,
     tell_epoch,
 )
+from memkit.recipes.samplers import Samplers
 from memkit.recipes.state.ranks import RankGroup
 
-_VERSION = 3
+_VERSION = 4
 
 
 class Position:
@@ -32,13 +33,15 @@ class Position:
 
     A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) resumes at once. Any
     other loader is replayed: the random state of the epoch's start is restored, the loader starts the same epoch, its
-    first batches are skipped, and the current random state is restored. Samplers and datasets with a ``set_epoch`` are
-    told the epoch, at any depth.
+    first batches are skipped, and the current random state is restored; so are the generators of the loader's samplers,
+    and what a sampler's ``state_dict`` holds. Samplers and datasets with a ``set_epoch`` are told the epoch, at any
+    depth.
 
     Args:
         loader: The batches of an epoch; a `ResumableLoader` is replaced by the DataLoader inside it.
 
     Attributes:
+        samplers: The samplers of the loader.
         epoch: Number of finished epochs.
         num_batches: Number of finished batches of the current epoch.
     """
@@ -48,7 +51,7 @@ class Position:
         check_samples(self._loader)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
         self._order = batch_sampler if isinstance(batch_sampler, ResumableOrder) else None
-        self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
+        self.samplers = Samplers(self._loader)
         self._start: dict[str, Any] | None = None  # random state at the start of the epoch, as plain types
         self.epoch = self.num_batches = self._num_loads = 0
         self._counts: dict[str, Any] = {}  # of the dataset, when the epoch began
@@ -83,15 +86,11 @@ class Position:
         tell_epoch(self._loader, self.epoch)
         self._counts = self._plain_attributes()
         if self.num_batches == 0 or self._start is None:
-            self._start = {
-                "random": random_state.capture().state_dict(),
-                "generator": self._generator.get_state() if self._generator else None,
-            }
+            self._start = {"random": random_state.capture().state_dict(), "samplers": self.samplers.state_dict()}
             return self._iterate()
         now = random_state.capture()
         random_state.restore(random_state.RandomState.from_state_dict(self._start["random"]))
-        if self._generator and self._start["generator"] is not None:
-            self._generator.set_state(self._start["generator"])
+        self.samplers.load_state_dict(self._start["samplers"])
         batches = self._iterate()
         if self._order is None:
             for _ in itertools.islice(batches, self.num_batches):
@@ -130,10 +129,10 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types and tensors."""
-        generator = self._generator.get_state() if self._generator and not self.num_batches else None
         return {
             "version": _VERSION,
-            "generator": generator,  # between two epochs: the next epoch begins with it
+            # Between two epochs: the next epoch begins with it.
+            "samplers": None if self.num_batches else self.samplers.state_dict(),
             "epoch": self.epoch,
             "num_batches": self.num_batches,
             "start": self._start,
@@ -154,5 +153,5 @@ class Position:
             self._order.load_state_dict(state["order"])
         elif self.num_batches:
             self._tell_of_other_ranks(state["num_ranks"])
-        if self._generator and state["generator"] is not None:
-            self._generator.set_state(state["generator"])
+        if state["samplers"] is not None:
+            self.samplers.load_state_dict(state["samplers"])

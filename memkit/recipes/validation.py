@@ -17,6 +17,7 @@ from memkit._core.settings import Checker, check_version
 from memkit._core.words import guided
 from memkit._gradients.loss import call_loss_fn
 from memkit._machine import random_state
+from memkit._recovery.attempt import Done, unless_failed
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Mean, Reducer, WeightedMean
 from memkit.recipes.words import MONITOR_ABSENT, MONITOR_WORDS
@@ -116,15 +117,15 @@ class ValidationMonitor:
             ConfigError: The step is not a whole number, 0 or more.
         """
         at = len(self.history) + 1 if step is None else Checker(f"{_CALL}.update(value, step)").whole("step", step)
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        outcome = unless_failed((TypeError, ValueError, RuntimeError), float, value)
+        if not isinstance(outcome, Done):
             raise InputTypeError(
                 f"{_CALL}.update(value)",
                 got=described(value) if isinstance(value, Tensor) else repr(value),
                 expected=f"a number, the figure {self.metric!r} of a validation",
                 fix=_value_fix(value, self.metric),
-            ) from error
+            ) from outcome.error
+        number = outcome.result
         self.history.append((at, number))
         is_best = not math.isnan(number) and (self.best is None or self._gain(number, self.best) > self.min_delta)
         if is_best:

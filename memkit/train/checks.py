@@ -12,6 +12,7 @@ import torch
 from memkit._core.errors import FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss
+from memkit._recovery.attempt import Done, unless_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +75,28 @@ def check_spent_graph(error: RuntimeError, *, call: str, is_in_loop: bool = Fals
     """
     if _SPENT not in str(error):
         return
-    what = "a loss whose graph another backward() has used already"
+    what = (
+        "a loss whose graph another backward() has used already: that of an earlier micro-batch, if the model carries "
+        "tensors from call to call, or an inner one"
+    )
+    carried = (
+        "reset what the model carries, such as the membranes of a spiking network, before its first call for each "
+        "micro-batch"
+    )
     if is_in_loop:
         raise StateError(
             call,
             got=what,
             expected="a loss computed inside `with attempt as micro:` from the model and the micro-batch",
-            fix="compute there everything that has gradients: "
+            fix=f"{carried}; compute there everything that has gradients: "
             "`trainer.backward(criterion(model(micro[0]), micro[1]))`.",
         ) from error
     raise StateError(
         call,
         got=what,
         expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
-        fix="remove loss.backward() from loss_fn, and compute inside loss_fn everything that has gradients: "
-        "`return criterion(model(batch[0]), batch[1])`.",
+        fix=f"{carried}, in loss_fn; remove loss.backward() from loss_fn, and compute inside loss_fn everything that "
+        "has gradients: `return criterion(model(batch[0]), batch[1])`.",
     ) from error
 
 
@@ -104,10 +112,10 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
         # Metal has no float64; float32 counts exactly up to 16 million.
         weight = count.detach().to(torch.float32 if count.device.type == "mps" else torch.float64).reshape(())
         return torch.where(weight >= 0, weight, math.nan)  # for `refuse_total`
-    try:
-        number = math.nan if isinstance(count, bool | str) else float(count)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
+    number = math.nan
+    if not isinstance(count, bool | str):
+        outcome = unless_failed((TypeError, ValueError, RuntimeError), float, count)
+        number = outcome.result if isinstance(outcome, Done) else math.nan
     if isinstance(count, torch.Tensor) and count.numel() != 1:
         raise InputError(
             call,

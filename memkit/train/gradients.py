@@ -15,7 +15,7 @@ from memkit._core.protocols import GradScaler
 from memkit._torch import foreach
 from memkit._torch.graph import asks_for_whole_backward
 from memkit._torch.optimizers import states_of_scaler
-from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradient_dtype, hooks_of
+from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradient_dtype, gradient_marks, hooks_of
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -194,6 +194,30 @@ def gradients_set_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in held:
             parameter.grad = gradient
+
+
+class HeldGradients:
+    """The parameters' gradients as they are now, without copies, to tell and undo what a nested backward does to them.
+
+    Args:
+        parameters: The parameters.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        # With references: the `id` of a gradient that is gone would come again.
+        self._held = [(each, each.grad) for each in parameters]
+        self._marks = gradient_marks(each for each, _ in self._held)
+
+    def are_same(self) -> bool:
+        """Return whether no gradient was replaced or written to since."""
+        return gradient_marks(each for each, _ in self._held) == self._marks
+
+    def restore(self) -> bool:
+        """Put the gradients back; return False if one was written to, so that its values are gone."""
+        for parameter, gradient in self._held:
+            if parameter.grad is not gradient:
+                set_gradient(parameter, gradient)
+        return self.are_same()
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:

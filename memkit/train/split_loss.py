@@ -6,19 +6,26 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.errors import (
+    ConfigError,
+    InputError,
+    InputTypeError,
+    MemkitOutOfMemoryError,
+    StateError,
+    warn_user,
+)
 from memkit._core.protocols import Uncopied
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit._gradients.captured import named_tensors
 from memkit._gradients.loss import Loss, LossFn, check_loss_fn, detached, read_loss, run_loss_fn
 from memkit._gradients.streamed import accumulator_dtype, catch_gradients, with_gradients, without_hooks
-from memkit._recovery.attempt import insist
+from memkit._recovery.attempt import Failure, insist
 from memkit._recovery.batch import Attempt
 from memkit._torch.graph import inputs_of
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
@@ -26,7 +33,13 @@ from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.checks import check_loss, check_spent_graph, read_count
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
-from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
+from memkit.train.gradients import (
+    HeldGradients,
+    gradients_set_aside,
+    graph_nodes,
+    has_reentrant_checkpoint,
+    have_gradients,
+)
 from memkit.train.models import device_of, may_recover_alone
 from memkit.train.owners import refuse_trainer
 from memkit.train.remedies import Remedies, RemedyName
@@ -42,6 +55,10 @@ _CODE: dict[RemedyName, str] = {
 }
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear", "Embedding")
 _CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
+_INNER_BACKWARD = (
+    "add the inner loss to the one that loss_fn returns, `return loss + auxiliary`; for the gradient of an input write "
+    "torch.autograd.grad(loss, inputs) in place of loss.backward()."
+)
 
 
 @guided(
@@ -184,7 +201,8 @@ class SplitLoss(Uncopied):
             InputError: The loss is not a scalar with a graph; or trains a parameter outside the model, a tensor of the
                 batch or one that ``loss_fn`` names; or holds a reentrant checkpoint; or only some parts have a count.
             InputTypeError: ``loss_fn`` is not callable, or does not return a tensor.
-            StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
+            StateError: A part of the batch changes ``.grad``: ``loss_fn`` calls ``backward()`` or ``zero_grad()``
+                itself. Or, in backward, ``create_graph=True``: the graphs of the parts are gone.
         """
         check_loss_fn(loss_fn, batch, call=f"{_CALL}(model)")
         self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
@@ -233,13 +251,16 @@ class SplitLoss(Uncopied):
                 if isinstance(attempt, CheckAttempt):
                     self._run_check(attempt, loss_fn)
                     continue
+                held = HeldGradients(total.parameters)
                 with attempt as micro:
                     try:
-                        self._add(total, attempt, micro, loss_fn, leaves=None if is_checked else leaves)
+                        self._add(total, attempt, micro, loss_fn, held, leaves=None if is_checked else leaves)
                     except RuntimeError as error:
                         check_spent_graph(error, call=_CALL_LOSS)
                         raise
                     attempt.is_added = is_checked = True
+                if attempt.failure is not None:
+                    _put_back(held, attempt.failure)
         finally:
             self.is_checking, self._driver.current, watch.loss_fn = False, None, None
         self.sizes, self.outputs = run.sizes, tuple(loss.outputs for loss in run.losses())
@@ -254,10 +275,21 @@ class SplitLoss(Uncopied):
         self.is_checking = False
 
     def _add(
-        self, total: _Total, attempt: Attempt, micro: Any, loss_fn: LossFn, *, leaves: dict[int, str] | None
+        self,
+        total: _Total,
+        attempt: Attempt,
+        micro: Any,
+        loss_fn: LossFn,
+        held: HeldGradients,
+        *,
+        leaves: dict[int, str] | None,
     ) -> None:
         # A separate function: when it fails, its frame releases every tensor.
         loss, count = self._evaluate(micro, loss_fn)
+        # What a backward() inside loss_fn leaves in .grad is that of a plain loop, if the batch is whole.
+        if attempt.size != attempt.batch_size and not held.are_same():
+            held.restore()
+            _refuse_inner_backward()
         check_loss(loss.value, call=_CALL_LOSS)
         if leaves is not None:
             _check_graph(loss.value, total.parameters, leaves)
@@ -332,8 +364,11 @@ class _Total:
         if weight:
             root = loss.value.reshape(())
             slope = torch.full_like(root, weight) * scale
-            with without_hooks(self.parameters):  # they run once, on the batch's gradient
+            # The hooks run once, on the batch's gradient.
+            with without_hooks(self.parameters), gradients_set_aside(self.parameters):
                 catch_gradients(root, slope, self.parameters, self._catch)
+                if have_gradients(self.parameters):  # the backward of a reversible block adds its own to .grad
+                    self._catch_accumulated()
             value = root.detach().to(accumulator_dtype(root.dtype)) * weight
             self._value = value if self._value is None else self._value + value
             self.is_torn = False
@@ -351,6 +386,11 @@ class _Total:
         else:
             self._gradients[i] = before.to(accumulator_dtype(before.dtype)).add_(gradient)
 
+    def _catch_accumulated(self) -> None:
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._catch(i, parameter.grad)
+
     def as_loss(self, scale: float | torch.Tensor) -> torch.Tensor:
         """Return a loss whose backward hands the gradient over."""
         if self._value is None:  # the total weight is zero; other ranks still wait for a gradient
@@ -361,6 +401,29 @@ class _Total:
         value, gradients = self._value * scale, [self._gradients[i] for i in reached]
         loss = with_gradients(lambda _: (value, gradients), [self.parameters[i] for i in reached], call=_CALL)
         return loss * ((self._unit / (self._count or 1.0) if self._count is not None else 1.0) / scale)
+
+
+def _put_back(held: HeldGradients, failure: Failure) -> None:
+    """Undo what a backward() inside a failed attempt's loss_fn has left in the gradients."""
+    if held.are_same() or held.restore():
+        return
+    raise MemkitOutOfMemoryError(
+        _CALL_LOSS,
+        got="out of memory after a backward() inside loss_fn had added to gradients that were there before: "
+        f"{failure.description}",
+        expected="gradients that an attempt leaves as they were, so that the batch can run again",
+        fix=_INNER_BACKWARD,
+    ) from failure.error
+
+
+def _refuse_inner_backward() -> NoReturn:
+    raise StateError(
+        _CALL_LOSS,
+        got="a loss_fn that changes the parameters' .grad itself, by an inner backward() or zero_grad(): each "
+        "micro-batch would do so with the weight of the whole batch",
+        expected="gradients that only SplitLoss adds up",
+        fix=_INNER_BACKWARD,
+    )
 
 
 def _list_modules(model: object) -> list[nn.Module]:

@@ -370,7 +370,7 @@ def test_settings_are_checked(tmp_path):
     loop, _ = make(val_loader=loader_of(16), monitor=ValidationMonitor(metric="iou", mode="max"))
     with pytest.raises(ValueError, match=r"a validation of loss; expected a validation with the figure 'iou'"):
         loop.run()
-    with pytest.raises(mk.errors.FileFormatError, match=r"version 9; expected version 3"):
+    with pytest.raises(mk.errors.FileFormatError, match=r"version 9; expected version 4"):
         loop.load_state_dict(loop.state_dict() | {"position": {"version": 9}})
 
 

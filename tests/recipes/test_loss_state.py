@@ -180,3 +180,99 @@ def test_a_validation_by_the_loss_changes_nothing_in_it():
     (expected, plain), (found, beside_it) = run(validates=False), run(validates=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert (beside_it.calls, beside_it.seen) == (plain.calls, plain.seen) == (9, [8] * 9)
+
+
+class Annealed(nn.Linear):
+    """A forward that depends on its own count of calls, or draws from a generator of its own."""
+
+    def __init__(self, kind):
+        super().__init__(1, 1, dtype=torch.float64)
+        self.kind, self.count, self.generator = kind, 0, torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        if self.kind == "model's count":
+            self.count += 1
+        if self.kind == "model's generator":
+            x = x * torch.rand(1, generator=self.generator, dtype=torch.float64)
+        return super().forward(x) * (1 + self.count)
+
+
+class WithState(Annealed):
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+class Annealing:
+    """The same for a loss function."""
+
+    def __init__(self, kind):
+        self.kind, self.count, self.generator = kind, 0, torch.Generator().manual_seed(0)
+
+    def __call__(self, model, batch):
+        if self.kind == "loss's count":
+            self.count += 1
+        noise = torch.rand(1, generator=self.generator, dtype=torch.float64) if self.kind == "loss's generator" else 1
+        return (model(batch) * noise).square().mean() * (1 + self.count)
+
+
+def annealed(folder, kind, num_epochs, make=Annealed):
+    torch.manual_seed(0)
+    model, generator, count = make(kind), torch.Generator().manual_seed(0), 0
+
+    def collate(rows):
+        nonlocal count
+        count += kind == "collate_fn's count"
+        drawn = torch.rand(1, generator=generator, dtype=torch.float64) if kind == "collate_fn's generator" else count
+        return torch.stack(rows) + drawn
+
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 1e-4))
+    data = list(torch.arange(16, dtype=torch.float64).view(16, 1))
+    loader = DataLoader(data, 4, shuffle=True, collate_fn=collate)
+    with mk.TrainingStateManager(folder) as state:
+        loop = mk.MemoryEfficientTrainLoop(trainer, loader, Annealing(kind), state=state, progress=False)
+        loop.run(num_epochs=num_epochs)
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("kind", ["model's generator", "loss's generator", "collate_fn's generator"])
+def test_generators_go_on_in_a_resumed_run(kind, tmp_path):
+    whole = annealed(tmp_path / "whole", kind, 3)
+    annealed(tmp_path / "parts", kind, 1)
+    torch.testing.assert_close(annealed(tmp_path / "parts", kind, 3), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("model's count", "Annealed.count"),
+        ("loss's count", "Annealing.count"),
+        ("collate_fn's count", "the variable count"),
+    ],
+)
+def test_numbers_that_no_state_has_are_told_of(kind, name, tmp_path):
+    with pytest.warns(
+        mk.MemkitWarning, match=rf"training has changed what the model, .* keeps \({name}\), and that is"
+    ):
+        annealed(tmp_path, kind, 1)
+
+
+def test_a_count_in_the_extra_state_is_saved(tmp_path):
+    """The way out of the warning."""
+    whole = annealed(tmp_path / "whole", "model's count", 3, WithState)
+    annealed(tmp_path / "parts", "model's count", 1, WithState)
+    torch.testing.assert_close(annealed(tmp_path / "parts", "model's count", 3, WithState), whole, rtol=0, atol=0)
+
+
+def test_a_model_with_other_generators_is_told_of(tmp_path):
+    annealed(tmp_path, "nothing", 1)
+
+    def without(kind):
+        model = Annealed(kind)
+        del model.generator
+        return model
+
+    with pytest.warns(mk.MemkitWarning, match="with 2 generators of the model and loss_fn, and now they hold 1"):
+        annealed(tmp_path, "nothing", 2, without)

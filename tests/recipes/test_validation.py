@@ -10,7 +10,7 @@ import memkit as mk
 from memkit.recipes.validation import ValidationMonitor, rows_of_loss, validate
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
-from tests.toys import SmallRoom, mean_square, trainer_of
+from tests.toys import SmallRoom, mean_square, out_of_memory, trainer_of
 
 
 def test_best_patience_and_plateau():
@@ -173,3 +173,19 @@ def test_the_random_state_is_left_alone_and_no_batch_is_an_error():
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(mk.errors.InputError, match="an iterator is exhausted"):
         run(trainer, iter(()), lambda model, rows: {"mean": model(rows)})
+
+
+class OutWhenRead:
+    """A figure on a card whose kernels ran out of memory: reading it reports that."""
+
+    def __float__(self):
+        out_of_memory()
+
+
+@pytest.mark.parametrize("read", ["monitor", "state"])
+def test_out_of_memory_while_a_figure_is_read_is_not_called_a_wrong_figure(read, tmp_path):
+    with pytest.raises(torch.OutOfMemoryError):
+        if read == "monitor":
+            ValidationMonitor().update(OutWhenRead())
+        else:
+            mk.TrainingStateManager(tmp_path).save(1, model=nn.Linear(1, 1), metric=OutWhenRead())

@@ -464,3 +464,100 @@ def test_path_length_penalty_alone(num_microbatches):
     if num_microbatches > 1:
         split = mk.SplitLoss(model, num_microbatches=num_microbatches)
         assert_refused(lambda: split(z, mixing_penalty), mk.errors.ConfigError, "is off by")
+
+
+def loss_with_inner_backward(model, batch):
+    """The auxiliary term is accumulated by the function itself."""
+    model(batch[0]).square().mean().backward()
+    return square_error(model, batch)
+
+
+@pytest.mark.parametrize("start", [None, 0.25])
+def test_inner_backward_is_the_plain_loops_or_refused(start):
+    plain, model = make().eval(), make().eval()
+    for each in (plain, model):
+        for parameter in each.parameters():
+            parameter.grad = None if start is None else torch.full_like(parameter, start)
+    before = copy.deepcopy(gradients(model))
+    refusal = mk.errors.StateError, "inner backward", "return loss + auxiliary"
+    if start is None:
+        assert_refused(lambda: mk.SplitLoss(model, num_microbatches=2)(rows(), loss_with_inner_backward), *refusal)
+        assert_same(gradients(model), before)
+    loss_with_inner_backward(plain, rows()).backward()
+    mk.SplitLoss(model)(rows(), loss_with_inner_backward).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("start", [None, 0.25])
+def test_a_failed_attempt_leaves_no_gradient_of_an_inner_backward(start):
+    is_out = iter([True])
+
+    def loss_fn(model, batch):
+        if next(is_out, False):
+            model(batch[0]).square().mean().backward()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return square_error(model, batch)
+
+    model = make().eval()
+    for parameter in model.parameters():
+        parameter.grad = None if start is None else torch.full_like(parameter, start)
+    split = mk.SplitLoss(model, probe=False)
+    if start is not None:  # the inner backward has written into it
+        assert_refused(lambda: split(rows(), loss_fn), mk.errors.MemkitOutOfMemoryError, "gradients that were there")
+        return
+    with pytest.warns(mk.MemkitWarning, match="out of memory"):
+        split(rows(), loss_fn).backward()
+    want = make().eval()
+    square_error(want, rows()).backward()
+    assert_same(gradients(model), gradients(want), 1e-14)
+
+
+def test_zeroing_after_an_attack_by_backward_is_no_change():
+    """TRADES: the attack's backward reaches the parameters, whose gradients the function zeroes."""
+
+    def loss_fn(model, batch):
+        x = batch[0].clone().requires_grad_()
+        model(x).square().sum().backward()
+        model.zero_grad()
+        return square_error(model, (batch[0] + 0.1 * x.grad.sign(), batch[1]))
+
+    want, model = make().eval(), make().eval()
+    loss_fn(want, rows()).backward()
+    mk.SplitLoss(model, num_microbatches=3)(rows(), loss_fn).backward()
+    assert_same(gradients(model), gradients(want), 1e-14)
+
+
+class BackwardInside(torch.autograd.Function):
+    """A reversible block, as several libraries write it: its backward runs another one, which accumulates."""
+
+    @staticmethod
+    def forward(ctx, x, block, *weights):
+        ctx.block, ctx.num_weights = block, len(weights)
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, slope)
+        return x.grad, None, *[None] * ctx.num_weights
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("start", [None, 0.25])
+def test_gradients_of_reversible_blocks_are_those_of_the_loss(num_microbatches, start):
+    def loss_fn(model, batch):
+        x = BackwardInside.apply(model[:2](batch[0]), model[2], *model[2].parameters())
+        return mk.Loss(sum=(x - batch[1]).square().sum(), count=2 * len(x))
+
+    plain, model = (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        for parameter in each.parameters():
+            parameter.grad = None if start is None else torch.full_like(parameter, start)
+    (loss_fn(plain, rows()).average() * 0.5).backward()
+    (mk.SplitLoss(model, num_microbatches=num_microbatches)(rows(), loss_fn) * 0.5).backward()
+    assert_same(gradients(model), gradients(plain), 1e-14)

@@ -167,3 +167,38 @@ def test_an_optimizer_that_differentiates_the_gradients_is_refused_with_a_way_ou
     optimizer.zero_grad()
     with mk.Checkpointing(model, {"0": "full", "1": "full"}):
         torch.testing.assert_close(step_by_hand(model, optimizer), expected)
+
+
+class Membrane(nn.Module):
+    """A spiking neuron: its potential goes from call to call, with its graph, until somebody resets it."""
+
+    potential = 0.0
+
+    def forward(self, x):
+        self.potential = self.potential + (x - self.potential) / 2
+        return torch.sigmoid(self.potential - 1)
+
+
+def test_a_graph_that_is_carried_between_micro_batches_is_named_and_its_way_out_is_exact():
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Membrane(), nn.Linear(8, 2)).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model, x):
+        return sum(model(x) for _ in range(3)).square().mean()
+
+    def reset_and_loss(model, x):
+        model[1].potential = 0.0
+        return loss_fn(model, x)
+
+    x = torch.randn(8, 4, dtype=torch.float64)
+    plain, optimizer = make()
+    loss_fn(plain, x).backward()
+    optimizer.step()
+    model, optimizer = make()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)
+    with pytest.raises(mk.errors.StateError, match=r"carries tensors from call to call.*Way out: reset what the model"):
+        trainer.train_step(x, loss_fn)
+    trainer.train_step(x, reset_and_loss)
+    torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-13, atol=1e-13)

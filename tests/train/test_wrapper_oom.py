@@ -533,3 +533,38 @@ def test_an_evaluation_puts_back_what_its_forward_puts_back(failing):
         for number in range(1, 4):
             FAILURES["left"] = iter([1] if number == failing else [])
             torch.testing.assert_close(evaluate(x, lambda model, rows: model(rows)), right)
+
+
+def counted_loss(model, micro):
+    x, y, valid = micro
+    return mk.Loss(mean=(model(x) - y).square()[valid].mean(), count=valid.sum())
+
+
+def step_with_counts(step, *places):
+    torch.manual_seed(1)
+    model = nn.Linear(6, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(ROWS, 6).double(), torch.randn(ROWS, 1).double(), torch.arange(ROWS) % 4 > 0
+    with FailingOperator(*places) as fault:
+        step(model, optimizer, batch)
+    return model.weight.detach(), fault
+
+
+def test_a_count_whose_reading_fails_is_no_bad_count():
+    """An out-of-memory is a RuntimeError, too; kernels that ran before may report it when a number is read."""
+
+    def step_plainly(model, optimizer, batch):
+        counted_loss(model, batch).average().backward()
+        optimizer.step()
+
+    def step(model, optimizer, batch):
+        mk.MemoryEfficientTrainingWrapper(model, optimizer).train_step(batch, counted_loss)
+
+    plain, _ = step_with_counts(step_plainly)
+    _, fault = step_with_counts(step)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*out of memory", mk.MemkitWarning)
+        for place in range(1, fault.num_operators + 1):
+            weight, again = step_with_counts(step, place)
+            torch.testing.assert_close(weight, plain)
+            assert again.num_failures == 1

@@ -19,6 +19,7 @@ from memkit._core.protocols import Closing, Uncopied
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
 from memkit._machine import random_state
+from memkit._recovery.attempt import Done, unless_failed
 from memkit.recipes.state.files import (
     LARGEST_STEP,
     Draft,
@@ -413,15 +414,17 @@ def _as_step(step: object) -> int:
 
 def _as_metric(step: object, metric: object) -> float | None:
     """Return the metric as a float."""
-    try:
-        return None if metric is None else float(metric)  # type: ignore[arg-type] # non-numbers are refused here
-    except (TypeError, ValueError, RuntimeError):
-        raise InputTypeError(
-            f"TrainingStateManager.save({step!r}, metric=...)",
-            got=type(metric).__name__,
-            expected="a number, or a tensor with one",
-            fix="pass metric=loss.item(), or omit metric.",
-        ) from None
+    if metric is None:
+        return None
+    outcome = unless_failed((TypeError, ValueError, RuntimeError), float, metric)  # non-numbers are refused here
+    if isinstance(outcome, Done):
+        return outcome.result
+    raise InputTypeError(
+        f"TrainingStateManager.save({step!r}, metric=...)",
+        got=type(metric).__name__,
+        expected="a number, or a tensor with one",
+        fix="pass metric=loss.item(), or omit metric.",
+    )
 
 
 def _check_which(which: object) -> None:
