@@ -58,6 +58,7 @@ _TENSOR = object()  # stands for a tensor when only the structure is kept
 _ONE_TENSOR = pytree.tree_flatten(_TENSOR)
 # In torch's errors of torch.autograd.grad, Tensor.register_hook and Tensor.retain_grad.
 _WITHOUT_GRAPH = ("does not require grad", "doesn't require gradient", "has requires_grad=False")
+_FEW_ROWS = 3  # of two, an order or a place is often right by chance
 _SAME_OPERATORS = "make the function depend on its arguments alone, or pass chunk_size=4096, which keeps nothing."
 
 
@@ -342,21 +343,24 @@ class ChunkedCall:
         if not self.check:
             return
         size = self.size if isinstance(self.size, int) else NUM_PROBED
-        if size > 1:
-            self._draws_for_all = self._check_rows(inputs, min(NUM_PROBED, self._num_rows, size))
-            return
-        # One row alone shows nothing; but the function may have no memory for two, or refuse them.
-        outcome = attempt(self._check_rows, inputs, min(2, self._num_rows), others=(Exception,))
-        if isinstance(outcome, Failed) and isinstance(outcome.error, MemkitError):
-            raise outcome.error
-        if isinstance(outcome, Done):
-            self._draws_for_all = outcome.result
-        else:
-            warn_user(
-                f"{self.name}: could not check that each row is computed from that row alone: with two rows the "
-                f"function raised {outcome.description}. Way out: call it first with two small rows, or pass "
-                "check=False."
-            )
+        length = min(NUM_PROBED, self._num_rows, max(size, _FEW_ROWS))
+        while length > size:
+            # The function may have no memory for more rows than a chunk has, or refuse them.
+            outcome = attempt(self._check_rows, inputs, length, others=(Exception,))
+            if isinstance(outcome, Failed) and isinstance(outcome.error, MemkitError):
+                raise outcome.error
+            if isinstance(outcome, Done):
+                self._draws_for_all = outcome.result
+                return
+            length -= 1
+            if length == 1:
+                warn_user(
+                    f"{self.name}: could not check that each row is computed from that row alone: with two rows the "
+                    f"function raised {outcome.description}. Way out: call it first with two small rows, or pass "
+                    "check=False."
+                )
+        if length > 1:
+            self._draws_for_all = self._check_rows(inputs, length)
 
     def _check_rows(self, inputs: Sequence[Tensor], length: int) -> bool:
         first = [

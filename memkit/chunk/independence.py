@@ -9,7 +9,7 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -97,21 +97,27 @@ def check_independence(
     is_known = way is not None and len(modules) < 2
 
     def key() -> Hashable:
-        return way if is_known else code, torch.is_grad_enabled(), traits_of(behind, others)
+        return way if is_known else code, count, torch.is_grad_enabled(), traits_of(behind, others)
 
+    count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
     known = key()
     if is_known and known in passed:
         return passed[known]
-    count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
     if count < 2 or any(isinstance(leaf, FakeTensor) for leaf in leaves):
         return False  # an estimate has no values to compare: the first real call is checked
     probes = Probes(behind, others)
     with contextlib.closing(probes.runs):
         check = _Check(fn, tuple(rows), call, count, probes)
         arguments, result = check.refuse_mixed(unbatched)
+        if count == 2:
+            again = check.of_first_row()
+            with contextlib.closing(again.probes.runs):
+                again.refuse_other_results(*again.refuse_mixed(unbatched))
         draws_for_all = passed.get(known)
         if is_known or draws_for_all is None:
             check.refuse_other_results(arguments, result)
+            if any(isinstance(leaf, Tensor) and not may_be_nan(leaf) for leaf in pytree.tree_leaves(result)):
+                check.refuse_other_integers()
             if isinstance(result, Loss):
                 check.refuse_other_sums()
             if pick is not None and (found := _standing_out(whole, count)) is not None:
@@ -143,10 +149,16 @@ class _Check:
     call: str
     count: int
     probes: Probes
+    _poisoned: int = field(init=False)
 
-    @property
-    def _poisoned(self) -> int:
-        return min(_POISONED, self.count - 1)
+    def __post_init__(self) -> None:
+        self._poisoned = min(_POISONED, self.count - 2) if self.count > 2 else 1
+
+    def of_first_row(self) -> _Check:
+        """Return a check of what the first of two rows does to the last one: a running sum goes that way."""
+        check = _Check(self.fn, self.rows, self.call, self.count, self.probes.again())
+        check._poisoned = 0
+        return check
 
     @property
     def _beside(self) -> int:
@@ -321,6 +333,11 @@ class _Check:
                     fix="change the parameter after the step.",
                 )
 
+    def refuse_other_integers(self) -> None:
+        """Refuse other integers among fewer rows, as ranks are: NaN would always be the last."""
+        arguments = self._with_nan(self.rows, value=None)
+        self.refuse_other_results(arguments, self._run(arguments))
+
     def refuse_standing_out(self, rows: tuple[Any, ...], num_first: int) -> None:
         """Refuse a function whose results for rows depend on the first ones, which have the largest integers of all."""
         arguments = tuple(pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, rows))
@@ -336,7 +353,8 @@ class _Check:
 
     def refuse_other_results(self, arguments: tuple[Any, ...], result: Any, num_first: int = 1) -> None:
         """Refuse a function that gives a row another result among fewer rows, or after an earlier call."""
-        span = Span(num_first, self.count, self.count) if self.count > 2 else Span(0, 1, self.count)
+        other = 1 - self._poisoned  # of two rows
+        span = Span(num_first, self.count, self.count) if self.count > 2 else Span(other, other + 1, self.count)
 
         def part(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
@@ -515,9 +533,9 @@ def _way(fn: object, *, is_held: bool = False) -> Hashable:
     if inspect.ismethod(fn):
         return fn.__func__.__qualname__, fn.__func__.__code__
     if inspect.isfunction(fn):
-        cells = fn.__closure__ or ()
-        is_known = not cells or not is_held
-        return _ways([_content_of(cell) for cell in cells], (fn.__code__,), is_held=True) if is_known else None
+        held = [_content_of(cell) for cell in fn.__closure__ or ()]
+        held += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+        return _ways(held, (fn.__code__,), is_held=True) if not held or not is_held else None
     if isinstance(fn, nn.Module):
         return type(fn).__qualname__
     if fn is None:

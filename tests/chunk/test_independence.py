@@ -132,6 +132,37 @@ def test_chunks_of_one_row_are_checked_with_two(fn):
     )
 
 
+# What small chunks could let pass: what the last of two rows does not show, or is right by chance among a few.
+OF_SEVERAL_ROWS = {
+    "running sums": lambda x: x.cumsum(0),
+    "running products": lambda x: x.cumprod(0),
+    "ranks": lambda x: x.argsort(0),
+    "order": lambda x: x.sort(0)[0],
+    "a shift by two": lambda x: x.roll(2, 0),
+    "the other way around": lambda x: x.flip(0),
+    "a triangle": lambda x: x.tril(-1),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", OF_SEVERAL_ROWS)
+def test_small_chunks_are_checked_too(name, chunk_size):
+    x = torch.randn(40, 40)
+    assert_refused(lambda: mk.chunked_map(OF_SEVERAL_ROWS[name], x, chunk_size=chunk_size), mk.errors.InputError)
+
+
+@pytest.mark.parametrize("chunk_size", [2, 64])
+def test_a_function_with_another_default_is_another_function(chunk_size):
+    """As one that is made in a loop: `lambda x, scale=scale: ...`."""
+    x = torch.randn(40, 4)
+    for dim in (1, 0):
+        call = lambda x, dim=dim: x.softmax(dim)  # noqa: E731
+        if dim:
+            mk.chunked_map(call, x, chunk_size=chunk_size)
+        else:
+            assert_refused(lambda: mk.chunked_map(call, x, chunk_size=chunk_size), mk.errors.InputError)  # noqa: B023
+
+
 def for_one_row_alone(x):
     if len(x) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
