@@ -318,6 +318,11 @@ class Rehearsal:
             found += changed
         return found
 
+    def changed_gradients(self) -> list[HeldGradient]:
+        """Return the gradients that these runs have left in ``.grad``, of modules that the roots do not hold too."""
+        written = self._written()
+        return [each for held in (self._attributes, *self._found) for each in held.changed_gradients(written)]
+
     def _written(self) -> set[int]:
         """Return the keys of the storages whose content differs."""
         return {key for key, (storage, copy) in self._before.items() if not torch.equal(_as_bytes(storage), copy)}
@@ -1019,6 +1024,20 @@ class Attributes:
                 place = self._names.get(id(owner), type(owner).__name__)
                 yield HeldBuffer(f"{place}.{name}" if place else name, owner, name)
 
+    def changed_gradients(self, written: set[int]) -> list[HeldGradient]:
+        """Return the gradients, of those that are restored, that are others now or whose storage was written to."""
+        changed: dict[int, Tensor] = {}
+        for parameter, before in self._gradients:
+            storage = _storage_of(parameter.grad) if parameter.grad is not None else None
+            if parameter.grad is not before or (storage is not None and storage_key(storage) in written):
+                changed[id(parameter)] = parameter
+        names: dict[int, str] = {}
+        for owner, _ in self._owners if changed else ():
+            for name, each in owner.named_parameters(recurse=False) if isinstance(owner, nn.Module) else ():
+                place = self._names.get(id(owner), type(owner).__name__)
+                names[id(each)] = f"{place}.{name}" if place else name
+        return [HeldGradient(f"the gradient of {names.get(key, 'a tensor')}", each) for key, each in changed.items()]
+
     def changed(self, written: set[int]) -> list[str]:
         """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
@@ -1073,6 +1092,18 @@ class HeldBuffer(NamedTuple):
     def now(self) -> Tensor | None:
         """Its tensor."""
         return getattr(self.owner, self.name, None)
+
+
+class HeldGradient(NamedTuple):
+    """A gradient that a backward inside a loss function has accumulated: its name for people, and its parameter."""
+
+    shown: str
+    parameter: Tensor
+
+    @property
+    def now(self) -> Tensor | None:
+        """Its tensor."""
+        return self.parameter.grad
 
 
 @dataclass(slots=True)

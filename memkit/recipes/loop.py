@@ -266,6 +266,7 @@ class MemoryEfficientTrainLoop:
                 device=self._device,
                 reducers=self._reducers if reducers is None else reducers,
                 should_stop=lambda: self._stop.has_arrived,
+                is_of_loss=is_of_loss,
             )
         self._timeline.lap("validation")
         return figures

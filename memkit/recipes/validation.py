@@ -193,6 +193,7 @@ def validate(
     device: torch.device,
     reducers: Mapping[str, Reducer] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    is_of_loss: bool = False,
 ) -> dict[str, Any] | None:
     """Run a validation; each batch's results leave the device at once, and only the figures are kept.
 
@@ -206,13 +207,14 @@ def validate(
         device: Where the model is.
         reducers: By name. A figure without one uses `Mean`, or `WeightedMean` for a tuple ``(values, weights)``.
         should_stop: Called before each batch.
+        is_of_loss: Whether ``fn`` is one of `rows_of_loss`, whose means are checked where a batch has to be cut.
 
     Returns:
         The figures; None if the validation was stopped.
 
     Raises:
         InputError: There was no batch; a figure is a single number for a whole batch, so its mean would be a mean of
-            means; or a reducer has the name of no figure.
+            means; a reducer has the name of no figure; or the loss is no mean over independent rows, and was cut.
         InputTypeError: ``fn`` does not return a mapping, or a figure is not a tensor.
         MemkitOutOfMemoryError: Even one row does not fit.
 
@@ -227,6 +229,7 @@ def validate(
     def figures_of(model: nn.Module, part: Any) -> dict[str, Any]:
         return to_device(_check_figures(fn(model, part)), _HOST)
 
+    evaluate.mean_of = _mean_of_loss if is_of_loss else None
     with random_state.preserved():
         for batch in loader:
             has_batch = True
@@ -344,3 +347,9 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
         return {"loss": (mean.expand(num_rows), weight.expand(num_rows))}
 
     return rows_fn
+
+
+def _mean_of_loss(figures: dict[str, Any]) -> Tensor:
+    pair: tuple[Tensor, Tensor] = figures["loss"]
+    values, weights = pair
+    return (values * weights)[weights > 0].sum() / weights.sum()

@@ -173,7 +173,7 @@ class GradientAccumulator(Uncopied, Closing):
             InputError: The loss is not a scalar with a graph, or ``count`` is negative, not finite or missing.
             StateError: The group's gradients are gone (``optimizer.zero_grad()`` was called) or torn.
         """
-        check_loss(loss, call="accumulator.backward(loss)")
+        check_loss(loss, call="accumulator.backward(loss)", count=None if self._sum.shards else count)
         check_reduction(
             reduction,
             has_count=count is not None,

@@ -110,9 +110,10 @@ class Checkpointing(Closing):
         without = "pass checkpoint=None" if is_setting else "leave Checkpointing(model) out"
         offload, nesting = BlockOffload(), Nesting(unwrap_model(model), chosen.call, without)
         self._installed: dict[str, TreatedForward] = {}
+        told: list[str] = []
         for name, block in self.blocks.items():
             if not isinstance(self._before[name], TreatedForward):  # another wrapper already treats it
-                self._installed[name] = TreatedForward(name, block, self.treatments[name], offload, nesting)
+                self._installed[name] = TreatedForward(name, block, self.treatments[name], offload, nesting, told)
                 block.__dict__["forward"] = self._installed[name]  # on the instance, not on the class
 
     @property

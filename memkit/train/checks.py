@@ -35,8 +35,8 @@ ACCUMULATOR = Caller("GradientAccumulator", "accumulator")
 WRAPPER = Caller("MemoryEfficientTrainingWrapper", "trainer")
 
 
-def check_loss(loss: object, *, call: str) -> None:
-    """Check that a loss is a single number with its graph.
+def check_loss(loss: object, *, call: str, count: object = None) -> None:
+    """Check that a loss is a single number with its graph; with count 0 it may be a constant, which is skipped.
 
     Raises:
         InputTypeError: It is not a tensor.
@@ -53,12 +53,15 @@ def check_loss(loss: object, *, call: str) -> None:
             if isinstance(loss, Mapping)
             else "pass the loss itself, not loss.item().",
         )
-    if loss.numel() != 1 or not loss.requires_grad:
+    is_number = isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.numel() == 1)
+    is_nothing = not loss.requires_grad and is_number and bool(count == 0)
+    if loss.numel() != 1 or not (loss.requires_grad or is_nothing):
         raise InputError(
             call,
             got=f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}",
             expected="a single number with its graph",
-            fix="reduce the loss to its mean or sum, and compute it with gradients enabled and not detached.",
+            fix="reduce the loss to its mean or sum, and compute it with gradients enabled and not detached; a "
+            "constant, for a part in which nothing counts, goes with count=0.",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
@@ -45,14 +45,20 @@ class Evaluation:
         model: The model, in evaluation mode.
         sizes: The remembered sizes that fit.
         can_split: Whether to recover from an out-of-memory; else the error passes through.
+
+    Attributes:
+        mean_of: Returns the mean over all rows of a result that is itself a mean, repeated for each row; None if it is
+            none. In the first batch that is cut, each part's is then compared with that of its halves.
     """
 
     def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
         self._model, self._sizes, self._can_split = model, sizes, can_split
         self._inputs = InputWatch(list_arrays)
+        self.mean_of: Callable[[Any], torch.Tensor] | None = None
         # Keys of functions whose rows were found independent, and of those of which a warning said that nobody knows.
         self._checked: set[object] = set()
         self._told: set[object] = set()
+        self._has_checked_means = False
         self._host = random_state.HostState()
         self._quiet: set[object] = set()  # keys of functions, and None for the model, that were seen to change nothing
         self._restless: set[object] = set()  # the same of those that were seen to change something in between
@@ -111,8 +117,8 @@ class Evaluation:
             if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
                 results.append((outcome.result, size))
-                if size < num_rows and len(results) == 1 and _is_unwritten(marks, contents):
-                    self._check_rows(part, outcome.result, size, fn)
+                if size < num_rows and _is_unwritten(marks, contents):
+                    self._check(part, outcome.result, size, fn, is_first=len(results) == 1)
                 if contents is not None and contents.are_same():
                     contents, self._inputs.is_quiet = None, True
                 continue
@@ -132,7 +138,15 @@ class Evaluation:
                 raise _not_cut(outcome, error.got) from outcome.error
         if was_clean:
             self._sizes.note_clean_step(key)
+        self._has_checked_means = self._has_checked_means or len(results) > 1
         return results[0][0] if len(results) == 1 else _together(results)
+
+    def _check(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any], *, is_first: bool) -> None:
+        """Check whether a part's rows are independent of one another."""
+        if self.mean_of is not None and not self._has_checked_means and size > 1:
+            self._check_mean(part, result, size, fn)
+        if is_first:
+            self._check_rows(part, result, size, fn)
 
     def _check_rows(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any]) -> None:
         """Compare a part's last rows with the same rows by themselves; random results cannot be compared.
@@ -154,13 +168,7 @@ class Evaluation:
                 "wrong. Way out: compute what compares rows outside of fn, from the results of all rows."
             )
             return
-        rows = copied(unmark_samples(take_rows(part, size - few, size, num_rows=size)))
-        before, held = random_state.capture(), [HeldState(each, content="counts") for each in (self._model, fn)]
-        outcome = attempt(fn, self._model, rows)
-        is_random = not random_state.is_same_state(before, random_state.capture())
-        random_state.restore(before)
-        for each in held:
-            insist(each.restore, "undoing a comparison of rows")
+        (outcome,), is_random = self._run_apart([take_rows(part, size - few, size, num_rows=size)], fn)
         if isinstance(outcome, Done) and not is_random and not _are_equal_rows(result, outcome.result, few):
             raise InputError(
                 _CALL,
@@ -171,6 +179,50 @@ class Evaluation:
                 "rows.",
             )
         self._checked.add(key)
+
+    def _check_mean(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any]) -> None:
+        """Compare a part's mean with that of its halves; random results cannot be compared."""
+        assert self.mean_of is not None  # noqa: S101 - the caller has looked
+        halves = split_batch(part, 2, num_rows=size)
+        outcomes, is_random = self._run_apart([half for half, _ in halves], fn)
+        done = [each.result for each in outcomes if isinstance(each, Done)]
+        if is_random or len(done) < len(halves):
+            return
+        together = _together([(each, rows) for each, (_, rows) in zip(done, halves, strict=True)])
+        mean, joined = self.mean_of(result), self.mean_of(together)
+        # A mean of both signs may be small beside those of its halves.
+        scale = max(abs(float(self.mean_of(each).nan_to_num(0.0, 0.0, 0.0))) for each in (*done, result))
+        tolerance = self._tolerance(mean.dtype)
+        if not torch.allclose(mean, joined, tolerance, tolerance * scale, equal_nan=True):
+            raise InputError(
+                "a validation by the mean of loss_fn",
+                got=f"a loss of {size} rows, {mean.item():.4g}, that is not the mean of its halves, "
+                f"{joined.item():.4g}, for a batch that had to be cut",
+                expected="a mean over independent rows, or one with its divisor",
+                fix="if it is a mean over n valid items, end loss_fn with return mk.Loss(mean=loss, count=n); if it "
+                "compares rows, as a contrastive loss does, make batches that fit: DataLoader(val_data, "
+                f"batch_size={size}).",
+            )
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        """Return the relative difference that rounding may make to a mean: more where half precision computes it."""
+        parameters = list(self._model.parameters())
+        is_mixed = any(map(torch.is_autocast_enabled, {each.device.type for each in parameters}))
+        if is_mixed or any(each.dtype in _HALF for each in parameters):
+            dtype = torch.float16
+        return float(torch.finfo(dtype).eps ** 0.5)
+
+    def _run_apart(
+        self, parts: Sequence[Any], fn: Callable[[nn.Module, Any], Any]
+    ) -> tuple[list[Done[Any] | Failure], bool]:
+        """Run ``fn`` on copies of rows, without a trace; return the results, and whether random numbers were drawn."""
+        before, held = random_state.capture(), [HeldState(each, content="counts") for each in (self._model, fn)]
+        outcomes = [attempt(fn, self._model, copied(unmark_samples(each))) for each in parts]
+        is_random = not random_state.is_same_state(before, random_state.capture())
+        random_state.restore(before)
+        for each in held:
+            insist(each.restore, "undoing a comparison of rows")
+        return outcomes, is_random
 
     def _attempt(self, fn: Callable[[nn.Module, Any], Any], part: Any) -> Done[Any] | Failure:
         """Run ``fn``; undo what a failed attempt has changed: rows that a metric counted are counted again."""
@@ -203,6 +255,7 @@ class Evaluation:
         raise _not_cut(outcome, why) from outcome.error
 
 
+_HALF = (torch.bfloat16, torch.float16)
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 

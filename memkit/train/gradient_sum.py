@@ -172,7 +172,7 @@ class GradientSum:
         """Add one micro-batch's gradient.
 
         Args:
-            loss: 0-dim, with its graph.
+            loss: 0-dim, with its graph; or a constant of weight zero, but on sharded parameters.
             weight: The micro-batch's weight.
             reduction: Whether ``loss`` is the mean or the sum over its weight.
             expected: The sum's weight that the first micro-batch assumes, if `expect` was not called.
@@ -183,7 +183,8 @@ class GradientSum:
         self._open()
         if self.predivisor is None:
             self.predivisor = self._power_of_two(expected)
-        factor = 0.0 if isinstance(weight, float) and weight == 0 else 1.0
+        is_nothing = (isinstance(weight, float) and weight == 0) or not loss.requires_grad  # a constant counts nothing
+        factor = 0.0 if is_nothing else 1.0
         if reduction == "mean":
             factor = float(weight)
         if (factor and self._parameters) or self.shards:  # the other shards wait for this rank's backward

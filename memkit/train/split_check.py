@@ -21,7 +21,7 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
-from memkit._recorder.rehearsal import Attributes, HeldBuffer, RanksError, Rehearsal, Span
+from memkit._recorder.rehearsal import Attributes, HeldBuffer, HeldGradient, RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout
@@ -114,8 +114,9 @@ class SplitVerdict:
         is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
         has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
         kind: The operators from the loss down to its reductions; they distinguish one loss from another.
-        buffers: Buffers that the parts leave with other values than the whole batch. The gradient of this batch does
-            not depend on them, but what the training does with them later may.
+        buffers: Buffers that the parts leave with other values than the whole batch, and gradients of other networks
+            whose backward the loss function runs itself. The gradient of this batch does not depend on them, but what
+            the training does with them later may.
     """
 
     exact: bool | None
@@ -476,7 +477,7 @@ class Examination:
             return self._not_checked()
         if not _is_finite(whole.vectors):
             return (yield from self._judge_not_finite())
-        after_whole = self._written_buffers()
+        after_whole = self._written_state()
         found = yield from self._run_parts()
         if not _norm(whole.vectors) and (found is None or not _norm(found[0].vectors)):
             return self._uninformative("the gradient of the rows that were checked is zero")
@@ -495,15 +496,22 @@ class Examination:
             return (yield from self._judge_losses(whole, separate, error))
         return (yield from self._judge_unequal(parts, whole, separate, error))
 
-    def _written_buffers(self) -> list[tuple[HeldBuffer, Tensor]]:
-        """Return the small buffers that the last runs have written, of a criterion outside of the model too, copied."""
+    def _written_state(self) -> list[tuple[HeldBuffer | HeldGradient, Tensor]]:
+        """Return the small buffers, and gradients of others, that the last runs have written, copied.
+
+        Also those of a criterion outside of the model; a critic's gradients are others', where loss_fn runs its
+        backward too.
+        """
+        own = set(map(id, self._trained()))
+        written: list[HeldBuffer | HeldGradient] = [*self._rehearsal.changed_buffers()]
+        written += [each for each in self._rehearsal.changed_gradients() if id(each.parameter) not in own]
         return [
             (each, each.now.detach().clone())
-            for each in self._rehearsal.changed_buffers()
+            for each in written
             if each.now is not None and each.now.is_floating_point() and each.now.nbytes <= _SMALL_BYTES
         ]
 
-    def _differing(self, after_whole: Sequence[tuple[HeldBuffer, Tensor]]) -> tuple[str, ...]:
+    def _differing(self, after_whole: Sequence[tuple[HeldBuffer | HeldGradient, Tensor]]) -> tuple[str, ...]:
         return tuple(each.shown for each, then in after_whole if not _is_about(each.now, then))
 
     def _judge_losses(self, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:

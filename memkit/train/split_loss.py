@@ -254,11 +254,13 @@ class SplitLoss(Uncopied):
                 held = HeldGradients(total.parameters)
                 with attempt as micro:
                     try:
-                        self._add(total, attempt, micro, loss_fn, held, leaves=None if is_checked else leaves)
+                        has_graph = self._add(
+                            total, attempt, micro, loss_fn, held, leaves=None if is_checked else leaves
+                        )
                     except RuntimeError as error:
                         check_spent_graph(error, call=_CALL_LOSS)
                         raise
-                    attempt.is_added = is_checked = True
+                    attempt.is_added, is_checked = True, is_checked or has_graph
                 if attempt.failure is not None:
                     _put_back(held, attempt.failure)
         finally:
@@ -283,15 +285,16 @@ class SplitLoss(Uncopied):
         held: HeldGradients,
         *,
         leaves: dict[int, str] | None,
-    ) -> None:
+    ) -> bool:
+        """Add a part; return whether its loss has a graph. A constant that counts nothing has none."""
         # A separate function: when it fails, its frame releases every tensor.
         loss, count = self._evaluate(micro, loss_fn)
         # What a backward() inside loss_fn leaves in .grad is that of a plain loop, if the batch is whole.
         if attempt.size != attempt.batch_size and not held.are_same():
             held.restore()
             _refuse_inner_backward()
-        check_loss(loss.value, call=_CALL_LOSS)
-        if leaves is not None:
+        check_loss(loss.value, call=_CALL_LOSS, count=count)
+        if leaves is not None and loss.value.requires_grad:
             _check_graph(loss.value, total.parameters, leaves)
             precision = loss.value.dtype, torch.is_autocast_enabled(loss.value.device.type)
             if not self._is_scaled and precision not in self._checked_precisions:  # once: it walks the whole graph
@@ -309,6 +312,7 @@ class SplitLoss(Uncopied):
             attempt.terms = divisors(loss.value)
         total.add(loss, share if self._reduction == "mean" else 1.0, count, self._scale)
         attempt.loss = loss.detached(share if count is None else count)
+        return loss.value.requires_grad
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
         result = run_loss_fn(loss_fn, self._own, micro, call=_CALL_LOSS)

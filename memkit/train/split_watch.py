@@ -248,7 +248,8 @@ class SplitWatch:
             text = (
                 f"{self._call}: splitting the batch{because} keeps its gradient, but not what forward writes to "
                 f"{names}: each micro-batch writes its own, the whole batch would write once. Way out: if the training "
-                "reads them, update them once per step, outside of forward, or keep the batch whole."
+                "reads them, update them, or run the backward() that adds to them, once per step, outside of loss_fn "
+                "and forward, or keep the batch whole."
             )
             self.say(text, names)
         if verdict.advice:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memkit._core.errors import ConfigError, StateError
+from memkit._core.errors import StateError, warn_user
 from memkit._machine import devices
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.makeup import Flags
@@ -132,10 +132,17 @@ class TreatedForward:
         treatment: The treatment to apply.
         offload: The activation store of offloaded blocks, shared by all blocks of a model.
         nesting: Detects that the model itself checkpoints the block.
+        told: Names of blocks whose plain runs a warning has told of, shared by all blocks of a model.
     """
 
     def __init__(
-        self, name: str, block: nn.Module, treatment: Treatment, offload: BlockOffload, nesting: Nesting
+        self,
+        name: str,
+        block: nn.Module,
+        treatment: Treatment,
+        offload: BlockOffload,
+        nesting: Nesting,
+        told: list[str],
     ) -> None:
         self.treatment = treatment
         self._name = name
@@ -144,6 +151,7 @@ class TreatedForward:
         self._watch = StateWatch(block)
         self._offload = offload
         self._nesting, self._is_looked_into = nesting, False
+        self._told = told
         self._num_compared = 0
         self._running_in: set[int] = set()  # threads in which the block's own forward runs
         self.is_suspended = False
@@ -158,9 +166,9 @@ class TreatedForward:
 
         A call from within that forward (a block that calls itself for a child) runs plainly: the outer one covers it.
 
+        So does one inside a transform of `torch.func`, or with tangents: backward would run the block again outside.
+
         Raises:
-            ConfigError: The block is to be recomputed in backward, but its inputs or parameters have tangents, or the
-                call is inside a transform of `torch.func`.
             StateError: The block is to be recomputed in backward, but has changed its input in place. From backward:
                 its input was changed unseen by autograd, which the first two forwards of each block are tested for.
         """
@@ -175,10 +183,9 @@ class TreatedForward:
         if self.treatment == "offload":
             return self._offloaded(forward, *args, **kwargs)
         passed = _Passed((args, kwargs))
-        if have_tangents(itertools.chain(passed.tensors, self._block.parameters())):
-            self._refuse_tangents()
-        if is_transforming():
-            self._refuse_transform()
+        if is_transforming() or have_tangents(itertools.chain(passed.tensors, self._block.parameters())):
+            self._tell_of_plain_runs()
+            return forward(*args, **kwargs)
         versions = versions_of(passed.tensors)
         if self._num_compared < _NUM_COMPARED and not devices.is_capturing():
             self._num_compared += 1
@@ -215,25 +222,17 @@ class TreatedForward:
         finally:
             self._running_in.discard(thread)
 
-    def _refuse_transform(self) -> NoReturn:
-        raise ConfigError(
-            f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
-            got="a call inside torch.func.vmap, torch.func.grad or another transform of functions: backward would run "
-            "the block again outside of it",
-            expected="a block that is called outside of transforms, or that is not recomputed",
-            fix="leave the block out of checkpoint=, or train without checkpoint= and offload=. A loss for each row "
-            "needs no vmap: losses with reduction='none' keep them.",
-        )
-
-    def _refuse_tangents(self) -> NoReturn:
-        raise ConfigError(
-            f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
-            got="inputs or parameters with tangents, of torch.func.jvp or another forward-mode derivative: backward "
-            "would run the block again without them",
-            expected="derivatives by torch.autograd.grad(..., create_graph=True), or a block that is not recomputed",
-            fix=f"leave the block out of checkpoint=, or keep its activations on the host: "
-            f"checkpoint={{{self._name!r}: 'offload'}}.",
-        )
+    def _tell_of_plain_runs(self) -> None:
+        """Warn, once for a model."""
+        if not self._told:
+            self._told.append(self._name)
+            warn_user(
+                f"The block {self._name!r} with checkpoint {self.treatment!r} is called inside torch.func.vmap, "
+                "torch.func.grad or another transform of functions, or with tangents (torch.func.jvp): backward would "
+                "run it again outside of that. It runs as without a checkpoint there, with the same result, and its "
+                "activations are kept. Way out: derivatives by torch.autograd.grad(..., create_graph=True), and losses "
+                "with reduction='none' in place of vmap, are recomputed."
+            )
 
     def _refuse_unseen_write(self, is_other_number: bool) -> NoReturn:  # noqa: FBT001 - the only argument
         got = "an input with other values than in the forward, written through .data or NumPy, unseen by autograd"

@@ -527,7 +527,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             reduction: Whether ``loss`` is the mean or the sum over ``count``.
         """
         if torch.is_grad_enabled() or not isinstance(self._driver.current, CheckAttempt):  # a check may look at losses
-            check_loss(loss, call="trainer.backward(loss)")
+            check_loss(loss, call="trainer.backward(loss)", count=None if self._sum.shards else count)
         check_reduction(reduction, has_count=count is not None, needs_count=True, call="trainer.backward")
         loss_with_count = Loss(mean=loss, count=count) if reduction == "mean" else Loss(sum=loss, count=count)
         try:
@@ -765,7 +765,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             value, reduction = loss.value, "sum"
         if count is None and self._split_fn is not None:
             _refuse_unweighted(call)
-        check_loss(value, call=call)
+        check_loss(value, call=call, count=None if gradients.shards else count)
         weight: float | torch.Tensor = float(attempt.size)
         if count is None:
             count = attempt.size

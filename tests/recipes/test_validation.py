@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
 from memkit.recipes.validation import ValidationMonitor, rows_of_loss, validate
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
-from tests.toys import SmallRoom, mean_square, out_of_memory, trainer_of
+from tests.toys import SmallRoom, fits, mean_square, out_of_memory, trainer_of
 
 
 def test_best_patience_and_plateau():
@@ -189,3 +190,41 @@ def test_out_of_memory_while_a_figure_is_read_is_not_called_a_wrong_figure(read,
             ValidationMonitor().update(OutWhenRead())
         else:
             mk.TrainingStateManager(tmp_path).save(1, model=nn.Linear(1, 1), metric=OutWhenRead())
+
+
+def masked_mean(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], ignore_index=-100)
+
+
+def masked_mean_with_count(model, batch):
+    return mk.Loss(mean=masked_mean(model, batch), count=(batch[1] != -100).sum())
+
+
+def contrast(model, batch):
+    scores = model(batch[0])
+    return F.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+def balanced(model, batch):
+    """Both signs: the mean is small beside its terms."""
+    scores = model(batch[0])[:, 0]
+    return (scores - 10 * (-1.0) ** batch[2]).mean()
+
+
+@pytest.mark.parametrize("most", [2, 4, 8])
+def test_a_loss_that_is_no_mean_over_rows_is_not_cut_in_a_validation(most):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    labels = torch.tensor([0, 1, 2, 0, -100, 2, 0, 1, *[-100] * 7, 2])
+    batch = torch.randn(16, 4).double(), labels, torch.arange(16)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def validated(loss_fn):
+        loop = mk.MemoryEfficientTrainLoop(trainer, [batch], loss_fn, val_loader=[batch], progress=False)
+        return loop.validate([batch])["loss"]
+
+    for loss_fn in (masked_mean_with_count, balanced):
+        assert validated(fits(most, loss_fn)) == pytest.approx(validated(loss_fn), rel=1e-12, abs=1e-12)
+    refusal = mk.errors.InputError, "not the mean of its halves", r"return mk.Loss\(mean=loss, count=n\)"
+    for loss_fn in (masked_mean, contrast):
+        assert_refused(lambda loss_fn=loss_fn: validated(fits(most, loss_fn)), *refusal)

@@ -1014,3 +1014,41 @@ def test_a_state_taken_between_a_group_and_one_more_micro_batch_is_no_change():
         accumulator.backward(mean, count=(y[start:stop] != -100).sum())
         accumulator.state_dict()  # turns the normalized gradients back into the sum
     assert accumulator.step()
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("way", ["accumulator", "wrapper", "SplitLoss"])
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 1]])
+def test_a_part_in_which_nothing_counts_may_have_a_constant_loss(labels, way, reduction, as_tensor, num_parts):
+    """As losses are written whose positives may be missing."""
+
+    def loss_fn(model, batch):
+        positive = batch[1] == 1
+        count = positive.sum() if as_tensor else int(positive.sum())
+        if not positive.any():
+            return mk.Loss(**{reduction: torch.zeros((), dtype=torch.float64)}, count=count)
+        total = model(batch[0])[positive].square().sum()
+        return mk.Loss(**{reduction: total if reduction == "sum" else total / count}, count=count)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.tensor(labels)
+    model, plain = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+    plain.load_state_dict(model.state_dict())
+    loss_fn(plain, (x, y)).average().backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if way == "wrapper":
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=num_parts)
+        trainer.train_step((x, y), loss_fn)
+    elif way == "SplitLoss":
+        mk.SplitLoss(model, num_microbatches=num_parts)((x, y), loss_fn).backward()
+        optimizer.step()
+    else:
+        accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=num_parts)
+        for part in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            loss = loss_fn(model, part)
+            accumulator.backward(loss.value, count=loss.count, reduction=reduction)
+            accumulator.step()
+    torch.testing.assert_close(model.weight, plain.weight)

@@ -1,5 +1,6 @@
 """After an out-of-memory, remedies that keep the result come first; others are used only if the user allows it."""
 
+import contextlib
 import copy
 import json
 import warnings
@@ -573,3 +574,44 @@ def step_of_an_object(loss_fn):
             result = trainer.train_step(batch, loss_fn)
             blocks = trainer.checkpointed_blocks
     return model, result, blocks, [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*out of memory:memkit.errors.MemkitWarning")
+def test_a_lazy_penalty_by_transforms_runs_after_a_survived_out_of_memory():
+    """Every fourth step only: no check of the remedy has seen it."""
+
+    def make():
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+        model = nn.Sequential(*blocks, nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(model, x, number):
+        loss = model(x).square().mean()
+        if number % 4 == 3:
+            jacobians = torch.func.vmap(torch.func.jacrev(lambda row: model[1](model[0](row))))
+            loss = loss + jacobians(x).square().mean()
+        return loss
+
+    batches = torch.randn(6, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, optimizer = make()
+    for number, x in enumerate(batches):
+        optimizer.zero_grad()
+        loss_of(plain, x, number).backward()
+        optimizer.step()
+    model, optimizer = make()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+    is_short = iter([False, True])
+
+    def loss_fn(model, x):
+        loss = loss_of(model, x, trainer.num_steps)
+        if next(is_short, False):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+    for number, x in enumerate(batches):
+        expected = pytest.warns(mk.MemkitWarning, match="called inside torch.func.vmap")
+        with expected if number == 3 else contextlib.nullcontext():
+            trainer.train_step(x, loss_fn)
+    assert trainer.checkpointed_blocks
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))

@@ -1145,3 +1145,32 @@ def test_a_part_whose_loss_is_not_finite_is_told():
     verdict = check_split(model, x, over_pairs)
     assert verdict.exact is None
     assert "the loss of a part is not finite" in verdict.reason
+
+
+@pytest.mark.parametrize("start", [None, 0.25])
+def test_gradients_that_a_loss_gives_another_network_are_told_of(start):
+    """A critic whose own loss goes backward inside loss_fn: its gradient is added once for each part."""
+    torch.manual_seed(0)
+    actor, critic = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+    for parameter in critic.parameters():
+        parameter.grad = None if start is None else torch.full_like(parameter, start)
+
+    def loss_fn(actor, x):
+        (critic(x) - 1).square().mean().backward()
+        return (actor(x) - critic(x).detach()).square().mean()
+
+    def step(num_parts):
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            actor, torch.optim.SGD(actor.parameters(), lr=0.0), accumulation_steps=num_parts, on_oom="raise"
+        )
+        trainer.train_step(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double(), loss_fn)
+
+    before = [None if each.grad is None else each.grad.clone() for each in critic.parameters()]
+    assert check_split(actor, torch.randn(8, 4).double(), loss_fn).buffers == (
+        "the gradient of Linear.bias",
+        "the gradient of Linear.weight",
+    )
+    torch.testing.assert_close([each.grad for each in critic.parameters()], before, rtol=0, atol=0)
+    with pytest.warns(mk.MemkitWarning, match=r"not what forward writes to the gradient of Linear.bias"):
+        step(2)
+    step(1)  # a whole batch is as in a plain loop
