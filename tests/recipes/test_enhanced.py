@@ -301,6 +301,33 @@ def test_memory_fraction_is_a_share_or_a_size(given, share):
     assert memory.budget_bytes == (2**30 if share is None else mk.MemoryManager("cpu", share).budget_bytes)
 
 
+def test_validation_changes_nothing_in_the_model_of_a_foreign_loop():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) / self.calls
+
+    def run(*, validates):
+        loop = TrainLoop(6)
+        loop.model = Counting(64, 64, dtype=torch.float64)
+        loop.master_params, loop.ema_params = [], []
+        loop.opt = torch.optim.SGD(loop.model.parameters(), lr=1e-2)
+        loop.run_step = lambda batch, _: (
+            loop.opt.zero_grad() or (loop.model(batch.double()).square().mean().backward() or loop.opt.step())
+        )
+        batches = [digits()[0][:20].double()]
+        mk.create_enhanced_train_loop(
+            loop, batches, validates, 2, val_fn=lambda model, batch: {"loss": model(batch).square()}
+        ).run_loop()
+        return loop.model.weight.detach(), loop.model.calls
+
+    (found, num_calls), (expected, num_expected) = run(validates=True), run(validates=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert num_calls == num_expected == 6
+
+
 def test_oversized_validation_is_split():
     base = TrainLoop(2)
     base.model = SmallRoom(64, 64)
