@@ -217,9 +217,10 @@ def create_enhanced_train_loop(
         reducers: As for `MemoryEfficientTrainLoop`; None: the reducers of that loop, if it is the base loop.
         num_val_batches: Number of batches per validation; for a ``val_dataloader`` that never ends.
         monitor: Early stopping.
-        state: A `TrainingStateManager`. It saves the loop's ``model``, ``opt``, averages, master weights, counters, and
-            its ``data`` if that has a ``state_dict``; a generator as data starts over. With a monitor, a state that was
-            validated has the monitor's figure as its metric.
+        state: A `TrainingStateManager`. It saves the loop's ``model``, ``opt``, averages, master weights, counters, the
+            arrays, tensors and changed numbers of its ``schedule_sampler``, and its ``data`` if that has a
+            ``state_dict``; a generator as data starts over. With a monitor, a state that was validated has the
+            monitor's figure as its metric.
         objects: More objects to save, under names that the loop's parts do not use, each with ``state_dict`` and
             ``load_state_dict``.
         num_epochs: Passes over the data, for a `MemoryEfficientTrainLoop`.
