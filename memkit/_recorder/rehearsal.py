@@ -57,7 +57,7 @@ from memkit._torch.modules import (
 from memkit._torch.operators import schema_of
 from memkit._torch.optimizers import own_attributes
 from memkit._torch.ranks import gathered_parameters
-from memkit._torch.tensors import bit_sums, is_view, leaf_gradient, storage_key, version_of
+from memkit._torch.tensors import as_integers, bit_sums, is_view, leaf_gradient, storage_key, version_of
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
@@ -631,6 +631,8 @@ class Attributes:
             backward of an online probe. None leaves all gradients alone.
         with_optimizers: Whether optimizers, their schedules and scalers are among the objects; those whose parameters
             are all ``apart`` are left out.
+        with_buffers: Whether buffers are among the tensors whose content is watched or saved, the latter up to the 64
+            MiB of all together, as a queue of keys has; otherwise somebody else restores them.
 
     Warns:
         MemkitWarning: When it is restored: a larger tensor or array was changed in place.
@@ -648,8 +650,10 @@ class Attributes:
         is_for_rerun: bool = False,
         gradients_but_of: Container[int] | None = None,
         with_optimizers: bool = False,
+        with_buffers: bool = False,
     ) -> None:
         self._roots, self._except_for, self._is_for_rerun = roots, except_for, is_for_rerun
+        self._with_buffers = with_buffers
         self._of_training: dict[str, Any] = {"gradients_but_of": gradients_but_of, "with_optimizers": with_optimizers}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters
         self._is_of_counts = content == "counts"
@@ -709,13 +713,14 @@ class Attributes:
         saved_bytes, checked_bytes = _MOST_SAVED_BYTES, _MOST_CHECKED_BYTES
         for index, held in enumerate(self._tensors):
             each, same = held.tensor, held.same
-            if id(each) in buffers or id(each) in apart or each.is_inference():
+            is_buffer = id(each) in buffers
+            if (is_buffer and not self._with_buffers) or id(each) in apart or each.is_inference():
                 continue
             is_trained = isinstance(each, nn.Parameter) and each.requires_grad
             is_trained = is_trained and (trained is None or id(each) in trained)
             held = held._replace(version=version_of(same))  # noqa: PLW2901 - the same one, with more
             may_save = (is_saved or id(each) in of_modules) and not (same.is_meta or is_trained)
-            if may_save and same.nbytes <= min(_SMALL_BYTES, saved_bytes):
+            if may_save and same.nbytes <= (saved_bytes if is_buffer else min(_SMALL_BYTES, saved_bytes)):
                 saved_bytes -= same.nbytes
                 held = held._replace(content=same.clone())  # noqa: PLW2901 - as above
             elif same.nbytes <= checked_bytes:
@@ -871,10 +876,13 @@ class Attributes:
     def restore_modules(self, modules: Container[nn.Module]) -> None:
         """Restore the attributes of these modules alone, and what stands in them as far as it was saved."""
         inside: set[int] = set()
+        copies = {id(container): copy for container, copy in self._containers} if self._with_buffers else {}
         for owner, attributes in self._owners:
             if isinstance(owner, nn.Module) and owner in modules:
                 self._set_back(owner, attributes)
                 inside |= {id(each) for name, each in attributes.items() if name not in STATE}
+                if (buffers := copies.get(id(attributes.get(BUFFERS)))) is not None:
+                    inside |= {id(attributes[BUFFERS]), *map(id, buffers.values())}
         for container, copy in self._containers:
             if id(container) in inside:
                 _refill(container, copy)
@@ -991,8 +999,12 @@ class Attributes:
 
     def torch_generators(self) -> list[torch.Generator]:
         """Return torch's generators, but for the global one, in the order in which they are found."""
-        found = [each for each, _ in self._generators if isinstance(each, torch.Generator)]
+        found = [each for each in self.generators() if isinstance(each, torch.Generator)]
         return [each for each in found if each is not torch.default_generator]
+
+    def generators(self) -> list[Any]:
+        """Return the random generators."""
+        return [each for each, _ in self._generators]
 
     def hold(self, value: object) -> bool:
         """Whether an object is among the roots or what they hold."""
@@ -1202,8 +1214,7 @@ class _HeldTensor(NamedTuple):
 
     def _is_written(self) -> bool:
         if self.content is not None:  # what was written and restored is as it was, whatever its version
-            same = torch.equal(self.same, self.content) or bit_sums([self.same]) == bit_sums([self.content])  # NaN
-            return not same
+            return not torch.equal(as_integers(self.same), as_integers(self.content))  # NaN equals NaN
         if self.version is not None and version_of(self.same) != self.version:
             return True
         return self.sums is not None and bit_sums([self.same]) != self.sums

@@ -23,6 +23,7 @@ from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import LeanDispatchMode, below_modes
 from memkit._torch.fake import FakeTensor
+from memkit._torch.graph import have_tangents, is_transforming
 from memkit.chunk.probes import Probes, forward_hooks, undone
 from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -44,17 +45,19 @@ _LOOKED: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()  # tr
 _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDictionary()
 
 
-def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, Reach]:
+def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int], *, values: Tensor | None = None) -> dict[int, Reach]:
     """Find a module's reach along the given dimensions.
 
     The module runs without gradients on small volumes with noise and NaN. What it changes is put back, whatever holds
-    it. The reach is verified: a small volume is run whole and in tiles, in float64 and
-    in evaluation mode. It is kept as long as what decides how the module works stays the same: see `traits_of`.
+    it. The reach is verified: small volumes, of noise and of values like the caller's, are run whole and in tiles, in
+    float64 and in evaluation mode. It is kept as long as what decides how the module works stays the same, whatever the
+    values of later volumes: see `traits_of`.
 
     Args:
         module: A module that is equivariant to shifts, as convolutions are.
-        x: (B, C, *spatial); only its shape, dtype and device matter.
+        x: (B, C, *spatial); only its shape, dtype and device matter, and its values if there are no others.
         dims: Dimensions to examine, counted from the end.
+        values: The values of the volume, (rows, C, ...), if ``x`` does not have them.
 
     Returns:
         The reach along each dimension. If it covers the whole volume, its exact size is not determined.
@@ -80,7 +83,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
                 fix="call tiled_apply(module, volume, tile) once with data, before the estimate: the answer is kept.",
             )
         with without_gradients(), undone(module) as probes:
-            probe = _Probe(module, x, probes)
+            probe = _Probe(module, x, probes, x if values is None else values)
             found = {dim: probe.reach(dim) for dim in dims}
         key = (traits_of(module), *key[1:])  # the search has seen which of them calls change
         covers = any(found[dim].covers(x.shape[dim]) for dim in dims)
@@ -106,7 +109,7 @@ def warn_of_kept_results(module: nn.Module, x: Tensor, call: str) -> None:
         return
     looked.add(traits)
     with undone(module) as probes:
-        kept = _Probe(module, x, probes).kept_results()
+        kept = _Probe(module, x, probes, x).kept_results()
     if kept:
         warn_user(
             f"{call}: the module keeps a result in the attribute {kept[0]!r} when it is called, with a graph. After "
@@ -119,8 +122,8 @@ def warn_of_kept_results(module: nn.Module, x: Tensor, call: str) -> None:
 class _Probe:
     """Traces NaN through small volumes for one module."""
 
-    def __init__(self, module: nn.Module, x: Tensor, probes: Probes) -> None:
-        self._module, self._like, self._probes = module, x, probes
+    def __init__(self, module: nn.Module, x: Tensor, probes: Probes, values: Tensor) -> None:
+        self._module, self._like, self._probes, self._values = module, x, probes, values.detach()
         self._generator = torch.Generator(x.device)
         self._sizes, self._step = self._working_sizes()
 
@@ -184,6 +187,27 @@ class _Probe:
             like.shape[1], *sizes, generator=self._generator, dtype=dtype or like.dtype, device=like.device
         )
         return noise.expand(rows, *noise.shape).contiguous()
+
+    def _noise_like_values(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return a small volume that passes the thresholds which the caller's values pass, as that of a foreground.
+
+        Half of its values are some of these, and half lie between the least and the largest, which may be rare. None if
+        they are all the same, not finite, or cannot be read.
+        """
+        given, generator = self._values, self._generator
+        if not given.numel() or is_transforming() or have_tangents([given]):
+            return None
+        low, high = given.aminmax()
+        if not (low < high and (high - low).isfinite()):
+            return None
+        generator.manual_seed(0)
+        draw: dict[str, Any] = {"generator": generator, "device": given.device}
+        shape = given.shape[1], *sizes
+        places = [torch.randint(size, (math.prod(sizes),), **draw) for size in (len(given), *given.shape[2:])]
+        index: tuple[Any, ...] = (places[0], slice(None), *places[1:])
+        some = given[index].T.reshape(shape).to(dtype)
+        between = low + (high - low) * torch.rand(shape, dtype=dtype, **draw)
+        return torch.where(torch.rand(shape, **draw) < 0.5, some, between)[None]
 
     def _refuse_changed(self) -> None:
         for each in self._probes.changed_buffers(with_counters=True):
@@ -320,7 +344,7 @@ class _Probe:
                 got=f"a module whose tiles {differ} in dimension {dim}, with the halo ({reach.before}, {reach.after}) "
                 "that propagating NaN shows",
                 expected="a module whose result does not depend on the position, and that propagates NaN (no "
-                "coordinates, no align_corners=True, no nan_to_num)",
+                "coordinates, no align_corners=True, no nan_to_num, no mean or count of where x > 100)",
                 fix=f"pad the volume from {size} to {size - remainder + reach.period} if the module resizes to the "
                 "size before a pooling, or move that part out of the module."
                 if remainder
@@ -345,12 +369,19 @@ class _Probe:
                 result: Tensor = functional_call(self._module, state, (volume,))
             return result
 
-        x = self._noise(1, sizes, dtype)
-        whole = run(x.clone())
-        tiled = run_tiles(TileJob(self._module, axes), x, run)
-        if whole.shape != tiled.shape:
-            return math.inf
-        return float((whole - tiled).abs().max() / whole.abs().max().clamp(min=torch.finfo(dtype).tiny))
+        def compare(x: Tensor, *, may_overflow: bool) -> float:
+            whole = run(x.clone())
+            if may_overflow and not whole.isfinite().all():  # an exponential
+                return 0.0
+            tiled = run_tiles(TileJob(self._module, axes), x, run)
+            if whole.shape != tiled.shape:
+                return math.inf
+            return float((whole - tiled).abs().max() / whole.abs().max().clamp(min=torch.finfo(dtype).tiny))
+
+        found = [compare(self._noise(1, sizes, dtype), may_overflow=False)]
+        if (like_values := self._noise_like_values(sizes, dtype)) is not None:
+            found.append(compare(like_values, may_overflow=True))
+        return float(torch.tensor(found).max())  # NaN if one of them is
 
     def _alive(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast a parameter; zero-initialized ones become noise, since they would hide the layers before them."""

@@ -188,7 +188,7 @@ class SparsityAwareProcessor:
                     "pass SparseVoxels.from_dense(volume) if gradients of the occupied voxels are enough, or "
                     'mode="dense".',
                 )
-            options = self._options(form, kind, occupied, occupancy)
+            options = self._options(volume, form, kind, occupied, occupancy)
         except InputError as error:
             if self._mode != "auto":
                 raise
@@ -200,9 +200,11 @@ class SparsityAwareProcessor:
             return _Option("dense", 1.0), f"{best.mode} would compute {best.computed:.0%} of the volume"
         return best, f"it computes {best.computed:.2%} of the volume, the least of {_names(options)} and dense"
 
-    def _options(self, form: Tensor, kind: object, occupied: Tensor, occupancy: float) -> list[_Option]:
+    def _options(
+        self, volume: Tensor | SparseVoxels, form: Tensor, kind: object, occupied: Tensor, occupancy: float
+    ) -> list[_Option]:
         """Return the modes that preserve the network's result; refuse a requested one that does not."""
-        reaches = self._reaches(form, kind)
+        reaches = self._reaches(form, kind, volume.features if isinstance(volume, SparseVoxels) else volume)
         if all(reach == _ALONE for reach in reaches) and self._mode in ("auto", "pointwise"):
             return [_Option("pointwise", occupancy)]
         if self._mode == "pointwise":
@@ -226,18 +228,18 @@ class SparsityAwareProcessor:
                 options.append(_Option(mode, cut.num_places / occupied.numel(), cut))
         return options
 
-    def _reaches(self, form: Tensor, kind: object) -> tuple[Reach, ...]:
+    def _reaches(self, form: Tensor, kind: object, values: Tensor) -> tuple[Reach, ...]:
         """Return the network's reach along D, H, W. A refusal is cached too: the search is slow."""
         key = kind, form.shape[2:]
         if key not in self._known:
-            self._known[key] = self._reach_or_reason(form)
+            self._known[key] = self._reach_or_reason(form, values)
         known = self._known[key]
         if isinstance(known, str):
             raise _refusal(known, _FIX)
         return known
 
-    def _reach_or_reason(self, form: Tensor) -> tuple[Reach, ...] | str:
-        outcome = unless_failed(REFUSALS, self._find_reach, form)
+    def _reach_or_reason(self, form: Tensor, values: Tensor) -> tuple[Reach, ...] | str:
+        outcome = unless_failed(REFUSALS, self._find_reach, form, values)
         if isinstance(outcome, Done):
             return outcome.result
         error = outcome.error
@@ -245,10 +247,10 @@ class SparsityAwareProcessor:
             return error.got
         return f"a module that does not run on a small volume ({type(error).__name__}: {error})"
 
-    def _find_reach(self, form: Tensor) -> tuple[Reach, ...] | str:
+    def _find_reach(self, form: Tensor, values: Tensor) -> tuple[Reach, ...] | str:
         if self._draws_random(form):
             return "a module that draws random numbers (dropout): all empty parts would share one draw"
-        found = find_reach(self._fn, form, _DIMS)
+        found = find_reach(self._fn, form, _DIMS, values=values)
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:

@@ -20,6 +20,7 @@ from memkit._recovery.sizes import SizeMemory
 from memkit.memory.manager import MemoryManager
 from memkit.recipes.foreign import Counters, diffusion_losses, images_and_condition, stateful_parts
 from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
+from memkit.recipes.loss_state import Validations
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
@@ -216,9 +217,10 @@ def create_enhanced_train_loop(
         reducers: As for `MemoryEfficientTrainLoop`; None: the reducers of that loop, if it is the base loop.
         num_val_batches: Number of batches per validation; for a ``val_dataloader`` that never ends.
         monitor: Early stopping.
-        state: A `TrainingStateManager`. It saves the loop's ``model``, ``opt``, averages, master weights, counters, and
-            its ``data`` if that has a ``state_dict``; a generator as data starts over. With a monitor, a state that was
-            validated has the monitor's figure as its metric.
+        state: A `TrainingStateManager`. It saves the loop's ``model``, ``opt``, averages, master weights, counters, the
+            arrays, tensors and changed numbers of its ``schedule_sampler``, and its ``data`` if that has a
+            ``state_dict``; a generator as data starts over. With a monitor, a state that was validated has the
+            monitor's figure as its metric.
         objects: More objects to save, under names that the loop's parts do not use, each with ``state_dict`` and
             ``load_state_dict``.
         num_epochs: Passes over the data, for a `MemoryEfficientTrainLoop`.
@@ -288,7 +290,7 @@ def create_enhanced_train_loop(
                     "pass val_fn=...",
                 )
             batches = _Batches(val_dataloader, num_val_batches)
-            validate_now = _validation(model, batches, fn, reducers, stop)
+            validate_now = _validation(base, batches, fn, reducers, stop)
             if val_fn is None:
                 look = functools.partial(batches.look, functools.partial(images_and_condition, model))
     elif monitor is not None:
@@ -373,17 +375,19 @@ class _Batches:
 
 
 def _validation(
-    model: nn.Module,
+    base: Any,
     batches: Iterable[Any],
     fn: ValidationFn,
     reducers: Mapping[str, Reducer] | None,
     stop: StopSignal,
 ) -> Callable[[], dict[str, Any] | None]:
+    model: nn.Module = base.model
     sizes, device = SizeMemory(), device_of(model)
+    validations = Validations(_CALL, model, getattr(base, "data", None))
 
     def run() -> dict[str, Any] | None:
         evaluate = Evaluation(model, sizes, can_split=True)
-        with evaluating(model):
+        with evaluating(model), validations.one():
             return validate(
                 evaluate, batches, fn, device=device, reducers=reducers, should_stop=lambda: stop.has_arrived
             )

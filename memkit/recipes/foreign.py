@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from memkit._core.attributes import attributes_of
 from memkit._core.errors import FileFormatError, InputTypeError
 from memkit.train.models import unwrap_model
 
@@ -16,6 +18,7 @@ _VERSION = 1
 # The names that improved-diffusion, guided-diffusion and consistency_models give to values that change in training.
 _NUMBERS = ("step", "global_step", "lg_loss_scale")
 _TENSORS = ("master_params", "ema_params", "target_model_master_params")
+_NUMERIC = (bool, int, float, np.number)
 _STATEFUL = (
     "model",
     "opt",
@@ -24,12 +27,15 @@ _STATEFUL = (
     "scaler",
     "residual_connection_net",
     "target_model",
+    "schedule_sampler",
     "data",
 )
 
 
 class Counters:
     """The numbers and tensors of a foreign loop that change during training, as one object with a state.
+
+    Those of its ``schedule_sampler`` are among them: the losses by which timesteps are drawn, and weighted.
 
     Some loops count a step in ``run_step``, others after it. A state is captured right after ``run_step`` and must hold
     the number with which the loop begins the next step; `note_begin` and `note_end` find out which kind of loop it is.
@@ -41,6 +47,7 @@ class Counters:
     def __init__(self, loop: object) -> None:
         self._loop = loop
         self._at_begin = self._at_end = getattr(loop, "step", None)
+        self._numbers_before = _numbers_of(self._sampler)
         self._is_open = False
         self._counts_outside: bool | None = None  # unknown before the first step
 
@@ -67,7 +74,13 @@ class Counters:
         }
         if self._counts_outside and "step" in numbers and numbers["step"] == self._at_end:
             numbers["step"] += 1  # as the loop is about to do itself
-        return {"version": _VERSION, "numbers": numbers, "tensors": self._tensors()}
+        # Numbers that training leaves alone are settings, which a resumed run may choose anew.
+        before, of_sampler = self._numbers_before, _numbers_of(self._sampler)
+        sampler = {
+            "numbers": {name: value for name, value in of_sampler.items() if before.get(name) != value},
+            "arrays": {name: _copied(value) for name, value in _arrays_of(self._sampler).items()},
+        }
+        return {"version": _VERSION, "numbers": numbers, "tensors": self._tensors(), "sampler": sampler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the numbers, and copy the values into the existing tensors.
@@ -75,14 +88,18 @@ class Counters:
         Raises:
             FileFormatError: The state has another version, or comes from a loop with other tensors.
         """
-        tensors = self._tensors()
-        found = (state.get("version"), [tuple(each.shape) for each in state.get("tensors", ())])
-        if found != (_VERSION, [tuple(each.shape) for each in tensors]):
+        tensors, sampler = self._tensors(), state.get("sampler")  # earlier states have none
+        arrays = {} if sampler is None else _arrays_of(self._sampler)
+        saved = {} if sampler is None else sampler["arrays"]
+        found = (state.get("version"), [tuple(each.shape) for each in (*state.get("tensors", ()), *saved.values())])
+        shapes = [tuple(each.shape) for each in (*tensors, *arrays.values())]
+        if found != (_VERSION, shapes) or saved.keys() != arrays.keys():
             raise FileFormatError(
                 "create_enhanced_train_loop(state=...)",
                 got=f"version {found[0]!r}, {_describe(found[1])} besides the model",
-                expected=f"version {_VERSION}, {_describe([tuple(each.shape) for each in tensors])}",
-                fix="create the loop with the same arguments as when the state was saved.",
+                expected=f"version {_VERSION}, {_describe(shapes)}",
+                fix="create the loop with the same arguments as when the state was saved; a schedule_sampler whose "
+                "arrays grow needs its own state_dict() and load_state_dict().",
             )
         owners = dict(self._owners())
         for name, value in state["numbers"].items():
@@ -91,7 +108,17 @@ class Counters:
         with torch.no_grad():
             for tensor, value in zip(tensors, state["tensors"], strict=True):
                 tensor.copy_(value)
+            for name, array in arrays.items():
+                array[...] = saved[name] if isinstance(array, Tensor) else saved[name].numpy()
+        for name, value in ({} if sampler is None else sampler["numbers"]).items():
+            setattr(self._sampler, name, value)
         self._is_open = False
+
+    @property
+    def _sampler(self) -> object:
+        """The sampler of timesteps, unless it has a state of its own; None if there is none."""
+        found = getattr(self._loop, "schedule_sampler", None)
+        return None if _has_state(found) else found
 
     def _owners(self) -> list[tuple[str, Any]]:
         inner = getattr(self._loop, "mp_trainer", None)
@@ -113,6 +140,32 @@ class Counters:
         return found
 
 
+def _numbers_of(sampler: object) -> dict[str, Any]:
+    numbers = {name: value for name, value in attributes_of(sampler).items() if isinstance(value, _NUMERIC)}
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
+
+
+def _arrays_of(sampler: object) -> dict[str, Any]:
+    """Return a sampler's tensors, and its arrays of numbers that a tensor can hold and that may change."""
+    return {name: value for name, value in attributes_of(sampler).items() if isinstance(value, Tensor) or _fits(value)}
+
+
+def _fits(value: object) -> bool:
+    if not isinstance(value, np.ndarray):
+        return False
+    return value.flags.writeable and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+
+
+def _copied(values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().clone()
+    return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+
+
+def _has_state(part: object) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
 def _describe(shapes: list[tuple[int, ...]]) -> str:
     return f"{len(shapes)} tensors" + (f" of shapes {', '.join(map(str, shapes[:5]))}" if shapes else "")
 
@@ -120,9 +173,7 @@ def _describe(shapes: list[tuple[int, ...]]) -> str:
 def stateful_parts(loop: object) -> dict[str, Any]:
     """Return the parts of a loop that have a state, under the names that the loop gives them."""
     parts = {name: getattr(loop, name, None) for name in _STATEFUL}
-    return {
-        name: part for name, part in parts.items() if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-    }
+    return {name: part for name, part in parts.items() if _has_state(part)}
 
 
 def diffusion_losses(loop: Any) -> Callable[[nn.Module, Any], dict[str, Tensor]] | None:

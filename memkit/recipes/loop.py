@@ -21,7 +21,7 @@ from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine.devices import allocator_counters
 from memkit.memory.summary import memory_figures
-from memkit.recipes.loss_state import UnsavedState, undone_in_loss
+from memkit.recipes.loss_state import UnsavedState, Validations
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.samplers import held_apart
@@ -91,9 +91,11 @@ class MemoryEfficientTrainLoop:
 
     A SIGTERM ends the run after the current step, and the state is saved. A run with ``state`` resumes where the last
     one ended, even in the middle of an epoch, and is bit-for-bit equal to a run without the interruption. Validation
-    does not affect training: modes and the random state are restored.
+    does not affect training: it restores modes, the random state, attributes and buffers of the model, what ``loss_fn``
+    holds, and the random generators of ``train_loader`` and its data; it warns of what else it sees changed.
 
-    Memory cost: none beyond the step's; a validation keeps figures, not outputs. Time cost: see ``docs/loops.md``.
+    Memory cost: none beyond the step's; a validation keeps figures, not outputs, and copies of the model's buffers and
+    small tensors, of 64 MiB in all. Time cost: see ``docs/loops.md``.
 
     Args:
         trainer: Runs the steps. Its scheduler is stepped only after real optimizer steps.
@@ -190,6 +192,7 @@ class MemoryEfficientTrainLoop:
         self._busy_every = math.gcd(report_every, validate_every or 0, save_every or 0)  # no check is due in between
         self._loader = train_loader
         self._position = Position(train_loader)
+        self._validations = Validations(f"{_CALL}.validate(...)", trainer.model, train_loader)
         self._timeline = Timeline()
         self._stop = StopSignal()
         self._looks_for_unsaved = True  # once: what changes does so in the first steps, or never
@@ -253,12 +256,16 @@ class MemoryEfficientTrainLoop:
     def validate(
         self, loader: Iterable[Any], fn: ValidationFn | None = None, reducers: Mapping[str, Reducer] | None = None
     ) -> dict[str, Any] | None:
-        """Run a validation now and return its figures; None if a SIGTERM interrupted it."""
+        """Run a validation now and return its figures; None if a SIGTERM interrupted it.
+
+        Warns:
+            MemkitWarning: It has changed something that the training may depend on, and that cannot be restored.
+        """
         self._timeline.start()
         # A function of the user's may collect what it likes; the loss is that of the training.
         is_of_loss = fn is None and self._validates_by_loss
-        undone = undone_in_loss(self._loss_fn, self.trainer.model) if is_of_loss else nullcontext()
-        with self.trainer.evaluation() as evaluate, undone:
+        apart = self._validations.one(self._loss_fn if is_of_loss else None)
+        with self.trainer.evaluation() as evaluate, apart:
             figures = validate(
                 evaluate,
                 loader,

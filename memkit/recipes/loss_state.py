@@ -1,19 +1,23 @@
-"""State that a loss function or a data set keeps: no saved state has it, and a validation must not change it."""
+"""State that a loss function, a model or a data set keeps: no saved state has it, or no validation may change it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
 from memkit._core.printable import list_some
+from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
-from memkit._recovery.snapshot import HeldState
+from memkit._recovery.snapshot import HeldState, RandomNumbers
 from memkit._torch.tensors import bit_sums
-from memkit.recipes.order import reading_changes
+from memkit.recipes.order import all_parts, changed_names, plain_attributes, reading_changes
 from memkit.recipes.samplers import Samplers, held_apart
 
 # By these a module saves what it likes.
@@ -96,15 +100,81 @@ class UnsavedState:
             )
 
 
-@contextlib.contextmanager
-def undone_in_loss(loss_fn: object, model: nn.Module) -> Iterator[None]:
-    """Put back what the block changes in anything that a loss function holds, the buffers of the model excepted."""
-    trained = {id(each) for each in model.parameters() if each.requires_grad}
-    held = HeldState(loss_fn, content="saved", trained=trained, except_for=set(model.modules()))
-    try:
-        yield
-    finally:
-        held.restore()
+class Validations:
+    """Keeps validations from changing what the training depends on.
+
+    Put back are the attributes of the model's modules, with the lists, dicts, arrays and tensors that stand there, the
+    buffers, and all random generators: the global ones, and those of the model and of the training's data. Changes of
+    other objects that the model holds, and of what a data set counts, are told once: a logger or a cache keeps them.
+
+    Memory cost: while a validation runs, copies of buffers and small tensors, of 64 MiB in all.
+
+    Args:
+        call: The user's call, for messages.
+        model: The model.
+        data: The training's batches: a loader, or anything else.
+    """
+
+    def __init__(self, call: str, model: nn.Module, data: object) -> None:
+        self._call, self._model, self._data = call, model, data
+        self._told: set[str] = set()
+
+    @contextlib.contextmanager
+    def one(self, loss_fn: object = None) -> Iterator[None]:
+        """Run the block, a validation, and put back what it changes.
+
+        Args:
+            loss_fn: The loss function of the training, if the validation calls it: all that it holds is put back.
+        """
+        trained = {id(each) for each in self._model.parameters() if each.requires_grad}
+        modules = set(self._model.modules())
+        of_loss = HeldState(loss_fn, content="saved", trained=trained, except_for=modules)
+        # A lazy module stays as its first run leaves it; a validation may swap an average of the weights in and out.
+        how: dict[str, Any] = {"apart": trained, "except_for": (LazyModuleMixin,), "with_buffers": True}
+        of_model = Attributes([self._model], content="saved", **how)
+        parts = list(all_parts(self._data, set()))
+        of_data = Attributes([*parts, *(each for part in parts for each in _drawing_from(part))])
+        random = RandomNumbers([*of_model.generators(), *of_data.generators()])
+        counts = _counts_of(parts)
+        try:
+            yield
+        finally:
+            of_loss.restore()
+            of_model.restore_modules(modules)
+            random.restore()
+            self._tell(
+                "what the model holds",
+                of_model.differences(),
+                "keep it in attributes of the model's own modules, which are restored, or change it only if "
+                "self.training.",
+            )
+            now = _counts_of(parts)
+            self._tell(
+                "what the training's data counts",
+                [name for pair in zip(counts, now, strict=True) for name in changed_names(*pair)],
+                "validate on data of its own: DataLoader(copy.deepcopy(dataset), ...).",
+            )
+
+    def _tell(self, what: str, changed: Sequence[str], way_out: str) -> None:
+        if changed and what not in self._told:
+            self._told.add(what)
+            warn_user(
+                f"{self._call}: a validation has changed {what} ({list_some(list(dict.fromkeys(changed)), 3)}), and "
+                "that stays changed: if the training depends on it, it differs from a training without validation. "
+                f"Way out: {way_out}"
+            )
+
+
+def _drawing_from(part: object) -> list[object]:
+    """Return the generators, and the functions that may hold some, of a part that may be a class of torch's own."""
+    may_draw = (*random_state.GENERATORS, FunctionType)
+    return [each for each in getattr(part, "__dict__", {}).values() if isinstance(each, may_draw)]
+
+
+def _counts_of(parts: Iterable[object]) -> list[dict[str, Any]]:
+    """Return the numbers and texts that the user's data sets and samplers among a loader's parts hold."""
+    users = [each for each in parts if type(each).__module__.partition(".")[0] not in ("torch", "memkit")]
+    return [plain_attributes(each, with_saving=True) for each in users]
 
 
 def _with_states(model: nn.Module) -> set[int]:

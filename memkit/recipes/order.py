@@ -175,13 +175,24 @@ def repeat_epoch(loader: Any) -> None:
 
 def _drawing_parts(node: Any, seen: set[int]) -> Iterator[Any]:
     """Yield the parts of a loader that have a ``set_epoch``, innermost first."""
+    for each in all_parts(node, seen):
+        if _is_part(each) and callable(getattr(each, "set_epoch", None)):
+            yield each
+
+
+def all_parts(node: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a loader's parts (datasets, samplers, other loaders), innermost first, and the loader itself.
+
+    Args:
+        node: The loader.
+        seen: Ids of the parts that are left out; those that are found are added.
+    """
     if id(node) in seen:  # some datasets refer to themselves
         return
     seen.add(id(node))
     for part in _parts(node):
-        yield from _drawing_parts(part, seen)
-    if _is_part(node) and callable(getattr(node, "set_epoch", None)):
-        yield node
+        yield from all_parts(part, seen)
+    yield node
 
 
 def _parts(node: Any) -> Iterator[Any]:

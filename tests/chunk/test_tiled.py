@@ -1,5 +1,6 @@
 """Tiles equal the whole in float64, forward and backward; a halo one short does not."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,9 @@ from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.halo import find_reach
+from memkit.chunk.sparse import SparsityAwareProcessor
 from memkit.chunk.tiled import tiled_apply
 from tests.allocations import trace_allocations
 from tests.chunk.nets import UNet, exact_nets, refused_nets, same
@@ -266,3 +269,74 @@ def test_rejects_tensor_without_gradient_path():
     net.scale = torch.ones(1, requires_grad=True)
     with pytest.raises(InputError, match="attribute `scale` requires grad"):
         tiled_apply(net, torch.zeros(1, 1, 20, 20), 8)
+
+
+class Foreground(nn.Module):
+    """Normalizes by the mean and the deviation of what is above a threshold, as for CT in Hounsfield units."""
+
+    def forward(self, x):
+        above = x > 100
+        return (x - x[above].mean()) / x[above].std() if above.any() else x
+
+
+class Count(nn.Module):
+    def forward(self, x):
+        return x / (1 + (x > 100).sum())
+
+
+class Window(nn.Module):
+    """Looks at each voxel alone."""
+
+    def forward(self, x):
+        return torch.where(x > 100, x.log1p(), x.exp())
+
+
+def net_after(head):
+    layers = (nn.Conv3d(1, 4, 3, padding=1), nn.GELU(), nn.Conv3d(4, 1, 3, padding=1))
+    return nn.Sequential(head, *layers).double()
+
+
+def volume_with(num_bright, value=300.0):
+    torch.manual_seed(0)
+    volume = torch.zeros(1, 1, 24, 24, 24, dtype=torch.float64)
+    places = torch.randperm(12**3)[:num_bright]
+    box = torch.zeros(12**3, dtype=torch.float64)
+    box[places] = value + torch.randn(num_bright, dtype=torch.float64)
+    volume[0, 0, 4:16, 4:16, 4:16] = box.view(12, 12, 12)
+    return volume
+
+
+@pytest.mark.parametrize("head", [Foreground, Count])
+@pytest.mark.parametrize("num_bright", [2, 800])
+def test_modules_that_compute_over_a_foreground_are_refused(head, num_bright):
+    net, volume = net_after(head()), volume_with(num_bright)
+    assert_refused(lambda: tiled_apply(net, volume, 8), InputError, "tiles differ from the whole by")
+    voxels = SparseVoxels.from_dense(volume)
+    for run in (lambda processor: processor(volume), lambda processor: processor(voxels)):
+        processor = SparsityAwareProcessor(net_after(head()), mode="blocks", block_size=4)
+        assert_refused(functools.partial(run, processor), InputError, "tiles differ from the whole by")
+
+
+@pytest.mark.parametrize("value", [300.0, 1e4])
+def test_modules_with_a_threshold_for_each_voxel_are_not_refused(value):
+    """With values of 1e4, exponentials of what lies below the threshold are numbers, and those above are not taken."""
+    net, volume = net_after(Window()), volume_with(800, value)
+    torch.testing.assert_close(tiled_apply(net, volume, 8), net(volume), rtol=1e-12, atol=1e-12)
+
+
+def test_modules_that_overflow_between_the_values_are_not_refused():
+    class Exponential(nn.Module):
+        def forward(self, x):
+            return x.exp() - 1
+
+    net, volume = net_after(Exponential()), volume_with(800, 1e3)
+    y = tiled_apply(net, volume, 8)
+    torch.testing.assert_close(y, net(volume), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_volumes_of_one_value_and_volumes_with_nan_are_not_refused(value):
+    net, volume = net_after(nn.Tanh()), volume_with(0)
+    volume[..., 3, 5, 7] = value
+    y = tiled_apply(net, volume, 8)
+    torch.testing.assert_close(y, net(volume), rtol=1e-12, atol=1e-12, equal_nan=True)

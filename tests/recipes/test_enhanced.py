@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +217,106 @@ def test_rejects_state_with_other_averages(tmp_path):
             create_enhanced_train_loop(other, state=state).run_loop()
 
 
+class SecondMoments:
+    """As improved_diffusion's LossSecondMomentResampler: draws those timesteps more often that have larger losses."""
+
+    def __init__(self, num_rounds=2):
+        self.losses, self.counts = np.ones((4, 3)), np.zeros(4, dtype=">i4")
+        self.tensor, self.num_updates, self.num_rounds = torch.zeros(4, dtype=torch.float64), 0, num_rounds
+        self.largest, self.table = np.float64(0.0), np.broadcast_to(1.0, (4, 3))
+
+    def sample(self, num_rows, device):
+        p = np.sqrt((self.losses**2).mean(1) + self.tensor.numpy() + self.largest)
+        p = p * (1 + self.counts) / (1 + self.num_updates)
+        times = np.random.choice(4, num_rows, p=p / p.sum())
+        return torch.from_numpy(times).to(device), torch.from_numpy(1 / (4 * p[times] / p.sum())).to(device)
+
+    def update(self, times, losses):
+        for _ in range(self.num_rounds):
+            for time, loss in zip(times.tolist(), losses.tolist(), strict=True):
+                self.losses[time] = [*self.losses[time, 1:], loss]
+                self.counts[time] += 1
+                self.tensor[time] += loss
+                self.largest = max(self.largest, np.float64(loss))
+        self.num_updates += 1
+
+
+class ResamplingLoop(TrainLoop):
+    def __init__(self, num_steps, **settings):
+        super().__init__(num_steps)
+        np.random.seed(0)
+        self.model, self.master_params, self.ema_params = nn.Linear(64, 64, dtype=torch.float64), [], []
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.schedule_sampler = SecondMoments(**settings)
+
+    def run_step(self, batch, cond):
+        times, weight = self.schedule_sampler.sample(len(batch), batch.device)
+        losses = (self.model(batch.double() * (1 + times[:, None])) - 1).square().mean(1)
+        self.schedule_sampler.update(times, losses.detach())
+        self.opt.zero_grad()
+        (losses * weight).mean().backward()
+        self.opt.step()
+
+
+def test_the_losses_by_which_timesteps_are_drawn_go_on(tmp_path):
+    whole = ResamplingLoop(12)
+    whole.run_loop()
+    for num_steps in (3, 7, 12):
+        with TrainingStateManager(tmp_path) as state:
+            loop = ResamplingLoop(num_steps)
+            create_enhanced_train_loop(loop, state=state).run_loop()
+    torch.testing.assert_close(loop.model.weight, whole.model.weight, rtol=0, atol=0)
+    for name, value in vars(whole.schedule_sampler).items():
+        np.testing.assert_array_equal(getattr(loop.schedule_sampler, name), value)
+
+
+def test_settings_of_a_sampler_are_those_of_the_resumed_run_and_other_arrays_are_refused(tmp_path):
+    with TrainingStateManager(tmp_path) as state:
+        create_enhanced_train_loop(ResamplingLoop(2), state=state).run_loop()
+        loop = ResamplingLoop(4, num_rounds=1)
+        create_enhanced_train_loop(loop, state=state).run_loop()
+        assert loop.schedule_sampler.num_rounds == 1
+        assert loop.schedule_sampler.counts.sum() == 16 * (2 * 2 + 2 * 1)
+        loop = ResamplingLoop(6)
+        loop.schedule_sampler.losses = np.ones((5, 3))
+        with pytest.raises(mk.errors.FileFormatError, match=r"\(4, 3\), \(4,\), \(4,\) .* of shapes \(5, 3\), "):
+            create_enhanced_train_loop(loop, state=state).run_loop()
+
+
+def test_a_sampler_with_a_state_of_its_own_saves_it(tmp_path):
+    class Growing(Times):
+        def __init__(self):
+            self.history = np.zeros(0)
+
+        def sample(self, num_rows, device):
+            self.history = np.append(self.history, len(self.history))
+            return torch.full((num_rows,), self.history.sum()), torch.ones(num_rows)
+
+        def state_dict(self):
+            return {"history": self.history.tolist()}
+
+        def load_state_dict(self, state):
+            self.history = np.array(state["history"])
+
+    def run(num_steps, state=None):
+        loop = TrainLoop(num_steps)
+        loop.lr_anneal_steps = 100  # of the learning rate's schedule
+        loop.schedule_sampler, loop.ema_params, loop.master_params = Growing(), [[]], []
+        loop.run_loop = lambda: [loop.run_step(*next(loop.data)) or counted(loop) for _ in range(num_steps - loop.step)]
+        create_enhanced_train_loop(loop, state=state).run_loop()
+        return loop
+
+    def counted(loop):
+        loop.step += 1
+
+    whole = run(6)
+    with TrainingStateManager(tmp_path) as state:
+        run(3, state)
+        loop = run(6, state)
+    np.testing.assert_array_equal(loop.schedule_sampler.history, np.arange(6))
+    torch.testing.assert_close(weights(loop.model), weights(whole.model), rtol=0, atol=0)
+
+
 def test_rejects_foreign_state():
     with pytest.raises(mk.errors.FileFormatError, match=r"version None, 0 tensors beside"):
         Counters(TrainLoop(1)).load_state_dict({})
@@ -299,6 +400,33 @@ def test_failing_validation_loses_no_state(tmp_path):
 def test_memory_fraction_is_a_share_or_a_size(given, share):
     memory = create_enhanced_train_loop(TrainLoop(1), memory_fraction=given).memory
     assert memory.budget_bytes == (2**30 if share is None else mk.MemoryManager("cpu", share).budget_bytes)
+
+
+def test_validation_changes_nothing_in_the_model_of_a_foreign_loop():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) / self.calls
+
+    def run(*, validates):
+        loop = TrainLoop(6)
+        loop.model = Counting(64, 64, dtype=torch.float64)
+        loop.master_params, loop.ema_params = [], []
+        loop.opt = torch.optim.SGD(loop.model.parameters(), lr=1e-2)
+        loop.run_step = lambda batch, _: (
+            loop.opt.zero_grad() or (loop.model(batch.double()).square().mean().backward() or loop.opt.step())
+        )
+        batches = [digits()[0][:20].double()]
+        mk.create_enhanced_train_loop(
+            loop, batches, validates, 2, val_fn=lambda model, batch: {"loss": model(batch).square()}
+        ).run_loop()
+        return loop.model.weight.detach(), loop.model.calls
+
+    (found, num_calls), (expected, num_expected) = run(validates=True), run(validates=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert num_calls == num_expected == 6
 
 
 def test_oversized_validation_is_split():

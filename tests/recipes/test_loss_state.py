@@ -1,11 +1,11 @@
-"""What a loss function holds: a loop tells of what no state has, and its validation leaves it as it was."""
+"""What loss function, model and data hold: a loop tells of what no state has, and its validation changes none of it."""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset, TensorDataset
 
 import memkit as mk
 
@@ -276,3 +276,207 @@ def test_a_model_with_other_generators_is_told_of(tmp_path):
 
     with pytest.warns(mk.MemkitWarning, match="with 2 generators of the model and loss_fn, and now they hold 1"):
         annealed(tmp_path, "nothing", 2, without)
+
+
+class Changing(nn.Module):
+    """Divides by something that each forward changes, in evaluation too."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(1, 1, dtype=torch.float64), how
+        self.calls, self.seen, self.counts, self.random = 0, [], np.zeros(2), np.random.default_rng(0)
+        self.last, self.tensor = None, torch.zeros(1, dtype=torch.float64)
+        self.register_buffer("small", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("large", torch.zeros(2**19, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.linear(x) / (1 + getattr(self, self.how)())
+
+    def number(self):
+        self.calls += 1
+        return self.calls
+
+    def list_(self):
+        self.seen.append(None)
+        return len(self.seen)
+
+    def array(self):
+        self.counts += 1
+        return self.counts[0]
+
+    def attribute(self):
+        self.tensor += 1
+        return self.tensor
+
+    def buffer(self):
+        self.small += 1
+        return self.small
+
+    def replaced_buffer(self):
+        self.small = self.small + 1
+        return self.small
+
+    def large_buffer(self):
+        self.large += 1
+        return self.large[0]
+
+    def generator(self):
+        return self.random.random()
+
+
+VALUES = torch.arange(12, dtype=torch.float64).view(12, 1)
+
+
+def weight_beside(train, val, model, **settings):
+    """Train, with ``val`` as the data of validations or without any; return the model's parameters."""
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 1e-3))
+    loop = mk.MemoryEfficientTrainLoop(
+        trainer,
+        train,
+        lambda model, x: (model(torch.as_tensor(x[0] if isinstance(x, list) else x)) - 1).square().mean(),
+        val_loader=val,
+        progress=False,
+        **settings,
+    )
+    loop.run(num_epochs=3)
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def rows_of_figures(model, x):
+    return {"loss": model(x[0]).square()}
+
+
+@pytest.mark.parametrize("val_fn", [None, rows_of_figures])
+@pytest.mark.parametrize(
+    "how", ["number", "list_", "array", "attribute", "buffer", "replaced_buffer", "large_buffer", "generator"]
+)
+def test_a_validation_changes_nothing_in_the_model(how, val_fn):
+    def run(*, validates):
+        torch.manual_seed(0)
+        loader, model = DataLoader(TensorDataset(VALUES), 4), Changing(how)
+        settings = {"val_fn": val_fn, "validate_every": 2} if validates else {}
+        return [*weight_beside(loader, loader if validates else None, model, **settings), model.small, model.large]
+
+    torch.testing.assert_close(run(validates=True), run(validates=False), rtol=0, atol=0)
+
+
+def shared_loader():
+    loader = DataLoader(TensorDataset(VALUES), 4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    return loader, loader
+
+
+def shared_generator_of_samplers():
+    data, generator = TensorDataset(VALUES), torch.Generator().manual_seed(0)
+    return [DataLoader(data, 4, sampler=RandomSampler(data, generator=generator)) for _ in range(2)]
+
+
+def parts_of_noisy():
+    data = Noisy(np.random.RandomState(0))
+    return DataLoader(Subset(data, range(8)), 4), DataLoader(Subset(data, range(8, 12)), 4)
+
+
+def joined_parts_of_noisy():
+    data = Noisy(np.random.default_rng(0))
+    joined = ConcatDataset([TensorDataset(VALUES), Subset(data, range(8))])
+    return DataLoader(
+        joined, 4, collate_fn=lambda rows: torch.stack([torch.as_tensor(row[0]) for row in rows])[:, None]
+    ), (DataLoader(data, 4))
+
+
+def noise_of_collating():
+    random = np.random.default_rng(0)
+
+    def collate(rows):
+        return torch.stack([row[0] for row in rows]) + random.normal()
+
+    return [DataLoader(TensorDataset(VALUES), 4, collate_fn=collate) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [shared_loader, shared_generator_of_samplers, parts_of_noisy, joined_parts_of_noisy, noise_of_collating],
+)
+def test_a_validation_draws_nothing_from_the_generators_of_the_training(make):
+    def run(*, validates):
+        torch.manual_seed(0)
+        train, val = make()
+        settings = {"validate_every": 2} if validates else {}
+        return weight_beside(train, val if validates else None, nn.Linear(1, 1, dtype=torch.float64), **settings)
+
+    torch.testing.assert_close(run(validates=True), run(validates=False), rtol=0, atol=0)
+
+
+def test_counts_of_a_data_set_that_a_validation_reads_are_told_once():
+    data = Counting(counts=True)
+    train, val = DataLoader(Subset(data, range(8)), 4), DataLoader(Subset(data, range(8, 12)), 4)
+    found = r"validation has changed what the training's data counts \(Counting\.num_given\), and"
+    with pytest.warns(mk.MemkitWarning, match=found) as told:
+        weight_beside(train, val, nn.Linear(1, 1, dtype=torch.float64))
+    assert len(told) == 1
+    own = DataLoader(Counting(counts=True), 4)  # the way out: a warning would be an error here
+    weight_beside(train, own, nn.Linear(1, 1, dtype=torch.float64))
+
+
+class Turning(Sampler):
+    """Begins each pass with another sample."""
+
+    num_passes = 0
+
+    def __iter__(self):
+        self.num_passes += 1
+        return iter([(each + self.num_passes) % 12 for each in range(12)])
+
+    def __len__(self):
+        return 12
+
+
+def test_counts_of_a_sampler_that_a_validation_shares_are_told():
+    data, sampler = TensorDataset(VALUES), Turning()
+    loader = DataLoader(data, 4, sampler=sampler)
+    with pytest.warns(mk.MemkitWarning, match=r"what the training's data counts \(Turning\.num_passes\), and"):
+        weight_beside(loader, loader, nn.Linear(1, 1, dtype=torch.float64))
+
+
+class Recorder:
+    """A user's own object: not a module."""
+
+    def __init__(self):
+        self.rows, self.num_calls = [], 0
+
+
+def test_objects_that_the_model_holds_keep_what_a_validation_writes():
+    model, losses = nn.Linear(1, 1, dtype=torch.float64), []
+    model.recorder = Recorder()
+    loader = DataLoader(TensorDataset(VALUES), 4)
+
+    def val_fn(model, x):
+        rows = (model(x[0]) - 1).square()
+        losses.append(rows.sum().item())
+        model.recorder.rows.append(losses[-1])
+        return {"loss": rows}
+
+    weight_beside(loader, loader, model, val_fn=val_fn)
+    assert model.recorder.rows == losses
+    assert len(losses) == 9
+
+    def counting(model, x):
+        model.recorder.num_calls += 1
+        return {"loss": model(x[0])}
+
+    with pytest.warns(mk.MemkitWarning, match=r"changed what the model holds \(Recorder\.num_calls\), and") as told:
+        weight_beside(loader, loader, model, val_fn=counting)
+    assert (model.recorder.num_calls, len(told)) == (9, 1)
+
+
+def test_a_validation_before_the_first_step_leaves_a_lazy_model_initialized():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(1, dtype=torch.float64))
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 1e-3))
+    loader = DataLoader(TensorDataset(VALUES), 12)
+    loop = mk.MemoryEfficientTrainLoop(trainer, loader, lambda model, x: model(x[0]).square().mean(), progress=False)
+    figure = loop.validate(loader)["loss"]
+    before = model[0].weight.detach().clone()
+    assert figure == pytest.approx(model(VALUES).square().mean().item())
+    gradient = torch.autograd.grad(model(VALUES).square().mean(), model[0].weight)[0]
+    loop.run()
+    torch.testing.assert_close(model[0].weight, before - 1e-3 * gradient)

@@ -208,6 +208,22 @@ def test_the_content_of_large_tensors_parameters_and_buffers_is_not_copied():
     assert [id(each) for each in copied] == [id(model.small)]
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_saved_tensor_is_compared_exactly(value):
+    """The bits of 2048 ones sum up to a multiple of 2^64, like those of zeros."""
+    model = nn.Module()
+    model.counts = torch.full((2048,), value, dtype=torch.float64)
+    attributes = Attributes([model], content="saved")
+    model.counts.data.fill_(value)
+    assert not attributes.differ()
+    model.counts.data.fill_(1.0)
+    assert attributes.differences() == ["Module.counts"]
+    attributes.restore()
+    torch.testing.assert_close(
+        model.counts, torch.full((2048,), value, dtype=torch.float64), rtol=0, atol=0, equal_nan=True
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- the batch
 
 
