@@ -75,7 +75,8 @@ class ProgressiveTrainer:
         fits: ``fits(stage, micro_batch_size)`` says whether a stage will fit; None skips the check.
         model: Its BatchNorm statistics are re-estimated at the start of each stage but the first (they depend on the
             resolution), and batches go to its device. It is called with the batch, or the batch's first element. A
-            BatchNorm in evaluation mode while others are in training mode counts as frozen and is left unchanged.
+            BatchNorm in evaluation mode while others are in training mode counts as frozen and is left unchanged. None
+            estimates nothing and moves no batch.
         bn_batches: Batches for that estimate; 0 turns it off.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memkit._core.errors import StateError, warn_user
+from memkit._core.errors import AbsentError, StateError, warn_user
 from memkit._machine import devices
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.makeup import Flags
@@ -160,6 +160,18 @@ class TreatedForward:
     def first_step_bytes(self) -> int:
         """Copies of the block's state in its first forward, which were not needed."""
         return self._watch.dropped_bytes
+
+    @property
+    def __globals__(self) -> NoReturn:
+        """Refuse a compiler that reads the forward's source: here, `torch.jit.script` reads this attribute first."""
+        raise AbsentError(
+            f"torch.jit.script of the block {self._name!r}, with checkpoint {self.treatment!r}",
+            got="a model whose blocks memkit treats, chosen by checkpoint= or recomputed since an out-of-memory",
+            expected="forwards that are plain functions, whose source TorchScript reads",
+            fix="end the treatment, with trainer.close() or Checkpointing.close(), before torch.jit.script(model) and "
+            "before a deep copy is made for it; or run the model instead: with torch.no_grad(): "
+            "torch.jit.trace(model.eval(), x), or torch.export.export(model.eval(), (x,)).",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, with the treatment if gradients are enabled.

@@ -370,6 +370,25 @@ def test_traced_and_scripted_blocks(compile_block, treatment):
     assert_same(found[1], found[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_scripting_a_treated_model_is_refused_with_ways_out(treatment):
+    """TorchScript reads the source of a forward, and failed at a treated one with a raw AttributeError."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)).double().eval()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    plain = model(x)
+    blocks = Checkpointing(model, {"0": treatment})
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(mk.errors.AbsentError, match=r"torch\.jit\.script of the block '0'.*torch\.jit\.trace"):
+            torch.jit.script(each)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.jit.trace(each, x)(x), plain)
+            torch.testing.assert_close(torch.export.export(each, (x,)).module()(x), plain)
+    blocks.close()
+    torch.testing.assert_close(torch.jit.script(model)(x), plain)
+
+
 class WritesUnseen(nn.Module):
     """Masks a block's input after the block has run, as public models of speech do to their padding."""
 
