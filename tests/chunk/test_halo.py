@@ -197,6 +197,7 @@ def test_tiles_with_a_result_of_another_size_are_refused():
         mk.tiled_apply(Resizing(4, "linear"), torch.randn(1, 1, 163), 32)
 
 
+@pytest.mark.slow
 def test_search_stops_early_at_whole_volume(monkeypatch):
     net, seen = FarSeeing(), queue.SimpleQueue()  # a list would be put back after each search
     net.register_forward_hook(lambda module, inputs, output: seen.put(inputs[0].numel()))

@@ -105,6 +105,7 @@ def test_a_box_without_margin_is_wrong():
     assert (naive - net(volume)[:, :, 8:20, 9:17, 7:17]).detach().abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @given(
     sizes=st.sampled_from([(9, 12, 17), (8, 16, 11)]),
     block_size=st.integers(1, 9),
