@@ -266,9 +266,10 @@ def points(num_rows=32):
     return tuple(torch.randn(num_rows, 8, dtype=torch.float64) for _ in range(2))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"probe": False}, {"memory": "100MiB"}, {"offload": {"activations"}}], ids=str
-)
+SETTINGS = [{}, {"probe": False}, {"memory": "100MiB"}, {"offload": {"activations"}}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_model_that_moves_its_batch_trains_as_in_a_plain_loop(settings, num_parts):
     def train(make_step):
