@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import memkit as mk
 from memkit.chunk.independence import check_independence
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import assert_refused, assert_same, one_in_product
 
 
 def check(fn, *rows):
@@ -144,8 +144,7 @@ OF_SEVERAL_ROWS = {
 }
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", OF_SEVERAL_ROWS)
+@pytest.mark.parametrize(("name", "chunk_size"), one_in_product(3, OF_SEVERAL_ROWS, [1, 2, 3, 4, 8]))
 def test_small_chunks_are_checked_too(name, chunk_size):
     x = torch.randn(40, 40)
     assert_refused(lambda: mk.chunked_map(OF_SEVERAL_ROWS[name], x, chunk_size=chunk_size), mk.errors.InputError)
@@ -219,8 +218,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", BY_LENGTHS)
+@pytest.mark.parametrize(("name", "call"), one_in_product(3, BY_LENGTHS, CALLS))
 def test_rows_that_are_compared_with_the_largest_integers_are_refused(name, call):
     rows = with_lengths()
     assert_refused(lambda: CALLS[call](BY_LENGTHS[name], *rows), mk.errors.InputError, "on the values of other rows")

@@ -28,7 +28,7 @@ def same(ours, theirs, inputs, tolerance=1e-11):
     assert_same(found, wanted, tolerance)
 
 
-@pytest.mark.parametrize("aggr", ["max", "mean", "sum"])
+@pytest.mark.parametrize("aggr", ["max", pytest.param("mean", marks=pytest.mark.slow), "sum"])
 def test_pygs_edge_convolution(aggr, graph):
     layers = pytest.importorskip("torch_geometric.nn")
     x, edges = graph

@@ -16,7 +16,7 @@ from memkit.chunk.sparse import SparsityAwareProcessor
 from memkit.chunk.tiled import tiled_apply
 from tests.allocations import trace_allocations
 from tests.chunk.nets import UNet, exact_nets, refused_nets, same
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import assert_refused, assert_same, one_in_product
 
 
 def gradients(y, inputs, upstream):
@@ -41,8 +41,7 @@ def both_ways(net, x, tile_size, **settings):
     )
 
 
-@pytest.mark.parametrize("tile_size", [5, (12, 9), (8, 99)], ids=str)
-@pytest.mark.parametrize("name", exact_nets())
+@pytest.mark.parametrize(("name", "tile_size"), one_in_product(2, exact_nets(), [5, (12, 9), (8, 99)]))
 def test_equal_to_the_whole(name, tile_size):
     net, sizes = exact_nets()[name]
     x = torch.randn(2, 1, *sizes, dtype=torch.float64, requires_grad=True)

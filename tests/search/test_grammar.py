@@ -81,6 +81,7 @@ def test_a_case_is_its_seed_and_its_index():
     assert len({repr(generate(SEED, index)) for index in range(200)}) == 200
 
 
+@pytest.mark.slow
 def test_each_production_occurs_at_least_fifty_times():
     counts = Counter()
     for index in range(NUM_CASES):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import memkit as mk
 from memkit._torch.optimizers import has_step_hooks
 from memkit.train import gradient_sum
-from tests.helpers import assert_refused, assert_same, flat_gradient, gradients, relative_error
+from tests.helpers import assert_refused, assert_same, flat_gradient, gradients, one_in_product, relative_error
 from tests.toys import mean_square, out_of_memory
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
@@ -107,8 +107,7 @@ def accumulated_gradient(loss_fn, sizes, *, steps=None, reduction="mean", **keyw
     return stepped_gradient(accumulator, model, microbatches())
 
 
-@pytest.mark.parametrize("loss_fn", MEAN_LOSSES)
-@pytest.mark.parametrize("size", range(1, ROWS + 1))
+@pytest.mark.parametrize(("size", "loss_fn"), one_in_product(3, range(1, ROWS + 1), MEAN_LOSSES))
 def test_every_size_of_micro_batch_gives_the_full_batch_gradient(loss_fn, size):
     sizes = [size] * (ROWS // size) + ([ROWS % size] if ROWS % size else [])
     assert relative_error(accumulated_gradient(loss_fn, sizes), full_batch_gradient(loss_fn)) <= 1e-14
@@ -1016,11 +1015,17 @@ def test_a_state_taken_between_a_group_and_one_more_micro_batch_is_no_change():
     assert accumulator.step()
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 8])
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("way", ["accumulator", "wrapper", "SplitLoss"])
-@pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 1]])
+@pytest.mark.parametrize(
+    ("labels", "way", "reduction", "as_tensor", "num_parts"),
+    one_in_product(
+        5,
+        [[0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 1]],
+        ["accumulator", "wrapper", "SplitLoss"],
+        ["sum", "mean"],
+        [False, True],
+        [1, 2, 8],
+    ),
+)
 def test_a_part_in_which_nothing_counts_may_have_a_constant_loss(labels, way, reduction, as_tensor, num_parts):
     """As losses are written whose positives may be missing."""
 

@@ -186,6 +186,7 @@ print(is_given_back(2**19), is_given_back(24 * 2**20), is_given_back(30 * 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 def test_allocator_keeps_blocks_up_to_step_size():
     """A block of 32 MiB, freed to begin with, changes what the process keeps for good."""
