@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from torch.nn.modules.module import _has_any_global_hook
 
 settings.register_profile(
-    "memkit", derandomize=True, deadline=None, max_examples=28, suppress_health_check=[HealthCheck.too_slow]
+    "memkit", derandomize=True, deadline=None, max_examples=24, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("memkit")
 # Small tensors: on a busy machine two threads would wait for each other. Processes that tests start see the variable.

@@ -17,7 +17,8 @@ def test_exact_axis(size, tile, reach, extra):
     axis = ExactAxis.cut(size, tile, reach)
     out_size = -(-size // reach.period) * reach.step + extra  # a module may give a little more or less at its ends
     tile_out = out_size - (size - axis.length) // reach.period * reach.step
-    if tile_out < 1:
+    # A result that is shorter at its end depends on what follows: `find_reach` gives such a module some `after`.
+    if tile_out < 1 or (extra < 0 and not reach.after):
         return
     pieces = list(axis.pieces(tile_out))
     assert axis.out_size(tile_out) == out_size

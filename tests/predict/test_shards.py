@@ -75,7 +75,7 @@ def assert_replicated_equal(name, ranks):
         assert found[part] == expected[part], part
 
 
-@pytest.mark.parametrize("name", one_in(3, SHARDED))
+@pytest.mark.parametrize("name", one_in(6, SHARDED))
 def test_equals_a_real_sharded_step(name, real):
     assert_sharded_equal(name, real)
 

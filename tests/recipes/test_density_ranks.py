@@ -53,6 +53,7 @@ def worker(rank, folder):
     leave()
 
 
+@pytest.mark.slow
 def test_two_ddp_ranks_take_the_step_of_all_scenes(tmp_path):
     spawn(worker, tmp_path)
     first, second = load(tmp_path, "")

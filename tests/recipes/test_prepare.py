@@ -826,7 +826,8 @@ def two_optimizers(model):
     return [torch.optim.Adam(first.parameters()), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
 
 
-@pytest.mark.parametrize("measure", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", [False, True])
 def test_several_optimizers_take_the_steps_of_a_loop(measure):
     images, labels = digits()
     batch = images.double(), labels
