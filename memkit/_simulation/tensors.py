@@ -31,7 +31,6 @@ from memkit._recorder.recorder import StepPosition
 from memkit._simulation.dtypes import CHECKED, refuse_dtypes
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
-from memkit._torch.aten import overloads
 from memkit._torch.dispatch import (
     HigherOrderOperator,
     LeanDispatchMode,
@@ -284,7 +283,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             self.guesses.selected(has_values=not is_blank)
         if func in CHECKED:
             refuse_dtypes(func, args)
-        if func in _CHOOSING and any(map(_is_mask_of_bytes, args[1])):
+        if func in aten.INDEXING and any(map(_is_mask_of_bytes, args[1])):
             args = args[0], [each.bool() if _is_mask_of_bytes(each) else each for each in args[1]], *args[2:]
         if types in _WITHOUT_FAKES and (_looks_into_values(func, args) or (self.is_padding and func is _EMPTY)):
             return func(*args, **kwargs)
@@ -870,7 +869,6 @@ _KEPT = {
     _aten.view.default, _aten.expand.default, _aten.squeeze.default, _aten.squeeze.dim,
     _aten.unsqueeze.default, _aten.select.int, _aten.slice.Tensor, _aten.t.default, _aten.transpose.int,
 }  # fmt: skip
-_CHOOSING = overloads("index.Tensor", "index_put.default", "index_put_.default", "_unsafe_index_put.default")
 _FINDING = frozenset({*_IS_FINITE, *_COMPARED, *_WITH_INFINITY})  # known even if their inputs are not
 
 

@@ -68,3 +68,4 @@ LINEAR_ALGEBRA = overloads(
 MATRIX_EXPONENTIAL = overloads("linalg_matrix_exp")
 FOURIER = overloads("_fft_c2c", "_fft_c2r", "_fft_r2c")
 UNIQUE = overloads("_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive")
+INDEXING = overloads("index.Tensor", "index_put.default", "index_put_.default", "_unsafe_index_put.default")

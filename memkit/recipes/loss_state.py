@@ -25,7 +25,7 @@ _OWN = [(name, getattr(nn.Module, name)) for name in ("get_extra_state", "state_
 
 
 class UnsavedState:
-    """What no state has, as it is now: tensors that a loss function holds, a data set's own generators, and numbers.
+    """State that nothing saves, as it is now: tensors of a loss function, a data set's own generators, and numbers.
 
     The numbers are those in attributes of what the model, the loss function and the loader's ``collate_fn`` hold, and
     in variables that these functions assign to.

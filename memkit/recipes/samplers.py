@@ -49,7 +49,7 @@ class Samplers:
         self._generators: list[torch.Generator] = list(own.values())
         samplers = [node for node, is_sampler in nodes if is_sampler and not isinstance(node, ResumableOrder)]
         self._stateful = [each for each in samplers if isinstance(each, Stateful)]
-        # What has a set_epoch is told the epoch, from which it draws.
+        # A sampler with a set_epoch is told the epoch, and draws its order from it.
         self._silent = [each for each in samplers if not (isinstance(each, Stateful) or hasattr(each, "set_epoch"))]
         self._kept: list[dict[tuple[str, int], object]] = []
 

@@ -289,7 +289,7 @@ class SplitLoss(Uncopied):
         """Add a part; return whether its loss has a graph. A constant that counts nothing has none."""
         # A separate function: when it fails, its frame releases every tensor.
         loss, count = self._evaluate(micro, loss_fn)
-        # What a backward() inside loss_fn leaves in .grad is that of a plain loop, if the batch is whole.
+        # If the batch is whole, a backward() inside loss_fn leaves the gradients of a plain loop in .grad.
         if attempt.size != attempt.batch_size and not held.are_same():
             held.restore()
             _refuse_inner_backward()

@@ -1,4 +1,4 @@
-"""What CTC loss takes on the virtual GPU, as `LossCTC.cu` does."""
+"""Scratch memory of CTC loss on the virtual GPU, in the order in which `LossCTC.cu` allocates it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What CUDA's kernels take that sort, select, add up along a line, and draw by chance.
+"""Scratch memory of CUDA's kernels that sort, select, scan, and make random choices.
 
 Long rows are sorted by CUB, whose memory is not known; short ones in place, and a selection counts digits, block by
-block. What CUB takes to add up a line is bounded here: a few bytes for each tile.
+block. A scan of a single line needs a few bytes of CUB's for each tile, of which this is a bound.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ _NEVER_RUN = frozenset({_SCALING, _RESCALING, *_UPDATING})
 # Operators that have a kernel on CUDA, but decompose into others on other devices.
 _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default)
 # Operators with shape functions that take tensors of several devices.
-_CHOOSING = overloads("index.Tensor", "index_put.default", "index_put_.default", "_unsafe_index_put.default")
-_UNCHECKED = frozenset({*_CHOOSING, *RECURRENT}) | overloads(
+_UNCHECKED = frozenset({*aten.INDEXING, *RECURRENT}) | overloads(
     "convolution.default", "convolution_backward.default", "embedding.default", "_embedding_bag.default",
     "masked_select.default", "slice_scatter.default", "diagonal_scatter.default", "bincount.default",
 )  # fmt: skip
@@ -324,7 +323,7 @@ def _refuse_mixed(func: Any, args: Sequence[Any]) -> None:
     Raises:
         RuntimeError: As a card's: "Expected all tensors to be on the same device".
     """
-    if func in _CHOOSING:
+    if func in aten.INDEXING:
         args = (args[0], *args[2:3]) if args[0].is_cuda else args
     tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
     first = next((each for each in tensors if each.is_cuda), None)
