@@ -126,6 +126,7 @@ def test_detects_differences_in_losses_parameters_and_statistics(tmp_path):
     assert not judge(project, plain, shorter)["is_equal"]
 
 
+@pytest.mark.slow
 def test_peak_is_the_allocators_from_the_start(tmp_path):
     kept = "import torch\nkept = torch.zeros(10_000_000)\n" + SCRIPT
     figures = run(make_project(), write_script(tmp_path / "kept", kept), "peak", "float32").figures

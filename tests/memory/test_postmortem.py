@@ -50,6 +50,7 @@ def test_post_mortem_of_a_training(tmp_path):
     assert "24.00 MiB  other float32[6291456], held by global `CACHE[0]`" in "\n".join(record["text"])
 
 
+@pytest.mark.slow
 def test_file_includes_active_tracker(tmp_path):
     run_child(tmp_path, "tracked", RANK="1", WORLD_SIZE="2")
     record = read(tmp_path, "out-of-memory.rank1.json")

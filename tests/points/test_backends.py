@@ -194,6 +194,7 @@ def test_a_device_has_its_back_end(monkeypatch):
         resolved("numba", torch.device("cpu"), "call")
 
 
+@pytest.mark.slow
 def test_imports_extras_only_when_chosen():
     code = "import memkit; memkit.GridAwareSampler().sample_half_density(memkit.GridIndex.from_cells([1]))"
     assert_not_imported({"numba", "triton"}, code, PYTHONWARNINGS="error")

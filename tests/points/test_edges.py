@@ -98,6 +98,7 @@ def test_accepts_numpy_and_rejects_invalid_nodes():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+@pytest.mark.slow
 def test_inside_a_compiled_function():
     dst, lengths = mesh_edges()
 

@@ -65,6 +65,7 @@ def test_fragments_hold_each_point_once_and_no_cell_twice():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+@pytest.mark.slow
 def test_inside_a_compiled_function():
     x = torch.from_numpy(POINTS).double()
     rows = INDEX.cell_of_point()

@@ -34,7 +34,7 @@ OTHER_CONFIGS = {
     "narrow": TrainingConfig(vae_channels=8, model_channels=8, resolution=192, gradient_accumulation_steps=3),
 }
 ALL_CONFIGS = {**PRESET_CONFIGS, **OTHER_CONFIGS}
-RUN_BY_DEFAULT = ("fp16", "wide U-Net, checkpointed")
+RUN_BY_DEFAULT = ("fp16",)
 CONFIG_CASES = [
     pytest.param(config, id=name, marks=() if name in RUN_BY_DEFAULT else pytest.mark.slow)
     for name, config in ALL_CONFIGS.items()

@@ -185,6 +185,7 @@ def test_data_made_for_a_batch_without():
     assert made["x"].isfinite().all()
 
 
+@pytest.mark.slow
 def test_model_reading_its_mask():
     """Each batch with another mask is a kind; with a mask of one form, each shape is, and takes the same memory."""
     config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)

@@ -386,6 +386,7 @@ def test_on_a_card():
     assert all(each.fits for each in table if each.is_verified)
 
 
+@pytest.mark.slow
 def test_steps_in_backward_are_predicted_for_a_card():
     """A freed gradient is a tensor without memory, on the card too."""
     model = mlp(*[512] * 4)
@@ -487,6 +488,7 @@ def test_a_packed_batch_is_split_by_the_users_function():
     assert "split_fn=split_fn, accumulation_steps=4" in found.change
 
 
+@pytest.mark.slow
 def test_several_optimizers_are_advised_on_and_left_as_they_were(batch):
     images, labels = batch[0].double(), batch[1]
     model = mlp(64, 256, 10).double()

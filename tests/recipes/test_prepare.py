@@ -692,6 +692,7 @@ def test_sizes_that_the_model_refuses_are_left_out_and_noted(measure):
     )
 
 
+@pytest.mark.slow
 def test_a_loss_that_zeroes_gradients_keeps_the_batch_whole():
     """As TRADES' does, between its attack and its loss: gradients of earlier micro-batches are gone then."""
     model, x = make_model(), torch.randn(32, 8, 64)
@@ -783,6 +784,7 @@ def test_every_micro_batch_is_tried_where_they_may_differ(make, long_row, treat)
     assert trainer.plan.estimate.confidence == "exact"
 
 
+@pytest.mark.slow
 def test_a_plan_for_rows_that_differ_keeps_its_budget_and_knows_its_forwards(recwarn):
     model, batch = Trims(), padded(16, 15)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

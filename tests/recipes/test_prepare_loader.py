@@ -255,6 +255,7 @@ def test_equal_batches_are_planned_like_one():
     assert all(tried[0][each] == tried[1][each] for each in common)
 
 
+@pytest.mark.slow
 def test_fixed_rows_stay():
     model = Reader()
     plan = mk.plan_training(model, tokens(*MANY_AND_LONG), loss_fn, budget="6MiB", micro_batch_size=16)

@@ -440,7 +440,7 @@ EXPECTED = {
 }
 
 
-BY_DEFAULT = {"torch", "worker"}
+BY_DEFAULT = {"torch"}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_attention_matches_gpu_in_every_block():
     assert (played.peak_bytes, played.reserved_bytes) == (run.peak_bytes, run.reserved_bytes)
 
 
+@pytest.mark.slow
 def test_autocast_inference_matches_gpu_blocks():
     run = _BY_NAME["medium_512_inference"]
     assert num_alike(run, run.play(num_steps=1)) == (1666, 1666)

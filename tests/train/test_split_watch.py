@@ -308,6 +308,7 @@ def test_warns_of_grouped_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_check_without_memory_is_no_error(dtype):
     """Also for the copies that it makes: rows in another order, parameters in float32."""
     model, batch = net().to(dtype), X.to(dtype)
