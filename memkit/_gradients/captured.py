@@ -16,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import InputError
-from memkit._torch.graph import inputs_of, sequence_number
+from memkit._torch.graph import graph_behind, inputs_of, sequence_number
 
 UNSHARDED = "do not shard this module separately: call fully_shard on the module around it, whose forward calls memkit."
 """The way out where a function calls a module that fully_shard gathers for each call, into other tensors."""
@@ -42,7 +42,7 @@ class CapturedTensors:
         self._newest_before = sequence_number(mark)
         self._has_shards = False
 
-    def refuse(self, results: Iterable[Tensor], known: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
+    def refuse(self, results: Sequence[Tensor], known: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
         """Refuse results that depend on a tensor that needs a gradient and is not known.
 
         Args:
@@ -56,6 +56,9 @@ class CapturedTensors:
         Raises:
             InputError: There is such a tensor; the message gives its name and shape, and a fix.
         """
+        reached, oldest = graph_behind(results)
+        if oldest > self._newest_before and set(map(id, reached)).issubset(map(id, known)):
+            return []  # the usual case, in few steps of Python for each node
         self._has_shards = any(hasattr(each, "to_local") for each in known)  # DTensors, whose module is slow to import
         # A function may take a row's gradient itself (forces): such a row is known, even if not needed outside.
         sources = {get_gradient_edge(leaf).node for leaf in known if leaf.requires_grad}

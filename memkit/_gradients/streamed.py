@@ -291,7 +291,7 @@ def _is_cut(value: object) -> bool:
 def num_rows_of(rows: Sequence[Any], call: str) -> int:
     """Return the number of rows of the split tensors; refuse different numbers, and calls without such a tensor."""
     cut = [each for each in rows if _is_cut(each)]
-    refuse_sparse(call, cut)
+    refuse_unsliced(call, cut)
     counts = set(map(len, cut))
     if len(counts) != 1:
         raise InputError(
@@ -303,14 +303,18 @@ def num_rows_of(rows: Sequence[Any], call: str) -> int:
     return counts.pop()
 
 
-def refuse_sparse(call: str, rows: Iterable[Tensor]) -> None:
-    """Refuse sparse tensors as rows, of which torch cannot take a slice."""
-    sparse = next((each for each in rows if each.layout not in (torch.strided, torch.jagged)), None)
-    if sparse is not None:
-        raise InputError(
-            call,
-            got=f"rows in a sparse tensor ({sparse.layout}), of which torch takes no slices",
-            expected="strided tensors",
-            fix="pass the numbers of the rows, torch.arange(len(x)), to a function that looks them up, "
-            "lambda rows: fn(x.index_select(0, rows)) with x = x.to_sparse_coo(); or pass x.to_dense().",
-        )
+def refuse_unsliced(call: str, rows: Iterable[Tensor]) -> None:
+    """Refuse sparse and nested tensors as rows, of which torch cannot take a slice."""
+    found = next((each for each in rows if each.layout is not torch.strided or each.is_nested), None)
+    if found is None:
+        return
+    is_nested = found.is_nested
+    raise InputError(
+        call,
+        got=f"rows in a {'nested' if is_nested else 'sparse'} tensor ({found.layout}), of which torch takes no slices",
+        expected="strided tensors",
+        fix="pass torch.nested.to_padded_tensor(x, 0.0), and the lengths as another argument."
+        if is_nested
+        else "pass the numbers of the rows, torch.arange(len(x)), to a function that looks them up, "
+        "lambda rows: fn(x.index_select(0, rows)) with x = x.to_sparse_coo(); or pass x.to_dense().",
+    )

@@ -36,6 +36,7 @@ __all__ = [
     "current_node",
     "fields_of",
     "gradients_of",
+    "graph_behind",
     "have_tangents",
     "inputs_of",
     "is_called_by_transform",
@@ -57,6 +58,33 @@ current_node: Callable[[], Node | None] = _current_autograd_node
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Returns a node's sequence number within its thread: later operations have higher numbers."""
+
+
+def graph_behind(results: Iterable[Tensor]) -> tuple[list[Tensor], int]:
+    """Return the leaves that need a gradient in the graphs of results, and the lowest number of their other nodes."""
+    leaves, nodes = [], set[Any]()
+    for each in results:
+        if each.grad_fn is not None:
+            nodes.add(each.grad_fn)
+        elif each.requires_grad:
+            leaves.append(each)
+    todo = list(nodes)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                todo.append(node)
+    lowest = _OF_LEAVES
+    for node in nodes:
+        number = node._sequence_nr()
+        if number == _OF_LEAVES:
+            leaves.append(node.variable)
+        elif number < lowest:
+            lowest = number
+    return leaves, lowest
+
+
+_OF_LEAVES = 2**64 - 1  # the number of each node that adds to a leaf's gradient
 
 
 def accumulate_gradients(

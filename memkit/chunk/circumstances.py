@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import StateError
+from memkit._gradients.captured import CapturedTensors
 from memkit._machine.random_state import GENERATORS
 from memkit._recovery.makeup import Makeup, WrittenBuffers
 from memkit._recovery.snapshot import RandomNumbers, held_generators
@@ -43,7 +44,7 @@ class Circumstances:
         params: Leaf tensors that are trained besides.
 
     Attributes:
-        kept: The last chunks, if their graphs were kept.
+        kept: The last chunks, if their graphs were kept, each with what tells its own tensors from captured ones.
         products: By the first row of a chunk, its results of matrix products and convolutions, if they were kept.
         end: What rerunning a chunk leaves out, as learned from the first chunk.
     """
@@ -61,7 +62,7 @@ class Circumstances:
         self._owners, self._makeup, self._buffers = owners, Makeup(owners, params), WrittenBuffers(owners)
         own = [each for each in held if isinstance(each, GENERATORS)]
         self._at_start = RandomNumbers([*own, *held_generators(modules)])
-        self.kept: list[ReplayedChunk] = []
+        self.kept: list[tuple[ReplayedChunk, CapturedTensors]] = []
         self.products: dict[int, KeptResults] = {}
         self.end = UnreadEnd(modules)
 
@@ -75,7 +76,7 @@ class Circumstances:
         self._at_start.restore()
         self.taken()
 
-    def taken(self) -> tuple[list[ReplayedChunk], dict[int, KeptResults]]:
+    def taken(self) -> tuple[list[tuple[ReplayedChunk, CapturedTensors]], dict[int, KeptResults]]:
         """Return the kept chunks and results, and drop them here: a graph is used once."""
         kept, products = self.kept, self.products
         self.kept, self.products = [], {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,9 @@ def chunked_linear_cross_entropy(
     Raises:
         ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is invalid, such as
             ``"none"``, or ``label_smoothing`` lies outside [0, 1].
-        InputError: The shapes do not match, the targets are not int64, or ``weight`` is a shard.
+        InputError: The shapes do not match, the targets are not int64, one of them is out of range (on CUDA that is a
+            device-side assertion), or ``weight`` is a shard.
         StateError: In the backward pass with ``create_graph=True``.
-        RuntimeError: Raised by torch: a target is out of range (on CUDA a device-side assertion).
 
     Memory cost: the gradients of ``x`` and ``weight``, which exist from the forward on, and one chunk's logits. For
     half precision the logits and the weight's gradient are float32.
@@ -127,12 +127,30 @@ def chunked_linear_cross_entropy(
         dtype=torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype,
     )
     inputs = [x, weight] if bias is None else [x, weight, bias]
-    total = with_gradients(problem.solve, inputs, call=call)
+    try:
+        total = with_gradients(problem.solve, inputs, call=call)
+    except RuntimeError as error:
+        if "out of bounds" in str(error):  # looked for only now: on a device it would synchronize
+            _refuse_targets(call, targets[is_counted], len(weight), ignore_index, error)
+        raise
     if reduction == "mean":
         # The gradients belong to the sum; this division reaches them in backward. No 0 / 0 if all targets are ignored.
         count = is_counted.sum()
         total = torch.where(count > 0, total / count.clamp(min=1), math.nan)
     return total if is_autocast else total.to(x.dtype)
+
+
+def _refuse_targets(call: str, targets: Tensor, num_classes: int, ignore_index: int, error: RuntimeError) -> NoReturn:
+    outside = targets[(targets < 0) | (targets >= num_classes)]
+    value = int(outside[0]) if len(outside) else None
+    raise InputError(
+        call,
+        got=f"{len(outside)} of {len(targets)} targets out of range, the first of them {value}",
+        expected=f"targets from 0 to {num_classes - 1}, since weight has {num_classes} rows, or {ignore_index} for "
+        "those to ignore",
+        fix=f"pass ignore_index={value} if it stands for padding; else make the weight as large as the tokenizer's "
+        "vocabulary.",
+    ) from error
 
 
 def choose_chunk_size(num_rows: int, num_classes: int, width: int, *, itemsize: int) -> int:

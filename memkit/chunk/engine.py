@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError, MemkitError, warn_user
 from memkit._gradients.captured import CapturedTensors
@@ -26,8 +26,8 @@ from memkit._gradients.streamed import (
     accumulator_dtype,
     refuse_reentrant,
     refuse_second_derivative,
-    refuse_sparse,
     refuse_transforms,
+    refuse_unsliced,
     spans,
     without_hooks,
 )
@@ -203,7 +203,7 @@ class ChunkedCall:
                 expected="tensors, which are cut into rows",
                 fix="pass torch.from_numpy(x).",
             )
-        refuse_sparse(self.name, tensors)
+        refuse_unsliced(self.name, tensors)
         if num_rows is None:
             num_rows = shapes[0][0] if shapes and shapes[0] else -1
         if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
@@ -266,18 +266,19 @@ class ChunkedCall:
         self, tensors: CallTensors, replay: Circumstances, start: int, length: int, keep: Keep, *, is_first: bool
     ) -> list[Tensor]:
         """Run one chunk, and keep its graph or its products for the backward if wanted. No local outlives the chunk."""
-        # The first chunk always has a graph: it reveals tensors that the function captures from outside.
-        captured = CapturedTensors(self.name, self.fn) if is_first else None
+        # The first chunk always has a graph: it reveals tensors that the function captures from outside. Those that
+        # only later chunks use are revealed in the backward, for which a chunk whose graph is kept needs this too.
+        captured = CapturedTensors(self.name, self.fn) if is_first or keep == "graph" else None
         products = self._new_products() if keep == "products" and not self._differentiates else None
         # It also shows what the other chunks' reruns can leave out.
         around = replay.end.first if is_first and keep == "nothing" and any(tensors.needs) else None
         with graphs(enabled=keep != "nothing" or is_first or self._differentiates):
             chunk = self._run_chunk(tensors, start, length, None if products is None else products.first(), around)
-        if captured and captured.refuse(chunk.results, [*chunk.rows, *tensors.params]):
+        if captured and is_first and captured.refuse(chunk.results, [*chunk.rows, *tensors.params]):
             self._differentiates = True
             self._refuse_captured(captured, tensors)
-        if keep == "graph":
-            replay.kept.append(chunk)
+        if captured and keep == "graph":
+            replay.kept.append((chunk, captured))
         if products:
             products.forget_unused(chunk.results)
             replay.products[start] = products
@@ -382,7 +383,7 @@ class ChunkedCall:
         rows = []
         for tensor, pick in zip(inputs, self._picks, strict=True):
             places = numbers.to(tensor.device) if pick is None else pick.index_select(0, numbers.to(pick.device))
-            rows.append(tensor.detach().index_select(0, places).requires_grad_(tensor.requires_grad))
+            rows.append(tensor.detach()[places].requires_grad_(tensor.requires_grad))
         return rows
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
@@ -421,15 +422,31 @@ class ChunkedCall:
         # No local may hold a chunk when the next one runs.
         while kept:
             start, length = chunks.pop()
-            self._add_gradients(totals, tensors, kept.pop(), upstream(start, length), start)
-        for start, length in chunks:
-            chunk = self._recompute(tensors, replay, start, length, products.pop(start, None))
+            chunk, captured = kept.pop()
+            unknown = captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
             self._add_gradients(totals, tensors, chunk, upstream(start, length), start)
             del chunk
+            if unknown:
+                self._refuse_unknown(captured, unknown)
+        captured = CapturedTensors(self.name, self.fn)  # in this thread, which may be another one than the forward's
+        for start, length in chunks:
+            chunk = self._recompute(tensors, replay, start, length, products.pop(start, None))
+            unknown = captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
+            self._add_gradients(totals, tensors, chunk, upstream(start, length), start)
+            del chunk
+            if unknown:
+                self._refuse_unknown(captured, unknown)
         return [
             None if total is None else total.to(tensor.dtype)
             for total, tensor in zip(totals, [*tensors.inputs, *tensors.params], strict=True)
         ]
+
+    def _refuse_unknown(self, captured: CapturedTensors, leaves: Sequence[weakref.ref[Tensor]]) -> None:
+        """Refuse leaves that got no gradient from a chunk, and that are not the function's own: its graph is gone."""
+        # A function that differentiates makes leaves, no parameters, and may keep one in an attribute.
+        captured.refuse_survivors(
+            [each for each in leaves if not self._differentiates or isinstance(each(), nn.Parameter)]
+        )
 
     @torch.enable_grad()
     def _recompute(

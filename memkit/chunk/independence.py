@@ -295,7 +295,8 @@ class _Check:
         other = self._run(tuple(pytree.tree_map(functools.partial(some, is_changed=True), rows)))
         for one, two in zip(*map(pytree.tree_leaves, (result, other)), strict=True):
             if isinstance(one, Tensor) and one.dim() and len(one) == self.count:
-                differs = ~torch.isclose(one, two, rtol=1e-4, atol=1e-7, equal_nan=True).reshape(self.count, -1).all(1)
+                a, b = _as_doubles(one), _as_doubles(two)  # of float8, torch compares none
+                differs = ~torch.isclose(a, b, rtol=1e-4, atol=1e-7, equal_nan=True).reshape(self.count, -1).all(1)
                 found |= set(differs.nonzero().flatten().tolist())
         return arguments, result, found, []
 
@@ -482,6 +483,8 @@ def _standing_out(whole: Sequence[object], count: int) -> tuple[Tensor, int] | N
         if not isinstance(each, Tensor) or may_be_nan(each) or each.dim() == 0 or not each.numel():
             continue
         rows = each.detach().reshape(len(each), -1)
+        if not rows.dtype.is_signed and rows.dtype is not torch.bool:
+            rows = rows.long()  # torch takes no maximum of most unsigned integers
         keys = (rows.sum(1) if rows.dtype is torch.bool else rows.amax(1)).cpu()
         below, above = keys < keys.max(), keys > keys.min()
         if between is not None:

@@ -11,10 +11,10 @@ import functools
 import inspect
 import weakref
 from argparse import Namespace
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,7 @@ def _owners(fn: object) -> Iterator[tuple[Any, Mapping[str, object]]]:
         if isinstance(each, nn.Module):
             yield from _tree(each)
         elif inspect.isfunction(each):
-            yield each.__code__, variables_of(each)
+            yield each.__code__, _with_settings(variables_of(each), each.__code__.co_names)
         elif isinstance(each, functools.partial):
             bound = {str(place): value for place, value in enumerate(each.args)}
             yield getattr(each.func, "__code__", type(each.func)), {**each.keywords, **bound}
@@ -184,15 +184,50 @@ def _names_in(codes: frozenset[CodeType], kinds: frozenset[type]) -> frozenset[s
 
 
 def _tree(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, object]]]:
-    queue, seen = [module], set[int]()
+    queue, seen, settings = [module], set[int](), dict[type, dict[str, object]]()
     while queue:
         each = queue.pop()
         if id(each) in seen:
             continue
         seen.add(id(each))
-        yield each, vars(each)
+        kind = type(each)
+        if kind not in settings:
+            settings[kind] = _settings_of(kind)
+        yield each, settings[kind] | vars(each) if settings[kind] else vars(each)
         if children_of(each):
             queue += [child for child in children_of(each).values() if child is not None]
+
+
+def _with_settings(variables: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
+    """Return a function's variables, and the settings of classes and files that it may read, such as ``CFG.center``."""
+    found = dict(variables)
+    for name, value in variables.items():
+        if isinstance(value, type | ModuleType):
+            found |= {f"{name}.{each}": word for each, word in _words_in(value, names).items()}
+    return found
+
+
+def _words_in(owner: type | ModuleType, names: Iterable[str]) -> dict[str, object]:
+    """Return the numbers and texts of these names in a class or a file; no attribute is computed for it."""
+    spaces = [vars(base) for base in reversed(owner.__mro__)] if isinstance(owner, type) else [vars(owner)]
+    return {each: space[each] for space in spaces for each in names if type(space.get(each, _NONE)) in _WORDS}
+
+
+def _settings_of(kind: type) -> dict[str, object]:
+    """Return the settings that the forward of a module's class may read: of the class, of others, of files."""
+    forward = _forward_of(kind)
+    if forward is None:
+        return {}
+    names = forward.__code__.co_names
+    variables = {name: forward.__globals__[name] for name in names if name in forward.__globals__}
+    return _with_settings(variables, names) | _words_in(kind, names)
+
+
+@functools.lru_cache(256)
+def _forward_of(kind: type) -> FunctionType | None:
+    """Return the forward of a module's class, if it is not one of torch's own."""
+    forward = getattr(kind, "forward", None)
+    return forward if isinstance(forward, FunctionType) and not forward.__module__.startswith("torch.") else None
 
 
 def _plain(

@@ -62,7 +62,16 @@ def _run_on_sample(
             slice(size - each.stop, size - each.start) if dim in dims else each
             for dim, each, size in zip((1, 2), block, shape, strict=False)
         ]
-        aligned[:, *place] = part.flip(dims) if dims else part
+        aligned[:, *place] = _flipped(part, dims) if dims else part
+
+
+def _flipped(part: Tensor, dims: list[int]) -> Tensor:
+    """Return a flipped tensor; of some unsigned integers torch flips only the bits."""
+    signed = _SIGNED.get(part.dtype)
+    return part.flip(dims) if signed is None else part.view(signed).flip(dims).view(part.dtype)
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def _change_block(

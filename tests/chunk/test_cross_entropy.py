@@ -11,9 +11,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memkit as mk
+from memkit._core.errors import InputError
 from memkit._torch.versions import parse
 from memkit.chunk.cross_entropy import choose_chunk_size, chunked_linear_cross_entropy
 from tests.allocations import trace_allocations
+from tests.helpers import assert_refused
 
 
 def make(num_rows=40, width=6, num_classes=23, dtype=torch.float64):
@@ -83,6 +85,20 @@ def test_sequences_and_another_ignored_index():
     same(chunked_linear_cross_entropy(x[0, 0], weight, targets[1, 0]), whole(x[0, 0][None], weight, targets[1, :1]))
 
 
+@pytest.mark.parametrize("value", [-1, 23, 10**6])
+def test_a_target_out_of_range_is_refused_and_the_way_out_works(value):
+    x, weight, _, _ = make()
+    targets = torch.arange(len(x)) % 23
+    targets[:2] = value
+
+    def call(**how):
+        return chunked_linear_cross_entropy(x, weight, targets, chunk_size=7, **how)
+
+    message = rf"2 of {len(x)} targets out of range, the first of them {value};.*ignore_index={value} if"
+    assert_refused(call, InputError, message)
+    same(call(ignore_index=value), whole(x, weight, targets, ignore_index=value))
+
+
 def test_a_mean_of_chunk_means_would_be_wrong():
     x, weight, _, targets = make()
     loss = chunked_linear_cross_entropy(x, weight, targets, chunk_size=10)
@@ -101,14 +117,6 @@ def test_all_ignored_gives_nan_mean_and_zero_gradients():
 def test_no_rows():
     _, weight, _, targets = make()
     assert chunked_linear_cross_entropy(torch.empty(0, 6, dtype=torch.float64), weight, targets[:0]).isnan()
-
-
-@pytest.mark.parametrize("target", [23, -1, -99])
-def test_targets_out_of_range_are_torchs_error(target):
-    x, weight, _, targets = make()
-    targets[-1] = target
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        chunked_linear_cross_entropy(x, weight, targets)
 
 
 def test_large_logits_do_not_overflow():

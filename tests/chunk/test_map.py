@@ -253,6 +253,28 @@ def test_sparse_rows_are_refused_and_the_way_out_works(layout):
     torch.testing.assert_close(weight.grad, expected)
 
 
+def test_nested_rows_are_refused_and_the_way_out_works():
+    x = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(5, 2)], layout=torch.jagged)
+    for call in (chunked_map, chunked_loss):
+        message = r"nested tensor \(torch.jagged\).*torch.nested.to_padded_tensor\(x, 0.0\)"
+        assert_refused(lambda: call(lambda rows: rows * 2, x, chunk_size=1), InputError, message)  # noqa: B023
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    assert float(chunked_map(lambda rows: rows * 2, padded, chunk_size=1).sum()) == 2 * 16
+
+
+DTYPES = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(40,), (40, 3)], ids=str)
+def test_rows_of_dtypes_with_few_operators(dtype, shape):
+    x = torch.randint(0, 40, shape).to(dtype)
+    assert_close(chunked_map(lambda rows: rows.double() + 1, x, chunk_size=7), x.double() + 1)
+    (found, half) = chunked_map(lambda rows: (rows, rows.double().to(torch.float8_e5m2)), x, chunk_size=7)
+    assert torch.equal(found, x)
+    assert half.dtype is torch.float8_e5m2
+
+
 def test_another_number_of_tensors_for_some_chunks_is_refused():
     def shorter(x):
         return x, None if len(x) < 7 else x

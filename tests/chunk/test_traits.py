@@ -97,6 +97,42 @@ def test_rows_are_checked_again_when_an_object_of_the_function_has_changed():
     assert_refused(call, mk.errors.InputError, MIXES)
 
 
+class Config:
+    is_centered = False
+
+
+class Reads(nn.Module):
+    """Reads settings of its class, of another class, and of a file."""
+
+    is_centered = False
+
+    def __init__(self):
+        super().__init__()
+        self.net = rowwise()
+
+    def forward(self, x):
+        x = self.net(x)
+        return x - x.mean(0) if self.is_centered or Config.is_centered or types.is_centered else x
+
+
+@pytest.mark.parametrize("owner", [Config, types, Reads], ids=["class", "file", "its class"])
+@pytest.mark.parametrize("is_module", [False, True], ids=["function", "module"])
+def test_rows_are_checked_again_when_a_setting_of_a_class_or_file_has_changed(owner, is_module, monkeypatch):
+    monkeypatch.setattr(types, "is_centered", False, raising=False)
+    module = Reads()
+
+    def function(x):
+        x = module.net(x)
+        return x - x.mean(0) if Reads.is_centered or Config.is_centered or types.is_centered else x
+
+    def call():
+        mk.chunked_map(module if is_module else function, ROWS, chunk_size=16, params=module.parameters())
+
+    call()
+    monkeypatch.setattr(owner, "is_centered", True)
+    assert_refused(call, mk.errors.InputError, MIXES)
+
+
 def test_tiles_see_farther_when_the_module_does():
     net = spatial()
     mk.tiled_apply(net, VOLUME, 8)

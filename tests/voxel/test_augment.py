@@ -234,6 +234,13 @@ def test_labels_move_unchanged_and_targets_may_skip_noise():
     assert_refused(lambda: aug.apply_joint(x, params), InputError, "pass layout=")
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_labels_of_unsigned_integers_move_as_signed_ones(dtype):
+    labels = torch.randint(0, 60_000, (1, 48, 48, 48))
+    aug, params = VoxelAugmentation(), one((48, 48, 48), flips="XZ", turns=1, seed=1)
+    assert torch.equal(aug.apply(labels.to(dtype), params).long(), aug.apply(labels, params))
+
+
 def test_the_callers_tensor_is_never_written_to_but_on_demand():
     volume = brain().clone()
     aug = VoxelAugmentation(noise_std=0.1)
