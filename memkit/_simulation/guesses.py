@@ -76,7 +76,8 @@ class Guesses(Counter[str]):
         branches: Lines that branch on an answer: a different answer might take the other branch.
         numbers: Lines whose number passes into code where it cannot be followed: it may become a size.
         assumptions: Lines that raise an error unless the answer is the given one.
-        uncounted: Lines that run something else than what is counted: compiled code, or code inside of an operator.
+        uncounted: Lines that run something else than what is counted: compiled code, code inside of an operator, other
+            chunks.
         num_true: How often a value was read that a tensor does have: it needed no guess.
         place: The line of ``x[place]`` whose place was answered, and where the selection is still to come.
     """
@@ -108,6 +109,12 @@ class Guesses(Counter[str]):
         line = StepPosition().place().line
         made = "what torch.compile makes of it may take more or less"
         self.uncounted[f"{line} calls compiled code, counted as it is written: {made}"] = None
+
+    def cuts_rows(self, chunk_size: int) -> None:
+        """Note that the size of chunks was chosen by what trials without data take."""
+        line = StepPosition().place().line
+        way_out = f"call it once with data before, or pass chunk_size={chunk_size}"
+        self.uncounted[f"{line} measures chunks without data, and may cut others with data: {way_out}"] = None
 
     def runs_whole(self, operator: object) -> None:
         """Note that an operator runs code that it is given, such as flex_attention's scores."""

@@ -18,6 +18,7 @@ from memkit._tape.tape import changes_arguments, is_plain, is_random, written_ar
 from memkit._torch.aten import FUSED_ATTENTION
 from memkit._torch.dispatch import LeanDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
+from memkit._torch.operators import is_query
 from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.tensors import storage_key, version_of
 
@@ -197,6 +198,8 @@ class _OnKept(LeanDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_query(func):
+            return func(*args, **kwargs)
         self.was_last = is_kept(func, args, kwargs)
         if self.was_last:
             return self._run(func, args, kwargs)

@@ -21,6 +21,7 @@ from memkit._tape.references import Counts, Run, references, references_if_unrea
 from memkit._tape.tape import is_plain
 from memkit._torch.dispatch import LeanDispatchMode, current_modes
 from memkit._torch.modules import is_compiled
+from memkit._torch.operators import is_query
 from memkit._torch.tensors import storage_key
 
 _LEAST_MULTIPLICATIONS = 2**23  # measured on a CPU: a smaller product takes hardly longer than the code here
@@ -199,6 +200,8 @@ class _Noting(_Watching):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if is_query(func):
+            return func(*args, **(kwargs or {}))
         self.storage, kwargs = None, kwargs or {}
         out = func(*args, **kwargs)
         if is_kept(func, args, kwargs) and isinstance(out, Tensor) and is_plain(out):
@@ -256,7 +259,7 @@ class _LeavingOut(_Watching):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.stand_in is not None:
+        if self.stand_in is not None and not is_query(func):
             self.compute()
         if func is self._end.call.func and self._is_such(_Call.of(func, args, kwargs)):
             self._count += 1

@@ -22,6 +22,11 @@ has_fallback: Callable[[Any], bool] = torch._C._dispatch_has_backend_fallback
 """Returns whether operators without a kernel for a dispatch key fall through to the next; not for autograd in 2.8."""
 
 
+def is_query(func: Any) -> bool:
+    """Return whether an operator only asks for a property: tensors without data look up their device by one."""
+    return getattr(func, "namespace", "") == "prim"
+
+
 def has_kernel(func: Any, key: str) -> bool:
     """Return whether an operator has a C++ kernel for a dispatch key; kernels added from Python do not count."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

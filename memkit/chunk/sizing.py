@@ -10,11 +10,13 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from math import ceil, inf, log
-from typing import Literal, Protocol, SupportsIndex, cast
+from typing import Any, Literal, Protocol, SupportsIndex, cast
+from weakref import WeakKeyDictionary
 
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._core.settings import as_whole, nearest_word
 from memkit._core.units import MIB, format_bytes, parse_bytes
+from memkit._torch.dispatch import fake_mode
 
 ChunkSize = SupportsIndex | Literal["auto"]
 
@@ -156,8 +158,19 @@ class Problem(Protocol):
         """Run a chunk of this many rows, forward and backward, as the call would."""
 
 
+class _Learned:
+    """Measurements of calls by their kind and number of rows, and how the last call was cut."""
+
+    def __init__(self) -> None:
+        self.kinds: OrderedDict[Hashable, dict[int, Measurement]] = OrderedDict()
+        self.last: ChunkPlan | None = None
+
+
 class Sizer:
     """Chooses how calls are cut, and remembers its measurements.
+
+    Calls on tensors without data use what calls with data have measured. What they measure themselves is not exact
+    (kernels run without their scratch memory): it is forgotten with their mode, and no call with data uses it.
 
     Args:
         budget: Peak memory of a call beyond its arguments and its result, in bytes, or text such as ``"512MiB"``; None
@@ -167,9 +180,6 @@ class Sizer:
     Raises:
         ConfigError: The budget is zero or invalid.
         InputTypeError: It is not a size.
-
-    Attributes:
-        last: How the last call was cut.
     """
 
     def __init__(self, budget: object, call: str = "ChunkedProcessor(fn)") -> None:
@@ -190,8 +200,17 @@ class Sizer:
                 expected="a number of bytes above zero, or text such as '512MiB'",
                 fix="omit memory_budget to choose chunks for speed alone.",
             )
-        self.last: ChunkPlan | None = None
-        self._known: OrderedDict[Hashable, dict[int, Measurement]] = OrderedDict()
+        self._learned = _Learned()
+        self._simulated: WeakKeyDictionary[Any, _Learned] = WeakKeyDictionary()  # by the mode
+
+    @property
+    def last(self) -> ChunkPlan | None:
+        """How the last call was cut."""
+        return self._here().last
+
+    def _here(self) -> _Learned:
+        mode = fake_mode()
+        return self._learned if mode is None else self._simulated.setdefault(mode, _Learned())
 
     def plan(self, problem: Problem) -> ChunkPlan:
         """Choose how one call is cut.
@@ -199,15 +218,21 @@ class Sizer:
         Raises:
             ConfigError: Not even one row fits into the budget.
         """
-        kind = problem.kind()
-        known = self._known.pop(kind, {})  # reinserted below as the newest
+        kind, here = problem.kind(), self._here()
+        with_data = self._learned.kinds.get(kind, {})
+        known = here.kinds.pop(kind, None)  # reinserted below as the newest
+        if known is None:
+            known = dict(with_data)
         try:
-            self.last = _Choice(problem, known, self.budget_bytes, self._note()).make()
-            return self.last
+            here.last = plan = _Choice(problem, known, self.budget_bytes, self._note()).make()
         finally:
-            self._known[kind] = known
-            if len(self._known) > _MAX_KINDS:
-                self._known.popitem(last=False)
+            here.kinds[kind] = known
+            if len(here.kinds) > _MAX_KINDS:
+                here.kinds.popitem(last=False)
+        guesses = getattr(fake_mode(), "guesses", None)
+        if guesses is not None and plan.num_chunks > 1 and known.keys() - with_data.keys():
+            guesses.cuts_rows(plan.chunk_size)
+        return plan
 
     def _note(self) -> str:
         """Return a note on the meaning of a budget that is a small bare number; empty for others."""

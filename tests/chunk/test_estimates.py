@@ -46,3 +46,47 @@ def test_tiles_need_a_call_with_data_first():
         mk.estimate_memory_usage(model, x, step, optimizer="sgd")
     step(model, x)
     assert mk.estimate_memory_usage(model, x, step, optimizer="sgd").peak_bytes > 0
+
+
+class Cut(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16))
+        self.rows = mk.ChunkedProcessor(self.mlp, **how)
+
+    def forward(self, x):
+        return self.rows(x).square().mean()
+
+
+def cut_step(model, x):
+    return model(x)
+
+
+def real_peak(model, x):
+    for _ in range(2):
+        with mk.Tracker(device="cpu") as tracker:
+            cut_step(model, x).backward()
+            model.zero_grad()
+    return tracker.peak_bytes
+
+
+def test_chunks_that_only_an_estimate_has_measured_are_doubted():
+    x, model = torch.randn(4096, 16), Cut(memory_budget="1MiB")
+    first = mk.estimate_memory_usage(model, x, cut_step, optimizer="sgd")
+    assert first.confidence == "guessed"
+    assert "call it once with data before, or pass chunk_size=" in first.doubts[0]
+    assert model.rows.last_plan is None
+
+    peak, plan = real_peak(model, x), model.rows.last_plan
+    assert plan == Cut(memory_budget="1MiB").rows.plan(x)  # as without the estimate
+    then = mk.estimate_memory_usage(model, x, cut_step, optimizer="sgd")
+    assert (then.peak_bytes, then.confidence, then.doubts) == (peak, "exact", ())
+    assert model.rows.last_plan is plan
+
+
+@pytest.mark.parametrize(("how", "num_rows"), [({"memory_budget": "64MiB"}, 64), ({"chunk_size": 2048}, 6000)])
+def test_other_chunks_are_estimated_exactly(how, num_rows):
+    """All rows in one chunk, or a size that is given; the second backward leaves out the last product."""
+    x, model = torch.randn(num_rows, 16), Cut(**how)
+    first = mk.estimate_memory_usage(model, x, cut_step, optimizer="sgd")
+    assert (first.peak_bytes, first.confidence, first.doubts) == (real_peak(model, x), "exact", ())
