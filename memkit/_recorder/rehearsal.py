@@ -624,6 +624,7 @@ class Attributes:
         trained: Ids of the parameters that are trained; None takes all that require a gradient for such.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
+        left_out: Ids of objects that are left out, with all that only they hold.
         apart: Ids of tensors whose content is neither saved nor watched: somebody else restores it.
         is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
             `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
@@ -646,6 +647,7 @@ class Attributes:
         trained: Container[int] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
         except_for: tuple[type, ...] = (),
+        left_out: Container[int] = (),
         apart: Container[int] = (),
         is_for_rerun: bool = False,
         gradients_but_of: Container[int] | None = None,
@@ -673,7 +675,7 @@ class Attributes:
         todo: list[object] = list(roots)
         while todo and len(self._seen) < _MAX_OBJECTS:
             value = todo.pop()
-            if id(value) in self._seen or isinstance(value, except_for):
+            if id(value) in self._seen or id(value) in left_out or isinstance(value, except_for):
                 continue
             if _may_hold_state(value):
                 self._seen.add(id(value))
@@ -949,7 +951,8 @@ class Attributes:
     def differences(self) -> list[str]:
         """Return what has changed, in words: attributes by their names, and how many other things.
 
-        Numbers and words that were appended to a list do not count: that is how a loss is written down.
+        Numbers and words that were appended to a list do not count: that is how a loss is written down. Nor do new keys
+        of a dict, as of a cache.
         """
         names, num_others, tensors = dict[str, None](), 0, dict[int, str]()
         for owner, attributes in self._owners:
@@ -1009,6 +1012,14 @@ class Attributes:
     def hold(self, value: object) -> bool:
         """Whether an object is among the roots or what they hold."""
         return id(value) in self._seen
+
+    def ids(self) -> set[int]:
+        """Return the ids of the roots, and of all that they hold."""
+        return set(self._seen)
+
+    def modules(self) -> set[nn.Module]:
+        """Return the modules among the roots and what they hold."""
+        return {each for each, _ in self._owners if isinstance(each, nn.Module)}
 
     def holders(self) -> list[object]:
         """Return the modules and optimizers, and the other objects that have tensors among their attributes."""
@@ -1372,7 +1383,9 @@ def _held_by_class(kind: type) -> Iterator[object]:
 
 
 def _is_written_down(container: Any, copy: Any) -> bool:
-    """Whether numbers or words were appended to a list, and nothing else was changed."""
+    """Whether numbers or words were appended to a list, or keys added to a dict, and nothing else was changed."""
+    if isinstance(container, dict):  # a cache
+        return copy.keys() <= container.keys() and _is_same({key: container[key] for key in copy}, copy)
     if not isinstance(container, list) or len(container) < len(copy):
         return False
     return _is_same(container[: len(copy)], copy) and all(type(each) in _WORDS for each in container[len(copy) :])

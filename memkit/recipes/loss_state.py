@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
@@ -104,10 +105,12 @@ class Validations:
     """Keeps validations from changing what the training depends on.
 
     Put back are the attributes of the model's modules, with the lists, dicts, arrays and tensors that stand there, the
-    buffers, and all random generators: the global ones, and those of the model and of the training's data. Changes of
-    other objects that the model holds, and of what a data set counts, are told once: a logger or a cache keeps them.
+    buffers, what the loss function holds, and all random generators: the global ones, and those of the model and of the
+    training's data. Changes of other objects that the model holds, or that ``val_fn`` and the loss function share, and
+    of what a data set counts, are told once: a logger or a cache keeps them.
 
-    Memory cost: while a validation runs, copies of buffers and small tensors, of 64 MiB in all.
+    Memory cost: while a validation runs, copies of buffers and small tensors, of 64 MiB in all; as much again for what
+    the loss function holds.
 
     Args:
         call: The user's call, for messages.
@@ -120,27 +123,37 @@ class Validations:
         self._told: set[str] = set()
 
     @contextlib.contextmanager
-    def one(self, loss_fn: object = None) -> Iterator[None]:
+    def one(self, loss_fn: object, val_fn: object = None) -> Iterator[None]:
         """Run the block, a validation, and put back what it changes.
 
         Args:
-            loss_fn: The loss function of the training, if the validation calls it: all that it holds is put back.
+            loss_fn: The loss function of the training, or a loop that has one.
+            val_fn: The user's function that validates; None if it is ``loss_fn``. What it reaches by itself, and not
+                through ``loss_fn``, it may collect: of that, only modules are put back, and the rest is told.
         """
         trained = {id(each) for each in self._model.parameters() if each.requires_grad}
         modules = set(self._model.modules())
-        of_loss = HeldState(loss_fn, content="saved", trained=trained, except_for=modules)
+        by_itself = set[int]()
+        if val_fn is not None:
+            called = {id(loss_fn)} if callable(loss_fn) else ()  # a loop may collect, too
+            by_itself = Attributes([val_fn, self._model], content="arrays", left_out=called).ids()
+        of_loss = HeldState(loss_fn, content="saved", trained=trained, left_out=by_itself, except_for=modules)
+        shared = self._shared(loss_fn, trained) if val_fn is not None else None
         # A lazy module stays as its first run leaves it; a validation may swap an average of the weights in and out.
         how: dict[str, Any] = {"apart": trained, "except_for": (LazyModuleMixin,), "with_buffers": True}
         of_model = Attributes([self._model], content="saved", **how)
         parts = list(all_parts(self._data, set()))
         of_data = Attributes([*parts, *(each for part in parts for each in _drawing_from(part))])
-        random = RandomNumbers([*of_model.generators(), *of_data.generators()])
+        of_shared = [] if shared is None else shared.generators()
+        random = RandomNumbers([*of_model.generators(), *of_shared, *of_data.generators()])
         counts = _counts_of(parts)
         try:
             yield
         finally:
             of_loss.restore()
             of_model.restore_modules(modules)
+            if shared is not None:
+                shared.restore_modules(shared.modules())
             random.restore()
             self._tell(
                 "what the model holds",
@@ -148,12 +161,30 @@ class Validations:
                 "keep it in attributes of the model's own modules, which are restored, or change it only if "
                 "self.training.",
             )
+            self._tell(
+                "what loss_fn holds" if callable(loss_fn) else "what the training loop holds",
+                [] if shared is None else shared.differences(),
+                "keep it in a buffer or an attribute of a module, which is restored, or let val_fn use a copy of its "
+                "own.",
+            )
             now = _counts_of(parts)
             self._tell(
                 "what the training's data counts",
                 [name for pair in zip(counts, now, strict=True) for name in changed_names(*pair)],
                 "validate on data of its own: DataLoader(copy.deepcopy(dataset), ...).",
             )
+
+    def _shared(self, loss_fn: object, trained: Container[int]) -> Attributes:
+        """Save what a loss function holds, but for what the model holds, too."""
+        of_model = Attributes([self._model], content="arrays").ids()
+        return Attributes(
+            [loss_fn],
+            content="saved",
+            apart=trained,
+            left_out=of_model,
+            except_for=(Dataset, DataLoader, Sampler),
+            with_buffers=True,
+        )
 
     def _tell(self, what: str, changed: Sequence[str], way_out: str) -> None:
         if changed and what not in self._told:

@@ -182,6 +182,108 @@ def test_a_validation_by_the_loss_changes_nothing_in_it():
     assert (beside_it.calls, beside_it.seen) == (plain.calls, plain.seen) == (9, [8] * 9)
 
 
+class Centered(nn.Module):
+    """A loss with a running mean, as DINO's center, in various places."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.plain, self.held = kind, torch.zeros((), dtype=torch.float64), [0.0]
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, model, batch):
+        lengths = model(batch[0]).norm(dim=1)
+        before = {"buffer": self.mean, "attribute": self.plain, "list": self.held[0]}[self.kind]
+        mean = 0.9 * before + 0.1 * lengths.detach().mean()
+        if self.kind == "buffer":
+            self.mean.copy_(mean)
+        elif self.kind == "attribute":
+            self.plain = mean
+        else:
+            self.held[0] = mean
+        return (lengths - mean).square().mean()
+
+
+class Plain:
+    """The same without being a module."""
+
+    def __init__(self, kind):
+        self.criterion = Centered(kind)
+        self.mean, self.cache = torch.zeros((), dtype=torch.float64), {}
+
+    def __call__(self, model, batch):
+        return self.criterion(model, batch)
+
+    def with_own(self, model, batch):
+        lengths = model(batch[0]).norm(dim=1)
+        self.cache.setdefault(len(lengths), "a mask")
+        self.mean = 0.9 * self.mean + 0.1 * lengths.detach().mean()
+        return (lengths - self.mean).square().mean()
+
+
+def weights_of_centered(loss_fn, val_fn):
+    torch.manual_seed(0)
+    train, val = (TensorDataset(torch.randn(rows, 4, dtype=torch.float64)) for rows in (16, 8))
+    model = nn.Linear(4, 3, dtype=torch.float64)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1))
+    settings = {} if val_fn is None else {"val_loader": DataLoader(val, 8), "validate_every": 1, "val_fn": val_fn}
+    mk.MemoryEfficientTrainLoop(trainer, DataLoader(train, 4), loss_fn, progress=False, **settings).run()
+    return model.weight.detach()
+
+
+def repeated(loss, batch):
+    return {"loss": loss.detach().expand(len(batch[0]))}
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list"])
+@pytest.mark.parametrize("make", [Centered, Plain])
+def test_a_val_fn_that_calls_the_loss_changes_nothing_in_it(kind, make):
+    loss_fn, collected = make(kind), []
+
+    def val_fn(model, batch):
+        loss = loss_fn(model, batch)
+        collected.append(loss)
+        return repeated(loss, batch)
+
+    found, expected = weights_of_centered(loss_fn, val_fn), weights_of_centered(make(kind), None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(collected) == 4
+
+
+def test_modules_that_the_loss_shares_with_val_fn_are_restored():
+    criterion = Centered("buffer")
+    found = weights_of_centered(
+        lambda model, batch: criterion(model, batch), lambda model, batch: repeated(criterion(model, batch), batch)
+    )
+    expected = weights_of_centered(Centered("buffer"), None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_generator_that_the_loss_shares_with_val_fn_is_restored():
+    def weights(*, validates):
+        generator = torch.Generator().manual_seed(0)
+
+        def scores(model, batch):
+            return model(batch[0])[:, 0] + torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
+
+        val_fn = (lambda model, batch: {"loss": scores(model, batch)}) if validates else None
+        return weights_of_centered(lambda model, batch: scores(model, batch).square().mean(), val_fn)
+
+    torch.testing.assert_close(weights(validates=True), weights(validates=False), rtol=0, atol=0)
+
+
+def test_objects_that_the_loss_shares_with_val_fn_are_told_of():
+    shared = Plain("buffer")
+    with pytest.warns(mk.MemkitWarning, match=r"changed what loss_fn holds \(Plain\.mean\), and") as told:
+        weights_of_centered(shared.with_own, lambda model, batch: repeated(shared.with_own(model, batch), batch))
+    assert len(told) == 1
+
+    def val_fn(model, batch):  # a cache that grows would be an error here
+        shared.cache[len(shared.cache) + 100] = "another mask"
+        return {"loss": model(batch[0])[:, 0]}
+
+    weights_of_centered(shared.with_own, val_fn)
+
+
 class Annealed(nn.Linear):
     """A forward that depends on its own count of calls, or draws from a generator of its own."""
 
