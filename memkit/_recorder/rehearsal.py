@@ -24,7 +24,7 @@ import threading
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -974,27 +974,30 @@ class Attributes:
         others = [f"{num_others} of its lists, dicts, arrays and tensors"] if num_others else []
         return [*sorted(names), *others]
 
-    def changed_numbers(self, except_for: Container[int] = ()) -> list[str]:
-        """Return the names of numbers and words that have changed, and of NumPy's and Python's generators that drew.
+    def values(self, except_for: Container[int] = ()) -> Iterator[HeldValue]:
+        """Yield what stands now in attributes, variables and containers.
 
         Args:
-            except_for: Ids of objects whose attributes do not count.
+            except_for: Ids of objects and containers that do not count.
         """
-        names = set[str]()
-        for owner, before in self._owners:
-            if id(owner) not in except_for and not isinstance(owner, types.FunctionType):
-                now, kind = self._attributes_of(owner), type(owner)
-                missing = {name: getattr(kind, name, None) for name in now.keys() - before.keys()}  # a count in a class
-                both = (missing | before).items()
-                names |= {f"{kind.__name__}.{name}" for name, each in both if _is_another_number(each, now.get(name))}
-        for each in self._variables:
-            if _is_another_number(each.value, each.now):
-                names.add(f"the variable {each.name}")
-        for generator, state in self._generators:
-            is_saved = isinstance(generator, torch.Generator)
-            if not (is_saved or random_state.is_same_state(random_state.generator_state(generator), state)):
-                names.add(f"a {type(generator).__name__}")
-        return sorted(names)
+        for owner in self.owners():
+            if id(owner) not in except_for:
+                for name, each in self._attributes_of(owner).items():
+                    yield HeldValue(owner, name, f"{type(owner).__name__}.{name}", each)
+        for variable in self._variables:
+            yield HeldValue(variable.place, variable.name, f"the variable {variable.name}", variable.now)
+        for container, _ in self._containers:
+            if id(container) not in except_for:
+                yield from _values_in(container)
+
+    def drawn(self) -> list[str]:
+        """Return the kinds of NumPy's and Python's generators that drew."""
+        return [
+            f"a {type(generator).__name__}"
+            for generator, state in self._generators
+            if not isinstance(generator, torch.Generator)
+            and not random_state.is_same_state(random_state.generator_state(generator), state)
+        ]
 
     def owners(self) -> list[object]:
         """Return the objects whose attributes were saved."""
@@ -1102,6 +1105,15 @@ def _is_plain(value: Any, containers: list[tuple[Any, Any]]) -> bool:
     elif kind is not tuple:
         return kind is Tensor or kind in _WORDS
     return all(type(each) is Tensor or _is_plain(each, containers) for each in value)
+
+
+class HeldValue(NamedTuple):
+    """A value: the object, container or cell that it is in, its name or key there, its name for people, and itself."""
+
+    place: object
+    key: Hashable
+    shown: str
+    now: Any
 
 
 class HeldBuffer(NamedTuple):
@@ -1399,9 +1411,30 @@ def _is_equal(one: object, other: object) -> bool:
     return type(one) is type(other) and (type(one) in _WORDS or is_shape) and bool(one == other)
 
 
-def _is_another_number(one: object, other: object) -> bool:
-    """Whether both are numbers, or both are words, and differ; None is neither: a value that is read once stays."""
-    return type(one) is type(other) and type(one) in _COUNTED and one != other
+def _values_in(container: Any) -> Iterator[HeldValue]:
+    """Yield the items of a list, dict or deque; of a deque that forgets, as a window does, its length too."""
+    kind = type(container).__name__
+    if isinstance(container, collections.deque) and container.maxlen is not None:
+        yield HeldValue(container, len, f"a {kind} of at most {container.maxlen}", len(container))
+    if isinstance(container, (set, *_NUMBERS)) or len(container) > _MAX_ITEMS:
+        return
+    for key, each in container.items() if isinstance(container, dict) else enumerate(container):
+        yield HeldValue(container, key, f"{kind}[{key!r}]", each)
+
+
+def fingerprint_of(value: Any) -> tuple[object, object] | None:
+    """Return a kind of value, and what tells two values of that kind apart; None for what is no value, or has a graph.
+
+    A number and a tensor with one number and no dimensions are of one kind: a running mean may begin as 0.0.
+    """
+    if type(value) in _COUNTED:
+        return "word" if type(value) is str else "number", value
+    if isinstance(value, (np.generic, np.ndarray)) and value.dtype != object:
+        array = np.asarray(value)
+        return array.shape or "number", (_checksum(array) if array.shape else array.item())
+    if not isinstance(value, Tensor) or not value.is_leaf or not (sums := bit_sums([value.detach()])):
+        return None
+    return value.shape or "number", sums[0]
 
 
 def _refill(container: Any, copy: Any) -> None:

@@ -94,8 +94,8 @@ class MemoryEfficientTrainLoop:
     does not affect training: it restores modes, the random state, attributes and buffers of the model, what ``loss_fn``
     holds, and the random generators of ``train_loader`` and its data; it warns of what else it sees changed.
 
-    Memory cost: none beyond the step's; a validation keeps figures, not outputs, and copies of buffers and small tensors
-    of the model and of what ``loss_fn`` holds, of 64 MiB each. Time cost: see ``docs/loops.md``.
+    Memory cost: none beyond the step's; a validation keeps figures, not outputs, and copies of buffers and small
+    tensors of the model and of what ``loss_fn`` holds, of 64 MiB each. Time cost: see ``docs/loops.md``.
 
     Args:
         trainer: Runs the steps. Its scheduler is stepped only after real optimizer steps.

@@ -15,9 +15,10 @@ from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
 from memkit._core.printable import list_some
 from memkit._machine import random_state
-from memkit._recorder.rehearsal import Attributes
+from memkit._recorder.rehearsal import Attributes, HeldValue, fingerprint_of
 from memkit._recovery.snapshot import HeldState, RandomNumbers
-from memkit._torch.tensors import bit_sums
+from memkit._torch.modules import STATE
+from memkit._torch.tensors import bit_sums, has_storage, storage_key
 from memkit.recipes.order import all_parts, changed_names, plain_attributes, reading_changes
 from memkit.recipes.samplers import Samplers, held_apart
 
@@ -26,10 +27,11 @@ _OWN = [(name, getattr(nn.Module, name)) for name in ("get_extra_state", "state_
 
 
 class UnsavedState:
-    """State that nothing saves, as it is now: tensors of a loss function, a data set's own generators, and numbers.
+    """State that nothing saves, as it is now: tensors of a loss function, a data set's own generators, and values.
 
-    The numbers are those in attributes of what the model, the loss function and the loader's ``collate_fn`` hold, and
-    in variables that these functions assign to.
+    The values are numbers, words, tensors and arrays that stand in attributes, lists and dicts of what the model, the
+    loss function and the loader's ``collate_fn`` hold, and in variables of these functions. One that is no value of its
+    kind before the training does not count: a cache begins as None, a log as an empty list.
 
     Cost: a sum over the bits of the tensors, now and when they are compared.
 
@@ -44,18 +46,40 @@ class UnsavedState:
     def __init__(
         self, model: nn.Module, loss_fn: object, data: object, samplers: Samplers, saved: Iterable[object]
     ) -> None:
-        self._model, saved = model, list(saved)
-        self._numbers = held_apart([model, loss_fn, *samplers.collate_fns])
-        self._saved = {id(each) for each in saved if not isinstance(each, nn.Module)}
+        saved = list(saved)
+        self._held = held_apart([model, loss_fn, *samplers.collate_fns])
+        self._modules = [model, *(each for each in saved if isinstance(each, nn.Module))]
+        self._except_for = _with_states(model) | _members(self._held.modules())
+        self._except_for |= Attributes([each for each in saved if not isinstance(each, nn.Module)]).ids()
         self._data, self._samplers = Attributes([data]), samplers
         samplers.note()
         self._holders = _holders(Attributes([loss_fn]), saved)
         self._before = dict(self._sums())
+        self._values_before = {(id(each.place), each.key): fingerprint for each, fingerprint in self._values()}
 
     def _sums(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
         for number, holder in enumerate(self._holders):
             for name, each in _tensors_of(holder).items():
                 yield (number, name), bit_sums([each])
+
+    def _values(self) -> Iterator[tuple[HeldValue, tuple[object, object] | None]]:
+        tensors = [each for module in self._modules for each in (*module.parameters(), *module.buffers())]
+        storages = {storage_key(each.untyped_storage()) for each in tensors if has_storage(each)}
+        for each in self._held.values(self._except_for):
+            is_saved = has_storage(each.now) and storage_key(each.now.untyped_storage()) in storages
+            yield each, None if is_saved else fingerprint_of(each.now)
+
+    def _changed_values(self) -> set[str]:
+        names = set[str]()
+        for each, now in self._values():
+            key = id(each.place), each.key
+            if key in self._values_before:
+                before = self._values_before[key]
+            else:  # a count may begin in the class
+                before = fingerprint_of(getattr(type(each.place), str(each.key), None))
+            if before is not None and now is not None and before[0] == now[0] and before[1] != now[1]:
+                names.add(each.shown)
+        return names
 
     def tell(self, call: str, of_data: Sequence[str] = ()) -> None:
         """Warn of what has changed since.
@@ -76,9 +100,9 @@ class UnsavedState:
                 "that is not saved: a resumed run begins with it anew, and differs. Way out: write model.criterion = "
                 "criterion before the trainer is made: its buffers and parameters are then saved as the model's."
             )
-        if numbers := self._numbers.changed_numbers(self._saved | _with_states(self._model)):
+        if values := sorted({*self._changed_values(), *self._held.drawn()}.difference(changed)):
             warn_user(
-                f"{call}: training has changed what the model, loss_fn or collate_fn keeps ({list_some(numbers, 3)}), "
+                f"{call}: training has changed what the model, loss_fn or collate_fn keeps ({list_some(values, 3)}), "
                 "and that is not saved: a resumed run begins with it anew. If the training depends on it, as on a "
                 "count of steps, it differs. Way out: keep it in a buffer of the model, "
                 "self.register_buffer('count', torch.zeros(())), or save it by the model's get_extra_state() and "
@@ -212,7 +236,12 @@ def _with_states(model: nn.Module) -> set[int]:
     """Return the ids of modules that save a state of their own, of torch's modules, and of all that the former hold."""
     own = [each for each in model.modules() if any(getattr(type(each), name) is not default for name, default in _OWN)]
     of_torch = [each for each in model.modules() if type(each).__module__.startswith("torch.")]
-    return set(map(id, [*Attributes(own).owners(), *of_torch]))
+    return {*Attributes(own).ids(), *map(id, of_torch)}
+
+
+def _members(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the dicts in which modules keep parameters, buffers and children."""
+    return {id(each) for module in modules for name, each in vars(module).items() if name in STATE}
 
 
 def _holders(held: Attributes, known: Iterable[object]) -> list[object]:

@@ -1,5 +1,7 @@
 """What loss function, model and data hold: a loop tells of what no state has, and its validation changes none of it."""
 
+import collections
+
 import numpy as np
 import pytest
 import torch
@@ -359,6 +361,82 @@ def test_numbers_that_no_state_has_are_told_of(kind, name, tmp_path):
         mk.MemkitWarning, match=rf"training has changed what the model, .* keeps \({name}\), and that is"
     ):
         annealed(tmp_path, kind, 1)
+
+
+class Own(nn.Linear):
+    """A user's module."""
+
+
+class Averaging:
+    """A loss that keeps a running mean of the outputs in the place that it is told to."""
+
+    def __init__(self, kind, model):
+        self.kind, self.weights, self.window = kind, list(model.parameters()), collections.deque(maxlen=4)
+        self.dict, self.list, self.array = {"mean": 0.0}, [torch.zeros((), dtype=torch.float64)], np.zeros(1)
+        model.tensor, model.dict, model.outputs, model.last = self.list[0], {"mean": 0}, [], None
+        model.view, model.features = model.weight.detach().view(-1), {}
+
+    def function(self):
+        value = torch.zeros((), dtype=torch.float64)
+
+        def loss_fn(model, batch):
+            nonlocal value
+            outputs = model(batch)
+            mean = outputs.detach().mean()
+            model.outputs.append(mean)
+            model.last = model.features["last"] = outputs
+            self.keep(model, loss_fn, mean)
+            if self.kind == "variable":
+                value = mean
+            return outputs.square().mean()
+
+        loss_fn.number = 0.0
+        return loss_fn
+
+    def keep(self, model, loss_fn, mean):
+        if self.kind == "list":
+            self.list[0] = mean
+        elif self.kind == "array":
+            self.array[0] = mean
+        elif self.kind == "window":
+            self.window.append(mean)
+        elif self.kind == "number of loss_fn":
+            loss_fn.number = mean.item()
+        elif self.kind == "tensor of the model":
+            model.tensor = mean
+        elif self.kind in ("dict", "dict of the model"):
+            (self.dict if self.kind == "dict" else model.dict)["mean"] = mean
+
+
+def trained_with_average(folder, kind):
+    torch.manual_seed(0)
+    model = Own(1, 1, dtype=torch.float64)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 1e-3))
+    loss_fn = Averaging(kind, model).function()
+    with mk.TrainingStateManager(folder) as state:
+        mk.MemoryEfficientTrainLoop(trainer, DataLoader(VALUES, 4), loss_fn, state=state, progress=False).run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("variable", "the variable value"),
+        ("dict", r"dict\['mean'\]"),
+        ("list", r"list\[0\]"),
+        ("array", "Averaging.array"),
+        ("window", "a deque of at most 4"),
+        ("number of loss_fn", "function.number"),
+        ("tensor of the model", "Own.tensor"),
+        ("dict of the model", r"dict\['mean'\]"),
+    ],
+)
+def test_values_in_any_place_that_no_state_has_are_told_of(kind, name, tmp_path):
+    with pytest.warns(mk.MemkitWarning, match=rf"what the model, loss_fn or collate_fn keeps \({name}\), and"):
+        trained_with_average(tmp_path, kind)
+
+
+def test_logs_caches_and_views_of_weights_are_not_told_of(tmp_path):
+    trained_with_average(tmp_path, "nothing")  # a warning would be an error here
 
 
 def test_a_count_in_the_extra_state_is_saved(tmp_path):
