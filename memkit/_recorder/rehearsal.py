@@ -44,6 +44,7 @@ from memkit._machine import random_state
 from memkit._torch import aten
 from memkit._torch.compiler import eagerly
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload
+from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import outside_transforms
 from memkit._torch.modules import (
     BUFFERS,
@@ -95,7 +96,7 @@ _OPTIMIZING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torc
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _COUNTED = frozenset({bool, int, float, str})
 _RESULTS = frozenset({Tensor, np.ndarray, tuple, list, dict, *_WORDS})
-_WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 # Internals of every module; a forward does not change them.
 _MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # an instance-level override
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
@@ -765,7 +766,7 @@ class Attributes:
             self._tensors.append(
                 _HeldTensor(value, value.detach(), _gradient_of(value), value.requires_grad, value.is_leaf)
             )
-            own = dict(vars(value))  # p.num_steps, as some optimizers and averages keep it
+            own = {} if isinstance(value, FakeTensor) else dict(vars(value))  # p.num_steps, as some averages keep it
             self._owners += [(value, own)] if own else []
             return list(own.values())
         if isinstance(value, np.ndarray):
@@ -1226,17 +1227,23 @@ class _HeldTensor(NamedTuple):
     def _gradient_now(self) -> Tensor | None:
         return None if self.is_trained else leaf_gradient(self.tensor)
 
+    @property
+    def _is_there(self) -> bool:
+        now, before = self.tensor, self.same
+        is_in_storage = storage_key(now.untyped_storage()) == storage_key(before.untyped_storage())
+        return is_in_storage and now.storage_offset() == before.storage_offset()
+
     def has_changed(self) -> bool:
         """Return whether it has changed, but for ``requires_grad``, which a GAN's loss sets in each call."""
         if self._gradient_now is not self.gradient:
             return True
-        is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
-        if not is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
+        if not self._is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
             return True
         return self._is_written()
 
     def _is_written(self) -> bool:
-        if self.content is not None:  # what was written and restored is as it was, whatever its version
+        if self.content is not None and not isinstance(self.same, FakeTensor):
+            # What was written and restored is as it was, whatever its version.
             return not torch.equal(as_integers(self.same), as_integers(self.content))  # NaN equals NaN
         if self.version is not None and version_of(self.same) != self.version:
             return True
@@ -1250,7 +1257,7 @@ class _HeldTensor(NamedTuple):
             self.tensor.grad = self.gradient
         if not self.has_changed():
             return True
-        if self.tensor.data_ptr() != self.same.data_ptr() or self.tensor.shape != self.same.shape:
+        if not self._is_there or self.tensor.shape != self.same.shape:
             self.tensor.data = self.same
         if not self._is_written():
             return True
