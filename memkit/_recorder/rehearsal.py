@@ -24,7 +24,7 @@ import threading
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -44,6 +44,7 @@ from memkit._machine import random_state
 from memkit._torch import aten
 from memkit._torch.compiler import eagerly
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload
+from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import outside_transforms
 from memkit._torch.modules import (
     BUFFERS,
@@ -95,7 +96,7 @@ _OPTIMIZING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torc
 _WORDS = frozenset({bool, int, float, str, type(None)})
 _COUNTED = frozenset({bool, int, float, str})
 _RESULTS = frozenset({Tensor, np.ndarray, tuple, list, dict, *_WORDS})
-_WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_WITH_STORAGE = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 # Internals of every module; a forward does not change them.
 _MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # an instance-level override
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
@@ -624,6 +625,7 @@ class Attributes:
         trained: Ids of the parameters that are trained; None takes all that require a gradient for such.
         containers: Copies of lists and dicts, beside them.
         except_for: Types of objects that are left out, with all that only they hold.
+        left_out: Ids of objects that are left out, with all that only they hold.
         apart: Ids of tensors whose content is neither saved nor watched: somebody else restores it.
         is_for_rerun: Whether the forward runs again after each `restore`: weights that hooks compute anew before it, as
             `spectral_norm` does, are then left out, and the old ones can be freed while it runs.
@@ -646,6 +648,7 @@ class Attributes:
         trained: Container[int] | None = None,
         containers: Iterable[tuple[Any, Any]] = (),
         except_for: tuple[type, ...] = (),
+        left_out: Container[int] = (),
         apart: Container[int] = (),
         is_for_rerun: bool = False,
         gradients_but_of: Container[int] | None = None,
@@ -673,7 +676,7 @@ class Attributes:
         todo: list[object] = list(roots)
         while todo and len(self._seen) < _MAX_OBJECTS:
             value = todo.pop()
-            if id(value) in self._seen or isinstance(value, except_for):
+            if id(value) in self._seen or id(value) in left_out or isinstance(value, except_for):
                 continue
             if _may_hold_state(value):
                 self._seen.add(id(value))
@@ -763,7 +766,7 @@ class Attributes:
             self._tensors.append(
                 _HeldTensor(value, value.detach(), _gradient_of(value), value.requires_grad, value.is_leaf)
             )
-            own = dict(vars(value))  # p.num_steps, as some optimizers and averages keep it
+            own = {} if isinstance(value, FakeTensor) else dict(vars(value))  # p.num_steps, as some averages keep it
             self._owners += [(value, own)] if own else []
             return list(own.values())
         if isinstance(value, np.ndarray):
@@ -949,7 +952,8 @@ class Attributes:
     def differences(self) -> list[str]:
         """Return what has changed, in words: attributes by their names, and how many other things.
 
-        Numbers and words that were appended to a list do not count: that is how a loss is written down.
+        Numbers and words that were appended to a list do not count: that is how a loss is written down. Nor do new keys
+        of a dict, as of a cache.
         """
         names, num_others, tensors = dict[str, None](), 0, dict[int, str]()
         for owner, attributes in self._owners:
@@ -971,27 +975,30 @@ class Attributes:
         others = [f"{num_others} of its lists, dicts, arrays and tensors"] if num_others else []
         return [*sorted(names), *others]
 
-    def changed_numbers(self, except_for: Container[int] = ()) -> list[str]:
-        """Return the names of numbers and words that have changed, and of NumPy's and Python's generators that drew.
+    def values(self, except_for: Container[int] = ()) -> Iterator[HeldValue]:
+        """Yield what stands now in attributes, variables and containers.
 
         Args:
-            except_for: Ids of objects whose attributes do not count.
+            except_for: Ids of objects and containers that do not count.
         """
-        names = set[str]()
-        for owner, before in self._owners:
-            if id(owner) not in except_for and not isinstance(owner, types.FunctionType):
-                now, kind = self._attributes_of(owner), type(owner)
-                missing = {name: getattr(kind, name, None) for name in now.keys() - before.keys()}  # a count in a class
-                both = (missing | before).items()
-                names |= {f"{kind.__name__}.{name}" for name, each in both if _is_another_number(each, now.get(name))}
-        for each in self._variables:
-            if _is_another_number(each.value, each.now):
-                names.add(f"the variable {each.name}")
-        for generator, state in self._generators:
-            is_saved = isinstance(generator, torch.Generator)
-            if not (is_saved or random_state.is_same_state(random_state.generator_state(generator), state)):
-                names.add(f"a {type(generator).__name__}")
-        return sorted(names)
+        for owner in self.owners():
+            if id(owner) not in except_for:
+                for name, each in self._attributes_of(owner).items():
+                    yield HeldValue(owner, name, f"{type(owner).__name__}.{name}", each)
+        for variable in self._variables:
+            yield HeldValue(variable.place, variable.name, f"the variable {variable.name}", variable.now)
+        for container, _ in self._containers:
+            if id(container) not in except_for:
+                yield from _values_in(container)
+
+    def drawn(self) -> list[str]:
+        """Return the kinds of NumPy's and Python's generators that drew."""
+        return [
+            f"a {type(generator).__name__}"
+            for generator, state in self._generators
+            if not isinstance(generator, torch.Generator)
+            and not random_state.is_same_state(random_state.generator_state(generator), state)
+        ]
 
     def owners(self) -> list[object]:
         """Return the objects whose attributes were saved."""
@@ -1009,6 +1016,14 @@ class Attributes:
     def hold(self, value: object) -> bool:
         """Whether an object is among the roots or what they hold."""
         return id(value) in self._seen
+
+    def ids(self) -> set[int]:
+        """Return the ids of the roots, and of all that they hold."""
+        return set(self._seen)
+
+    def modules(self) -> set[nn.Module]:
+        """Return the modules among the roots and what they hold."""
+        return {each for each, _ in self._owners if isinstance(each, nn.Module)}
 
     def holders(self) -> list[object]:
         """Return the modules and optimizers, and the other objects that have tensors among their attributes."""
@@ -1091,6 +1106,15 @@ def _is_plain(value: Any, containers: list[tuple[Any, Any]]) -> bool:
     elif kind is not tuple:
         return kind is Tensor or kind in _WORDS
     return all(type(each) is Tensor or _is_plain(each, containers) for each in value)
+
+
+class HeldValue(NamedTuple):
+    """A value: the object, container or cell that it is in, its name or key there, its name for people, and itself."""
+
+    place: object
+    key: Hashable
+    shown: str
+    now: Any
 
 
 class HeldBuffer(NamedTuple):
@@ -1203,17 +1227,23 @@ class _HeldTensor(NamedTuple):
     def _gradient_now(self) -> Tensor | None:
         return None if self.is_trained else leaf_gradient(self.tensor)
 
+    @property
+    def _is_there(self) -> bool:
+        now, before = self.tensor, self.same
+        is_in_storage = storage_key(now.untyped_storage()) == storage_key(before.untyped_storage())
+        return is_in_storage and now.storage_offset() == before.storage_offset()
+
     def has_changed(self) -> bool:
         """Return whether it has changed, but for ``requires_grad``, which a GAN's loss sets in each call."""
         if self._gradient_now is not self.gradient:
             return True
-        is_there = storage_key(self.tensor.untyped_storage()) == storage_key(self.same.untyped_storage())
-        if not is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
+        if not self._is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
             return True
         return self._is_written()
 
     def _is_written(self) -> bool:
-        if self.content is not None:  # what was written and restored is as it was, whatever its version
+        if self.content is not None and not isinstance(self.same, FakeTensor):
+            # What was written and restored is as it was, whatever its version.
             return not torch.equal(as_integers(self.same), as_integers(self.content))  # NaN equals NaN
         if self.version is not None and version_of(self.same) != self.version:
             return True
@@ -1227,7 +1257,7 @@ class _HeldTensor(NamedTuple):
             self.tensor.grad = self.gradient
         if not self.has_changed():
             return True
-        if self.tensor.data_ptr() != self.same.data_ptr() or self.tensor.shape != self.same.shape:
+        if not self._is_there or self.tensor.shape != self.same.shape:
             self.tensor.data = self.same
         if not self._is_written():
             return True
@@ -1372,7 +1402,9 @@ def _held_by_class(kind: type) -> Iterator[object]:
 
 
 def _is_written_down(container: Any, copy: Any) -> bool:
-    """Whether numbers or words were appended to a list, and nothing else was changed."""
+    """Whether numbers or words were appended to a list, or keys added to a dict, and nothing else was changed."""
+    if isinstance(container, dict):  # a cache
+        return copy.keys() <= container.keys() and _is_same({key: container[key] for key in copy}, copy)
     if not isinstance(container, list) or len(container) < len(copy):
         return False
     return _is_same(container[: len(copy)], copy) and all(type(each) in _WORDS for each in container[len(copy) :])
@@ -1386,9 +1418,30 @@ def _is_equal(one: object, other: object) -> bool:
     return type(one) is type(other) and (type(one) in _WORDS or is_shape) and bool(one == other)
 
 
-def _is_another_number(one: object, other: object) -> bool:
-    """Whether both are numbers, or both are words, and differ; None is neither: a value that is read once stays."""
-    return type(one) is type(other) and type(one) in _COUNTED and one != other
+def _values_in(container: Any) -> Iterator[HeldValue]:
+    """Yield the items of a list, dict or deque; of a deque that forgets, as a window does, its length too."""
+    kind = type(container).__name__
+    if isinstance(container, collections.deque) and container.maxlen is not None:
+        yield HeldValue(container, len, f"a {kind} of at most {container.maxlen}", len(container))
+    if isinstance(container, (set, *_NUMBERS)) or len(container) > _MAX_ITEMS:
+        return
+    for key, each in container.items() if isinstance(container, dict) else enumerate(container):
+        yield HeldValue(container, key, f"{kind}[{key!r}]", each)
+
+
+def fingerprint_of(value: Any) -> tuple[object, object] | None:
+    """Return a kind of value, and what tells two values of that kind apart; None for what is no value, or has a graph.
+
+    A number and a tensor with one number and no dimensions are of one kind: a running mean may begin as 0.0.
+    """
+    if type(value) in _COUNTED:
+        return "word" if type(value) is str else "number", value
+    if isinstance(value, (np.generic, np.ndarray)) and value.dtype != object:
+        array = np.asarray(value)
+        return array.shape or "number", (_checksum(array) if array.shape else array.item())
+    if not isinstance(value, Tensor) or not value.is_leaf or not (sums := bit_sums([value.detach()])):
+        return None
+    return value.shape or "number", sums[0]
 
 
 def _refill(container: Any, copy: Any) -> None:

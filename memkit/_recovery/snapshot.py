@@ -328,6 +328,7 @@ class HeldState:
         root: The function or module.
         content: See `Attributes`.
         trained: See `Attributes`.
+        left_out: See `Attributes`.
         except_for: Modules whose buffers are left out.
     """
 
@@ -337,11 +338,11 @@ class HeldState:
         *,
         content: Literal["counts", "saved"],
         trained: Container[int] | None = None,
+        left_out: Container[int] = (),
         except_for: Container[nn.Module] = (),
     ) -> None:
-        self._attributes = Attributes([root], content=content, trained=trained)
-        modules = [each for each in self._attributes.holders() if isinstance(each, nn.Module)]
-        self._buffers = BufferSnapshot([each for each in modules if each not in except_for], {})
+        self._attributes = Attributes([root], content=content, trained=trained, left_out=left_out)
+        self._buffers = BufferSnapshot([each for each in self._attributes.modules() if each not in except_for], {})
 
     def differ(self) -> bool:
         """Return whether anything of it has changed."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, partial, wraps
 from types import CellType, FunctionType, MethodType, NoneType
-from typing import Any, NamedTuple, Self, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,8 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         self.fake_tensor_converter = self.converter = _Converter()
         self.copies = StorageCopies()
         self._results = {**_RESULTS, **(results or {})}
-        self._instead = {aten.pack_padded_sequence: self._pack, **(instead or {})}
+        refused: dict[Any, Callable[..., Any]] = dict.fromkeys(aten.NESTING, _refuse_nesting)
+        self._instead = {aten.pack_padded_sequence: self._pack, **refused, **(instead or {})}
         self._selected_fraction = selected_fraction
         self._has_known = False
         self._num_answers = 0  # to operators that asked for data, including those inside other operators
@@ -303,6 +304,10 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         if self._has_known or func in _FINDING:
             self.note_known(func, args, out)
         return self._counted(out, func, args, kwargs) if func in _COUNTING else out
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> NoReturn:  # noqa: ARG002 - torch's
+        """Refuse a jagged tensor that the step makes: torch would need symbols for its lengths."""
+        _refuse_nesting()
 
     def note_known(self, func: Any, args: Sequence[Any], out: Any) -> None:
         """Remember that an operator's result is known, given that all numbers are finite."""
@@ -803,6 +808,17 @@ class _Looks(LeanDispatchMode):
 def _is_mask_of_bytes(index: Any) -> bool:
     """Whether an index is a mask as it was before `torch.bool`, which kernels take and shape functions refuse."""
     return isinstance(index, Tensor) and index.dtype is torch.uint8
+
+
+def _refuse_nesting(*_: object) -> NoReturn:
+    raise NotSimulatedError(
+        CALL,
+        got=f"a nested tensor made from others at {StepPosition().place().line}",
+        expected="jagged tensors that come with the batch",
+        fix="make it with the batch, as in collate_fn: torch.nested.nested_tensor(samples, layout=torch.jagged); pad "
+        "instead of nesting (nn.TransformerEncoder(layer, n, enable_nested_tensor=False)); or watch a real step with "
+        "mk.Tracker().",
+    )
 
 
 @cache

@@ -69,3 +69,5 @@ MATRIX_EXPONENTIAL = overloads("linalg_matrix_exp")
 FOURIER = overloads("_fft_c2c", "_fft_c2r", "_fft_r2c")
 UNIQUE = overloads("_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive")
 INDEXING = overloads("index.Tensor", "index_put.default", "index_put_.default", "_unsafe_index_put.default")
+# Operators that make a nested tensor of the strided layout from others.
+NESTING = overloads("_nested_tensor_from_tensor_list", "_nested_view_from_buffer", "_nested_view_from_buffer_copy")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -36,6 +36,11 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
             if whole is not None:
                 sums.append(int(each.view(whole).sum(dtype=whole)))  # in its own width: another one takes a copy
     return sums
+
+
+def has_storage(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor with a storage of its own: not a sparse one or a wrapper around others."""
+    return type(value) in _WITH_DATA and value.layout is torch.strided  # type: ignore[attr-defined]  # a tensor
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

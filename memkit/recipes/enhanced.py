@@ -387,7 +387,7 @@ def _validation(
 
     def run() -> dict[str, Any] | None:
         evaluate = Evaluation(model, sizes, can_split=True)
-        with evaluating(model), validations.one():
+        with evaluating(model), validations.one(base, fn):
             return validate(
                 evaluate, batches, fn, device=device, reducers=reducers, should_stop=lambda: stop.has_arrived
             )

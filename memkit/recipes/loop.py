@@ -94,8 +94,8 @@ class MemoryEfficientTrainLoop:
     does not affect training: it restores modes, the random state, attributes and buffers of the model, what ``loss_fn``
     holds, and the random generators of ``train_loader`` and its data; it warns of what else it sees changed.
 
-    Memory cost: none beyond the step's; a validation keeps figures, not outputs, and copies of the model's buffers and
-    small tensors, of 64 MiB in all. Time cost: see ``docs/loops.md``.
+    Memory cost: none beyond the step's; a validation keeps figures, not outputs, and copies of buffers and small
+    tensors of the model and of what ``loss_fn`` holds, of 64 MiB each. Time cost: see ``docs/loops.md``.
 
     Args:
         trainer: Runs the steps. Its scheduler is stepped only after real optimizer steps.
@@ -262,9 +262,8 @@ class MemoryEfficientTrainLoop:
             MemkitWarning: It has changed something that the training may depend on, and that cannot be restored.
         """
         self._timeline.start()
-        # A function of the user's may collect what it likes; the loss is that of the training.
         is_of_loss = fn is None and self._validates_by_loss
-        apart = self._validations.one(self._loss_fn if is_of_loss else None)
+        apart = self._validations.one(self._loss_fn, None if is_of_loss else fn or self._val_fn)
         with self.trainer.evaluation() as evaluate, apart:
             figures = validate(
                 evaluate,

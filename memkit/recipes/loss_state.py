@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
 from memkit._core.printable import list_some
 from memkit._machine import random_state
-from memkit._recorder.rehearsal import Attributes
+from memkit._recorder.rehearsal import Attributes, HeldValue, fingerprint_of
 from memkit._recovery.snapshot import HeldState, RandomNumbers
-from memkit._torch.tensors import bit_sums
+from memkit._torch.modules import STATE
+from memkit._torch.tensors import bit_sums, has_storage, storage_key
 from memkit.recipes.order import all_parts, changed_names, plain_attributes, reading_changes
 from memkit.recipes.samplers import Samplers, held_apart
 
@@ -25,10 +27,11 @@ _OWN = [(name, getattr(nn.Module, name)) for name in ("get_extra_state", "state_
 
 
 class UnsavedState:
-    """State that nothing saves, as it is now: tensors of a loss function, a data set's own generators, and numbers.
+    """State that nothing saves, as it is now: tensors of a loss function, a data set's own generators, and values.
 
-    The numbers are those in attributes of what the model, the loss function and the loader's ``collate_fn`` hold, and
-    in variables that these functions assign to.
+    The values are numbers, words, tensors and arrays that stand in attributes, lists and dicts of what the model, the
+    loss function and the loader's ``collate_fn`` hold, and in variables of these functions. One that is no value of its
+    kind before the training does not count: a cache begins as None, a log as an empty list.
 
     Cost: a sum over the bits of the tensors, now and when they are compared.
 
@@ -43,18 +46,40 @@ class UnsavedState:
     def __init__(
         self, model: nn.Module, loss_fn: object, data: object, samplers: Samplers, saved: Iterable[object]
     ) -> None:
-        self._model, saved = model, list(saved)
-        self._numbers = held_apart([model, loss_fn, *samplers.collate_fns])
-        self._saved = {id(each) for each in saved if not isinstance(each, nn.Module)}
+        saved = list(saved)
+        self._held = held_apart([model, loss_fn, *samplers.collate_fns])
+        self._modules = [model, *(each for each in saved if isinstance(each, nn.Module))]
+        self._except_for = _with_states(model) | _members(self._held.modules())
+        self._except_for |= Attributes([each for each in saved if not isinstance(each, nn.Module)]).ids()
         self._data, self._samplers = Attributes([data]), samplers
         samplers.note()
         self._holders = _holders(Attributes([loss_fn]), saved)
         self._before = dict(self._sums())
+        self._values_before = {(id(each.place), each.key): fingerprint for each, fingerprint in self._values()}
 
     def _sums(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
         for number, holder in enumerate(self._holders):
             for name, each in _tensors_of(holder).items():
                 yield (number, name), bit_sums([each])
+
+    def _values(self) -> Iterator[tuple[HeldValue, tuple[object, object] | None]]:
+        tensors = [each for module in self._modules for each in (*module.parameters(), *module.buffers())]
+        storages = {storage_key(each.untyped_storage()) for each in tensors if has_storage(each)}
+        for each in self._held.values(self._except_for):
+            is_saved = has_storage(each.now) and storage_key(each.now.untyped_storage()) in storages
+            yield each, None if is_saved else fingerprint_of(each.now)
+
+    def _changed_values(self) -> set[str]:
+        names = set[str]()
+        for each, now in self._values():
+            key = id(each.place), each.key
+            if key in self._values_before:
+                before = self._values_before[key]
+            else:  # a count may begin in the class
+                before = fingerprint_of(getattr(type(each.place), str(each.key), None))
+            if before is not None and now is not None and before[0] == now[0] and before[1] != now[1]:
+                names.add(each.shown)
+        return names
 
     def tell(self, call: str, of_data: Sequence[str] = ()) -> None:
         """Warn of what has changed since.
@@ -75,9 +100,9 @@ class UnsavedState:
                 "that is not saved: a resumed run begins with it anew, and differs. Way out: write model.criterion = "
                 "criterion before the trainer is made: its buffers and parameters are then saved as the model's."
             )
-        if numbers := self._numbers.changed_numbers(self._saved | _with_states(self._model)):
+        if values := sorted({*self._changed_values(), *self._held.drawn()}.difference(changed)):
             warn_user(
-                f"{call}: training has changed what the model, loss_fn or collate_fn keeps ({list_some(numbers, 3)}), "
+                f"{call}: training has changed what the model, loss_fn or collate_fn keeps ({list_some(values, 3)}), "
                 "and that is not saved: a resumed run begins with it anew. If the training depends on it, as on a "
                 "count of steps, it differs. Way out: keep it in a buffer of the model, "
                 "self.register_buffer('count', torch.zeros(())), or save it by the model's get_extra_state() and "
@@ -104,10 +129,12 @@ class Validations:
     """Keeps validations from changing what the training depends on.
 
     Put back are the attributes of the model's modules, with the lists, dicts, arrays and tensors that stand there, the
-    buffers, and all random generators: the global ones, and those of the model and of the training's data. Changes of
-    other objects that the model holds, and of what a data set counts, are told once: a logger or a cache keeps them.
+    buffers, what the loss function holds, and all random generators: the global ones, and those of the model and of the
+    training's data. Changes of other objects that the model holds, or that ``val_fn`` and the loss function share, and
+    of what a data set counts, are told once: a logger or a cache keeps them.
 
-    Memory cost: while a validation runs, copies of buffers and small tensors, of 64 MiB in all.
+    Memory cost: while a validation runs, copies of buffers and small tensors, of 64 MiB in all; as much again for what
+    the loss function holds.
 
     Args:
         call: The user's call, for messages.
@@ -120,27 +147,37 @@ class Validations:
         self._told: set[str] = set()
 
     @contextlib.contextmanager
-    def one(self, loss_fn: object = None) -> Iterator[None]:
+    def one(self, loss_fn: object, val_fn: object = None) -> Iterator[None]:
         """Run the block, a validation, and put back what it changes.
 
         Args:
-            loss_fn: The loss function of the training, if the validation calls it: all that it holds is put back.
+            loss_fn: The loss function of the training, or a loop that has one.
+            val_fn: The user's function that validates; None if it is ``loss_fn``. What it reaches by itself, and not
+                through ``loss_fn``, it may collect: of that, only modules are put back, and the rest is told.
         """
         trained = {id(each) for each in self._model.parameters() if each.requires_grad}
         modules = set(self._model.modules())
-        of_loss = HeldState(loss_fn, content="saved", trained=trained, except_for=modules)
+        by_itself = set[int]()
+        if val_fn is not None:
+            called = {id(loss_fn)} if callable(loss_fn) else ()  # a loop may collect, too
+            by_itself = Attributes([val_fn, self._model], content="arrays", left_out=called).ids()
+        of_loss = HeldState(loss_fn, content="saved", trained=trained, left_out=by_itself, except_for=modules)
+        shared = self._shared(loss_fn, trained) if val_fn is not None else None
         # A lazy module stays as its first run leaves it; a validation may swap an average of the weights in and out.
         how: dict[str, Any] = {"apart": trained, "except_for": (LazyModuleMixin,), "with_buffers": True}
         of_model = Attributes([self._model], content="saved", **how)
         parts = list(all_parts(self._data, set()))
         of_data = Attributes([*parts, *(each for part in parts for each in _drawing_from(part))])
-        random = RandomNumbers([*of_model.generators(), *of_data.generators()])
+        of_shared = [] if shared is None else shared.generators()
+        random = RandomNumbers([*of_model.generators(), *of_shared, *of_data.generators()])
         counts = _counts_of(parts)
         try:
             yield
         finally:
             of_loss.restore()
             of_model.restore_modules(modules)
+            if shared is not None:
+                shared.restore_modules(shared.modules())
             random.restore()
             self._tell(
                 "what the model holds",
@@ -148,12 +185,30 @@ class Validations:
                 "keep it in attributes of the model's own modules, which are restored, or change it only if "
                 "self.training.",
             )
+            self._tell(
+                "what loss_fn holds" if callable(loss_fn) else "what the training loop holds",
+                [] if shared is None else shared.differences(),
+                "keep it in a buffer or an attribute of a module, which is restored, or let val_fn use a copy of its "
+                "own.",
+            )
             now = _counts_of(parts)
             self._tell(
                 "what the training's data counts",
                 [name for pair in zip(counts, now, strict=True) for name in changed_names(*pair)],
                 "validate on data of its own: DataLoader(copy.deepcopy(dataset), ...).",
             )
+
+    def _shared(self, loss_fn: object, trained: Container[int]) -> Attributes:
+        """Save what a loss function holds, but for what the model holds, too."""
+        of_model = Attributes([self._model], content="arrays").ids()
+        return Attributes(
+            [loss_fn],
+            content="saved",
+            apart=trained,
+            left_out=of_model,
+            except_for=(Dataset, DataLoader, Sampler),
+            with_buffers=True,
+        )
 
     def _tell(self, what: str, changed: Sequence[str], way_out: str) -> None:
         if changed and what not in self._told:
@@ -181,7 +236,12 @@ def _with_states(model: nn.Module) -> set[int]:
     """Return the ids of modules that save a state of their own, of torch's modules, and of all that the former hold."""
     own = [each for each in model.modules() if any(getattr(type(each), name) is not default for name, default in _OWN)]
     of_torch = [each for each in model.modules() if type(each).__module__.startswith("torch.")]
-    return set(map(id, [*Attributes(own).owners(), *of_torch]))
+    return {*Attributes(own).ids(), *map(id, of_torch)}
+
+
+def _members(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the dicts in which modules keep parameters, buffers and children."""
+    return {id(each) for module in modules for name, each in vars(module).items() if name in STATE}
 
 
 def _holders(held: Attributes, known: Iterable[object]) -> list[object]:

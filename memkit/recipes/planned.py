@@ -635,7 +635,8 @@ def _about_first_step(trial: Trial) -> list[str]:
         return []
     more = format_bytes(trial.first_step_bytes)
     about = "copies of buffers and frozen weights, until the forward is seen to leave them unchanged"
-    return [f"The first step needs {more} that later ones do not: {about}."]
+    still = "A forward that writes to them through .data is not seen here to do so: then all steps need it."
+    return [f"The first step needs {more} that later ones do not: {about}. {still}"]
 
 
 def _about_cache(trial: Trial, budget_bytes: int) -> list[str]:

@@ -159,6 +159,7 @@ class PartPlanner:
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
         self._failure, self._has_warned, self._has_warned_of_a_row, self._has_warned_of_more = "", False, False, False
+        self._has_warned_of_sparse = False
         self._num_rows: dict[str, int] = {}  # shape -> rows of the widest batch that a forecast knows, up to those run
         self._largest: dict[str, dict[Hashable, int]] = {}  # shape -> kind of size -> of a row that a forecast knows
         self._indifferent: set[Hashable] = set()  # kinds of size on which memory does not depend
@@ -323,6 +324,7 @@ class PartPlanner:
     def _plan(self, forecast: Forecast, num_rows: int) -> int:
         assert self._available_bytes is not None  # noqa: S101 - there is a forecast
         available = math.floor(self._available_bytes() * (1 - _MARGIN))
+        self._warn_of_sparse(forecast.peak_bytes(num_rows), available)
         if forecast.peak_bytes(num_rows) <= available:
             return num_rows
         parameters = list_parameters(self._optimizers)
@@ -338,6 +340,28 @@ class PartPlanner:
                 "budget."
             )
         return forecast.max_rows(available, num_rows)
+
+    def _warn_of_sparse(self, peak_bytes: int, available_bytes: int) -> None:
+        """Warn, once, if what sparse gradients take beside forward and backward may not fit."""
+        if self._has_warned_of_sparse:
+            return
+        # A sum of the parts has an entry for each row of them, and is put together anew; the step keeps the old table.
+        table_bytes = _sparse_table_bytes(self._model)
+        if table_bytes and 2 * peak_bytes + table_bytes > available_bytes:
+            self._has_warned_of_sparse = True
+            warn_user(
+                "MemoryEfficientTrainingWrapper: memory=... does not count all that the gradients of embeddings with "
+                "sparse=True take: the sum over several parts is as large as for the whole batch, twice while a part "
+                "is added, and the optimizer's step keeps a copy of the table. A step may take more than the budget. "
+                "Way out: set sparse=False, or allow for "
+                f"{format_bytes(2 * peak_bytes + table_bytes - available_bytes)} more."
+            )
+
+
+def _sparse_table_bytes(model: nn.Module) -> int:
+    """Return the bytes of the tables that get sparse gradients."""
+    tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse]
+    return sum(each.weight.nbytes for each in tables if each.weight.requires_grad)
 
 
 def _reader(

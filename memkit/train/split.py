@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import InputError, InputTypeError
-from memkit._recovery.attempt import Done, unless_failed
+from memkit._recovery.attempt import Done, attempt, insist, unless_failed
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import children_of, with_children
 from memkit.train.samples import ARRAYS, PLAIN, SampleList, mark_samples
@@ -26,6 +27,8 @@ _WAY_OUT = "give each tensor in it one row for each sample, or leave it out of t
 _SPLIT_FN = "pass split_fn=..., which takes (batch, n) and returns a list of n parts."
 _ATOMS = (torch.Tensor, *PLAIN)
 _OF_GRAPHS = ("graphs", "nodes", "edges")
+_NUM_SIGNS = 6
+_ALL_SIGNS, _NO_SIGNS = [True] * _NUM_SIGNS, [False] * _NUM_SIGNS  # of a mask
 _LEAVES = (np.ndarray, np.generic, SampleList, *PLAIN)
 
 
@@ -578,18 +581,7 @@ def _refuse_mask(tensor: torch.Tensor, call: str) -> None:
     """Refuse a mask of as many columns as rows that is causal or symmetric: it belongs to positions, not to samples."""
     if len(tensor) < 2 or tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return
-    if tensor.dtype == torch.bool:
-        is_set = tensor
-    elif tensor.is_floating_point():
-        is_set = tensor.isneginf()
-        if not (is_set | (tensor == 0)).all():
-            return
-    else:
-        return
-    below = torch.ones_like(is_set).tril()
-    is_mask = torch.stack([(is_set == each).all() for each in (below, ~below, below.T, ~below.T)]).any()
-    is_mask |= (is_set == is_set.T).all() & (is_set != is_set[0, 0]).any()
-    if not is_mask:
+    if not (tensor.dtype == torch.bool or tensor.is_floating_point()) or not _is_mask(tensor):
         return
     raise InputError(
         call,
@@ -599,3 +591,40 @@ def _refuse_mask(tensor: torch.Tensor, call: str) -> None:
         fix="keep it out of the batch: make it in the model, or in loss_fn; if it has one row for each sample, pass "
         "mask[:, None], or split_fn=...",
     )
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a matrix is a causal or symmetric mask; where memory is short, fewer rows are looked at at once."""
+    todo, signs = [slice(0, len(tensor))], _ALL_SIGNS
+    while todo:
+        rows = todo.pop()
+        middle = (rows.start + rows.stop) // 2
+        if middle == rows.start:
+            found = insist(functools.partial(_signs_of_mask, tensor, rows), "looking for a mask in a batch")
+        else:
+            outcome = attempt(_signs_of_mask, tensor, rows)
+            if not isinstance(outcome, Done):
+                todo += [slice(middle, rows.stop), slice(rows.start, middle)]
+                continue
+            found = outcome.result
+        signs = [each and other for each, other in zip(signs, found, strict=True)]
+        if not any(signs):
+            return False
+    *are_causal, is_symmetric, is_constant = signs
+    return any(are_causal) or (is_symmetric and not is_constant)
+
+
+def _signs_of_mask(tensor: torch.Tensor, rows: slice) -> Sequence[bool]:
+    """Whether some rows are those of a mask of each of four causal kinds, a symmetric one, one of equal values."""
+    of_rows, first = tensor[rows], tensor[:1, :1]
+    is_set, is_first_set, of_columns = of_rows, first, tensor[:, rows].T
+    if tensor.is_floating_point():
+        is_set, is_first_set = of_rows.isneginf(), first.isneginf()
+        if not (is_set | (of_rows == 0)).all():
+            return _NO_SIGNS
+        of_columns = of_columns.isneginf()
+    columns = torch.arange(len(tensor), device=tensor.device)
+    below, above = (compare(columns, columns[rows, None]) for compare in (torch.le, torch.ge))
+    kinds = (below, ~below, above, ~above, of_columns, is_first_set)
+    signs: list[bool] = torch.stack([(is_set == each).all() for each in kinds]).tolist()
+    return signs

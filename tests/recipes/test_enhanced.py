@@ -429,6 +429,21 @@ def test_validation_changes_nothing_in_the_model_of_a_foreign_loop():
     assert num_calls == num_expected == 6
 
 
+def test_a_validation_that_changes_a_foreign_loop_is_told_of():
+    base = TrainLoop(2)
+    base.mean, base.losses = 0.0, []
+
+    def val_fn(model, batch):
+        loss = model(batch[0]).square().mean(1)
+        base.mean = 0.9 * base.mean + 0.1 * loss.mean().item()
+        base.losses.append(base.mean)
+        return {"loss": loss}
+
+    with pytest.warns(mk.MemkitWarning, match=r"what the training loop holds \(TrainLoop\.mean\), and that stays"):
+        create_enhanced_train_loop(base, VALIDATION, val_interval=1, val_fn=val_fn).run_loop()
+    assert len(base.losses) == 2 * len(VALIDATION)
+
+
 def test_oversized_validation_is_split():
     base = TrainLoop(2)
     base.model = SmallRoom(64, 64)

@@ -1,5 +1,7 @@
 """What loss function, model and data hold: a loop tells of what no state has, and its validation changes none of it."""
 
+import collections
+
 import numpy as np
 import pytest
 import torch
@@ -182,6 +184,108 @@ def test_a_validation_by_the_loss_changes_nothing_in_it():
     assert (beside_it.calls, beside_it.seen) == (plain.calls, plain.seen) == (9, [8] * 9)
 
 
+class Centered(nn.Module):
+    """A loss with a running mean, as DINO's center, in various places."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.plain, self.held = kind, torch.zeros((), dtype=torch.float64), [0.0]
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, model, batch):
+        lengths = model(batch[0]).norm(dim=1)
+        before = {"buffer": self.mean, "attribute": self.plain, "list": self.held[0]}[self.kind]
+        mean = 0.9 * before + 0.1 * lengths.detach().mean()
+        if self.kind == "buffer":
+            self.mean.copy_(mean)
+        elif self.kind == "attribute":
+            self.plain = mean
+        else:
+            self.held[0] = mean
+        return (lengths - mean).square().mean()
+
+
+class Plain:
+    """The same without being a module."""
+
+    def __init__(self, kind):
+        self.criterion = Centered(kind)
+        self.mean, self.cache = torch.zeros((), dtype=torch.float64), {}
+
+    def __call__(self, model, batch):
+        return self.criterion(model, batch)
+
+    def with_own(self, model, batch):
+        lengths = model(batch[0]).norm(dim=1)
+        self.cache.setdefault(len(lengths), "a mask")
+        self.mean = 0.9 * self.mean + 0.1 * lengths.detach().mean()
+        return (lengths - self.mean).square().mean()
+
+
+def weights_of_centered(loss_fn, val_fn):
+    torch.manual_seed(0)
+    train, val = (TensorDataset(torch.randn(rows, 4, dtype=torch.float64)) for rows in (16, 8))
+    model = nn.Linear(4, 3, dtype=torch.float64)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1))
+    settings = {} if val_fn is None else {"val_loader": DataLoader(val, 8), "validate_every": 1, "val_fn": val_fn}
+    mk.MemoryEfficientTrainLoop(trainer, DataLoader(train, 4), loss_fn, progress=False, **settings).run()
+    return model.weight.detach()
+
+
+def repeated(loss, batch):
+    return {"loss": loss.detach().expand(len(batch[0]))}
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list"])
+@pytest.mark.parametrize("make", [Centered, Plain])
+def test_a_val_fn_that_calls_the_loss_changes_nothing_in_it(kind, make):
+    loss_fn, collected = make(kind), []
+
+    def val_fn(model, batch):
+        loss = loss_fn(model, batch)
+        collected.append(loss)
+        return repeated(loss, batch)
+
+    found, expected = weights_of_centered(loss_fn, val_fn), weights_of_centered(make(kind), None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(collected) == 4
+
+
+def test_modules_that_the_loss_shares_with_val_fn_are_restored():
+    criterion = Centered("buffer")
+    found = weights_of_centered(
+        lambda model, batch: criterion(model, batch), lambda model, batch: repeated(criterion(model, batch), batch)
+    )
+    expected = weights_of_centered(Centered("buffer"), None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_generator_that_the_loss_shares_with_val_fn_is_restored():
+    def weights(*, validates):
+        generator = torch.Generator().manual_seed(0)
+
+        def scores(model, batch):
+            return model(batch[0])[:, 0] + torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
+
+        val_fn = (lambda model, batch: {"loss": scores(model, batch)}) if validates else None
+        return weights_of_centered(lambda model, batch: scores(model, batch).square().mean(), val_fn)
+
+    torch.testing.assert_close(weights(validates=True), weights(validates=False), rtol=0, atol=0)
+
+
+def test_objects_that_the_loss_shares_with_val_fn_are_told_of():
+    shared = Plain("buffer")
+    with pytest.warns(mk.MemkitWarning, match=r"changed what loss_fn holds \(Plain\.mean\), and") as told:
+        weights_of_centered(shared.with_own, lambda model, batch: repeated(shared.with_own(model, batch), batch))
+    assert len(told) == 1
+
+    def val_fn(model, batch):  # a cache that grows would be an error here
+        shared.cache[len(shared.cache) + 100] = "another mask"
+        return {"loss": model(batch[0])[:, 0]}
+
+    weights_of_centered(shared.with_own, val_fn)
+
+
 class Annealed(nn.Linear):
     """A forward that depends on its own count of calls, or draws from a generator of its own."""
 
@@ -257,6 +361,82 @@ def test_numbers_that_no_state_has_are_told_of(kind, name, tmp_path):
         mk.MemkitWarning, match=rf"training has changed what the model, .* keeps \({name}\), and that is"
     ):
         annealed(tmp_path, kind, 1)
+
+
+class Own(nn.Linear):
+    """A user's module."""
+
+
+class Averaging:
+    """A loss that keeps a running mean of the outputs in the place that it is told to."""
+
+    def __init__(self, kind, model):
+        self.kind, self.weights, self.window = kind, list(model.parameters()), collections.deque(maxlen=4)
+        self.dict, self.list, self.array = {"mean": 0.0}, [torch.zeros((), dtype=torch.float64)], np.zeros(1)
+        model.tensor, model.dict, model.outputs, model.last = self.list[0], {"mean": 0}, [], None
+        model.view, model.features = model.weight.detach().view(-1), {}
+
+    def function(self):
+        value = torch.zeros((), dtype=torch.float64)
+
+        def loss_fn(model, batch):
+            nonlocal value
+            outputs = model(batch)
+            mean = outputs.detach().mean()
+            model.outputs.append(mean)
+            model.last = model.features["last"] = outputs
+            self.keep(model, loss_fn, mean)
+            if self.kind == "variable":
+                value = mean
+            return outputs.square().mean()
+
+        loss_fn.number = 0.0
+        return loss_fn
+
+    def keep(self, model, loss_fn, mean):
+        if self.kind == "list":
+            self.list[0] = mean
+        elif self.kind == "array":
+            self.array[0] = mean
+        elif self.kind == "window":
+            self.window.append(mean)
+        elif self.kind == "number of loss_fn":
+            loss_fn.number = mean.item()
+        elif self.kind == "tensor of the model":
+            model.tensor = mean
+        elif self.kind in ("dict", "dict of the model"):
+            (self.dict if self.kind == "dict" else model.dict)["mean"] = mean
+
+
+def trained_with_average(folder, kind):
+    torch.manual_seed(0)
+    model = Own(1, 1, dtype=torch.float64)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 1e-3))
+    loss_fn = Averaging(kind, model).function()
+    with mk.TrainingStateManager(folder) as state:
+        mk.MemoryEfficientTrainLoop(trainer, DataLoader(VALUES, 4), loss_fn, state=state, progress=False).run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("variable", "the variable value"),
+        ("dict", r"dict\['mean'\]"),
+        ("list", r"list\[0\]"),
+        ("array", "Averaging.array"),
+        ("window", "a deque of at most 4"),
+        ("number of loss_fn", "function.number"),
+        ("tensor of the model", "Own.tensor"),
+        ("dict of the model", r"dict\['mean'\]"),
+    ],
+)
+def test_values_in_any_place_that_no_state_has_are_told_of(kind, name, tmp_path):
+    with pytest.warns(mk.MemkitWarning, match=rf"what the model, loss_fn or collate_fn keeps \({name}\), and"):
+        trained_with_average(tmp_path, kind)
+
+
+def test_logs_caches_and_views_of_weights_are_not_told_of(tmp_path):
+    trained_with_average(tmp_path, "nothing")  # a warning would be an error here
 
 
 def test_a_count_in_the_extra_state_is_saved(tmp_path):

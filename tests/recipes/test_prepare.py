@@ -657,6 +657,46 @@ def test_copies_of_the_first_step_are_room_for_it_and_no_part_of_later_ones(make
     assert peaks[1] < peaks[0] <= plan.required_bytes < peaks[1] + 1.1 * trainer.first_step_bytes + 2**14
 
 
+def follow(student, teacher):
+    """Momentum, as BYOL's and MoCo's code has it."""
+    with torch.no_grad():
+        for mine, its in zip(student.parameters(), teacher.parameters(), strict=True):
+            its.data = its.data * 0.99 + mine.data * 0.01
+
+
+class WithTeacher(nn.Module):
+    """A student with a teacher that each forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(64, 256), nn.Linear(64, 256).requires_grad_(False)
+
+    def forward(self, x):
+        follow(self.online, self.target)
+        return (self.online(x) - self.target(x)).square()
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_the_storages_of_a_replaced_teacher_are_in_the_plan(is_inside):
+    torch.manual_seed(0)
+    model = WithTeacher() if is_inside else nn.Linear(64, 256)
+    teacher = None if is_inside else nn.Linear(64, 256).requires_grad_(False)
+
+    def loss_fn(model, x):
+        if teacher is None:
+            return model(x).mean()
+        follow(model, teacher)
+        return (model(x) - teacher(x)).square().mean()
+
+    x = torch.randn(32, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with mk.prepare(model, optimizer, x, loss_fn, budget="1GiB", micro_batch_size=32) as trainer:
+        for _ in range(3):
+            with mk.Tracker(device="cpu") as tracker:
+                trainer.train_step(x, loss_fn)
+            assert tracker.peak_bytes == trainer.plan.predicted_peak_bytes
+
+
 def test_copies_for_blocks_that_run_again_are_known_too():
     model, x = nn.Sequential(WithTable(), nn.Linear(64, 4)), torch.randn(8, 64)
     with mk.MemoryEfficientTrainingWrapper(

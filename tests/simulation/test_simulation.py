@@ -286,6 +286,28 @@ def test_sparse_tensors_on_the_card_are_refused_with_a_way_out(make):
         make()
 
 
+NESTED = {
+    "list": lambda rows: torch.nested.nested_tensor([*rows], layout=torch.jagged),
+    "as_nested": lambda rows: torch.nested.as_nested_tensor([*rows], layout=torch.jagged),
+    "strided": lambda rows: torch.nested.nested_tensor([*rows]),
+    "offsets": lambda rows: torch.nested.nested_tensor_from_jagged(rows.flatten(0, 1), torch.tensor([0, 5, 10])),
+}
+
+
+@pytest.mark.parametrize("how", NESTED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_step_that_nests_tensors_is_refused_and_a_nested_batch_is_not(how):
+    model, rows = torch.nn.Linear(4, 4), torch.randn(2, 5, 4)
+
+    def loss_fn(model, rows):
+        return torch.stack([each.mean() for each in model(NESTED[how](rows)).unbind()]).sum()
+
+    with pytest.raises(NotSimulatedError, match=r"nested tensor .*test_simulation\.py.* as in collate_fn"):
+        mk.estimate_memory_usage(model, rows, loss_fn=loss_fn)
+    batch = NESTED["list"](rows)  # the way out
+    assert mk.estimate_memory_usage(model, batch, loss_fn=lambda model, rows: model(rows).values().sum()).peak_bytes
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_a_sparse_tensor_in_a_batch_for_the_card_is_refused_as_those_made_there_are(layout):

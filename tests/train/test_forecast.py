@@ -1,5 +1,6 @@
 """The memory of a micro-batch of any size is predicted from two small runs, and batches are cut accordingly."""
 
+import contextlib
 import copy
 import warnings
 
@@ -566,6 +567,30 @@ def test_a_batch_of_one_row_over_the_budget_is_told():
         with pytest.warns(mk.MemkitWarning, match="of a single row are predicted to take"):
             trainer.train_step(torch.ones(1, 4), lambda model, x: model(x).mean())
         assert trainer.train_step(torch.ones(6, 4), lambda model, x: model(x).mean()).num_microbatches > 1
+
+
+class Bag(nn.Module):
+    """An embedding bag with a head."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(1000, 32, mode="sum", sparse=sparse), nn.Linear(32, 1)
+
+    def forward(self, indices):
+        return self.head(self.bag(indices))
+
+
+@pytest.mark.parametrize(
+    ("sparse", "memory", "is_told"), [(True, "300KiB", True), (True, "1GiB", False), (False, "300KiB", False)]
+)
+def test_sparse_gradients_that_a_budget_may_not_hold_are_told_of(sparse, memory, is_told):
+    model, indices = Bag(sparse), torch.randint(1000, (64, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory)
+    with pytest.warns(mk.MemkitWarning, match="sparse=True") if is_told else contextlib.nullcontext() as told:
+        for _ in range(3):
+            trainer.train_step(indices, lambda model, indices: model(indices).square().mean())
+    assert not is_told or len(told) == 1
 
 
 def test_two_forecasts_join_to_the_higher_peak():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from memkit.train.split import (
@@ -300,3 +301,51 @@ def test_a_split_fn_may_trim_and_share(name):
     batch = {"ids": torch.ones(8, 8), "table": torch.ones(2, 8), "name": "a"}
     parts = cut_batch(batch, 2, size=80, split_fn=KEEPING[name])
     assert len(parts) == 2
+
+
+class Short(TorchDispatchMode):
+    """Memory is short: operators whose results take more bytes than that run out of it."""
+
+    def __init__(self, most_bytes):
+        super().__init__()
+        self.most_bytes, self.num_failed = most_bytes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_new = all(each.alias_info is None for each in func._schema.returns)
+        if is_new and isinstance(result, torch.Tensor) and result.nbytes > self.most_bytes:
+            self.num_failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result
+
+
+BANDED = (torch.arange(64)[:, None] - torch.arange(64)).abs() < 8
+
+
+@pytest.mark.parametrize(
+    ("matrix", "is_mask"),
+    [
+        (torch.ones(64, 64).tril().bool(), True),
+        (torch.ones(64, 64).triu(1).bool(), True),
+        (torch.zeros(64, 64).masked_fill(BANDED, -math.inf), True),
+        (torch.zeros(64, 64).masked_fill(torch.ones(64, 64).tril(-1).bool(), -math.inf), True),
+        (torch.ones(64, 64).bool(), False),
+        (torch.zeros(64, 64), False),
+        (torch.arange(64 * 64).view(64, 64) % 11 == 0, False),
+        (torch.arange(64.0 * 64).view(64, 64), False),
+    ],
+)
+@pytest.mark.parametrize("most_bytes", [2**30, 1500, 600])
+def test_a_mask_is_found_also_where_memory_is_short(matrix, is_mask, most_bytes):
+    with (
+        Short(most_bytes) as short,
+        pytest.raises(mk.errors.InputError, match="looks as if it belongs") if (is_mask) else contextlib.nullcontext(),
+    ):
+        assert len(split_batch({"x": matrix}, 4, num_rows=64)) == 4
+    assert bool(short.num_failed) == (most_bytes < 2**30)
+
+
+def test_a_batch_whose_rows_there_is_no_memory_to_look_at_is_refused():
+    batch = {"x": torch.zeros(64, 64)}
+    with Short(8), pytest.raises(mk.MemkitOutOfMemoryError, match="looking for a mask in a batch"):
+        split_batch(batch, 4, num_rows=64)

@@ -24,7 +24,7 @@ from memkit._core.protocols import Stateful
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch.modules import loads_as_torch_does
 from memkit._torch.pytree import tree_leaves
-from memkit._torch.tensors import storage_key
+from memkit._torch.tensors import has_storage, storage_key
 from memkit.recipes.state.plain import Flattener
 from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
@@ -117,13 +117,13 @@ def tell_of_unsaved(call: str, targets: Mapping[str, Stateful], states: Mapping[
     if not known:
         return False
     others = {name: state for name, state in states.items() if not isinstance(targets[name], Optimizer)}
-    storages = {storage_key(leaf.untyped_storage()) for leaf in tree_leaves(others) if _has_storage(leaf)}
+    storages = {storage_key(leaf.untyped_storage()) for leaf in tree_leaves(others) if has_storage(leaf)}
     for name, target in targets.items():
         unsaved = [
             str(tuple(each.shape))
             for each in (_list(target) if isinstance(target, Optimizer) else ())
             if each.requires_grad and id(each) not in known
-            if not (_has_storage(each) and storage_key(each.untyped_storage()) in storages)
+            if not (has_storage(each) and storage_key(each.untyped_storage()) in storages)
         ]
         if unsaved:
             warn_user(
@@ -133,10 +133,6 @@ def tell_of_unsaved(call: str, targets: Mapping[str, Stateful], states: Mapping[
             )
             return True
     return False
-
-
-def _has_storage(value: object) -> bool:
-    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]  # a tensor
 
 
 def own_part(target: Stateful) -> dict[str, Any] | None:
