@@ -227,7 +227,7 @@ def _settings_of(kind: type) -> dict[str, object]:
 def _forward_of(kind: type) -> FunctionType | None:
     """Return the forward of a module's class, if it is not one of torch's own."""
     forward = getattr(kind, "forward", None)
-    return forward if isinstance(forward, FunctionType) and not forward.__module__.startswith("torch.") else None
+    return forward if isinstance(forward, FunctionType) and not str(forward.__module__).startswith("torch.") else None
 
 
 def _plain(

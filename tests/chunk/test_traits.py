@@ -133,6 +133,13 @@ def test_rows_are_checked_again_when_a_setting_of_a_class_or_file_has_changed(ow
     assert_refused(call, mk.errors.InputError, MIXES)
 
 
+def test_a_module_defined_in_a_file_without_a_name():
+    space = {"nn": nn}
+    exec("class Unnamed(nn.Linear):\n    def forward(self, x): return super().forward(x)", space)
+    module = space["Unnamed"](3, 2).double()
+    assert_close(mk.chunked_map(module, ROWS, chunk_size=16), module(ROWS))
+
+
 def test_tiles_see_farther_when_the_module_does():
     net = spatial()
     mk.tiled_apply(net, VOLUME, 8)
