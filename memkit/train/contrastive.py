@@ -20,6 +20,7 @@ from memkit._gradients.loss import Loss
 from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
+from memkit._torch.tensors import bit_sums
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, structure_of, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
@@ -188,12 +189,14 @@ def _report(verdict: SplitVerdict) -> None:
 
 
 class _Changes:
-    """Finds buffers that several chunks change, which a step on the whole batch would leave in another state."""
+    """Finds buffers and frozen parameters that several chunks change: a step on the whole batch changes them once."""
 
     def __init__(self, encoder: nn.Module, verdict: SplitVerdict) -> None:
         self._encoder, self._verdict = encoder, verdict
         self._before: dict[str, torch.Tensor] | None = None
         self._found: dict[str, None] = {}
+        self._sums: dict[str, list[int]] = {}  # of frozen parameters, which may be large
+        self._moved: dict[str, None] = {}
 
     def note(self) -> None:
         """Call after each chunk. The first chunk may fill a cache; later chunks must change no buffer."""
@@ -203,9 +206,18 @@ class _Changes:
             if name in now and now[name].shape == value.shape and not torch.equal(now[name], value):
                 self._found[name] = None
         self._before = {name: buffer.clone() for name, buffer in now.items()}
+        sums = {name: bit_sums([each]) for name, each in self._encoder.named_parameters() if not each.requires_grad}
+        self._moved |= {name: None for name in sums if self._sums.get(name, sums[name]) != sums[name]}
+        self._sums = sums
 
     def warn(self) -> None:
         """Warn of changed state that the embeddings depend on, otherwise of changed buffers."""
+        if self._moved:
+            warn_user(
+                f"cached_backward: each chunk moves frozen parameters ({list_some([*self._moved])}), which a step on "
+                "the whole batch moves once, so embeddings that depend on them differ, and so does the gradient. Move them "
+                f"before the call, outside of forward, {_WHOLE}."
+            )
         names = ", ".join([*(self._verdict.state or self._found)][:5])
         if self._verdict.loss == "state":
             names = names or "something that memkit cannot name"

@@ -370,6 +370,33 @@ class TestEncodersMixingRows:
             assert whole_error(model, views) <= 1e-14
         cached_backward(model, views, info_nce, chunk_size=8)  # said once
 
+    @pytest.mark.parametrize("is_replaced", [False, True])
+    def test_names_frozen_parameters_moved_by_each_chunk(self, is_replaced):
+        """As momentum encoders do in their forward."""
+
+        class Momentum(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.query, self.key = nn.Linear(6, 8), nn.Linear(6, 8).requires_grad_(False)
+
+            @torch.no_grad()
+            def forward(self, x):
+                for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                    if is_replaced:
+                        key.data = 0.9 * key.data + 0.1 * query.data
+                    else:
+                        key.lerp_(query, 0.1)
+                keys = self.key(x)
+                with torch.enable_grad():
+                    return self.query(x), keys
+
+        model, x = Momentum().double(), make_views()[0]
+        with pytest.warns(mk.MemkitWarning, match=r"moves frozen parameters \(key.weight, key.bias\)") as told:
+            cached_backward(model, x, info_nce, chunk_size=8)
+        assert len(told) == 1
+        cached_backward(model, x, info_nce, chunk_size=8)  # said once
+        cached_backward(Momentum().double(), x, info_nce, chunk_size=len(x))  # once, as without memkit
+
     def test_looking_leaves_no_trace(self):
         model, views = Tower(nn.Dropout(0.5), nn.BatchNorm1d(32)).double(), make_views()
         twin, state = copy.deepcopy(model), torch.get_rng_state()
