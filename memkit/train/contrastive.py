@@ -215,8 +215,8 @@ class _Changes:
         if self._moved:
             warn_user(
                 f"cached_backward: each chunk moves frozen parameters ({list_some([*self._moved])}), which a step on "
-                "the whole batch moves once, so embeddings that depend on them differ, and so does the gradient. Move them "
-                f"before the call, outside of forward, {_WHOLE}."
+                "the whole batch moves once, so embeddings that depend on them differ, and so does the gradient. Move "
+                f"them before the call, outside of forward, {_WHOLE}."
             )
         names = ", ".join([*(self._verdict.state or self._found)][:5])
         if self._verdict.loss == "state":
