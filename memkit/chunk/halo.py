@@ -8,8 +8,12 @@ the stride.
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +29,7 @@ from memkit._torch.dispatch import LeanDispatchMode, below_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import have_tangents, is_transforming
 from memkit.chunk.probes import Probes, forward_hooks, undone
-from memkit.chunk.tileloop import CALL, TileJob, check_form, run_tiles
+from memkit.chunk.tileloop import CALL, check_form
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.chunk.traits import traits_of
 from memkit.chunk.volumes import is_batched
@@ -34,6 +38,10 @@ _SIZES = (8, 16, 32, 64, 128)  # sizes of the small volume; the strides of most 
 _LONGEST = 512
 _PERIODS = (2, 8, 32)  # longest period to search for, cheap search first
 _VOXELS = 2**13  # per run of the probe, if its rows can be split
+_REMAINDERS = 2 * _PERIODS[-1]
+# Multiples to which modules pad, by a multiple of all of them.
+_PADDED = {64: (2, 4, 8, 16, 32, 64), 48: (3, 6, 12, 24, 48), 56: (7, 14, 28, 56)}
+_ALL_PADDED = math.lcm(*_PADDED)
 REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # of a size or dtype, by modules
 _APART = (
     "apply the part of the module before that layer in tiles, and that layer to the whole volume; "
@@ -43,9 +51,18 @@ _APART = (
 _Key = tuple[Any, ...]
 _LOOKED: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()  # traits with which results were looked for
 _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDictionary()
+_FITTED: WeakKeyDictionary[nn.Module, dict[_Key, Reach | BaseException]] = WeakKeyDictionary()
+PartLengths = Callable[[int, Reach], Sequence[int]]
 
 
-def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int], *, values: Tensor | None = None) -> dict[int, Reach]:
+def find_reach(
+    module: nn.Module,
+    x: Tensor,
+    dims: Sequence[int],
+    lengths: PartLengths | None = None,
+    *,
+    values: Tensor | None = None,
+) -> dict[int, Reach]:
     """Find a module's reach along the given dimensions.
 
     The module runs without gradients on small volumes with noise and NaN. What it changes is put back, whatever holds
@@ -53,45 +70,93 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int], *, values: Ten
     float64 and in evaluation mode. It is kept as long as what decides how the module works stays the same, whatever the
     values of later volumes: see `traits_of`.
 
+    A module that pads its input to a multiple, and crops the result, works on the ends of a volume in a way that
+    depends on the remainder of the size by that multiple, which NaN does not show. So the small volumes and their tiles
+    have the remainders of the real ones. If they differ, the period becomes the multiple of itself that makes them
+    equal.
+
     Args:
         module: A module that is equivariant to shifts, as convolutions are.
         x: (B, C, *spatial); only its shape, dtype and device matter, and its values if there are no others.
         dims: Dimensions to examine, counted from the end.
+        lengths: Returns the lengths of the parts that the module will read along a dimension, given its reach. They are
+            equal to the size modulo the period. None for `quarters`.
         values: The values of the volume, (rows, C, ...), if ``x`` does not have them.
 
     Returns:
         The reach along each dimension. If it covers the whole volume, its exact size is not determined.
 
     Raises:
-        NotSimulatedError: ``x`` has no data, and the reach is not known yet.
+        NotSimulatedError: ``x`` has no data, and the reach for these lengths is not known yet.
         InputError: The module depends on the whole input, changes its buffers or parameters, depends on absolute
             position, or stops NaN.
 
     Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of what
     the module writes to, and one of its state in float64.
     """
-    form = (x.shape[1], x.dtype, x.device, tuple(size % (2 * _PERIODS[-1]) for size in x.shape[2:]))
-    key: _Key = (traits_of(module), form, tuple(dims))
+    traits, form = traits_of(module), (x.shape[1], x.dtype, x.device, tuple(size % _REMAINDERS for size in x.shape[2:]))
     known = _CACHE.setdefault(module, {})
-    found = known.get(key) or known.get((*key, tuple(x.shape)))
+    found = known.get((traits, form, tuple(dims))) or known.get((traits, form, tuple(dims), tuple(x.shape)))
     if found is None:
-        if isinstance(x, FakeTensor):
-            raise NotSimulatedError(
-                f"{CALL} on tensors without data",
-                got=f"a {type(module).__name__} whose reach is not known yet: it is found by running it on noise",
-                expected="a module that has been applied to a volume of this size before",
-                fix="call tiled_apply(module, volume, tile) once with data, before the estimate: the answer is kept.",
-            )
+        _refuse_without_data(module, x)
         with without_gradients(), undone(module) as probes:
             probe = _Probe(module, x, probes, x if values is None else values)
             found = {dim: probe.reach(dim) for dim in dims}
-        key = (traits_of(module), *key[1:])  # the search has seen which of them calls change
+        traits = traits_of(module)  # the search has seen which of them calls change
         covers = any(found[dim].covers(x.shape[dim]) for dim in dims)
         # The key has the remainders of the sizes by powers of two.
-        has_remainder = any(2 * _PERIODS[-1] % found[dim].period for dim in dims)
+        has_remainder = any(_REMAINDERS % found[dim].period for dim in dims)
         # A reach as large as this volume may fit into a larger one.
-        known[(*key, tuple(x.shape)) if covers or has_remainder else key] = found
-    return found
+        known[(traits, form, tuple(dims), *([tuple(x.shape)] if covers or has_remainder else []))] = found
+    lengths = lengths or functools.partial(quarters, x)
+    return {dim: _fitted(module, x, dim, reach, lengths, (traits, form), values) for dim, reach in found.items()}
+
+
+def quarters(x: Tensor, dim: int, reach: Reach) -> list[int]:
+    """Return the length of parts of which the volume has about four; that of the volume if the reach covers it."""
+    size = x.shape[dim]
+    own = max((size - reach.before - reach.after) // 4, 1)
+    return [size if reach.covers(size) else ExactAxis.cut(size, own, reach).length]
+
+
+def _fitted(
+    module: nn.Module,
+    x: Tensor,
+    dim: int,
+    reach: Reach,
+    lengths: PartLengths,
+    kind: Hashable,
+    values: Tensor | None,
+) -> Reach:
+    """Return the reach with a period for which parts of these lengths have the results of the whole."""
+    known, size = _FITTED.setdefault(module, {}), x.shape[dim]
+    shortest = [length for length in lengths(dim, reach) if length < size]
+    if not shortest:
+        return reach
+    again = math.lcm(_ALL_PADDED, reach.period)
+    key = kind, dim, reach, size % again, tuple(sorted({each % again for each in shortest}))
+    if key not in known:
+        _refuse_without_data(module, x)
+        with without_gradients(), undone(module) as probes:
+            probe = _Probe(module, x, probes, x if values is None else values)
+            outcome = unless_failed((InputError,), probe.fitted, dim, reach, lengths)
+        # A copy, because an error that was raised holds the volume in its traceback.
+        known[key] = copy.copy(outcome.error) if isinstance(outcome, Failed) else outcome.result
+    found = known[key]
+    if isinstance(found, BaseException):
+        raise copy.copy(found)
+    # With a longer period, the parts have other lengths, which another call may not share.
+    return found if found == reach else _fitted(module, x, dim, found, lengths, kind, values)
+
+
+def _refuse_without_data(module: nn.Module, x: Tensor) -> None:
+    if isinstance(x, FakeTensor):
+        raise NotSimulatedError(
+            f"{CALL} on tensors without data",
+            got=f"a {type(module).__name__} whose reach is not known yet: it is found by running it on noise",
+            expected="a module that has been applied to a volume of this size before",
+            fix="call tiled_apply(module, volume, tile) once with data, before the estimate: the answer is kept.",
+        )
 
 
 def warn_of_kept_results(module: nn.Module, x: Tensor, call: str) -> None:
@@ -144,8 +209,6 @@ class _Probe:
                     raise found.error
                 continue
             if (reach := found.result) is not None:
-                if not reach.covers(self._like.shape[dim]):  # otherwise the module will run whole
-                    self._check(dim, sizes, reach)
                 return reach
             if length >= _LONGEST // 2 and self._culprit(dim, sizes):
                 break  # a longer volume would not help
@@ -314,69 +377,132 @@ class _Probe:
             outcome = unless_failed(REFUSALS, self._module, rows)
         return found[0] if found and isinstance(outcome, Done) else None
 
-    def _check(self, dim: int, sizes: Sequence[int], reach: Reach) -> None:
-        """Compare whole and tiled runs on a small volume; this catches modules that stop NaN or use positions.
+    def fitted(self, dim: int, reach: Reach, lengths: PartLengths) -> Reach:
+        """Return the reach with the shortest period for which parts of these lengths have the results of the whole."""
+        size = self._like.shape[dim]
+        refusal = self._refusal_of_parts(dim, reach, reach.period, lengths(dim, reach))
+        if refusal is None:
+            return reach
+        least = _least_part(reach)
+        for again, multiples in _PADDED.items():
+            common = math.lcm(again, reach.period)
+            alike = least + (size - least) % common
+            if self._refusal(dim, reach, [(alike, alike + common)]):  # no multiple helps
+                continue
+            for period in sorted({math.lcm(each, reach.period) for each in multiples} - {reach.period}):
+                wide = replace(reach, period=period, step=reach.step * (period // reach.period))
+                parts = [each for each in lengths(dim, wide) if each < size]
+                if parts and self._refusal_of_parts(dim, reach, period, parts) is None:
+                    return wide
+                if not parts and size % period:
+                    more = size - size % period + period
+                    refusal.fix = f"pad the volume from {size} to {more} before the call, if the module pads it itself."
+                    raise refusal
+        raise refusal
 
-        What a module does with the remainder of its size by its period (pooling, then resizing to the size before)
-        depends on that remainder: the small volume has that of the real one, and is cut into several tiles.
+    def _refusal_of_parts(self, dim: int, reach: Reach, period: int, lengths: Sequence[int]) -> InputError | None:
+        """Return the error for parts of these lengths, which are equal to the size modulo a period; None if exact.
+
+        What a module does with the remainders of its sizes (pooling, then resizing to the size before; padding to a
+        multiple) depends on those: the small volume and its parts have the remainders of the real ones. They are
+        longer if the module needs it. Margins are compared as they are, not as rounded up to a longer period: that
+        would hide a margin that is too small.
         """
-        axes = [ExactAxis.cut(size, size, Reach(0, 0)) for size in sizes]
-        size, sizes = self._like.shape[dim], list(sizes)
-        for length in (*range(sizes[dim], size, self._step), size):
-            axis = ExactAxis.cut(length, max((length - reach.before - reach.after) // 4, 1), reach)
-            if (size - length) % reach.period == 0 and axis.length < length:
-                break
-        sizes[dim], axes[dim + len(sizes)] = length, axis
+        size, least = self._like.shape[dim], _least_part(reach)
+        tried = set()
+        for length, each in itertools.product(lengths, _PADDED):
+            again = math.lcm(each, period)
+            short = min(length, least + (length - least) % again)
+            parts = sorted({short, min(length, short + again), length})
+            pairs = tuple((part, min(size, part + period + (size - part - period) % again)) for part in parts)
+            if length == size or pairs[0] in tried:
+                continue
+            tried.add(pairs[0])
+            if refusal := self._refusal(dim, reach, pairs):
+                return refusal
+        return None
+
+    def _refusal(self, dim: int, reach: Reach, pairs: Sequence[tuple[int, int]]) -> InputError | None:
+        """Compare a whole run with its parts on a small volume; return the error if they differ.
+
+        This catches modules that stop NaN or use positions.
+
+        Args:
+            dim: The dimension that is cut.
+            reach: The reach along it.
+            pairs: Lengths of a part and of the whole, to try until the module accepts both.
+        """
         modes = [(each, each.training) for each in self._module.modules()]
         try:
             for each, _ in modes:
                 each.training = False  # not eval(), which modules may override; dropout would differ by chance
-            error, dtype = self._difference(tuple(axes), sizes)
+            error, dtype = self._difference(dim, reach, pairs)
         finally:
             for each, mode in modes:
                 each.training = mode
         # In float64, real errors are far above this limit, and layers that compute in float32 internally are below it.
-        if not error <= (1e-6 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5):
-            differ = f"differ from the whole by {error:.1e}" if error < math.inf else "give a result of another size"
-            remainder = size % reach.period
-            raise InputError(
-                CALL,
-                got=f"a module whose tiles {differ} in dimension {dim}, with the halo ({reach.before}, {reach.after}) "
-                "that propagating NaN shows",
-                expected="a module whose result does not depend on the position, and that propagates NaN (no "
-                "coordinates, no align_corners=True, no nan_to_num, no mean or count of where x > 100)",
-                fix=f"pad the volume from {size} to {size - remainder + reach.period} if the module resizes to the "
-                "size before a pooling, or move that part out of the module."
-                if remainder
-                else "move that part out of the module.",
-            )
+        if error <= (1e-6 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5):
+            return None
+        differ = f"differ from the whole by {error:.1e}" if error < math.inf else "give a result of another size"
+        size = self._like.shape[dim]
+        remainder = size % reach.period
+        return InputError(
+            CALL,
+            got=f"a module whose tiles {differ} in dimension {dim}, with the halo ({reach.before}, {reach.after}) "
+            "that propagating NaN shows",
+            expected="a module whose result does not depend on the position, and that propagates NaN (no "
+            "coordinates, no align_corners=True, no nan_to_num, no mean or count of where x > 100)",
+            fix=f"pad the volume from {size} to {size - remainder + reach.period} if the module resizes to the "
+            "size before a pooling, or move that part out of the module."
+            if remainder
+            else "move that part out of the module.",
+        )
 
-    def _difference(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int]) -> tuple[float, torch.dtype]:
-        """Return the largest difference between tiles and whole, relative to the largest result."""
-        outcome = unless_failed(REFUSALS, self._difference_in, axes, sizes, torch.float64)
-        if isinstance(outcome, Done):
-            return outcome.result, torch.float64
-        # no float64 on the device, or a layer that insists on another dtype
-        return self._difference_in(axes, sizes, self._like.dtype), self._like.dtype
+    def _difference(self, dim: int, reach: Reach, pairs: Sequence[tuple[int, int]]) -> tuple[float, torch.dtype]:
+        """Return the largest difference between parts and whole, relative to the largest result, and its dtype."""
+        failed: Failed | None = None
+        for part, whole in pairs:
+            # no float64 on the device, or a layer that insists on another dtype
+            for dtype in (torch.float64, self._like.dtype):
+                outcome = unless_failed(REFUSALS, self._difference_in, dim, reach, part, whole, dtype)
+                if isinstance(outcome, Done):
+                    return outcome.result, dtype
+                failed = outcome
+        assert failed is not None  # noqa: S101 - there is at least one pair
+        raise InputError(
+            CALL,
+            got=f"a module that does not run on a part of {pairs[-1][0]} positions of dimension {dim} ({failed.error})",
+            expected="a module that runs on parts of the volume",
+            fix="choose another size of parts, or one that covers this dimension.",
+        ) from failed.error
 
-    def _difference_in(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int], dtype: torch.dtype) -> float:
+    def _difference_in(self, dim: int, reach: Reach, length: int, size: int, dtype: torch.dtype) -> float:
+        sizes = list(self._sizes)
+        sizes[dim] = size
         state = {name: self._alive(each, dtype) for name, each in self._module.named_parameters()}
         state |= {name: each.to(dtype, copy=True) if each.is_floating_point() else each.clone()
                   for name, each in self._module.named_buffers()}  # fmt: skip
+        kept = max(length - reach.after, 0) // reach.period * reach.step  # of the first part
+        skipped = -(-reach.before // reach.period) * reach.step  # of the last part
+        start = (size - length) // reach.period * reach.step
 
         def run(volume: Tensor) -> Tensor:
             with torch.autocast(volume.device.type, enabled=False):
-                result: Tensor = functional_call(self._module, state, (volume,))
+                result: Tensor = functional_call(self._module, state, (volume.clone(),))
             return result
 
         def compare(x: Tensor, *, may_overflow: bool) -> float:
-            whole = run(x.clone())
+            whole = run(x)
             if may_overflow and not whole.isfinite().all():  # an exponential
                 return 0.0
-            tiled = run_tiles(TileJob(self._module, axes), x, run)
-            if whole.shape != tiled.shape:
+            first, last = run(x.narrow(dim, 0, length)), run(x.narrow(dim, size - length, length))
+            if first.shape != last.shape or last.shape[dim] + start != whole.shape[dim]:
                 return math.inf
-            return float((whole - tiled).abs().max() / whole.abs().max().clamp(min=torch.finfo(dtype).tiny))
+            errors = [first.narrow(dim, 0, kept) - whole.narrow(dim, 0, kept)]
+            remaining = last.shape[dim] - skipped
+            if remaining > 0:
+                errors.append(last.narrow(dim, skipped, remaining) - whole.narrow(dim, start + skipped, remaining))
+            return float(torch.cat(errors, dim).abs().max() / whole.abs().max().clamp(min=torch.finfo(dtype).tiny))
 
         found = [compare(self._noise(1, sizes, dtype), may_overflow=False)]
         if (like_values := self._noise_like_values(sizes, dtype)) is not None:
@@ -388,6 +514,11 @@ class _Probe:
         if not parameter.is_floating_point() or bool(parameter.any()):
             return parameter.detach().to(dtype) if parameter.is_floating_point() else parameter.detach()
         return torch.randn(parameter.shape, generator=self._generator, dtype=dtype, device=parameter.device)
+
+
+def _least_part(reach: Reach) -> int:
+    """Return the shortest length that gives one period of the result in the middle of a volume."""
+    return (-(-reach.before // reach.period) + 1) * reach.period + reach.after
 
 
 class _Stairs:

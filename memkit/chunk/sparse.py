@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args, overload
 
@@ -19,10 +19,10 @@ from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import runs_eagerly
 from memkit._torch.graph import have_tangents, is_transforming
-from memkit.chunk.halo import REFUSALS, find_reach, warn_of_kept_results
+from memkit.chunk.halo import REFUSALS, find_reach, quarters, warn_of_kept_results
 from memkit.chunk.probes import undone
 from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
-from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
+from memkit.chunk.sparse_tiles import TileChoice, box_piece, cut_blocks, cut_box, occupied_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.chunk.traits import traits_of
 
@@ -204,7 +204,8 @@ class SparsityAwareProcessor:
         self, volume: Tensor | SparseVoxels, form: Tensor, kind: object, occupied: Tensor, occupancy: float
     ) -> list[_Option]:
         """Return the modes that preserve the network's result; refuse a requested one that does not."""
-        reaches = self._reaches(form, kind, volume.features if isinstance(volume, SparseVoxels) else volume)
+        values = volume.features if isinstance(volume, SparseVoxels) else volume
+        reaches = self._reaches(form, kind, values)
         if all(reach == _ALONE for reach in reaches) and self._mode in ("auto", "pointwise"):
             return [_Option("pointwise", occupancy)]
         if self._mode == "pointwise":
@@ -215,21 +216,38 @@ class SparsityAwareProcessor:
                 'pass mode="blocks", which keeps the margin; memkit.chunk.submanifold_conv3d is a layer of occupied '
                 "voxels only, for a different model.",
             )
-        axes = tuple(
-            ExactAxis.cut(size, self._block_size, reach)
-            for size, reach in zip(occupied.shape[1:], reaches, strict=True)
-        )
-        tile_out_sizes = self._tile_out_sizes(form, kind, tuple(axis.length for axis in axes))
-        cuts: dict[SparseMode, Callable[..., TileChoice]] = {"blocks": cut_blocks, "bbox": cut_box}
-        options = []
-        for mode, make in cuts.items():
-            if self._mode in ("auto", mode):
-                cut = make(occupied, axes, tile_out_sizes)
-                options.append(_Option(mode, cut.num_places / occupied.numel(), cut))
+        sizes, options = occupied.shape[1:], []
+        blocks = self._cut(form, kind, sizes, reaches)
+        if self._mode in ("auto", "blocks"):
+            cut = cut_blocks(occupied, *blocks)
+            options.append(_Option("blocks", cut.num_places / occupied.numel(), cut))
+        if self._mode in ("auto", "bbox"):
+            box = occupied_box(occupied)
+            out_sizes = [axis.out_size(size) for axis, size in zip(*blocks, strict=True)]
+
+            def lengths(dim: int, reach: Reach) -> list[int]:
+                block = ExactAxis.cut(sizes[dim], self._block_size, reach).length
+                return [block, box_piece(box[dim], sizes[dim], out_sizes[dim], reach)[1]]
+
+            try:
+                found = find_reach(self._fn, form, _DIMS, lengths, values=values)
+            except InputError:
+                if self._mode == "bbox":
+                    raise
+            else:
+                cut = cut_box(box, len(occupied), *self._cut(form, kind, sizes, [found[dim] for dim in _DIMS]))
+                options.append(_Option("bbox", cut.num_places / occupied.numel(), cut))
         return options
 
+    def _cut(
+        self, form: Tensor, kind: object, sizes: Sequence[int], reaches: Sequence[Reach]
+    ) -> tuple[tuple[ExactAxis, ...], tuple[int, ...]]:
+        """Return how D, H, W are cut into blocks, and the sizes of a block's result."""
+        axes = tuple(ExactAxis.cut(size, self._block_size, reach) for size, reach in zip(sizes, reaches, strict=True))
+        return axes, self._tile_out_sizes(form, kind, tuple(axis.length for axis in axes))
+
     def _reaches(self, form: Tensor, kind: object, values: Tensor) -> tuple[Reach, ...]:
-        """Return the network's reach along D, H, W. A refusal is cached too: the search is slow."""
+        """Return the network's reach along D, H, W, for blocks. A refusal is cached too: the search is slow."""
         key = kind, form.shape[2:]
         if key not in self._known:
             self._known[key] = self._reach_or_reason(form, values)
@@ -250,7 +268,12 @@ class SparsityAwareProcessor:
     def _find_reach(self, form: Tensor, values: Tensor) -> tuple[Reach, ...] | str:
         if self._draws_random(form):
             return "a module that draws random numbers (dropout): all empty parts would share one draw"
-        found = find_reach(self._fn, form, _DIMS, values=values)
+
+        def lengths(dim: int, reach: Reach) -> list[int]:
+            length = ExactAxis.cut(form.shape[dim], self._block_size, reach).length
+            return [length] if length < form.shape[dim] else quarters(form, dim, reach)  # for "pointwise"
+
+        found = find_reach(self._fn, form, _DIMS, lengths, values=values)
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:

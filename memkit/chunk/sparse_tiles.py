@@ -7,6 +7,7 @@ the whole volume, including at the borders.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,22 +92,40 @@ def cut_blocks(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tu
     return TileChoice(axes, tile_out_sizes, tuple(axis.length for axis in axes), patches)
 
 
-def cut_box(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> TileChoice:
-    """Choose the smallest box that covers everything an occupied voxel can change, the same for all samples."""
-    pieces, lengths = [], []
-    for dim, (axis, size) in enumerate(zip(axes, tile_out_sizes, strict=True), start=1):
+def cut_box(
+    box: Sequence[tuple[int, int]], batch_size: int, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]
+) -> TileChoice:
+    """Choose the smallest box that covers everything an occupied voxel can change, the same for all samples.
+
+    Args:
+        box: See `occupied_box`.
+        batch_size: Number of samples.
+        axes: How D, H, W are cut for the empty part.
+        tile_out_sizes: Spatial sizes of one tile's result.
+    """
+    pieces, lengths = zip(
+        *(
+            box_piece(ends, axis.size, axis.out_size(size), axis.reach)
+            for ends, axis, size in zip(box, axes, tile_out_sizes, strict=True)
+        ),
+        strict=True,
+    )
+    return TileChoice(axes, tile_out_sizes, lengths, tuple(Patch(sample, pieces) for sample in range(batch_size)))
+
+
+def occupied_box(occupied: Tensor) -> list[tuple[int, int]]:
+    """Return the first and the last position along D, H, W that any sample occupies."""
+    ends = []
+    for dim in range(1, 4):
         others = [other for other in range(4) if other != dim]
         places = occupied.amax(others).nonzero().flatten().tolist() or [0]
-        piece, length = _box_piece(places[0], places[-1], axis.size, axis.out_size(size), axis.reach)
-        pieces.append(piece)
-        lengths.append(length)
-    patches = tuple(Patch(sample, tuple(pieces)) for sample in range(len(occupied)))
-    return TileChoice(axes, tile_out_sizes, tuple(lengths), patches)
+        ends.append((places[0], places[-1]))
+    return ends
 
 
-def _box_piece(first: int, last: int, size: int, out_size: int, reach: Reach) -> tuple[TileSpan, int]:
-    """Return the part of the result that input ``first`` to ``last`` affects, and the length to read for it."""
-    period, step = reach.period, reach.step
+def box_piece(ends: tuple[int, int], size: int, out_size: int, reach: Reach) -> tuple[TileSpan, int]:
+    """Return the part of the result that input from ``ends[0]`` to ``ends[1]`` affects, and the length to read."""
+    (first, last), period, step = ends, reach.period, reach.step
     begin = max((first - reach.after) // period, 0)
     end = min((last + reach.before) // period + 1, -(-out_size // step))
     start = max((begin - -(-reach.before // period)) * period, 0)

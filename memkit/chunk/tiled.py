@@ -51,7 +51,8 @@ def tiled_apply(
             evaluation mode. It takes (B, C, *spatial) and returns one tensor with the same number of dimensions.
         x: (B, C, *spatial), floating point; one, two or three spatial dimensions, any batch size.
         tile_size: Maximum input extent that a tile owns: one number, or one per dimension in ``dims``; rounded down to
-            a multiple of the module's stride. A tile reads the halo on both sides in addition.
+            a multiple of the module's stride, and of what it pads its input to. A tile reads the halo on both sides in
+            addition.
         dims: Dimensions to cut; None for all spatial ones. ``(-3,)`` cuts slabs.
         online_reduce: Applied to each tile's result before it is stored, under ``torch.no_grad()``:
             ``lambda y: y.argmax(1)`` stores one label instead of many channels. It must keep the spatial dimensions
@@ -100,14 +101,18 @@ def tiled_apply(
     if online_reduce is not None:
         _check_inference(module, x)
     spatial = range(2 - x.dim(), 0)
+
+    def cut_along(dim: int, reach: Reach) -> ExactAxis:
+        return ExactAxis.cut(x.shape[dim], cut[dim], reach)
+
     is_whole = all(cut[dim] >= x.shape[dim] for dim in dims)
     axes = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
     if not is_whole:
         differentiated = [x] if torch.is_grad_enabled() else []  # otherwise tangents go through the tiles
         refuse_transforms(CALL, differentiated, "inside the transform, call the module itself: module(x).")
-        reaches = find_reach(module, x, [dim for dim in dims if cut[dim] < x.shape[dim]])
-        for dim, reach in reaches.items():
-            axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)
+        smaller = [dim for dim in dims if cut[dim] < x.shape[dim]]
+        reaches = find_reach(module, x, smaller, lambda dim, reach: [cut_along(dim, reach).length])
+        axes = [cut_along(dim, reaches[dim]) if dim in reaches else axes[dim] for dim in spatial]
         _warn_of_no_effect(x, axes, reaches)
     if all(axis.length == axis.size for axis in axes):
         y: Tensor = module(x)

@@ -118,6 +118,24 @@ def exact_nets():
     }  # fmt: skip
 
 
+class Padding(nn.Module):
+    """Pads its input to a multiple, and crops the result, as U-Nets and windowed attention do."""
+
+    def __init__(self, inner, multiple, *, is_centered=False, mode="constant"):
+        super().__init__()
+        self.inner, self.multiple, self.is_centered, self.mode = inner, multiple, is_centered, mode
+
+    def forward(self, x):
+        rests = [-size % self.multiple for size in x.shape[2:]]
+        before = [rest // 2 if self.is_centered else 0 for rest in rests]
+        pads = [each for rest, first in zip(rests, before, strict=True) for each in (first, rest - first)][::-1]
+        pads = [pads[i ^ 1] for i in range(len(pads))]
+        y = self.inner(nn.functional.pad(x, pads, mode=self.mode))
+        for dim, (first, size) in enumerate(zip(before, x.shape[2:], strict=True), start=2):
+            y = y.narrow(dim, first, size)
+        return y
+
+
 def refused_nets():
     """Name -> module that no tile can be exact for, and the words that the message must contain."""
     first = same(1, 4)

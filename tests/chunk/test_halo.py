@@ -15,7 +15,7 @@ from memkit.chunk import halo
 from memkit.chunk.halo import find_reach
 from memkit.chunk.tiles import Reach
 from tests.allocations import trace_allocations
-from tests.chunk.nets import HiddenStride, UNet, exact_nets, refused_nets
+from tests.chunk.nets import HiddenStride, Padding, UNet, exact_nets, refused_nets
 from tests.helpers import assert_refused, assert_same
 from tests.toys import out_of_memory
 
@@ -79,7 +79,7 @@ def test_module_rejecting_the_input():
         find_reach(nn.Conv2d(3, 1, 3), torch.zeros(1, 1, 20, 20), (-1,))
 
 
-@pytest.mark.parametrize("num_calls", range(1, 11))
+@pytest.mark.parametrize("num_calls", range(1, 7))
 def test_reports_out_of_memory(num_calls):
     """Wherever in the search memory runs out, it does not count against the module."""
     net, calls = nn.Conv1d(1, 1, 3, padding=1), itertools.count(1)  # a list would be put back
@@ -117,7 +117,7 @@ def test_found_once_until_the_module_changes():
     first = find_reach(net, x, (-1,))
     num_calls = calls.qsize()
     assert num_calls > 0
-    assert find_reach(net, x, (-1,)) is first
+    assert find_reach(net, x, (-1,)) == first
     assert calls.qsize() == num_calls
     net[0] = nn.Conv2d(1, 2, 5, padding=2)
     assert find_reach(net, x, (-1,))[-1] == Reach(2, 2)
@@ -190,6 +190,63 @@ def test_resizing_to_a_size_with_a_remainder_is_equal_or_refused(mode):
     for size, message in refused.items():
         assert "tiles differ from the whole" in message
         assert f"pad the volume from {size} to {size + -size % 3}" in message
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 1, 3, padding=1)).double()
+
+
+@pytest.mark.parametrize("mode", ["constant", "replicate"])
+@pytest.mark.parametrize("is_centered", [False, True])
+@pytest.mark.parametrize("multiple", [2, 3, 4, 7, 16])
+def test_padding_to_a_multiple_decides_about_the_period(multiple, is_centered, mode):
+    """NaN shows a period of 1, but what is beyond the ends depends on the remainder by the multiple."""
+    torch.manual_seed(0)
+    net = Padding(convolutions(), multiple, is_centered=is_centered, mode=mode)
+    for size in (61, 62, 63, 64, 100, 131):
+        x = torch.randn(1, 1, size, dtype=torch.float64)
+        for tile in (8, 12, 17, 20):
+            torch.testing.assert_close(mk.tiled_apply(net, x, tile), net(x), rtol=0, atol=1e-12)
+
+
+def test_tiles_with_remainders_of_their_own_would_be_wrong(monkeypatch):
+    """The negative control."""
+    net, x = Padding(convolutions(), 4), torch.randn(1, 1, 61, dtype=torch.float64)
+    monkeypatch.setattr("memkit.chunk.halo._fitted", lambda module, x, dim, reach, *_: reach)
+    assert (mk.tiled_apply(net, x, 8) - net(x)).abs().max() > 1e-3
+
+
+def test_unets_padded_to_more_than_their_poolings():
+    """Three poolings, and a volume padded to a multiple of 32."""
+    layers = [nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.Tanh(), nn.AvgPool1d(2)) for _ in range(3)]
+    net = Padding(nn.Sequential(*layers, nn.Upsample(scale_factor=8), nn.Conv1d(1, 1, 3, padding=1)), 32).double()
+    for size in (300, 301, 310, 320):
+        x = torch.randn(1, 1, size, dtype=torch.float64, requires_grad=True)
+        y, whole = mk.tiled_apply(net, x, 64), net(x)
+        torch.testing.assert_close(y, whole, rtol=0, atol=1e-12)
+        assert_same(*(torch.autograd.grad(each.square().sum(), x)[0].round(decimals=10) for each in (y, whole)))
+
+
+def test_says_to_pad_a_volume_that_is_too_small_for_the_period():
+    """The halo is 14 + 14, so that a period of 16 needs the whole volume."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(1, 1, 15, padding=7), nn.Tanh(), nn.Conv1d(1, 1, 15, padding=7)
+    net = Padding(nn.Sequential(*layers).double(), 16)
+    x = torch.randn(1, 1, 47, dtype=torch.float64)
+    with pytest.raises(InputError, match=r"tiles differ .* Way out: pad the volume from 47 to 48 before the call"):
+        mk.tiled_apply(net, x, 5)
+
+
+def test_a_part_that_the_module_does_not_accept_is_refused():
+    class AtLeast(nn.Conv1d):
+        def forward(self, x):
+            if x.shape[-1] not in (8, 16, 32, 100, 200):
+                raise ValueError("not of these sizes")
+            return super().forward(x)
+
+    net = AtLeast(1, 1, 1)
+    with pytest.raises(InputError, match=r"does not run on a part of 50 positions of dimension -1 \(not of these"):
+        mk.tiled_apply(net, torch.randn(1, 1, 200), 50)
 
 
 def test_tiles_with_a_result_of_another_size_are_refused():

@@ -12,7 +12,7 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError, StateEr
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.sparse import SparsityAwareProcessor
 from tests.allocations import count_flops, trace_allocations
-from tests.chunk.nets import UNet
+from tests.chunk.nets import Padding, UNet
 from tests.chunk.scenes import brain_mask, cortex
 from tests.helpers import assert_refused, assert_same
 from tests.toys import out_of_memory
@@ -103,6 +103,19 @@ def test_a_box_without_margin_is_wrong():
     net, volume = NETS["stack"], brain()
     naive = net(volume[:, :, 8:20, 9:17, 7:17])
     assert (naive - net(volume)[:, :, 8:20, 9:17, 7:17]).detach().abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("mode", ["blocks", "bbox"])
+@pytest.mark.parametrize("size", [26, 28, 30])
+def test_padding_to_a_multiple(mode, size):
+    """Parts have the remainders of the volume by the multiple to which the module pads."""
+    torch.manual_seed(0)
+    net = Padding(nn.Sequential(same(1, 4), nn.Tanh(), same(4, 1)).double(), 4, is_centered=size == 30)
+    processor = SparsityAwareProcessor(net, mode=mode, block_size=5)
+    for last in range(8, size, 3):
+        volume = torch.zeros(1, 1, size, size, size, dtype=torch.float64)
+        volume[..., 6 : last + 1, 6 : last + 1, last - 2 : last + 1] = 1
+        assert_same(processor(volume), net(volume), 1e-12)
 
 
 @pytest.mark.slow
@@ -245,7 +258,7 @@ class Choosy(nn.Module):
     [
         (nn.Sequential(nn.Conv3d(2, 4, 16, stride=16), nn.InstanceNorm3d(4)).double(), "depends on the whole"),
         (Choosy(num_samples=2).double(), "does not run on a small volume"),
-        (Choosy(refused=10).double(), r"does not run on a part \(10, 10, 10\) \(not so\)"),
+        (Choosy(refused=10).double(), r"does not run on a part of 10 positions of dimension -1 \(not so\)"),
     ],
     ids=["InstanceNorm", "an assertion", "a size"],
 )

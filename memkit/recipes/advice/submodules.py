@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit.chunk.halo import find_reach
+from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.recipes.advice.step import AdvisedStep, Call, Observation
 from memkit.train.split_check import scan_modules
 
@@ -58,13 +60,18 @@ def tileable(model: nn.Module, seen: Observation) -> tuple[str, int, int] | None
         size = -(-shape[dim] // _NUM_TILES)
         x = torch.empty((), dtype=next(iter(module.parameters())).dtype).expand(shape)
         with suppress(InputError, InputTypeError):  # unbounded reach, or it mixes positions far apart
-            reach = find_reach(module, x, [dim])[dim]  # cached for the module: the runs without data need it
+            # Cached for the module: the runs without data need it.
+            reach = find_reach(module, x, [dim], functools.partial(_tile_length, shape, size))[dim]
             if size + reach.before + reach.after < shape[dim]:
                 return name, dim, size
         tried += 1
         if tried == _MOST_TRIED:
             return None
     return None
+
+
+def _tile_length(shape: Sequence[int], tile_size: int, dim: int, reach: Reach) -> list[int]:
+    return [ExactAxis.cut(shape[dim], tile_size, reach).length]
 
 
 def _by_size(seen: Observation) -> Iterator[tuple[str, Call]]:
