@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -127,11 +128,13 @@ HOOKS = {
 
 
 def recomputed_by_hooks(module: nn.Module) -> set[str]:
-    """Return the attributes that `weight_norm` and `spectral_norm`, by hooks, compute anew before each forward.
+    """Return the attributes that weight norms, spectral norms and pruning, by hooks, compute before each forward.
 
     A recurrent layer then renews the lists of its weights, too.
     """
-    names = {each.name for each in module._forward_pre_hooks.values() if isinstance(each, (WeightNorm, SpectralNorm))}
+    hooks = module._forward_pre_hooks.values()
+    names = {each.name for each in hooks if isinstance(each, (WeightNorm, SpectralNorm))}
+    names |= {each._tensor_name for each in hooks if isinstance(each, BasePruningMethod)}
     return names | {FLAT_WEIGHTS, "_flat_weight_refs"} if names else names
 
 

@@ -8,6 +8,7 @@ the stride.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from memkit._core.errors import InputError, NotSimulatedError, warn_user
+from memkit._core.errors import InputError, warn_user
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
@@ -29,6 +30,7 @@ from memkit._torch.dispatch import LeanDispatchMode, below_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import have_tangents, is_transforming
 from memkit.chunk.probes import Probes, forward_hooks, undone
+from memkit.chunk.stand_in import with_data
 from memkit.chunk.tileloop import CALL, check_form
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.chunk.traits import traits_of
@@ -87,27 +89,26 @@ def find_reach(
         The reach along each dimension. If it covers the whole volume, its exact size is not determined.
 
     Raises:
-        NotSimulatedError: ``x`` has no data, and the reach for these lengths is not known yet.
         InputError: The module depends on the whole input, changes its buffers or parameters, depends on absolute
             position, or stops NaN.
 
     Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of what
     the module writes to, and one of its state in float64.
     """
-    traits, form = traits_of(module), (x.shape[1], x.dtype, x.device, tuple(size % _REMAINDERS for size in x.shape[2:]))
+    traits, form = traits_of(module), (x.shape[1], x.dtype, tuple(size % _REMAINDERS for size in x.shape[2:]))
     known = _CACHE.setdefault(module, {})
-    found = known.get((traits, form, tuple(dims))) or known.get((traits, form, tuple(dims), tuple(x.shape)))
+    keys = [(traits, form, tuple(dims)), (traits, form, tuple(dims), tuple(x.shape))]
+    found = next((known[each] for key in keys for each in _keys(key, x) if each in known), None)
     if found is None:
-        _refuse_without_data(module, x)
-        with without_gradients(), undone(module) as probes:
-            probe = _Probe(module, x, probes, x if values is None else values)
+        with _probing(module, x, values) as probe:
             found = {dim: probe.reach(dim) for dim in dims}
         traits = traits_of(module)  # the search has seen which of them calls change
         covers = any(found[dim].covers(x.shape[dim]) for dim in dims)
         # The key has the remainders of the sizes by powers of two.
         has_remainder = any(_REMAINDERS % found[dim].period for dim in dims)
         # A reach as large as this volume may fit into a larger one.
-        known[(traits, form, tuple(dims), *([tuple(x.shape)] if covers or has_remainder else []))] = found
+        key = traits, form, tuple(dims), *([tuple(x.shape)] if covers or has_remainder else [])
+        known[_keys(key, x)[-1]] = found
     lengths = lengths or functools.partial(quarters, x)
     return {dim: _fitted(module, x, dim, reach, lengths, (traits, form), values) for dim, reach in found.items()}
 
@@ -135,28 +136,29 @@ def _fitted(
         return reach
     again = math.lcm(_ALL_PADDED, reach.period)
     key = kind, dim, reach, size % again, tuple(sorted({each % again for each in shortest}))
-    if key not in known:
-        _refuse_without_data(module, x)
-        with without_gradients(), undone(module) as probes:
-            probe = _Probe(module, x, probes, x if values is None else values)
+    stored = next((each for each in _keys(key, x) if each in known), None)
+    if stored is None:
+        stored = _keys(key, x)[-1]
+        with _probing(module, x, values) as probe:
             outcome = unless_failed((InputError,), probe.fitted, dim, reach, lengths)
         # A copy, because an error that was raised holds the volume in its traceback.
-        known[key] = copy.copy(outcome.error) if isinstance(outcome, Failed) else outcome.result
-    found = known[key]
+        known[stored] = copy.copy(outcome.error) if isinstance(outcome, Failed) else outcome.result
+    found = known[stored]
     if isinstance(found, BaseException):
         raise copy.copy(found)
     # With a longer period, the parts have other lengths, which another call may not share.
     return found if found == reach else _fitted(module, x, dim, found, lengths, kind, values)
 
 
-def _refuse_without_data(module: nn.Module, x: Tensor) -> None:
-    if isinstance(x, FakeTensor):
-        raise NotSimulatedError(
-            f"{CALL} on tensors without data",
-            got=f"a {type(module).__name__} whose reach is not known yet: it is found by running it on noise",
-            expected="a module that has been applied to a volume of this size before",
-            fix="call tiled_apply(module, volume, tile) once with data, before the estimate: the answer is kept.",
-        )
+def _keys(key: _Key, x: Tensor) -> list[_Key]:
+    """Return the keys under which an answer may be: what an estimate finds on noise does not stand for real checks."""
+    return [key, (*key, "without data")] if isinstance(x, FakeTensor) else [key]
+
+
+@contextlib.contextmanager
+def _probing(module: nn.Module, x: Tensor, values: Tensor | None) -> Iterator[_Probe]:
+    with with_data(module, x) as like, without_gradients(), undone(module) as probes:
+        yield _Probe(module, like, probes, like if values is None or like is not x else values)
 
 
 def warn_of_kept_results(module: nn.Module, x: Tensor, call: str) -> None:

@@ -20,6 +20,7 @@ from memkit._gradients.loss import Loss
 from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
+from memkit._torch.fake import FakeTensor
 from memkit._torch.tensors import bit_sums
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, structure_of, take_rows
@@ -127,8 +128,10 @@ def cached_backward(
 def _check_rows(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Changes | None:
     """Check on a few rows whether chunks give the whole's gradient; return the watch over the buffers.
 
-    None if this encoder was already checked in these modes, on batches of this structure.
+    None if this encoder was already checked in these modes, on batches of this structure, or has no values to compare.
     """
+    if any(isinstance(each, FakeTensor) for each in encoder.parameters()):
+        return None
     key = (tuple(module.training for module in encoder.modules()), structure_of(mark_samples(batch)))
     known = _CHECKED.setdefault(encoder, set())
     if key in known:

@@ -6,6 +6,7 @@ from torch import nn
 
 import memkit as mk
 from memkit.chunk import chunked_loss
+from tests.helpers import assert_same
 
 ROWS, INDEX = torch.randn(500, 6), torch.arange(500) % 50
 STEPS = {
@@ -37,15 +38,46 @@ def test_an_estimate_does_not_stand_for_the_check():
         STEPS["map"](model, ROWS)
 
 
-def test_tiles_need_a_call_with_data_first():
-    def step(model, x):
-        return mk.tiled_apply(model, x, 8).square().mean()
+def tile(model, x):
+    return mk.tiled_apply(model, x, 8).square().mean()
 
-    model, x = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.GELU()), torch.randn(1, 1, 16, 16, 16)
-    with pytest.raises(mk.errors.NotSimulatedError, match=r"call tiled_apply\(module, volume, tile\) once with data"):
-        mk.estimate_memory_usage(model, x, step, optimizer="sgd")
-    step(model, x)
-    assert mk.estimate_memory_usage(model, x, step, optimizer="sgd").peak_bytes > 0
+
+def convolutions(*head):
+    return nn.Sequential(*head, nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2), nn.GELU()).eval()
+
+
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+def test_tiles_may_be_estimated_before_any_call(target):
+    """What they read around them is found on noise on the host, which is not counted."""
+    x, model = torch.randn(1, 1, 16, 16, 16), convolutions()
+    before = [each.clone() for each in (*model.parameters(), *model.buffers())]
+    first = mk.estimate_memory_usage(model, x, tile, optimizer="sgd", target=target)
+    assert_same(before, [*model.parameters(), *model.buffers()])
+    tile(model, x)
+    assert first.peak_bytes == mk.estimate_memory_usage(model, x, tile, optimizer="sgd", target=target).peak_bytes
+
+
+def test_tiles_run_on_a_virtual_gpu():
+    def peak(run):
+        with mk.VirtualGPU("T4") as gpu:
+            model, x = convolutions().cuda(), torch.randn(1, 1, 96, 96, 96, device="cuda")
+            run(model, x).square().mean().backward()
+            assert model[0].weight.grad.device.type == "cuda"
+        return gpu.estimate().peak_bytes
+
+    assert peak(lambda model, x: mk.tiled_apply(model, x, 24)) < 0.8 * peak(lambda model, x: model(x))
+
+
+def test_an_estimate_of_tiles_does_not_stand_for_the_check():
+    class Bright(nn.Module):
+        def forward(self, x):
+            return x / (1 + (x > 100).sum())
+
+    model, x = convolutions(Bright()), torch.randn(1, 1, 16, 16, 16)
+    x[..., 3:5] = 300
+    mk.estimate_memory_usage(model, x, tile, optimizer="sgd")
+    with pytest.raises(mk.errors.InputError, match="tiles differ from the whole"):
+        tile(model, x)
 
 
 class Cut(nn.Module):

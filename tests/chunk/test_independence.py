@@ -513,6 +513,17 @@ def test_a_loss_kept_in_an_attribute_is_warned_of_and_the_way_out_works():
     assert_close(ours, expected)
 
 
+def test_weights_that_pruning_computes_before_each_forward_are_not_warned_of():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    nn.utils.prune.l1_unstructured(net[0], "weight", 0.5)
+    x, params = torch.randn(50, 4, dtype=torch.float64), [*net.parameters()]
+    expected, ours = (
+        torch.autograd.grad(call(x).square().sum(), params)
+        for call in (net, lambda x: mk.chunked_map(net, x, chunk_size=16))
+    )
+    assert_close(ours, expected)
+
+
 def test_transforms_inside_of_a_function_of_a_module_pass():
     net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.randn(50, 4).double()
     holder = {"net": net}  # not found from outside: it is met inside of the transform

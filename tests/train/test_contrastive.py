@@ -397,6 +397,17 @@ class TestEncodersMixingRows:
         cached_backward(model, x, info_nce, chunk_size=8)  # said once
         cached_backward(Momentum().double(), x, info_nce, chunk_size=len(x))  # once, as without memkit
 
+    def test_runs_on_a_virtual_gpu_without_a_check(self):
+        """There are no values to compare."""
+
+        def center(embeddings):
+            return (embeddings - embeddings.mean(0)).square().mean()
+
+        with mk.VirtualGPU("T4"):
+            model = nn.Sequential(nn.Linear(6, 8), nn.GELU()).cuda()
+            cached_backward(model, make_views(torch.float32)[0].cuda(), center, chunk_size=8)
+            assert model[0].weight.grad is not None
+
     def test_looking_leaves_no_trace(self):
         model, views = Tower(nn.Dropout(0.5), nn.BatchNorm1d(32)).double(), make_views()
         twin, state = copy.deepcopy(model), torch.get_rng_state()
