@@ -28,7 +28,7 @@ from memkit._tape.tape import (
     is_plain,
     is_random,
     leaves_unfilled,
-    name_of,
+    operator_name,
     repeats,
     selects_by_values,
     shape_only_argument,
@@ -183,7 +183,7 @@ class ForwardNotes(LeanDispatchMode):
         if self._is_packing or not counts(func) or current_backward() != _NO_BACKWARD:
             return func(*args, **kwargs)
         may_repeat = repeats(func) and not selects_by_values(func, args)
-        note = OperatorNote(name_of(func), 0.0, 0, may_repeat, is_random(func, args, kwargs))
+        note = OperatorNote(operator_name(func), 0.0, 0, may_repeat, is_random(func, args, kwargs))
         self._note_shape_only(note, shape_only_argument(func, args))
         self._note_sources(note, without_statistics(func, args), kwargs)
         number = len(self.operators)

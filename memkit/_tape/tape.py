@@ -102,7 +102,7 @@ def counts(func: Any) -> bool:
     return not is_empty and getattr(func, "namespace", "") not in _NOT_COUNTED
 
 
-def name_of(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """Return an operator's name on a tape.
 
     CTC loss with lengths in tensors is one operator with two names: torch chooses by whether a mode sees it, and so do

@@ -30,7 +30,7 @@ from memkit._torch.dispatch import LeanDispatchMode, below_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import have_tangents, is_transforming
 from memkit.chunk.probes import Probes, forward_hooks, undone
-from memkit.chunk.stand_in import with_data
+from memkit.chunk.stand_in import on_noise
 from memkit.chunk.tileloop import CALL, check_form
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.chunk.traits import traits_of
@@ -157,7 +157,7 @@ def _keys(key: _Key, x: Tensor) -> list[_Key]:
 
 @contextlib.contextmanager
 def _probing(module: nn.Module, x: Tensor, values: Tensor | None) -> Iterator[_Probe]:
-    with with_data(module, x) as like, without_gradients(), undone(module) as probes:
+    with on_noise(module, x) as like, without_gradients(), undone(module) as probes:
         yield _Probe(module, like, probes, like if values is None or like is not x else values)
 
 

@@ -17,7 +17,7 @@ from memkit.chunk.gather import Gather, gathered
 from memkit.chunk.map import BOUND, WORDS
 from memkit.chunk.params import check_function, function_name
 from memkit.chunk.segments_index import Segments
-from memkit.chunk.segments_reductions import SYNONYMS, Reduce, like_rows, reduction
+from memkit.chunk.segments_reductions import SYNONYMS, Reduce, reduction
 from memkit.chunk.segments_weight import takes_no_gradient, weighted
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
@@ -55,8 +55,8 @@ def chunked_segment_reduce(
             the segment, which keeps one row per edge. A segment without edges gets 0.
         gather: Keyword arguments of ``fn`` gathered from a smaller tensor: ``{"x_j": (x, src)}`` passes rows of
             ``x[src]``, gathered chunk by chunk. ``x`` (num_nodes, ...), ``src`` integers (num_edges,).
-        weight: (num_edges,), multiplies the messages before they are reduced; ``"mean"`` still divides by the number of
-            edges.
+        weight: (num_edges,), or (num_edges, H) for messages (num_edges, H, ...): multiplies the messages before they
+            are reduced; ``"mean"`` still divides by the number of edges.
         chunk_size: Edges per call, or ``"auto"``: see `memkit.chunked_map`.
         memory_budget: As in `memkit.chunked_map`; running sums count, the result does not.
         params: As in `memkit.chunked_map`.
@@ -126,6 +126,9 @@ def segment_call(
     fix = "pass reduce='mean'." if is_mean else "use 'sum', and divide or normalize the result."
     Checker(name).choice("reduce", reduce, get_args(Reduce), fix=fix)
     reduce = SYNONYMS.get(reduce, reduce)
+    if weight is not None:
+        way_out = "for a weight that is computed from the edge's rows, multiply by it in fn."
+        Checker(f"{name}: weight").instance(weight, Tensor, "a tensor with a number for each edge", way_out)
     assembly = reduction(reduce, segments)
     if takes_no_gradient(weight, segments.num_edges):
         assembly, weight = weighted(assembly, weight), None
@@ -151,4 +154,20 @@ def _message(name: str, fn: Callable[..., Any], weight: Tensor | None, *rows: An
             expected="one tensor of messages, in a floating-point dtype",
             fix="concatenate the messages in their last dimension, and split the result.",
         )
-    return message if weight is None else message * like_rows(weight, message)
+    return message if weight is None else message * _like_message(name, weight, message)
+
+
+def _like_message(name: str, weight: Tensor, message: Tensor) -> Tensor:
+    """Reshape a weight of rows, or of the first dimensions of a row, so that it broadcasts over the message."""
+    ones = message.dim() - weight.dim()
+    shape = (*weight.shape, *[1] * ones) if ones >= 0 else weight.shape[: message.dim()]
+    is_one = ones >= 0 or weight[0].numel() <= 1
+    if not is_one or any(each not in (1, size) for each, size in zip(shape, message.shape, strict=True)):
+        raise InputError(
+            name,
+            got=f"a weight of shape {tuple(weight.shape[1:])} and a message of {tuple(message.shape[1:])} for each "
+            "edge",
+            expected="one number for each edge, or for each of the first dimensions of its message, such as heads",
+            fix="multiply in fn: pass the weight as one of its arguments.",
+        )
+    return weight.reshape(shape)

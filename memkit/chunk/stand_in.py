@@ -15,7 +15,7 @@ from memkit._torch.modules import buffers_of, parameters_of
 
 
 @contextlib.contextmanager
-def with_data(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+def on_noise(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     """Let a module run for real in the block, if only to see where its results come from.
 
     Args:

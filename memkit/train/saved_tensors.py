@@ -42,7 +42,7 @@ from memkit._tape.tape import (
     leaves_unfilled,
     mapped,
     may_be_random,
-    name_of,
+    operator_name,
     repeats,
     shape_only_argument,
     tensors_in,
@@ -388,7 +388,7 @@ class _Taped(_Forward, LeanDispatchMode):
             return func(*args, **kwargs)
         operator = self._operators.get(func)
         if operator is None:
-            operator = self._operators[func] = _Operator(func, self._planned.get(name_of(func), _Fates()))
+            operator = self._operators[func] = _Operator(func, self._planned.get(operator_name(func), _Fates()))
         if not operator.counts:
             return operator.run(*args, **kwargs)
         fate = operator.fates.get(operator.count)
@@ -498,7 +498,7 @@ class _Taped(_Forward, LeanDispatchMode):
 
     def counts(self) -> dict[str, int]:
         """Return how often each operator ran, by name."""
-        return {name_of(func): operator.count for func, operator in self._operators.items() if operator.count}
+        return {operator_name(func): operator.count for func, operator in self._operators.items() if operator.count}
 
 
 def _may_leave(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from memkit._core.errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit.chunk.segments import chunked_segment_reduce
 from tests.helpers import assert_refused, one_in, one_in_product, warm_peak_bytes
 from tests.toys import mlp
@@ -153,6 +153,40 @@ def test_nan_is_not_taken_for_an_empty_segment():
     rows, index = torch.tensor([[1.0], [float("nan")], [2.0]]), torch.tensor([0, 0, 1])
     out = chunked_segment_reduce(nn.Identity(), rows, index=index, num_segments=3, reduce="max", chunk_size=1)
     assert_close(out, torch.tensor([[float("nan")], [2.0], [0.0]]), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (3, 1), (1, 1), (3, 4)])
+@pytest.mark.parametrize("reduce", ["sum", "max", "softmax"])
+def test_a_weight_for_each_head(reduce, shape):
+    """As attention over edges has it."""
+    torch.manual_seed(0)
+    index, layer = torch.randint(7, (50,)), nn.Linear(5, 12).double()
+    x, weight = (torch.randn(50, *each, dtype=torch.float64).requires_grad_() for each in ((5,), shape))
+
+    def heads(x):
+        return layer(x).unflatten(1, (3, 4))
+
+    ours = chunked_segment_reduce(
+        heads, x, index=index, num_segments=7, weight=weight, reduce=reduce, chunk_size=8, params=layer.parameters()
+    )
+    wide = weight.reshape(50, *shape, *[1] * (2 - len(shape)))
+    expected = reference(heads(x) * wide, index, 7, reduce)
+    assert_close(ours, expected, rtol=0, atol=1e-12)
+    inputs = [x, weight, *layer.parameters()]
+    found, wanted = (torch.autograd.grad(each.square().sum(), inputs) for each in (ours, expected))
+    assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+def test_a_weight_that_does_not_fit_is_refused():
+    x, index = torch.randn(50, 3, 4), torch.zeros(50, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"a weight of shape \(4,\) and a message of \(3, 4\) for each edge"):
+        chunked_segment_reduce(nn.Identity(), x, index=index, weight=torch.rand(50, 4))
+    with pytest.raises(InputError, match=r"a weight of shape \(2,\) and a message of \(\) for each edge"):
+        chunked_segment_reduce(nn.Identity(), x[:, 0, 0], index=index, weight=torch.rand(50, 2))
+    one = chunked_segment_reduce(nn.Identity(), x[:, 0, 0], index=index, weight=torch.ones(50, 1))
+    assert_close(one, x[:, 0, 0].sum()[None])
+    with pytest.raises(InputTypeError, match=r"got a function.* multiply by it in fn"):
+        chunked_segment_reduce(nn.Identity(), x, index=index, weight=lambda x: x)
 
 
 def test_mean_divides_by_edges_not_by_chunks_or_weights():
