@@ -14,7 +14,7 @@ norm = torch._foreach_norm
 
 def clone(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Copy tensors; in 2.10 and earlier, one after the other."""
-    if _clone is None:
+    if _clone is None or not tensors:  # torch refuses an empty list
         return [each.clone() for each in tensors]
     copies: Sequence[Tensor] = _clone(tensors)
     return copies

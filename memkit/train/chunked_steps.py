@@ -26,7 +26,7 @@ from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
 from memkit._torch.optimizers import call_first, has_step_hooks, mark_stepped, own_step
-from memkit._torch.tensors import assign_gradient_dtype, put_back
+from memkit._torch.tensors import assign_gradient_dtype, put_back, strided_parts
 from memkit.train.gradients import as_list, local_part
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -455,7 +455,8 @@ class _Slice:
 class _Undo:
     """Old values of parameters and their state, and of their gradients if the step writes to them.
 
-    A registered optimizer may also draw random numbers, drop gradients, or give a tensor another storage (`p.data =
+    Of a table with a sparse gradient they are the rows that the gradient has, where the step changes no others. A
+    registered optimizer may also draw random numbers, drop gradients, or give a tensor another storage (`p.data =
     new`, `p.set_(new)`).
     """
 
@@ -464,12 +465,20 @@ class _Undo:
         self._random = None if known_kind(optimizer) in PARAMETERWISE else random_state.capture()
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
-        tensors = list(parameters)
-        for state in self._states.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors, self._rows = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
+        for parameter, state in self._states.items():
+            own = [parameter, *(value for value in state.values() if isinstance(value, torch.Tensor))]
+            rows = _changed_rows(optimizer, group, parameter)
+            for each in own:
+                if rows is None or each.shape != parameter.shape:
+                    tensors.append(each)
+                else:
+                    self._rows.append((each.detach(), rows, each.detach().index_select(0, rows)))
         if writes_gradients(optimizer, group):
             tensors += [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self._tensors, self._places = tensors, [local_part(tensor.detach()) for tensor in tensors]
+        # Writing to a sparse tensor gives it other parts, which an alias of it does not get.
+        aliases = [each.detach() if each.layout is torch.strided else each for each in tensors]
+        self._tensors, self._places = tensors, list(map(local_part, aliases))
         self._values = foreach.clone(self._places)
 
     @torch.no_grad()
@@ -478,6 +487,8 @@ class _Undo:
         for tensor, place, value in zip(self._tensors, self._places, self._values, strict=True):
             put_back(tensor, place)
             place.copy_(value)
+        for table, rows, values in self._rows:
+            table.index_copy_(0, rows, values)  # a row that is there twice has the same values
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         if self._random is not None:
@@ -502,6 +513,22 @@ def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
             if not work.is_done:
                 insist(undo.restore, "undoing a part of optimizer.step()")
             raise
+
+
+def changes_rows_alone(optimizer: Optimizer, group: Group) -> bool:
+    """Return whether steps with a sparse gradient change only its rows of a parameter and of its state."""
+    kind = known_kind(optimizer)
+    return kind in (optim.SparseAdam, optim.Adagrad) or (kind is optim.SGD and not group["momentum"])
+
+
+def _changed_rows(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the rows of a table that a step changes; None if these are all, or as many."""
+    gradient = parameter.grad
+    is_sparse = gradient is not None and gradient.layout == torch.sparse_coo and gradient.sparse_dim() > 0
+    if gradient is None or not is_sparse or not changes_rows_alone(optimizer, group):
+        return None
+    rows = strided_parts(gradient)[0][0]  # not made unique: their number would depend on data
+    return rows if len(rows) < len(parameter) else None
 
 
 def _num_bytes(parameter: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from memkit._torch import pytree
 from memkit._torch.modules import all_parameters
 from memkit._torch.tensors import bytes_held
 from memkit.train.checkpointing import may_recompute
+from memkit.train.chunked_steps import changes_rows_alone
 from memkit.train.gradients import list_parameters
 from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
 from memkit.train.samples import mark_samples, unmark_samples
@@ -345,23 +346,30 @@ class PartPlanner:
         """Warn, once, if what sparse gradients take beside forward and backward may not fit."""
         if self._has_warned_of_sparse:
             return
-        # A sum of the parts has an entry for each row of them, and is put together anew; the step keeps the old table.
-        table_bytes = _sparse_table_bytes(self._model)
-        if table_bytes and 2 * peak_bytes + table_bytes > available_bytes:
+        # A sum of the parts has an entry for each row of them, and is put together anew; the step keeps the old rows.
+        tables = _sparse_tables(self._model)
+        table_bytes = sum(
+            each.nbytes
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if id(each) in tables and not changes_rows_alone(optimizer, group)
+        )
+        if tables and 2 * peak_bytes + table_bytes > available_bytes:
             self._has_warned_of_sparse = True
             warn_user(
                 "MemoryEfficientTrainingWrapper: memory=... does not count all that the gradients of embeddings with "
                 "sparse=True take: the sum over several parts is as large as for the whole batch, twice while a part "
-                "is added, and the optimizer's step keeps a copy of the table. A step may take more than the budget. "
+                "is added, and the optimizer's step keeps a copy of the rows that it changes. A step may take more. "
                 "Way out: set sparse=False, or allow for "
                 f"{format_bytes(2 * peak_bytes + table_bytes - available_bytes)} more."
             )
 
 
-def _sparse_table_bytes(model: nn.Module) -> int:
-    """Return the bytes of the tables that get sparse gradients."""
+def _sparse_tables(model: nn.Module) -> set[int]:
+    """Return the ids of the tables that get sparse gradients."""
     tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse]
-    return sum(each.weight.nbytes for each in tables if each.weight.requires_grad)
+    return {id(each.weight) for each in tables if each.weight.requires_grad}
 
 
 def _reader(

@@ -350,19 +350,94 @@ def test_hooks_schedules_scalers_and_closures_see_one_step():
     assert optimizer.state[extra]["step"] == 3
 
 
-@pytest.mark.parametrize("kind", [optim.SparseAdam, optim.Adagrad, KINDS["nesterov"]])
+SPARSE = [optim.SparseAdam, optim.Adagrad, optim.SGD, KINDS["momentum"], KINDS["nesterov"]]
+
+
+def table_trained(kind, step, num_steps=3, num_rows=10):
+    """Rows 1, 2 and 2 of a table get a gradient."""
+    table = nn.Embedding(num_rows, 4, _weight=torch.arange(4.0 * num_rows).view(-1, 4), sparse=True)
+    optimizer = kind(list(table.parameters()))
+    for number in range(num_steps):
+        optimizer.zero_grad()
+        table(torch.tensor([1 + number, 2, 2])).square().sum().backward()
+        step(optimizer, number)
+    states = [value for _, value in sorted(optimizer.state[table.weight].items()) if isinstance(value, torch.Tensor)]
+    return [each.to_dense() if each.is_sparse else each for each in (table.weight.detach(), *states)]
+
+
+def plainly(optimizer, _):
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", SPARSE)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients(kind):
-    weights = []
-    for step in (lambda optimizer: optimizer.step(), guarded):
-        table = nn.Embedding(10, 4, _weight=torch.arange(40.0).view(10, 4), sparse=True)
+    assert_same(table_trained(kind, lambda optimizer, _: guarded(optimizer)), table_trained(kind, plainly))
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_fault_at_any_operator_of_a_step_with_a_sparse_gradient_changes_nothing(kind):
+    """The rows of the gradient are kept, where the step changes no others."""
+    expected = table_trained(kind, plainly)
+    for number in (0, 2):
+        place = num_failures = 1
+        while num_failures:
+
+            def step(optimizer, current):
+                nonlocal num_failures
+                with FailingOperator(*([place] if current == number else [])) as fault:  # noqa: B023
+                    guarded(optimizer)
+                if current == number:  # noqa: B023
+                    num_failures = fault.num_failures
+
+            assert_same(table_trained(kind, step), expected)
+            place += 1
+        assert place > 4
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_step_that_does_not_fit_leaves_a_table_as_it_was(kind):
+
+    def step(optimizer, number):
+        nonlocal fits
+        if number < 2:
+            optimizer.step()
+            return
+        # The last operator of a step is torch's own mark.
+        errors = (mk.MemkitOutOfMemoryError, torch.OutOfMemoryError)
+        with Exhausted(place), atomic_steps(optimizer), contextlib.suppress(*errors):
+            optimizer.step()
+            fits = True
+
+    old, new = (table_trained(kind, plainly, num_steps=each) for each in (2, 3))
+    place, fits, num_old = 2, False, 0
+    while not fits:
+        found = table_trained(kind, step)
+        is_old, is_new = (all(map(torch.equal, found, each)) for each in (old, new))
+        assert is_old or is_new, place
+        place, num_old = place + 1, num_old + is_old
+    assert num_old > 2
+
+
+@pytest.mark.parametrize("kind", SPARSE[:3])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_of_a_table_with_a_sparse_gradient_only_rows_are_copied(kind):
+    """The negative control is momentum, which moves rows of earlier gradients."""
+
+    def peak(kind, step):
+        table = nn.Embedding(100_000, 16, sparse=True)
         optimizer = kind(list(table.parameters()))
-        for _ in range(3):
+        for _ in range(2):
             optimizer.zero_grad()
-            table(torch.tensor([1, 2, 2])).square().sum().backward()
-            step(optimizer)
-        weights.append(table.weight.detach())
-    assert_same(weights[1], weights[0])
+            table(torch.arange(100)).square().sum().backward()
+            rose = trace_allocations(lambda: step(optimizer)).peak
+        return rose
+
+    table_bytes = 4 * 16 * 100_000
+    assert peak(kind, guarded) < 100_000 + peak(kind, lambda optimizer: optimizer.step())
+    assert peak(KINDS["nesterov"], guarded) > table_bytes
 
 
 def test_other_optimizers_are_refused_by_name():
