@@ -115,9 +115,10 @@ class _Hook:
                 fix="freeze them for the other backward, model.requires_grad_(False), or take its gradients by "
                 "torch.autograd.grad(loss, inputs).",
             )
+        if parameter.grad is None:  # autograd calls it without one, too: as in a double backward that ends before
+            return
         self._stepped.add(id(parameter))
         step_group(self._optimizer, self._group, [parameter])
-        assert parameter.grad is not None  # noqa: S101 - autograd sets it before the call
         parameter.grad = _Freed(parameter.grad)
 
 

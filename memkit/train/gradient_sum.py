@@ -182,7 +182,9 @@ class GradientSum:
         """
         self._open()
         if self.predivisor is None:
-            self.predivisor = self._power_of_two(expected)
+            # By itself, a micro-batch has the plain backward: hooks see its gradient as it is.
+            is_exact = is_whole and self.shards is None and expected > 0
+            self.predivisor = float(expected) if is_exact else self._power_of_two(expected)
         is_nothing = (isinstance(weight, float) and weight == 0) or not loss.requires_grad  # a constant counts nothing
         factor = 0.0 if is_nothing else 1.0
         if reduction == "mean":

@@ -208,8 +208,8 @@ class CheckAttempt:
         refuse_as_batch()
 
     def __enter__(self) -> Any:
+        self._content = Attributes([self.part], content="arrays")  # before: if it fails, nothing has been entered
         self._around.__enter__()
-        self._content = Attributes([self.part], content="arrays")  # tensors are restored around it
         return self.part
 
     def backward(self, loss: Loss) -> None:

@@ -355,6 +355,21 @@ def test_random_numbers_in_another_order_are_not_compared(batch):
     assert "another order" in advice["2 micro-batches"].effect
 
 
+def test_parts_with_another_gradient_are_found_in_spite_of_dropout(batch):
+    """Then gradients are not compared, and the split check is, on the same random numbers."""
+
+    def contrast(model, batch):
+        rows = F.normalize(model(batch[0]), dim=1)
+        return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 10))
+    table = by_name(advise(model, [each[:256] for each in batch], contrast))
+    for name, advice in table.items():
+        if "micro-batches" in name:
+            assert advice.status.startswith("failed: the parts have a different gradient")
+    assert any("micro-batches" in name for name in table)
+
+
 @pytest.mark.slow
 def test_reports_steps_too_large_to_run_here():
     x = torch.zeros(1, 1).expand(2**24, 64)  # no memory; its copy would take 4 GiB, the activations 4 TiB

@@ -229,6 +229,29 @@ def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
     assert_same(got, flat_gradient(plain))
 
 
+@pytest.mark.parametrize("settings", [{"count": 5}, {"count": torch.tensor(7)}, {"count": 3, "reduction": "sum"}, {}])
+def test_a_micro_batch_by_itself_has_the_plain_backward(settings):
+    """A hook that clips sees the gradient as it is, not multiplied by a count."""
+    optimized = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 3).double(), torch.randn(5, 4, dtype=torch.float64)
+        for each in model.parameters():
+            each.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loss = model(x).square().mean()
+        if is_plain:
+            loss.backward()
+            optimizer.step()
+        else:
+            accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=1)
+            factor = 3 if settings.get("reduction") == "sum" else 1
+            accumulator.backward(loss * factor, **settings)
+            accumulator.step()
+        optimized.append(list(model.parameters()))
+    assert_same(*optimized, 1e-15)
+
+
 def test_default_count_weighs_micro_batches_equally():
     model, x, _, _ = make_problem()
     got = stepped_gradient(

@@ -1,5 +1,8 @@
 """Stepping inside backward: bit-identical, without the gradients' memory, and refused where it is not exact."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +126,33 @@ def test_a_backward_for_adversarial_inputs_does_not_step(set_to_none):
         with pytest.raises(mk.errors.StateError, match=message):
             backward(torch.ones(4, 3))
         assert_same(model.weight.detach(), before)
+
+
+def test_a_parameter_that_autograd_calls_without_a_gradient_is_not_stepped():
+    """As the bias before a fixed kernel in the double backward of StyleGAN2's path lengths."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bias = nn.Conv2d(2, 1, 3, padding=1), nn.Parameter(torch.zeros(1))
+
+        def forward(self, z):
+            return nn.functional.conv2d(self.conv(z).tanh() + self.bias, torch.ones(1, 1, 3, 3))
+
+    def path_length(model, z):
+        z = z.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(z).sum(), z, create_graph=True)
+        return gradient.square().mean()
+
+    torch.manual_seed(0)
+    plain, z = Net(), torch.randn(2, 2, 8, 8)
+    model = copy.deepcopy(plain)
+    for net, is_stepped in ((plain, False), (model, True)):
+        optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.1)
+        with step_in_backward(optimizer) if is_stepped else contextlib.nullcontext():
+            path_length(net, z).backward()
+            optimizer.step()
+    assert_same(list(model.parameters()), list(plain.parameters()))
 
 
 def test_users_of_gradients_raise_after_the_step():

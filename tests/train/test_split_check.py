@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import memkit as mk
 from memkit import Loss
 from memkit._gradients.loss import read_loss
+from memkit._torch.dispatch import num_modes
 from memkit.train import sketches, split_ways
 from memkit.train.split_check import Computation, Examination, check_split
 from memkit.train.split_ways import ways_to_cut
@@ -1174,3 +1175,23 @@ def test_gradients_that_a_loss_gives_another_network_are_told_of(start):
     with pytest.warns(mk.MemkitWarning, match=r"not what forward writes to the gradient of Linear.bias"):
         step(2)
     step(1)  # a whole batch is as in a plain loop
+
+
+def test_an_interrupt_while_the_batch_is_noted_leaves_no_mode_behind(monkeypatch):
+    """A mode that nobody leaves breaks every later call of torch, if it ends after one around the step."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    model, x = nn.Linear(4, 2), torch.randn(8, 4)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("memkit.train.split_check.Attributes", interrupt)
+        with mk.Tracker(device="cpu"):
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train_step(x, mean_square)
+            assert num_modes() == 1
+    assert num_modes() == 0
+    trainer.train_step(x, mean_square)

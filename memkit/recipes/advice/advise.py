@@ -28,7 +28,9 @@ from memkit.predict.words import ADVICE_WORDS
 from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.recipes.advice.remedies import AppliedRemedy, Case, find_remedies, in_turn, no_change, takes_foreach
 from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, StepChange, Training, observe_step
+from memkit.train.models import unwrap_model
 from memkit.train.split import SplitFn
+from memkit.train.split_check import check_split
 
 _WORTH_TELLING = 0.01  # of the peak
 _WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
@@ -240,6 +242,18 @@ class _Trial:
             else f"needs {format_bytes(needed)} here, but only {format_bytes(available)} may be used"
         )
 
+    def _split_differs(self, num_parts: int) -> str:
+        """Say why parts of the batch, on the same random numbers, lack its gradient; empty if they have it."""
+        if num_parts == 1:
+            return ""
+        given = self._training
+        verdict = check_split(
+            unwrap_model(given.model), given.batch, given.loss_fn, split_fn=given.split_fn, num_parts=num_parts
+        )
+        if verdict.exact is None:
+            return f"whether parts have the batch's gradient could not be checked: {verdict.reason}"
+        return "" if verdict.exact else f"the parts have a different gradient. {verdict.advice}"
+
     def _compared(self, advice: Advice, remedy: AppliedRemedy, expected: Observation, measured: Observation) -> Advice:
         plain, estimate = self.real_plain, expected.estimate
         advice = replace(advice, measured_peak_bytes=measured.peak_bytes)
@@ -252,6 +266,8 @@ class _Trial:
             )
             if remedy.entry.redraws and plain.draws:
                 advice = replace(advice, effect=f"{advice.effect}; random numbers are drawn in another order")
+                if differs := self._split_differs(remedy.entry.settings.get("accumulation_steps", 1)):
+                    return replace(advice, status=f"failed: {differs}")
             elif remedy.entry.compares is not None:
                 ours, theirs = (getattr(each, remedy.entry.compares) for each in (measured, plain))
                 advice = replace(advice, difference=_difference(ours, theirs))
