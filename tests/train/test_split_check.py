@@ -1190,8 +1190,9 @@ def test_an_interrupt_while_the_batch_is_noted_leaves_no_mode_behind(monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr("memkit.train.split_check.Attributes", interrupt)
         with mk.Tracker(device="cpu"):
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as caught:  # which holds the step's frames
                 trainer.train_step(x, mean_square)
             assert num_modes() == 1
+            assert caught.traceback
     assert num_modes() == 0
     trainer.train_step(x, mean_square)
